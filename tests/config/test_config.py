@@ -1,0 +1,97 @@
+"""The three doors into the config lead to the same tree, and paths mean what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from textmill.config import RunConfig, TorchEngine, TrainConfig
+from textmill.config.help import all_help
+from textmill.config.load import config_of, lay_over, read_yaml
+from textmill.config.words import OTHER_WORDS, fields, key_advice
+from textmill.errors import TextmillError
+from textmill.where import open_where
+
+
+def test_three_doors_give_the_same_tree(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("train: {learning_rate: 6e-4, batch: 8}\nengine: {micro_batch: 4}\n")
+    tree, _ = read_yaml(file)
+    words = ["train.learning_rate=6e-4", "train.batch=8", "engine.micro_batch=4"]
+    python = RunConfig(train=TrainConfig(learning_rate=6e-4, batch=8), engine=TorchEngine(micro_batch=4))
+    assert config_of(tree) == config_of(lay_over({}, words)) == python
+
+
+def test_words_stand_above_the_file() -> None:
+    tree = lay_over({"train": {"batch": 8, "steps": 5}}, ["train.batch=16"])
+    assert tree == {"train": {"batch": 16, "steps": 5}}
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("sample.prompt=KING: to be = or not", "KING: to be = or not"),
+        ("sample.prompt=007", "007"),
+        ("corpus.sources=a.txt,b.txt", ["a.txt", "b.txt"]),
+        ("train.prompts=[\"a, b\", c]", ["a, b", "c"]),
+        ("corpus.split=949,50,1", [949.0, 50.0, 1.0]),
+        ("train.length=", None),
+        ("train.warmup=0.1", 0.1),
+        ("train.warmup=100", 100),
+        ("engine.micro_batch=auto", "auto"),
+    ],
+)
+def test_values_of_the_command_line(word: str, value: object) -> None:
+    config = config_of(lay_over({}, [word]))
+    section, key = word.partition("=")[0].split(".")
+    assert getattr(getattr(config, section), key) == value
+
+
+def test_config_is_frozen_and_reads_back_from_its_own_yaml() -> None:
+    config = config_of(lay_over({}, ["train.learning_rate=1e-05", "sample.prompt=한국어: \"x\"\n", "model.shape.heads=6"]))
+    with pytest.raises(Exception, match="frozen"):
+        config.train.batch = 3  # type: ignore[misc]
+    assert config_of(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_mistakes_name_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("# comment\ntrain:\n  batch: 8\n  stepz: 3\n")
+    with pytest.raises(TextmillError, match=r"a\.yaml:4: train\.stepz: no such key; did you mean 'train\.steps'"):
+        open_where(str(file), [])
+    file.write_text("train:\n  batch: 8\n  batch: 9\n")
+    with pytest.raises(TextmillError, match=r"a\.yaml:3: 'train\.batch' stands there twice"):
+        open_where(str(file), [])
+    file.write_text("train: [\n")
+    with pytest.raises(TextmillError, match=r"a\.yaml:2: not YAML"):
+        open_where(str(file), [])
+
+
+def test_paths_are_relative_to_the_file_or_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    project.mkdir()
+    elsewhere.mkdir()
+    (project / "textmill.yaml").write_text("corpus: {sources: ['texts/*.txt', tinyshakespeare]}\ntokens: {folder: kept}\n")
+    monkeypatch.chdir(elsewhere)
+    config = open_where(str(project), ["train.folder=mine"]).config
+    assert config.corpus.sources == [str(project / "texts/*.txt"), "tinyshakespeare"]
+    assert config.folder_of("corpus") == project / "corpus"
+    assert config.folder_of("tokens") == project / "kept"
+    assert config.folder_of("train") == elsewhere / "mine"
+    (project / "plain.yaml").write_text("train: {steps: 3}\n")
+    assert Path(open_where(str(project / "plain.yaml"), []).config.folder) == elsewhere / "runs" / "plain"
+
+
+def test_other_tools_words_lead_to_keys_that_exist() -> None:
+    known = {name for name, _ in fields()}
+    assert set(OTHER_WORDS.values()) <= known
+    assert key_advice("train.per_device_train_batch_size") == "textmill calls it 'engine.micro_batch'"
+
+
+def test_help_names_every_key() -> None:
+    text = all_help()
+    for name, field in fields():
+        assert f"{name}=" in text or f"{name}:" in text, name
+        assert field.description or "." not in name, name

@@ -1,0 +1,87 @@
+"""150 broken configs: each refused in one line that names the field and the mend, before anything is written."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from textmill.cli import main
+from textmill.config.words import OTHER_WORDS, fields, section_types
+
+DICE = random.Random(150)
+LEAVES = [(key, field) for key, field in fields() if not section_types(field.annotation) and "." in key]
+GOOD = {"corpus": {"sources": ["tinyshakespeare"]}, "model": {"size": "nano"}, "train": {"length": 64, "steps": 2}}
+
+IMPOSSIBLE: list[tuple[str, Any]] = [
+    ("model.size", "gigantic"), ("model.shape.heads", 5), ("model.shape.heads", 0), ("model.shape.width", 130), ("train.length", 100_000),
+    ("train.length", 1), ("train.steps", 0), ("train.steps", -5), ("train.batch", 0), ("engine.micro_batch", 5), ("engine.micro_batch", 0),
+    ("train.learning_rate", 0), ("train.learning_rate", -1.0), ("train.learning_rate", float("nan")), ("train.learning_rate", float("inf")),
+    ("train.min_learning_rate", 1.0), ("train.warmup", 5000), ("train.warmup", -1), ("train.betas", [0.9]), ("train.betas", [0.9, 1.0]),
+    ("train.clip", -1), ("train.weight_decay", -0.1), ("train.seed", -1), ("train.keep", 0), ("tokenizer.vocab", 10), ("corpus.split", "a,b"),
+    ("corpus.split", [0, 1, 1]), ("corpus.split", [1, 2, 3, 4]), ("corpus.split", [90, -5, 5]), ("corpus.section", 1), ("corpus.stop_at", 2),
+    ("sample.temperature", -1), ("sample.top_p", 0), ("sample.top_p", 1.5), ("sample.top_k", -1), ("sample.max_tokens", 0),
+    ("sample.min_tokens", 500), ("sample.repetition_penalty", 0), ("engine.device", "tpu"), ("engine.device", "cuda:x"),
+    ("engine.precision", "fp4"), ("engine.kind", "tensorflow"), ("runner.workers", 0), ("runner.kind", "spark"), ("evaluate.tasks", ["glue"]),
+    ("model.family", "llama"), ("train.schedule", "cosin"), ("train.layout", "packd"), ("track.kinds", ["mlflow"]), ("model.shape.dropout", 1.0),
+]  # fmt: skip
+
+
+def typo(key: str) -> str:
+    """The key with one letter of its last word swapped, dropped or doubled."""
+    head, _, word = key.rpartition(".")
+    while True:
+        place = DICE.randrange(1, len(word))
+        wrong = DICE.choice([word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:], word[:place] + "x" + word[place:]])
+        if wrong != word and f"{head}.{wrong}" not in dict(LEAVES) and wrong not in OTHER_WORDS:
+            return f"{head}.{wrong}"
+
+
+def wrong_value(field: Any) -> Any:
+    """A value of a type that the field does not take."""
+    return DICE.choice([{"a": 1}, [[1]], {"b": []}])
+
+
+CASES: list[tuple[str, str, Any, str]] = (
+    [("typo", typo(key), 1, key) for key, _ in DICE.sample(LEAVES, 50)]
+    + [("type", key, wrong_value(field), key) for key, field in DICE.sample(LEAVES, 40)]
+    + [("impossible", key, value, key.split(".")[-1]) for key, value in IMPOSSIBLE]
+    + [("foreign", f"train.{word}", 1, OTHER_WORDS[word]) for word in DICE.sample(sorted(set(OTHER_WORDS) - {"seed", "dtype"}), 12)]
+)
+
+
+def test_there_are_150() -> None:
+    assert len(CASES) >= 150
+    assert len(IMPOSSIBLE) == 50
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "named"), CASES, ids=[f"{kind}-{key}-{i}" for i, (kind, key, _, _) in enumerate(CASES)])
+def test_refused_in_one_line(
+    kind: str, key: str, value: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree: dict[str, Any] = {section: dict(keys) for section, keys in GOOD.items()}
+    holder = tree
+    for part in key.split(".")[:-1]:
+        holder = holder.setdefault(part, {})
+    holder[key.split(".")[-1]] = value
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(tree))
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "bad.yaml"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("textmill: bad.yaml:")
+    assert named in said.err
+    assert ";" in said.err, "the mend stands after a semicolon"
+    assert "Traceback" not in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+def test_the_good_one_is_not_refused(tmp_path: Path) -> None:
+    from textmill.where import open_where
+
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(GOOD))
+    assert open_where(str(tmp_path / "good.yaml"), []).config.train.length == 64

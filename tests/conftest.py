@@ -1,0 +1,50 @@
+"""What several tests need: the shared data, three small texts, and one thread a worker."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+# Two workers on two cores: a second thread each would only make them wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SENTENCES = {
+    "english": ["The mill stands by the river.", "Every morning the wheel begins to turn.", "Who brought the grain last night?",
+                "A child counts the sacks and forgets the number.", "In winter the water is slow, but it never stops."],
+    "korean": ["물레방아는 강가에 서 있다.", "아침마다 바퀴가 천천히 돌기 시작한다.", "어젯밤에 누가 곡식을 가져왔을까?",
+               "아이는 자루를 세다가 숫자를 잊어버린다.", "겨울에는 물이 느리지만 멈추지 않는다."],
+    "turkish": ["Değirmen ırmağın kıyısında duruyor.", "Her sabah çark ağır ağır dönmeye başlar.", "Dün gece buğdayı kim getirdi?",
+                "Çocuk çuvalları sayar, sonra sayıyı unutur.", "Kışın su yavaştır, ama hiç durmaz."],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The large texts that stand beside the repository; tests that need them are skipped without."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no shared data: the folder ../shared/data does not stand beside the repository")
+    return folder
+
+
+@pytest.fixture
+def tiny_texts(tmp_path: Path) -> Path:
+    """A folder with a few KB of English, Korean and Turkish, the same in every run."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for language, sentences in SENTENCES.items():
+        dice = random.Random(f"texts {language}")
+        blocks = [" ".join(dice.choices(sentences, k=dice.randint(2, 5))) for _ in range(40)]
+        (folder / f"{language}.txt").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+    return folder

@@ -1,0 +1,280 @@
+"""The verb from end to end: the account balances, nothing but the content decides the bytes, and a kill loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from textmill.config import RunConfig
+from textmill.corpus import prepare as prepare_module
+from textmill.corpus import sources
+from textmill.corpus.document import SPLITS, Document
+from textmill.corpus.prepare import prepare
+from textmill.corpus.shards import read_documents, shards_of
+from textmill.errors import TextmillError
+
+LINES = [
+    {"text": "bir metin"}, {"text": "bir  metin\n"}, {"text": ""}, {"text": "x"}, {"body": "no text"}, {"text": "한국어 문장"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three texts and a file of lines with every fate a record can have."""
+    (tiny_texts / "lines.jsonl").write_bytes("\n".join(json.dumps(line) for line in LINES).encode() + b"\n\xff\xff\n\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config_of(folder: str = "out", workers: int = 1, words: list[str] | None = None, **corpus: Any) -> RunConfig:
+    settings = {"sources": words or ["texts"], "section": 100, "split": [8.0, 1.0, 1.0], "stop_at": 0.5, **corpus}
+    return RunConfig.model_validate({"folder": folder, "corpus": settings, "runner": {"workers": workers}})
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file but the record of how it was asked for."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "run.yaml"}
+
+
+def documents(folder: Path) -> dict[str, list[Document]]:
+    return {split: [row for path in shards_of(folder, split) for row in read_documents(path)] for split in SPLITS}
+
+
+def test_account(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = prepare(config_of(min_chars=2))
+    account = json.loads((folder / "account.json").read_text())
+    lines = account["by_source"]["texts/lines.jsonl"]
+    assert lines == {"records": 8, "kept": 2, "dropped": {"duplicate": 1, "empty": 2, "short": 1}, "quarantined": 2}
+    assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
+    found = documents(folder)
+    for split in SPLITS:
+        amounts = account["by_split"][split]
+        assert amounts["documents"] == len(found[split]) > 0
+        assert amounts["bytes"] == sum(len(row.text.encode()) for row in found[split])
+        assert amounts["characters"] == sum(len(row.text) for row in found[split])
+    assert sum(map(len, found.values())) == account["kept"]
+    told = capsys.readouterr()
+    assert "quarantined              2  see out/corpus/quarantine.jsonl" in told.out
+    assert "duplicate" in told.out
+    assert "prepare: read and clean: " in told.err
+
+
+def test_quarantine_and_the_way_back(world: Path) -> None:
+    folder = prepare(config_of())
+    rows = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"file": "texts/lines.jsonl", "place": "line 5", "reason": "no field 'text'; found ['body']; set corpus.text_key=body",
+         "raw": '{"body": "no text"}\n'},
+        {"file": "texts/lines.jsonl", "place": "line 7", "reason": "not UTF-8: byte 0xff at 0", "raw": "\\xff\\xff\n"},
+    ]  # fmt: skip
+    everything = [row for split in documents(folder).values() for row in split]
+    assert {(row.text, row.id) for row in everything if row.source == "texts/lines.jsonl"} == {
+        ("bir metin", "line 1"), ("x", "line 4"), ("한국어 문장", "line 6"),
+    }  # fmt: skip
+    assert {row.source for row in everything} == {f"texts/{name}" for name in ("english.txt", "korean.txt", "turkish.txt", "lines.jsonl")}
+
+
+def test_workers_order_and_pieces_do_not_matter(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = content(prepare(config_of("one")))
+    assert content(prepare(config_of("two", workers=2))) == one
+    shuffled = ["texts/turkish.txt", "texts/*.jsonl", "texts/korean.txt", "./texts/english.txt"]
+    assert content(prepare(config_of("shuffled", words=shuffled))) == one
+    whole = documents(world / "one" / "corpus")
+    monkeypatch.setattr(sources, "PIECE", 40)
+    assert documents(prepare(config_of("pieces"))) == whole
+
+
+def test_done_already(world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepare(config_of())
+    count = json.loads((folder / "account.json").read_text())["kept"]
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "hash_file", lambda path: pytest.fail(f"{path} was read again"))
+        assert prepare(config_of(workers=2, stop_at=0.4)) == folder
+    assert capsys.readouterr().out == f"prepare: done already: out/corpus ({count} documents)\n"
+    os.utime("texts/english.txt", ns=(1, 1))
+    prepare(config_of())
+    assert "done already" in capsys.readouterr().out
+
+
+def test_done_already_from_another_place(world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(config_of())
+    monkeypatch.chdir(world / "texts")
+    prepare(config_of("../out", words=["."]))
+    assert "done already" in capsys.readouterr().out
+
+
+def test_change_is_refused_until_forced(world: Path) -> None:
+    before = content(prepare(config_of()))
+    with pytest.raises(TextmillError, match=r"corpus.section was 100, is 200.*--force"):
+        prepare(config_of(section=200))
+    english = Path("texts/english.txt")
+    text = english.read_text()
+    english.write_text(text.replace("mill", "MILL", 1))  # the same length
+    with pytest.raises(TextmillError, match=r"inputs.english.txt was .*, is "):
+        prepare(config_of())
+    english.write_text(text)
+    assert content(Path("out/corpus")) == before
+    assert len(documents(prepare(config_of(section=200), "yes"))["train"]) < 100
+    after = content(prepare(config_of(), "changed"))
+    shards = [name for name in before if name.endswith(".parquet")]
+    assert [after[name] for name in shards] == [before[name] for name in shards]
+
+
+def test_documents_never_move_when_sources_grow(world: Path) -> None:
+    before = documents(prepare(config_of("before", words=["texts/korean.txt"])))
+    with open("texts/korean.txt", "a", encoding="utf-8") as stream:
+        stream.write("\n\n새로운 글이 덧붙었다.\n" * 50)
+    after = documents(prepare(config_of("after")))
+    last = max((row for rows in before.values() for row in rows), key=lambda row: int(row.id.split()[1]))
+    for split, rows in before.items():
+        assert {row.text for row in rows} - {last.text} <= {row.text for row in after[split]}
+
+
+def test_too_many_bad_records(world: Path) -> None:
+    with pytest.raises(TextmillError) as caught:
+        prepare(config_of(stop_at=0.001))
+    assert "texts/lines.jsonl:5: no field 'text'; found ['body']; set corpus.text_key=body" in str(caught.value)
+    assert "raise corpus.stop_at" in str(caught.value)
+    assert not Path("out/corpus").exists()
+    assert len(Path("out/corpus.part/quarantine.jsonl").read_text().splitlines()) == 2
+    resumed = content(prepare(config_of(stop_at=0.5)))
+    assert resumed == content(prepare(config_of("fresh")))
+
+
+def test_nothing_left(world: Path) -> None:
+    with pytest.raises(TextmillError, match=r"nothing is left of \d+ records .*corpus.min_chars=100000"):
+        prepare(config_of(min_chars=100_000))
+    assert not Path("out/corpus").exists()
+
+
+def test_without_dedup(world: Path) -> None:
+    folder = prepare(config_of(dedup="none"))
+    assert "duplicate" not in json.loads((folder / "account.json").read_text())["dropped"]
+
+
+def test_empty_split_is_told(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(config_of(words=["texts/lines.jsonl"], split=[1.0, 0.0, 1e-9]))
+    told = capsys.readouterr().out
+    assert "test is empty: 3 documents are too few for its share of 0.0%; " in told
+    assert "corpus.documents=block" in told
+    assert "valid is empty" not in told
+
+
+def test_own_output_is_no_source(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(config_of("texts"))
+    prepare(config_of("texts"))
+    assert "done already" in capsys.readouterr().out
+
+
+def test_file_that_changes_meanwhile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepare_module._run
+
+    def change_then_run(*arguments: Any) -> Any:
+        with open("texts/english.txt", "a") as stream:
+            stream.write("more")
+        return run(*arguments)
+
+    monkeypatch.setattr(prepare_module, "_run", change_then_run)
+    with pytest.raises(TextmillError, match=r"texts/english\.txt: changed while it was read"):
+        prepare(config_of())
+
+
+def test_full_disk_is_told_and_gone_on_from(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = content(prepare(config_of("whole")))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", FailAfter(12))
+        with pytest.raises(TextmillError, match="No space left on device; mend that and run it again"):
+            prepare(config_of())
+    assert content(prepare(config_of())) == expected
+
+
+class FailAfter:
+    """os.fsync that finds the disk full after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, handle: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def test_crash_at_every_file(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop before the k-th file appears, for every k, leave rubbish behind, and run again."""
+    words = ["texts/korean.txt", "texts/lines.jsonl"]
+    expected, replace, point = content(prepare(config_of("whole", words=words))), os.replace, 0
+    while True:
+        point += 1
+        left = [point]
+
+        def crash_later(old: Any, new: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Crash
+            replace(old, new)
+
+        folder = f"run-{point}"
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash_later)
+            try:
+                prepare(config_of(folder, words=words))
+            except Crash:
+                (Path(folder) / "corpus.part" / "train-00000.parquet.tmp-99").write_bytes(b"half")
+            else:
+                break
+        assert not Path(folder, "corpus").exists()
+        assert content(prepare(config_of(folder, words=words))) == expected, f"crash point {point}"
+    assert point > 15
+
+
+SCRIPT = """
+import sys
+from textmill.config import RunConfig
+from textmill.corpus.prepare import prepare
+if __name__ == "__main__":
+    corpus = {"sources": ["big"], "section": 200}
+    prepare(RunConfig.model_validate({"folder": sys.argv[1], "corpus": corpus, "runner": {"workers": 2}}))
+"""
+
+
+def test_killed_and_run_again(world: Path, root: Path) -> None:
+    dice = random.Random(5)
+    os.mkdir("big")
+    for number in range(6):
+        rows = (json.dumps({"text": f"{number} {row} " + "söz " * dice.randrange(200)}, ensure_ascii=False) for row in range(3000))
+        Path(f"big/{number}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    Path("script.py").write_text(SCRIPT)
+
+    def start(folder: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "script.py", folder]
+        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    began = time.monotonic()
+    assert start("whole").wait(60) == 0
+    duration = time.monotonic() - began
+    kills = 0
+    for share in (0.6, 0.8):
+        process = start("killed")
+        time.sleep(duration * (share + dice.uniform(-0.1, 0.1)))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait(10) == -signal.SIGKILL
+    assert kills
+    assert start("killed").wait(60) == 0
+    assert content(Path("killed/corpus")) == content(Path("whole/corpus"))
+    assert not Path("killed/corpus.part").exists()

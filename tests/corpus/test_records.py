@@ -1,0 +1,191 @@
+"""Reading: each format, each kind of bad record, and cuts that depend on nothing after them."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from textmill.config import CorpusConfig
+from textmill.corpus import records, sources
+from textmill.corpus.document import Document
+from textmill.corpus.records import Bad, read_records
+from textmill.corpus.sources import find_sources, pieces_of
+
+TEXT = st.text(st.sampled_from("ab가é𝄞 \t\n\n\r"), max_size=400)
+
+
+def read(path: Path, data: bytes, **settings: Any) -> list[Document | Bad]:
+    path.write_bytes(data)
+    config = CorpusConfig(**settings)
+    return [record for piece in pieces_of(find_sources([str(path)]), config.documents) for record in read_records(piece, config)]
+
+
+def texts(found: list[Document | Bad]) -> list[str]:
+    assert not [record for record in found if isinstance(record, Bad)]
+    return [record.text for record in found if isinstance(record, Document)]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = ["bir\nİki", "한국어 \U0001f600", "", "mixed \ud83d\ude00"]
+    data = "\n".join(json.dumps({"id": 1, "text": row}, ensure_ascii=index % 2 == 0) for index, row in enumerate(rows[:3])).encode()
+    data += b'\r\n\n{"text": "\\ud83d\\ude00"}\n  \n{"text": "last", "text": "wins", "x": NaN}'
+    found = read(path, b"\xef\xbb\xbf" + data)
+    assert texts(found) == ["bir\nİki", "한국어 \U0001f600", "", "", "\U0001f600", "", "wins"]
+    assert [record.id for record in found if isinstance(record, Document)] == [f"line {number}" for number in range(1, 8)]
+    assert found[0].source == str(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
+        (b"plain words", "not JSON: Expecting value at column 1"),
+        (b'{"text": "a\tb"}', "not JSON: Invalid control character at at column 12"),
+        (b'{"text": "\xff\xfe"}', "not UTF-8: byte 0xff at 10"),
+        (b"\xff\xfe{\x00", "it looks like UTF-16"),
+        (b'{"text": "\xed\xa0\x80"}', "not UTF-8: byte 0xed at 10"),
+        (b'{"text": "x\\ud800y"}', "half a surrogate pair, \\ud800, at character 1"),
+        (b'["text"]', "found a JSON list; a line is an object with the field 'text'"),
+        (b'"text"', "found a JSON text"),
+        (b"17", "found a JSON number"),
+        (b'{"id": "7", "body": "long words"}', "no field 'text'; found ['body', 'id']; set corpus.text_key=body"),
+        (b'{"id": 7}', "no field 'text'; found ['id']"),
+        (b'{"text": null}', "field 'text' is null, not text"),
+        (b'{"text": ["a"]}', "field 'text' is list, not text"),
+        (b'{"text": 1e5}', "field 'text' is number, not text"),
+        (b"[" * 200_000, "JSON nested too deep"),
+        (b'{"a":' * 100_000, "JSON nested too deep"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
+        (b"\0\0\0\0", "nothing but NUL bytes"),
+        (b'{"\\ud800": "x"}', "no field 'text'; found ['\\ud800']"),
+    ],
+)
+def test_bad_line(tmp_path: Path, line: bytes, reason: str) -> None:
+    good = b'{"text": "good"}\n'
+    found = read(tmp_path / "a.jsonl", good + line + b"\n" + good)
+    assert [type(record) for record in found] == [Document, Bad, Document]
+    bad = found[1]
+    assert isinstance(bad, Bad)
+    assert reason in bad.reason
+    assert (bad.place, bad.raw) == ("line 2", (line + b"\n")[:1000])
+    assert str(bad).startswith(f"{tmp_path / 'a.jsonl'}:2: ")
+
+
+def test_line_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD", 50)
+    monkeypatch.setattr(records, "BLOCK", 7)
+    found = read(tmp_path / "a.txt", b"x" * 50 + b"\n" + b"a\n" + b"y" * 30 + b"\n" + b"z" * 51, documents="line")
+    assert [type(record) for record in found] == [Bad, Document, Document, Bad]
+    assert "51 bytes, and 50 are the most" in str(found[0])
+    assert found[3].place == "line 4"  # type: ignore[union-attr]
+
+
+def test_other_key(tmp_path: Path) -> None:
+    assert texts(read(tmp_path / "a.ndjson", b'{"body": "x", "text": 3}', text_key="body")) == ["x"]
+
+
+def test_lines_of_text(tmp_path: Path) -> None:
+    found = read(tmp_path / "a.txt", b"\xef\xbb\xbfbir\r\n\n  \niki\n\xff\nson", documents="line")
+    assert [record.text for record in found if isinstance(record, Document)] == ["bir", "", "  ", "iki", "son"]
+    assert str(found[4]).endswith("a.txt:5: not UTF-8: byte 0xff at 0")
+
+
+def test_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert texts(read(tmp_path / "a.md", b"\xef\xbb\xbfa\n\n\nb", documents="file")) == ["a\n\n\nb"]
+    (bad,) = read(tmp_path / "a.txt", b"ok \x80", documents="file")
+    assert str(bad).endswith("a.txt, file: not UTF-8: byte 0x80 at 3")
+    monkeypatch.setattr(records, "MAX_RECORD", 3)
+    assert "set corpus.documents=section" in str(read(tmp_path / "a.txt", b"long", documents="file")[0])
+
+
+def test_blocks(tmp_path: Path) -> None:
+    found = read(tmp_path / "a.txt", b"\n\nbir\niki\n \t\n\n\nuc\r\n\r\ndort\n\n \n", documents="block")
+    assert [text.strip() for text in texts(found)] == ["bir\niki", "uc", "dort"]
+    assert [record.id for record in found if isinstance(record, Document)] == ["block 1", "block 2", "block 3"]
+
+
+def test_sections(tmp_path: Path) -> None:
+    paragraph = "가나다 " * 20  # 80 characters
+    at_blank = read(tmp_path / "a.txt", ("\n\n".join([paragraph] * 10)).encode(), section=100)
+    assert [len(text.split()) for text in texts(at_blank)] == [40] * 5
+    at_line = read(tmp_path / "b.txt", ("\n".join([paragraph] * 10)).encode(), section=100)
+    assert [len(text.split()) for text in texts(at_line)] == [60] * 3 + [20]
+    nowhere = read(tmp_path / "c.txt", "가".encode() * 1000, section=100)
+    assert [len(text) for text in texts(nowhere)] == [400, 400, 200]
+
+
+def test_bad_bytes_spoil_one_section(tmp_path: Path) -> None:
+    data = b"\n\n".join([b"a" * 150, b"b" * 75 + b"\xff" + b"b" * 75, b"c" * 150, b"\0" * 150])
+    found = read(tmp_path / "a.txt", data, section=100)
+    assert [type(record) for record in found] == [Document, Bad, Document, Bad]
+    assert str(found[1]).endswith("a.txt, section 2: not UTF-8: byte 0xff at 75")
+    assert "NUL" in str(found[3])
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    assert read(tmp_path / "a.txt", b"") == read(tmp_path / "a.txt", b" \n\n") == read(tmp_path / "a.jsonl", b"") == []
+
+
+def stretches(data: bytes, limits: tuple[int, int, int], block: int) -> list[str]:
+    before, records.BLOCK = records.BLOCK, block
+    try:
+        return list(records._stretches(io.BytesIO(data), *limits))
+    finally:
+        records.BLOCK = before
+
+
+LIMITS = st.sampled_from([(1, 8, 16), (5, 10, 20), (20, 40, 80), (1, 1, 1)])
+
+
+@given(TEXT, LIMITS)
+@example("a\n\r\n\rb", (1, 8, 16))
+def test_cutting_loses_no_letter(text: str, limits: tuple[int, int, int]) -> None:
+    found = stretches(text.encode(), limits, 3)
+    assert "".join("".join(found).split()) == "".join(text.split())
+    assert all(one.strip() and len(one) <= limits[2] for one in found)
+
+
+@given(st.one_of(TEXT.map(str.encode), st.binary(max_size=200)), LIMITS, st.integers(1, 70))
+def test_block_size_does_not_matter(data: bytes, limits: tuple[int, int, int], block: int) -> None:
+    assert stretches(data, limits, block) == stretches(data, limits, 10_000)
+
+
+@given(TEXT, TEXT, LIMITS)
+def test_appending_changes_the_last_at_most(text: str, more: str, limits: tuple[int, int, int]) -> None:
+    before = stretches(text.encode(), limits, 10)
+    after = stretches((text + more).encode(), limits, 10)
+    assert after[: max(len(before) - 1, 0)] == before[:-1]
+
+
+@given(st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line), max_size=20), st.integers(1, 60))
+def test_pieces_read_like_the_whole(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], piece: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "pieces.txt"
+    whole = read(path, b"\n".join(lines), documents="line")
+    before, sources.PIECE = sources.PIECE, piece
+    try:
+        assert read(path, b"\n".join(lines), documents="line") == whole
+    finally:
+        sources.PIECE = before
+
+
+@pytest.mark.parametrize("line", [b"words and words\n", b"no end ", b"\n", b"  "], ids=["lines", "one line", "blank lines", "spaces"])
+def test_memory_stays_flat(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(line * (8_000_000 // len(line)))
+    (piece,) = pieces_of(find_sources([str(path)]), "section")
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in read_records(piece, CorpusConfig(section=1000)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000
+    assert count == 0 or count > 1000

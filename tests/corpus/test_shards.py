@@ -1,0 +1,96 @@
+"""Shards: what is written comes back, in bounded row groups, and damage is seen."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from textmill.corpus import shards
+from textmill.corpus.document import Document
+from textmill.corpus.shards import SCHEMA, new_shard, read_documents, read_texts, shard_name, shards_of
+from textmill.errors import TextmillError
+
+
+def documents(count: int) -> list[Document]:
+    return [Document(f"문서 {number} " + "söz " * (number % 50), "a.txt", f"section {number}") for number in range(count)]
+
+
+def write(path: Path, rows: list[Document]) -> None:
+    with new_shard(path) as shard:
+        for start in range(0, len(rows), 100):
+            part = rows[start : start + 100]
+            columns = [[row.text for row in part], [row.source for row in part], [row.id for row in part]]
+            shard.add(pa.table([pa.array(column, pa.string()) for column in columns], schema=SCHEMA))
+
+
+def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "GROUP_ROWS", 500)
+    path = tmp_path / shard_name("train", 3)
+    write(path, documents(2350))
+    assert list(read_documents(path)) == documents(2350)
+    batches = list(read_texts(path))
+    assert [text for batch in batches for text in batch] == [document.text for document in documents(2350)]
+    assert max(map(len, batches)) <= shards.BATCH
+    assert pq.ParquetFile(path).num_row_groups == 5
+
+
+def test_row_groups_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "GROUP_BYTES", 20_000)
+    path = tmp_path / "train-00000.parquet"
+    write(path, documents(2000))
+    meta = pq.ParquetFile(path).metadata
+    assert meta.num_row_groups > 5
+    assert list(read_documents(path)) == documents(2000)
+
+
+def test_empty_shard(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [])
+    assert list(read_documents(tmp_path / "a.parquet")) == []
+
+
+def test_order_of_shards(tmp_path: Path) -> None:
+    for number in [100_000, 2, 10]:
+        (tmp_path / shard_name("valid", number)).touch()
+    (tmp_path / shard_name("train", 0)).touch()
+    assert [path.name for path in shards_of(tmp_path, "valid")] == ["valid-00002.parquet", "valid-00010.parquet", "valid-100000.parquet"]
+    assert shards_of(tmp_path, "test") == []
+
+
+def test_half_written_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError), new_shard(tmp_path / "a.parquet") as shard:
+        shard.add(None)  # as if the work failed in the middle
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
+    """Cut short, or one bit turned anywhere: never other text than was written."""
+    path, dice = tmp_path / "a.parquet", random.Random(11)
+    write(path, documents(300))
+    whole, messages = path.read_bytes(), []
+    for trial in range(150):
+        data = bytearray(whole)
+        if trial % 5:
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        else:
+            del data[dice.randrange(len(data)) :]
+        path.write_bytes(data)
+        try:
+            texts = [text for batch in read_texts(path) for text in batch]
+        except TextmillError as error:
+            messages.append(str(error))
+        else:
+            assert texts == [document.text for document in documents(300)]
+    assert len(messages) > 100
+    assert all(message.startswith(f"{path}: ") for message in messages)
+
+
+def test_missing_and_foreign(tmp_path: Path) -> None:
+    with pytest.raises(TextmillError, match="no such file; make the corpus with: textmill prepare"):
+        list(read_texts(tmp_path / "gone.parquet"))
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
+    with pytest.raises(TextmillError, match=r"not a shard of ours; found the columns \['body'\]"):
+        list(read_texts(tmp_path / "b.parquet"))

@@ -1,0 +1,110 @@
+"""From words to files: files, globs, folders, shipped corpora, and what is said when nothing is found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from textmill.corpus import sources
+from textmill.corpus.sources import find_sources, names_wherever, pieces_of
+from textmill.errors import TextmillError
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ["a.txt", "b.jsonl", "notes.md", "table.csv", ".hidden.txt", "deep/c.TXT", "deep/er/d.ndjson", "deep/.git/e.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names(words: list[str], skip: list[Path] | None = None) -> list[str]:
+    return [source.name for source in find_sources(words, skip or [])]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a.txt"], ["a.txt"]),
+        (["*.txt"], ["a.txt"]),
+        (["**/*.ndjson"], ["deep/er/d.ndjson"]),
+        (["."], ["a.txt", "b.jsonl", "deep/c.TXT", "deep/er/d.ndjson", "notes.md"]),
+        (["deep", "a.txt"], ["a.txt", "deep/c.TXT", "deep/er/d.ndjson"]),
+        (["./a.txt", "a.txt", "*.txt", "deep/../a.txt"], ["a.txt"]),
+        (["tinyshakespeare", "a.txt"], ["a.txt", "tinyshakespeare"]),
+    ],
+)
+def test_found(tree: Path, words: list[str], expected: list[str]) -> None:
+    assert names(words) == expected
+    assert names(words[::-1]) == expected
+
+
+def test_a_link_is_the_file_it_leads_to(tree: Path) -> None:
+    os.symlink("a.txt", "z.txt")
+    assert names(["z.txt", "a.txt"]) == ["a.txt"]
+
+
+def test_brackets_in_a_name(tree: Path) -> None:
+    (tree / "a[1].txt").write_text("x")
+    assert names(["a[1].txt"]) == ["a[1].txt"]
+
+
+def test_own_folders_are_no_source(tree: Path) -> None:
+    assert names(["."], [tree / "deep"]) == ["a.txt", "b.jsonl", "notes.md"]
+    assert names(["**/*.txt"], [tree / "deep"]) == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"corpus.sources: nothing there; .*\.jsonl.*tinyshakespeare"),
+        (["gone.txt"], "corpus.sources: no file, folder or corpus 'gone.txt'; the corpora that come with textmill: tinyshakespeare"),
+        (["tinyshakespear"], "did you mean 'tinyshakespeare'"),
+        (["*.nothing"], r"nothing matches '\*.nothing'"),
+        (["table.csv"], r"table.csv: cannot read '.csv'; textmill reads .txt, .text, .md, .jsonl, .ndjson"),
+        (["*.*"], r"table.csv: cannot read '.csv'"),
+        (["deep/.git/.."], None),
+        (["empty"], "no file to read in 'empty'; textmill reads .txt"),
+    ],
+)
+def test_not_found(tree: Path, words: list[str], message: str | None) -> None:
+    (tree / "empty").mkdir()
+    if message is None:
+        assert names(words) == ["deep/c.TXT", "deep/er/d.ndjson"]
+        return
+    with pytest.raises(TextmillError, match=message):
+        find_sources(words)
+
+
+def test_names_do_not_tell_where_the_project_stands(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = names_wherever(find_sources(["deep", "a.txt", "tinyshakespeare"]))
+    monkeypatch.chdir(tree / "deep")
+    assert sorted(here) == sorted(names_wherever(find_sources([str(tree / "deep"), "../a.txt", "tinyshakespeare"])))
+    assert sorted(here) == ["a.txt", "deep/c.TXT", "deep/er/d.ndjson", "tinyshakespeare"]
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+@pytest.mark.parametrize("piece", [1, 7, 10, 64, 10_000])
+def test_pieces_are_whole_lines(tree: Path, monkeypatch: pytest.MonkeyPatch, piece: int, end: bytes) -> None:
+    lines = [b"%d" % number * (number % 5) for number in range(60)]
+    (tree / "b.jsonl").write_bytes(b"\n".join(lines) + end)
+    monkeypatch.setattr(sources, "PIECE", piece)
+    monkeypatch.setattr(sources, "BLOCK", 3)
+    data, stop = (tree / "b.jsonl").read_bytes(), 0
+    for number, one in enumerate(pieces_of(find_sources(["b.jsonl"]), "section")):
+        assert (one.number, one.start) == (number, stop)
+        assert one.first == 1 + data[: one.start].count(b"\n")
+        assert one.start == 0 or data[one.start - 1 : one.start] == b"\n"
+        stop = one.stop
+    assert stop == len(data)
+    assert (number == 0) == (piece > len(data))
+
+
+def test_text_is_cut_only_where_a_line_is_a_document(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE", 4)
+    (tree / "a.txt").write_text("1\n" * 20)
+    assert len(pieces_of(find_sources(["a.txt"]), "section")) == 1
+    assert len(pieces_of(find_sources(["a.txt"]), "line")) == 7  # a cut at a line's end after 4 bytes takes one more line

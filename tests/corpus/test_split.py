@@ -1,0 +1,64 @@
+"""Which side a document stands on: by its own text only, in the shares asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from textmill.corpus.document import SPLITS
+from textmill.corpus.split import digest_of, side_of, sides_of
+
+TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("  \t\nab")))
+
+
+def rows(texts: list[str]) -> np.ndarray:
+    return np.frombuffer(b"".join(map(digest_of, texts)), np.uint8).reshape(-1, 16)
+
+
+def test_digest_never_changes() -> None:
+    """As `b2sum -l 128` has it of the normalised text."""
+    assert digest_of("The mill stands.").hex() == "37fafa2904bd7c572bd81eccb887c6f3"
+    assert digest_of("한국어 \n\n İstanbul").hex() == "78ed8e88c55da7708f9d7c9a356ddb79"
+
+
+@pytest.mark.parametrize("same", ["a b c", " a  b\nc ", "a\t\tb\r\n\x0b\x0cc\n"])
+def test_digest_looks_past_white_space(same: str) -> None:
+    assert digest_of(same) == digest_of("a b c")
+
+
+def test_digest_tells_apart() -> None:
+    different = ["a b", "ab", "A b", "a b c", "a\u3000b", "e", "é", ""]
+    assert len({digest_of(text) for text in different}) == len(different)
+    assert digest_of("e\u0301") == digest_of("é")
+
+
+@given(TEXT)
+def test_digest_against_the_plain_definition(text: str) -> None:
+    import hashlib
+    import re
+    import unicodedata
+
+    plain = re.sub("[ \t\n\r\x0b\x0c]+", " ", unicodedata.normalize("NFC", text)).strip(" ")
+    assert digest_of(text) == hashlib.blake2b(plain.encode(), digest_size=16).digest()
+    assert digest_of(unicodedata.normalize("NFC", text), composed=True) == digest_of(text)
+
+
+@given(st.lists(TEXT, min_size=1), st.sampled_from([[90.0, 5.0, 5.0], [1.0, 1.0, 1.0], [949.0, 50.0, 1.0]]))
+def test_one_and_many_agree(texts: list[str], shares: list[float]) -> None:
+    assert [SPLITS[side] for side in sides_of(rows(texts), shares)] == [side_of(digest_of(text), shares) for text in texts]
+
+
+@pytest.mark.parametrize("shares", [[90.0, 5.0, 5.0], [949.0, 50.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+def test_shares(shares: list[float]) -> None:
+    counts = np.bincount(sides_of(rows([f"document {number}" for number in range(20_000)]), shares), minlength=3)
+    for count, share in zip(counts, shares, strict=True):
+        wanted = 20_000 * share / sum(shares)
+        assert abs(count - wanted) <= 5 * np.sqrt(wanted)
+
+
+def test_all_in_train() -> None:
+    edge = np.array([[255] * 16, [0] * 16], np.uint8)
+    assert sides_of(edge, [1.0, 0.0, 0.0]).tolist() == [0, 0]
+    assert sides_of(edge, [1.0, 1.0, 0.0]).tolist() == [1, 0]

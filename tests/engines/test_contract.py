@@ -1,0 +1,175 @@
+"""What every engine promises to the loop; a new engine gets these tests by existing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.engines import Engine, open_engine
+from textmill.models import open_family
+from textmill.tokens.batches.batch import IGNORED, Batch
+
+ENGINES = sorted(path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py"))
+VOCAB, LENGTH, ROWS = 150, 24, 8
+MAKE = {"torch": TorchEngine}
+
+
+def config_of(kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, **train: Any) -> RunConfig:
+    shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
+    settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-2, **train}
+    engine = MAKE[kind](device="cpu", micro_batch=micro_batch)
+    return RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=engine)
+
+
+def started(config: RunConfig) -> Engine:
+    family = open_family("gpt2")
+    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    engine = open_engine(config, shape)
+    engine.load(family.first_weights(shape, 5), [], 0, "the first weights")
+    return engine
+
+
+def batch_of(step: int, *, unequal: bool = True) -> Batch:
+    """Samples that ask for different numbers of tokens, one of them for none."""
+    dice = np.random.default_rng(step)
+    ids = (dice.integers(0, 12, (ROWS, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
+    labels = ids[:, 1:].copy()
+    if unequal:
+        for row in range(ROWS):
+            labels[row, row * LENGTH // ROWS :] = IGNORED
+    return Batch(inputs=ids[:, :-1], labels=labels, samples=np.arange(step * ROWS, (step + 1) * ROWS))
+
+
+def run(engine: Engine, steps: range, **options: Any) -> list[float]:
+    return [engine.train_step(batch_of(step, **options), step, 1e-2).loss for step in steps]
+
+
+@pytest.fixture(params=ENGINES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_loss_falls(kind: str) -> None:
+    losses = run(started(config_of(kind)), range(40), unequal=False)
+    assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02), "at the start every token is as likely"
+    assert losses[-1] < 3.0
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "sample_mean"])
+def test_the_first_loss_is_the_formulas(kind: str, loss: str) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = config_of(kind, loss=loss)
+    engine, family = started(config), open_family("gpt2")
+    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    theirs = GPT2LMHeadModel(GPT2Config(**family.hf_config_of(shape))).eval()
+    theirs.load_state_dict({name: torch.from_numpy(values) for name, values in engine.weights()}, strict=False)
+    theirs.tie_weights()
+    batch = batch_of(0)
+    with torch.no_grad():
+        scores = torch.log_softmax(theirs(torch.from_numpy(batch.inputs).long()).logits.double(), -1)
+    asked = batch.labels != IGNORED
+    losses = [-scores[row, asked[row]].gather(1, torch.from_numpy(batch.labels[row, asked[row]]).long()[:, None]) for row in range(ROWS)]
+    token_mean = float(torch.cat(losses).mean())
+    sample_mean = float(np.mean([float(one.mean()) for one in losses if len(one)]))
+    step = engine.train_step(batch, 0, 0.0)
+    assert step.loss == pytest.approx({"token_mean": token_mean, "sample_mean": sample_mean}[loss], rel=1e-6)
+    assert step.asked == int(asked.sum())
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "sample_mean"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, dropout: float) -> None:
+    whole = run(started(config_of(kind, loss=loss, dropout=dropout)), range(5))
+    for micro_batch in (1, 2, 4):
+        parts = run(started(config_of(kind, loss=loss, dropout=dropout, micro_batch=micro_batch)), range(5))
+        assert parts == pytest.approx(whole, rel=1e-6)
+
+
+def test_dropout_changes_training_and_not_evaluation(kind: str) -> None:
+    with_it, without = started(config_of(kind, dropout=0.5)), started(config_of(kind))
+    assert with_it.eval_step(batch_of(0)).loss == without.eval_step(batch_of(0)).loss
+    assert with_it.train_step(batch_of(0), 0, 0.0).loss != without.train_step(batch_of(0), 0, 0.0).loss
+
+
+def test_saved_and_loaded_it_goes_on_bit_for_bit(kind: str) -> None:
+    config = config_of(kind, dropout=0.1)
+    straight = started(config)
+    run(straight, range(4))
+    weights = [(name, values.copy()) for name, values in straight.weights()]
+    moments, updates = list(straight.moments()), straight.updates()
+    assert updates == 4
+    later = run(straight, range(4, 9))
+    family = open_family("gpt2")
+    again = open_engine(config, family.shape_of(config.model, vocab=VOCAB, end=0))
+    again.load(weights, moments, updates, "saved")
+    assert [loss.hex() for loss in run(again, range(4, 9))] == [loss.hex() for loss in later]
+    for (name, one), (_, other) in zip(straight.weights(), again.weights(), strict=True):
+        assert np.array_equal(one, other), name
+
+
+def test_copies_do_not_follow_the_net(kind: str) -> None:
+    engine = started(config_of(kind))
+    before = list(engine.weights())
+    kept = [values.copy() for _, values in before]
+    run(engine, range(2))
+    for (name, values), copy in zip(before, kept, strict=True):
+        assert np.array_equal(values, copy), name
+
+
+def test_clipping_bounds_the_update(kind: str) -> None:
+    free, clipped = started(config_of(kind, clip=0.0)), started(config_of(kind, clip=1e-3))
+    one, other = free.train_step(batch_of(0), 0, 1e-2), clipped.train_step(batch_of(0), 0, 1e-2)
+    assert one.norm == pytest.approx(other.norm, rel=1e-6), "the norm is told before clipping"
+    first = {name.removeprefix("m/"): values for name, values in clipped.moments() if name.startswith("m/")}
+    norm = np.sqrt(sum(float((values.astype(np.float64) ** 2).sum()) for values in first.values())) / (1 - 0.9)
+    assert norm == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_only_matrices_decay(kind: str) -> None:
+    engine = started(config_of(kind, weight_decay=0.5))
+    before = dict(engine.weights())
+    nothing = batch_of(0)
+    engine.train_step(Batch(nothing.inputs, np.full_like(nothing.labels, IGNORED), nothing.samples), 0, 0.1)
+    for name, values in engine.weights():
+        factor = 0.95 if before[name].ndim == 2 else 1.0
+        np.testing.assert_allclose(values, before[name] * np.float32(factor), rtol=1e-6, atol=1e-8, err_msg=name)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(kind: str) -> None:
+    engine = started(config_of(kind))
+    run(engine, range(2))
+    weights = [(name, values.copy()) for name, values in engine.weights()]
+    moments, updates = list(engine.moments()), engine.updates()
+    broken = [(name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights]
+    engine.load(broken, moments, updates, "broken")
+    step = engine.train_step(batch_of(3), 3, 1e-2)
+    assert step.skipped
+    assert engine.updates() == updates
+    for (name, values), (_, before) in zip(engine.weights(), broken, strict=True):
+        assert np.array_equal(values, before), name
+    for (name, values), (_, before) in zip(engine.moments(), moments, strict=True):
+        assert np.array_equal(values, before), name
+
+
+def test_evaluation_sums(kind: str) -> None:
+    engine = started(config_of(kind, micro_batch=4))
+    sums = engine.eval_step(batch_of(0))
+    assert sums.asked == int((batch_of(0).labels != IGNORED).sum())
+    assert sums.loss / sums.asked == pytest.approx(engine.train_step(batch_of(0), 0, 0.0).loss, rel=1e-6)
+    assert 0 <= sums.correct <= sums.asked
+    run(engine, range(60), unequal=False)
+    learnt = engine.eval_step(batch_of(59, unequal=False))
+    assert learnt.correct > sums.correct
+
+
+def test_one_process_takes_every_sample(kind: str) -> None:
+    engine = started(config_of(kind))
+    assert engine.first
+    assert list(range(ROWS))[engine.samples_of(ROWS)] == list(range(ROWS))
+    engine.close()

@@ -1,0 +1,115 @@
+"""The verb: its figures, its table, what it keeps and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from textmill.checkpoint import Checkpoint, Snapshot, write_checkpoint
+from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
+from textmill.errors import TextmillError
+from textmill.evaluation import evaluate
+from textmill.evaluation.figures import figures_of, table_of
+from textmill.files import read_json, write_json
+from textmill.tokens.tokenizer import TextTokenizer, fit
+
+
+def test_figures_of_a_known_loss() -> None:
+    figures = figures_of(80 * math.log(2), {"tokens": 10, "words": 5, "bytes": 40}, "x")
+    wanted = {"loss": 8 * math.log(2), "token_perplexity": 256, "word_perplexity": 65536, "byte_perplexity": 4, "bits_per_byte": 2}
+    assert figures == pytest.approx(wanted)
+
+
+def test_a_word_of_a_page_has_no_perplexity() -> None:
+    figures = figures_of(5000.0, {"tokens": 1000, "words": 1, "bytes": 3000}, "x")
+    assert figures["word_perplexity"] is None
+    assert "  -  " in table_of({"model": figures})
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_refused(loss: float) -> None:
+    with pytest.raises(TextmillError, match="no measure"):
+        figures_of(loss, {"tokens": 10, "words": 5, "bytes": 40}, "x")
+
+
+def test_the_result_is_printed_kept_and_consistent(
+    config: RunConfig, life: Path, documents: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = evaluate(config)
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["model", "unigram", "bigram"]
+    assert all(words in shown for words in ("windows of 24 tokens", "step 123", "End-of-text tokens"))
+    assert read_json(life / "run" / "evaluation" / "step-0000123-valid.json") == result
+    text_bytes = sum(len(text.encode()) for text in documents["valid"])
+    assert (result["documents"], result["bytes"]) == (12, text_bytes)
+    for row in ("model", "unigram", "bigram"):
+        figures = result[row]
+        nats = figures["loss"] * result["tokens"]
+        assert figures["word_perplexity"] == pytest.approx(math.exp(nats / result["words"]))
+        assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes)
+    assert result["bigram"]["loss"] < result["unigram"]["loss"]
+
+
+def test_json_is_one_line_and_baselines_may_be_left_out(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = config.model_copy(update={"evaluate": EvaluateConfig(split="train", baselines=False, stride=5)})
+    result = evaluate(plain, 123, as_json=True)
+    assert json.loads(capsys.readouterr().out) == result
+    assert result["stride"] == 5
+    assert "unigram" not in result
+
+
+def test_the_window_is_the_length_of_training(config: RunConfig) -> None:
+    short = config.model_copy(update={"train": config.train.model_copy(update={"length": 8})})
+    assert evaluate(short)["window"] == 8
+
+
+def test_a_model_from_elsewhere_keeps_its_folder_as_it_is(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint.folder, bare, ignore=lambda *_: ["progress.json", "manifest.json"])
+    before = sorted(tmp_path.rglob("*"))
+    model, train = config.model.model_copy(update={"init_from": str(bare)}), config.train.model_copy(update={"folder": str(bare)})
+    result = evaluate(config.model_copy(update={"model": model, "train": train}))
+    assert result["step"] == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    assert result["model"] == pytest.approx(evaluate(config)["model"])
+
+
+def test_an_empty_split_names_another(config: RunConfig) -> None:
+    with pytest.raises(TextmillError, match=r"test split is empty; .*evaluate\.split=train.*corpus\.split"):
+        evaluate(config.model_copy(update={"evaluate": EvaluateConfig(split="test")}))
+
+
+def test_tokens_of_another_tokenizer_are_refused(config: RunConfig, life: Path, tmp_path: Path) -> None:
+    shutil.copytree(life / "tokens", tmp_path / "tokens")
+    other: TextTokenizer = fit(iter([["another text"]]), TokenizerConfig(vocab=260))
+    manifest = read_json(tmp_path / "tokens" / "manifest.json")
+    write_json(tmp_path / "tokens" / "manifest.json", {**manifest, "tokenizer": other.fingerprint})
+    tokens = config.tokens.model_copy(update={"folder": str(tmp_path / "tokens")})
+    with pytest.raises(TextmillError, match=r"another tokenizer.*tokenizer\.use="):
+        evaluate(config.model_copy(update={"tokens": tokens}))
+
+
+def test_a_stride_beyond_the_window_is_refused(config: RunConfig) -> None:
+    with pytest.raises(TextmillError, match=r"evaluate\.stride: 25"):
+        evaluate(config.model_copy(update={"evaluate": EvaluateConfig(stride=25)}))
+
+
+def test_weights_that_are_no_numbers_are_refused(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    weights = [(name, np.full_like(values, np.nan) if "ln_f" in name else values) for name, values in checkpoint.weights()]
+    files = {name: (checkpoint.folder / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")}
+    write_checkpoint(tmp_path, Snapshot(1, weights, [], {"step": 1}, files))
+    with pytest.raises(TextmillError, match="its loss is nan"):
+        evaluate(config.model_copy(update={"train": config.train.model_copy(update={"folder": str(tmp_path)})}))
+    assert not (tmp_path / "evaluation").exists()
+
+
+def test_the_room_is_light_to_enter() -> None:
+    code = "import sys, textmill.evaluation; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

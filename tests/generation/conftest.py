@@ -1,0 +1,76 @@
+"""A small checkpoint of ours with its tokenizer, as training would leave it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from textmill.checkpoint import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from textmill.config import TokenizerConfig, TorchEngine
+from textmill.generation.generator import Generator, open_generator
+from textmill.models import gpt2
+from textmill.tokens.tokenizer import TextTokenizer, fit
+
+TEXT = [
+    "The mill stands by the river and the wheel begins to turn every morning.",
+    "물레방아는 강가에 서 있다. 아침마다 바퀴가 천천히 돌기 시작한다.",
+    "Değirmen köprünün üstünde duruyor; çark yavaş yavaş döner.",
+]
+
+
+def _write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
+    """A checkpoint of random weights; loud ones, so that the likeliest token changes from place to place."""
+    dice = np.random.default_rng(7)
+    weights = [
+        (name, values * np.float32(8 if "wte" in name else 20) if values.ndim == 2 else values + dice.random(len(values), np.float32))
+        for name, values in gpt2.first_weights(shape, 7)
+    ]
+    texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
+    files = {name: text.encode() for name, text in texts.items()}
+    return open_checkpoint(write_checkpoint(run, Snapshot(7, weights, [], {"step": 7}, files)))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> TextTokenizer:
+    """Byte-level BPE with few merges, so that most characters beyond ASCII are several tokens."""
+    return fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
+
+
+@pytest.fixture(scope="session")
+def shape(tokenizer: TextTokenizer) -> gpt2.Shape:
+    """A net of two small blocks."""
+    return gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.end)
+
+
+@pytest.fixture(scope="session")
+def engine() -> TorchEngine:
+    """The plainest engine."""
+    return TorchEngine(device="cpu", precision="fp32")
+
+
+@pytest.fixture(scope="session")
+def write_model() -> Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]:
+    """Writes a checkpoint of random weights."""
+    return _write_model
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the checkpoint stands."""
+    return tmp_path_factory.mktemp("generation") / "run"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(run_folder: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
+    """The checkpoint on disk."""
+    return _write_model(run_folder, tokenizer, shape)
+
+
+@pytest.fixture(scope="session")
+def generator(checkpoint: Checkpoint, engine: TorchEngine) -> Generator:
+    """The checkpoint in memory."""
+    return open_generator(checkpoint, engine)

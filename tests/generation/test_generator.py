@@ -1,0 +1,206 @@
+"""Continuations equal transformers', stream whole characters, and depend on prompt and seed alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from textmill.checkpoint import Checkpoint, open_checkpoint
+from textmill.config import SampleConfig, TorchEngine
+from textmill.errors import TextmillError
+from textmill.generation.generator import BROKEN, Generator, TextStream, open_generator
+from textmill.models import gpt2
+from textmill.tokens.tokenizer import TextTokenizer
+
+WriteModel = Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]
+GREEDY = SampleConfig(temperature=0, max_tokens=64)
+
+
+class Parrot(nn.Module):
+    """A net that says a given text whatever it is asked, from the second position on, and then ends."""
+
+    def __init__(self, shape: gpt2.Shape, ids: list[int]) -> None:
+        super().__init__()
+        self.shape, self.ids, self.weight = shape, [*ids, shape.end], nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids_NT: Tensor, keys_N: Tensor | None, cache: Any) -> Tensor:
+        cache.used += ids_NT.shape[1]
+        return torch.full((*ids_NT.shape, 1), float(cache.used - 1))
+
+    def logits(self, x_NTE: Tensor) -> Tensor:
+        return nn.functional.one_hot(torch.tensor(self.ids)[x_NTE[..., 0].long()], self.shape.vocab) * 100.0
+
+
+def parrot_of(text: str, shape: gpt2.Shape, tokenizer: TextTokenizer) -> Generator:
+    ids = tokenizer.encode(text)
+    return Generator(Parrot(dataclasses.replace(shape, positions=len(ids) + 8), ids), tokenizer)
+
+
+@pytest.mark.parametrize("prompt", ["The mill", "물레방아는", "", "a"])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_the_greedy_continuation_is_that_of_transformers(
+    generator: Generator, checkpoint: Checkpoint, prompt: str, penalty: float
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+    start = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt")
+    asked = {"max_new_tokens": 64, "do_sample": False, "repetition_penalty": penalty, "pad_token_id": tokenizer.eos_token_id}
+    found = model.generate(**start, **asked)[0, start["input_ids"].shape[1] :].tolist()
+    if tokenizer.eos_token_id in found:
+        found = found[: found.index(tokenizer.eos_token_id)]
+    assert len(set(found)) > 3
+    sample = generator.sample(prompt, GREEDY.model_copy(update={"repetition_penalty": penalty}))
+    assert sample.text == tokenizer.decode(found)
+    assert sample.tokens == len(found)
+
+
+@pytest.mark.parametrize("text", ["물레방아는 강가에 서 있다. 🎡🏞️ 끝", "👩‍👩‍👧‍👦 çığ ß 漢字", "plain", "끝"])
+def test_a_stream_never_splits_a_character(text: str, shape: gpt2.Shape, tokenizer: TextTokenizer) -> None:
+    pieces = list(parrot_of(text, shape, tokenizer).stream("", SampleConfig(max_tokens=1000)))
+    assert "".join(pieces) == text
+    assert not any(BROKEN in piece for piece in pieces)
+    assert len(tokenizer.encode(text)) > len(pieces) or text == "plain"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text_streams_whole(tokenizer: TextTokenizer, text: str) -> None:
+    stream = TextStream(tokenizer, [tokenizer.end])
+    pieces = [stream.add(id_) for id_ in tokenizer.encode(text)]
+    assert "".join([*pieces, stream.end()]) == text
+    assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 299), max_size=30))
+def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, ids: list[int]) -> None:
+    ids = [id_ for id_ in ids if id_ < tokenizer.vocab]
+    stream = TextStream(tokenizer, tokenizer.encode("The"))
+    joined = "".join([*(stream.add(id_) for id_ in ids), stream.end()])
+    assert joined == tokenizer.decode(ids)
+
+
+def test_bytes_without_an_end_are_shown_when_the_text_is_over(shape: gpt2.Shape, tokenizer: TextTokenizer) -> None:
+    parrot = parrot_of("漢", shape, tokenizer)
+    cut = len(tokenizer.encode("漢")) - 1
+    assert cut > 0
+    assert list(parrot.stream("", SampleConfig(max_tokens=cut))) == [BROKEN]
+
+
+@pytest.mark.parametrize("text", ["end", ""])
+def test_min_tokens_holds_off_the_end(shape: gpt2.Shape, tokenizer: TextTokenizer, text: str) -> None:
+    parrot = parrot_of(text, shape, tokenizer)
+    told = len(tokenizer.encode(text))
+    assert parrot.sample("", SampleConfig(max_tokens=told + 1)).tokens == told
+    assert parrot.sample("", SampleConfig(max_tokens=told + 1, min_tokens=told + 1)).tokens == told + 1
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(generator: Generator) -> None:
+    texts = ["".join(generator.stream("The", SampleConfig(seed=seed, max_tokens=30))) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_sample_alone_is_the_sample_among_many(generator: Generator, top_p: float) -> None:
+    sample = SampleConfig(seed=11, max_tokens=12, temperature=1.0, top_p=top_p, repetition_penalty=1.1)
+    together = generator.texts(["The mill"] * 34, sample)
+    alone = ["".join(generator.stream("The mill", sample.model_copy(update={"seed": 11 + number}))) for number in range(34)]
+    assert together == alone
+    assert len(set(together)) > 25
+
+
+def test_prompts_of_any_length_are_each_continued_as_if_alone(generator: Generator) -> None:
+    prompts = ["The mill", "물", "", "The wheel turns", "The mill"]
+    sample = SampleConfig(seed=3, max_tokens=20)
+    wanted = ["".join(generator.stream(prompt, sample.model_copy(update={"seed": 3 + place}))) for place, prompt in enumerate(prompts)]
+    assert generator.texts(prompts, sample) == wanted
+    assert generator.texts([], sample) == []
+
+
+def test_text_that_looks_like_a_special_token_is_plain_text(generator: Generator) -> None:
+    assert generator.tokenizer.end not in generator.context_of("<|endoftext|>")
+
+
+def test_new_tokens_are_cut_to_the_positions_and_that_is_said_once(
+    checkpoint: Checkpoint, engine: TorchEngine, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = open_generator(checkpoint, engine)
+    prompt = tokenizer.decode(tokenizer.encode("The mill stands" * 20)[:90])
+    length = len(tokenizer.encode(prompt))
+    sample = SampleConfig(max_tokens=200, min_tokens=200, temperature=0, slide=False)
+    assert generator.sample(prompt, sample).tokens == 96 - length
+    generator.sample(prompt, sample)
+    assert capsys.readouterr().err.count("sample.max_tokens=200") == 1
+
+
+def test_past_the_positions_the_last_half_stays_in_view(checkpoint: Checkpoint, generator: Generator, tokenizer: TextTokenizer) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder).eval()
+    prompt, positions = "The mill stands by", 96
+    seen = tokenizer.encode(prompt)
+    view, wanted = list(seen), []
+    for _ in range(150):
+        if len(view) > positions:
+            view = seen[-positions // 2 :]
+        with torch.no_grad():
+            scores = theirs(torch.tensor([view])).logits[0, -1]
+        scores[tokenizer.end] = -torch.inf
+        wanted.append(int(scores.argmax()))
+        seen, view = [*seen, wanted[-1]], [*view, wanted[-1]]
+    sample = SampleConfig(max_tokens=150, min_tokens=150, temperature=0)
+    assert generator.sample(prompt, sample).text == tokenizer.decode(wanted)
+
+
+def test_a_prompt_longer_than_the_model_sees_is_refused_before_the_first_piece(generator: Generator) -> None:
+    with pytest.raises(TextmillError, match="the model sees 96"):
+        generator.stream("x y z " * 100, GREEDY)
+
+
+def test_half_a_character_pair_is_refused(generator: Generator) -> None:
+    with pytest.raises(TextmillError, match=r"sample\.prompt"):
+        generator.stream("a \ud83d", GREEDY)
+
+
+def test_an_unknown_family_is_refused_by_name(checkpoint: Checkpoint, engine: TorchEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint.folder, folder, ignore=lambda *_: ["progress.json"])
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2_torch"}))
+    with pytest.raises(TextmillError, match="model_type is 'gpt2_torch'; textmill knows gpt2"):
+        open_generator(open_checkpoint(folder), engine)
+
+
+def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
+    checkpoint: Checkpoint, engine: TorchEngine, tokenizer: TextTokenizer, shape: gpt2.Shape, write_model: WriteModel, tmp_path: Path
+) -> None:
+    small = write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab - 1))
+    with pytest.raises(TextmillError, match="its embedding 299 vectors"):
+        open_generator(small, engine)
+    folder = tmp_path / "bare"
+    shutil.copytree(checkpoint.folder, folder, ignore=lambda *_: ["progress.json", "tokenizer.json"])
+    with pytest.raises(TextmillError, match="no tokenizer there"):
+        open_generator(open_checkpoint(folder), engine)
+
+
+def test_rows_without_text_are_never_chosen(
+    engine: TorchEngine, tokenizer: TextTokenizer, shape: gpt2.Shape, write_model: WriteModel, tmp_path: Path
+) -> None:
+    wide = open_generator(write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab * 3)), engine)
+    sample = wide.sample("The", SampleConfig(max_tokens=60, min_tokens=60, temperature=5.0))
+    assert sample.tokens == 60
+    assert wide._scores(torch.tensor([[1]]), None).shape == (1, tokenizer.vocab)
+
+
+def test_bf16_holds_every_weight_in_bf16(checkpoint: Checkpoint) -> None:
+    generator = open_generator(checkpoint, TorchEngine(device="cpu", precision="bf16"))
+    assert {parameter.dtype for _, parameter in generator.net.named_parameters()} == {torch.bfloat16}
+    assert generator.sample("The", SampleConfig(max_tokens=5)).tokens <= 5

@@ -1,0 +1,146 @@
+"""What every family promises: transformers' logits from transformers' weights, exact layouts, weights that depend on nothing but seed and name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from textmill.config import SIZES, ModelConfig, ShapeConfig
+from textmill.errors import TextmillError
+from textmill.models import open_family, shape_in
+from textmill.models.nets_torch import fill, named_copies, new_cache, new_net
+
+CPU = torch.device("cpu")
+SHAPES = [
+    ("nano", {}, 500),
+    ("nano", {"layers": 3, "heads": 5, "width": 80, "inner": 200, "positions": 33}, 129),
+    ("dsgpt2-112m-half", {"layers": 2, "width": 96}, 700),
+    ("micro", {"layers": 3, "positions": 40, "activation": "gelu"}, 1001),
+    ("megatron-345m", {"layers": 1, "heads": 8, "width": 64, "positions": 64}, 256),
+]
+
+
+def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Any:
+    return open_family("gpt2").shape_of(ModelConfig(size=size, shape=ShapeConfig(**numbers)), vocab=vocab, end=0)
+
+
+def shaken(shape: Any, seed: int = 3) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """First weights with noise on all of them, so that no bias or scale is trivial."""
+    dice = np.random.default_rng(seed)
+    first = open_family("gpt2").first_weights(shape, seed)
+    return [(name, values + dice.normal(0, 0.05, values.shape).astype(np.float32)) for name, values in first]
+
+
+@pytest.mark.parametrize(("size", "numbers", "vocab"), SHAPES)
+def test_logits_equal_transformers(size: str, numbers: dict[str, Any], vocab: int) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = shape_of(size, numbers, vocab)
+    named = shaken(shape)
+    theirs = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape))).eval()
+    loaded = theirs.load_state_dict({name: torch.from_numpy(values) for name, values in named}, strict=False)
+    assert loaded.missing_keys == ["lm_head.weight"]
+    assert loaded.unexpected_keys == []
+    theirs.tie_weights()
+    net = new_net(shape, CPU)
+    fill(net, named, "test")
+    ids = torch.randint(0, vocab, (3, shape.positions), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted, got = theirs(ids).logits, net.logits(net(ids))
+    assert got.shape == wanted.shape
+    assert (got - wanted).abs().max() < 1e-5
+    assert shape.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6], [12]])
+def test_the_cache_changes_nothing(chunks: list[int]) -> None:
+    shape = shape_of("nano", {}, 300)
+    net = new_net(shape, CPU)
+    fill(net, shaken(shape), "test")
+    ids = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(1))
+    cache = new_cache(net, 2, 12)
+    with torch.no_grad():
+        pieces = [net(piece, cache=cache) for piece in ids.split(chunks, 1)]
+        assert (torch.cat(pieces, 1) - net(ids)).abs().max() < 1e-5
+
+
+def test_padding_rows_have_no_part() -> None:
+    shape = shape_of("nano", {"layers": 1}, 130)
+    assert shape.padded_vocab == 256
+    net = new_net(shape, CPU)
+    fill(net, shaken(shape), "test")
+    ids = torch.tensor([[1, 2, 3]])
+    loss = torch.logsumexp(net.logits(net(ids)), -1).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradient = dict(net.named_parameters())["wte.weight"].grad
+    assert gradient is not None
+    assert gradient[130:].abs().max() == 0
+
+
+@pytest.mark.parametrize(("size", "numbers", "vocab"), SHAPES[:2])
+def test_weights_leave_the_net_as_they_came(size: str, numbers: dict[str, Any], vocab: int) -> None:
+    shape = shape_of(size, numbers, vocab)
+    net, named = new_net(shape, CPU), shaken(shape)
+    fill(net, named, "test")
+    back = dict(named_copies(net, {parameter: parameter for _, parameter in net.named_parameters()}))
+    assert list(back) == [name for name, _ in named]
+    for name, values in named:
+        assert np.array_equal(back[name], values), name
+
+
+def test_first_weights_depend_on_seed_and_name_only() -> None:
+    family, shape = open_family("gpt2"), shape_of("nano", {}, 300)
+    one, two = dict(family.first_weights(shape, 1)), dict(family.first_weights(shape, 2))
+    deeper = dict(family.first_weights(shape_of("nano", {"layers": 5}, 300), 1))
+    name = "transformer.h.1.mlp.c_fc.weight"
+    assert np.array_equal(one[name], deeper[name])
+    assert not np.array_equal(one[name], two[name])
+    assert one[name].std() == pytest.approx(0.02, rel=0.02)
+    assert one["transformer.h.1.mlp.c_proj.weight"].std() == pytest.approx(0.02 / np.sqrt(4), rel=0.02), "residual branches start smaller"
+    assert (one["transformer.ln_f.weight"] == 1).all()
+    assert (one["transformer.ln_f.bias"] == 0).all()
+
+
+# Parameters that others publish for these shapes with GPT-2's vocabulary.
+@pytest.mark.parametrize(("size", "parameters"), [("small", 124439808), ("medium", 354823168), ("large", 774030080), ("xl", 1557611200)])
+def test_named_sizes_are_gpt2s(size: str, parameters: int) -> None:
+    assert shape_of(size, {}, 50257).parameters == parameters
+
+
+def test_every_named_size_makes_a_shape() -> None:
+    for size in SIZES["gpt2"]:
+        assert shape_of(size, {}, 1000).width % shape_of(size, {}, 1000).heads == 0
+
+
+def test_positions_follow_a_shorter_length() -> None:
+    family = open_family("gpt2")
+    assert family.shape_of(ModelConfig(size="nano"), vocab=300, end=0, length=64).positions == 64
+    asked = ModelConfig(size="nano", shape=ShapeConfig(positions=200))
+    assert family.shape_of(asked, vocab=300, end=0, length=64).positions == 200
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    shape = shape_of("nano", {"layers": 1}, 300)
+    net, named = new_net(shape, CPU), shaken(shape)
+    with pytest.raises(TextmillError, match=r"lacks 1 weights, 'transformer\.ln_f\.bias'"):
+        fill(net, named[:-1], "here")
+    with pytest.raises(TextmillError, match=r"'transformer\.wte\.weight' is \[299, 96\]; this model's is \[300, 96\]"):
+        fill(net, [(named[0][0], named[0][1][:-1])], "here")
+    with pytest.raises(TextmillError, match="holds 'transformer.h.9.ln_1.weight'"):
+        fill(net, [("h.9.ln_1.weight", named[2][1])], "here")
+
+
+def test_what_our_net_cannot_do_is_refused(tmp_path: Path) -> None:
+    family = open_family("gpt2")
+    hf = family.hf_config_of(shape_of("nano", {}, 300))
+    with pytest.raises(TextmillError, match="scale_attn_by_inverse_layer_idx is True"):
+        family.shape_of_hf({**hf, "scale_attn_by_inverse_layer_idx": True}, "config.json")
+    with pytest.raises(TextmillError, match="activation_function is 'relu'"):
+        family.shape_of_hf({**hf, "activation_function": "relu"}, "config.json")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(TextmillError, match="model_type is 'llama'"):
+        shape_in(tmp_path)

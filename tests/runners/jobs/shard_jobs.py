@@ -1,0 +1,54 @@
+"""Functions for worker processes, in a module that they can import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from textmill.errors import TextmillError
+
+
+def double(shard: int) -> int:
+    return 2 * shard
+
+
+def double_slowest_first(shard: int) -> int:
+    time.sleep(0.2 if shard == 0 else 0)
+    return 2 * shard
+
+
+def process_of(shard: int) -> int:
+    time.sleep(0.05)
+    return os.getpid()
+
+
+def refuse_three(shard: int) -> int:
+    if shard == 3:
+        raise TextmillError("shard 3: found nothing; look again")
+    return shard
+
+
+def die_once(shard: tuple[int, str]) -> int:
+    """Kills its own process at the first call for shard 2."""
+    number, folder = shard
+    mark = Path(folder) / f"died-{number}"
+    if number == 2 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def die_always(shard: int) -> int:
+    if shard == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return shard
+
+
+def sleep_long(shard: tuple[int, str]) -> int:
+    number, folder = shard
+    (Path(folder) / f"pid-{number}-{os.getpid()}").touch()
+    if number:
+        time.sleep(600)
+    return number

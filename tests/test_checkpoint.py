@@ -1,0 +1,236 @@
+"""A checkpoint is whole or not there: written, found, verified, pruned, under every fault we can make."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from textmill import checkpoint as module
+from textmill.checkpoint import Saver, Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, tidy, write_checkpoint
+from textmill.errors import Stopped, TextmillError
+from textmill.tensors import blocks_of, read_tensors
+
+
+def snapshot(step: int, *, valid_loss: float | None = None, size: int = 50) -> Snapshot:
+    values = np.random.default_rng(step).normal(size=(size, 3)).astype(np.float32)
+    progress = {"step": step, "updates": step, "valid_loss": None if valid_loss is None else valid_loss.hex()}
+    return Snapshot(step, [("w", values), ("b", values[0])], [("m/w", values * 2)], progress, {"config.json": b"{}", "run.yaml": b"folder: .\n"})
+
+
+def equal(one: Any, other: Any) -> bool:
+    return all(name == named and np.array_equal(values, found) for (name, values), (named, found) in zip(sorted(one), sorted(other), strict=True))
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    wanted = snapshot(7, valid_loss=1.25)
+    folder = write_checkpoint(tmp_path, wanted)
+    assert folder.name == "step-0000007"
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.step, found.valid_loss) == (7, 1.25)
+    assert equal(found.weights(), wanted.weights)
+    assert equal(found.moments(), wanted.moments)
+
+
+def test_safetensors_reads_our_file(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    wanted = snapshot(1).weights
+    (tmp_path / "x.safetensors").write_bytes(b"".join(blocks_of(wanted)))
+    assert equal(load_file(tmp_path / "x.safetensors").items(), wanted)
+
+
+def test_we_read_theirs_in_every_float(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    values = torch.randn(5, 4)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        save_file({"a": values.to(dtype), "mask": torch.ones(3, dtype=torch.bool), "c": values[:, :1].to(dtype).contiguous()}, tmp_path / "x")
+        found = dict(read_tensors(tmp_path / "x"))
+        assert sorted(found) == ["a", "c"]
+        assert np.array_equal(found["a"], values.to(dtype).float().numpy())
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, snapshot(5))
+    folder = write_checkpoint(tmp_path, snapshot(10))
+    dice = random.Random(4)
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for _ in range(30):
+            place = dice.randrange(len(whole))
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << dice.randrange(8)
+            path.write_bytes(damaged)
+            faults = faults_in(folder)
+            # A bit of a manifest's own white space or of a key that nothing reads may do no harm; then all else must be whole.
+            if not faults:
+                assert "manifest" in path.name
+                assert {name: account for name, account in json.loads(damaged)["files"].items()} == json.loads(whole)["files"]
+        path.write_bytes(whole)
+    assert faults_in(folder) == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing", "swap"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "progress.json", "config.json", "manifest.json", "run.yaml"])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(
+    tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write_checkpoint(tmp_path, snapshot(5))
+    last = write_checkpoint(tmp_path, snapshot(10, size=51))
+    path = last / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    if damage == "missing":
+        path.unlink()
+    elif damage == "swap":
+        shutil.copy(before / name, path)
+        if name in ("config.json", "run.yaml"):
+            return  # the same bytes
+    else:
+        path.write_bytes({"flip": bytes(data), "cut": bytes(data[:-3]), "empty": b""}[damage])
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 5
+    said = capsys.readouterr().err
+    assert str(last) in said
+    assert name in said or name == "manifest.json"
+    with pytest.raises(TextmillError, match="damaged"):
+        open_checkpoint(last)
+
+
+def test_when_all_are_damaged_it_is_said(tmp_path: Path) -> None:
+    (write_checkpoint(tmp_path, snapshot(5)) / "config.json").write_bytes(b"")
+    with pytest.raises(TextmillError, match="every checkpoint is damaged"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(tmp_path / "nothing") is None
+
+
+class Crash(BaseException):
+    """Power is cut."""
+
+
+def test_at_every_crash_point_the_old_or_the_new_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the power before each open, fsync, rename and unlink of a save; what is found is never a mix."""
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "unlink", "rmdir")}
+
+    def save_with_crash_at(run: Path, point: int) -> bool:
+        count = 0
+
+        def counted(name: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count > point:
+                    raise Crash
+                return real[name](*args, **kwargs)
+
+            return call
+
+        for name in real:
+            monkeypatch.setattr(os, name, counted(name))
+        # A cut of the power cleans nothing up.
+        monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        try:
+            write_checkpoint(run, snapshot(10))
+            prune(run, keep=1, keep_every=None)
+        except Crash:
+            return True
+        finally:
+            monkeypatch.undo()
+        return False
+
+    points, seen = 0, set()
+    while True:
+        run = tmp_path / f"run{points}"
+        write_checkpoint(run, snapshot(5))
+        crashed = save_with_crash_at(run, points)
+        found = find_checkpoint(run)
+        assert found is not None, f"crash point {points}"
+        assert equal(found.weights(), snapshot(found.step).weights)
+        assert equal(found.moments(), snapshot(found.step).moments)
+        seen.add(found.step)
+        tidy(run)
+        assert all(module.STEP_NAME.match(path.name) for path in run.iterdir()), "nothing half made is left"
+        if not crashed:
+            break
+        points += 1
+    assert points > 15
+    assert seen == {5, 10}
+
+
+def test_retention(tmp_path: Path) -> None:
+    for step in range(10, 80, 10):
+        write_checkpoint(tmp_path, snapshot(step, valid_loss=abs(step - 30.0)))
+        prune(tmp_path, keep=2, keep_every=40)
+    assert list(steps_of(tmp_path)) == [30, 40, 60, 70], "the best, every 40th, the last two"
+    assert [step for step, folder in steps_of(tmp_path).items() if (folder / "optimizer.safetensors").exists()] == [60, 70]
+    assert all(faults_in(folder) == [] for folder in steps_of(tmp_path).values()), "without its optimizer it is still whole"
+    best, by_number = find_checkpoint(tmp_path, "best"), find_checkpoint(tmp_path, 40)
+    assert best is not None
+    assert best.step == 30
+    assert by_number is not None
+    with pytest.raises(TextmillError, match=r"optimizer\.safetensors was pruned"):
+        by_number.moments()
+    with pytest.raises(TextmillError, match="no checkpoint of step 50; found 30, 40, 60, 70"):
+        find_checkpoint(tmp_path, 50)
+
+
+def test_a_full_disk_stops_with_a_reason_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(tmp_path, keep=2, keep_every=None)
+    saver.save(snapshot(5))
+    saver.wait()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    saver.save(snapshot(10))
+    with pytest.raises(Stopped, match="No space left on device"):
+        saver.wait()
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000005"]
+    assert faults_in(tmp_path / "step-0000005") == []
+
+
+def test_headers_that_lie_are_refused(tmp_path: Path) -> None:
+    def file(header: dict[str, Any], data: bytes = b"\0" * 64) -> Path:
+        text = json.dumps(header).encode()
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        return path
+
+    lies = [
+        {"a": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}},
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 32]}},
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}},
+        {"a": {"dtype": "F99", "shape": [4], "data_offsets": [0, 16]}},
+        {"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]}},
+        {"a": {"dtype": "F32", "data_offsets": [0, 16]}},
+        ["not", "a", "dict"],
+    ]
+    for lie in lies:
+        with pytest.raises(TextmillError, match="safetensors"):
+            list(read_tensors(file(lie)))  # type: ignore[arg-type]
+    (tmp_path / "model.safetensors").write_bytes((10**12).to_bytes(8, "little"))
+    with pytest.raises(TextmillError, match="claims 1,000,000,000,000 bytes"):
+        list(read_tensors(tmp_path / "model.safetensors"))
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
+    with pytest.raises(TextmillError, match=r"found pytorch_model\.bin, which can run code"):
+        list(open_checkpoint(tmp_path).weights())
+    index = {"weight_map": {"a": "../elsewhere.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(TextmillError, match="leaves the folder"):
+        list(open_checkpoint(tmp_path).weights())

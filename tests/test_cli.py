@@ -1,0 +1,188 @@
+"""The command as a person types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from textmill import __version__
+from textmill.cli import VERBS, main
+
+QUICK = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "sample.max_tokens=5", "sample.min_tokens=0", "train.evaluate_batches=1"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        code, out, _ = said(capsys, *words)
+        assert code == 0
+        assert all(f"  {verb} " in out for verb in VERBS)
+    assert said(capsys, "--version") == (0, f"textmill {__version__}\n", "")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, verb, "--help")
+    assert code == 0
+    assert out.startswith(f"textmill {verb}")
+    for section in VERBS[verb].sections:
+        assert f"\n{section}: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["trian", "x"], "'trian': no such verb; did you mean 'train'?"),
+        (["train"], "train: wants one place, found none; say: textmill train WHERE"),
+        (["train", "a", "b"], "found 2: a, b"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: no such file or folder"),
+        (["train", "quikstart"], "did you mean 'quickstart'?"),
+        (["train", "quickstart", "--lr", "3"], "--lr: no such flag; say train.learning_rate=VALUE"),
+        (["train", "quickstart", "--batch-size=3"], "--batch-size: no such flag; say train.batch=VALUE"),
+        (["train", "quickstart", "--json"], "--json: 'train' does not take it; it takes --force, --step"),
+        (["train", "quickstart", "--step", "soon"], "--step: found 'soon'; give a number, latest or best"),
+        (["train", "quickstart", "--step"], "--step: needs a value"),
+        (["train", "quickstart", "train.stepz=3"], "train.stepz: no such key; did you mean 'train.steps'?"),
+        (["generate", "quickstart", "sample.top_p=2"], "sample.top_p: found 2; give a value at most 1"),
+        (["new", "x"], "new: no text named"),
+        (["new", "x", "--text", "nothing/*.txt"], "nothing matches 'nothing/*.txt'"),
+        (["check", "."], "nothing to check there"),
+        (["evaluate", "."], "not made by textmill and not a model"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = said(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert wanted in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stages_that_were_not_run_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb in ("fit-tokenizer", "tokenize", "train"):
+        code, _, err = said(capsys, verb, "quickstart")
+        assert code == 2
+        assert "the stage before has not been run" in err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.cli._run", lambda words: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_from_three_files_to_text(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty folder, three files in three languages: new, run, and text comes out."""
+    monkeypatch.chdir(tiny_texts.parent)
+    code, out, err = said(capsys, "new", "mine", "--text", "texts/*.txt")
+    assert code == 0, err
+    assert "next: textmill run mine" in out
+    written = (tiny_texts.parent / "mine" / "textmill.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(written)["corpus"]["sources"] == ["../texts/*.txt"]
+    commented = [line for line in written.splitlines() if line and not line.startswith("#") and not line.endswith(":")]
+    assert sum("#" in line for line in commented) >= len(commented) * 0.7, "the file explains itself"
+    code, out, err = said(capsys, "run", "mine", *QUICK)
+    assert code == 0, err
+    assert "All is done. The model is mine/run/step-0000002" in out
+    assert "bits/byte" in out
+    # From anywhere, from any of its folders, it is the same model.
+    monkeypatch.chdir(tiny_texts)
+    texts = []
+    for where in ("../mine", "../mine/run", "../mine/run/step-0000002", "../mine/tokens"):
+        code, out, err = said(capsys, "generate", where, "sample.prompt=The mill", "sample.max_tokens=4", "--json")
+        assert code == 0, err
+        texts.append(json.loads(out)["text"])
+    assert len(set(texts)) == 1
+    # Moved as a whole it still works.
+    (tiny_texts.parent / "mine").rename(tiny_texts.parent / "moved")
+    code, out, err = said(capsys, "generate", "../moved", "sample.prompt=The mill", "sample.max_tokens=4", "--json")
+    assert code == 0, err
+    assert json.loads(out)["text"] == texts[0]
+    code, out, err = said(capsys, "run", "../moved", *QUICK)
+    assert code == 0, err
+    assert out.count("done already") >= 5
+
+
+def test_a_second_new_keeps_the_first(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    assert said(capsys, "new", "mine", "--text", "texts")[0] == 0
+    (tiny_texts.parent / "mine" / "textmill.yaml").write_text("train: {steps: 3}\n")
+    code, _, err = said(capsys, "new", "mine", "--text", "texts")
+    assert code == 2
+    assert "there already" in err
+    assert (tiny_texts.parent / "mine" / "textmill.yaml").read_text() == "train: {steps: 3}\n"
+
+
+def test_run_with_a_change_says_what_and_how_on(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    said(capsys, "new", "mine", "--text", "texts")
+    assert said(capsys, "run", "mine", *QUICK)[0] == 0
+    code, _, err = said(capsys, "run", "mine", *QUICK, "corpus.section=500")
+    assert code == 2
+    assert "corpus.section was 200, is 500" in err
+    assert "--force" in err
+    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section=500", "--force")
+    assert code == 0, err
+    assert "done already" not in out
+    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section=500", "--force")
+    assert code == 0, err
+    assert "prepare: done already" in out, "run --force makes anew only what changed"
+
+
+def test_check_finds_a_flipped_bit(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    said(capsys, "new", "mine", "--text", "texts")
+    assert said(capsys, "run", "mine", *QUICK)[0] == 0
+    assert said(capsys, "check", "mine")[0] == 0
+    for name in ("corpus/train-00000.parquet", "tokens/train.bin", "tokens/valid.idx", "tokenizer/tokenizer.json", "run/step-0000002/model.safetensors"):
+        path = tiny_texts.parent / "mine" / name
+        whole = path.read_bytes()
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        code, _, err = said(capsys, "check", "mine")
+        assert code == 2
+        assert f"{path.name} does not match its checksum" in err
+        path.write_bytes(whole)
+
+
+def test_the_python_door(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import textmill
+    from textmill.config import CorpusConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
+
+    monkeypatch.chdir(tiny_texts.parent)
+    config = textmill.RunConfig(
+        folder="mine",
+        corpus=CorpusConfig(sources=["texts/*.txt"], section=300),
+        tokenizer=TokenizerConfig(vocab=300),
+        model=ModelConfig(size="nano"),
+        train=TrainConfig(steps=2, warmup=0, batch=2, length=32),
+        sample=SampleConfig(prompt="The mill", max_tokens=4),
+    )
+    textmill.prepare(config)
+    textmill.fit_tokenizer(config)
+    textmill.tokenize(config)
+    textmill.train(config)
+    assert textmill.evaluate(config)["model"]["bits_per_byte"] > 0
+    assert isinstance(textmill.generate(config)[0], str)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = textmill.trian
+
+
+def test_help_is_quick_because_it_loads_nothing() -> None:
+    code = "import sys; from textmill.cli import main; main(['--help']); print([m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

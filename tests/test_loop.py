@@ -1,0 +1,175 @@
+"""The loop as a user meets it: done, killed, stopped, changed, forced, sampled, opened elsewhere."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.kill_train import COMMAND, killed_until_done, last_weights, numbers_of, prepared, textmill, trained
+from textmill.errors import TextmillError
+from textmill.loop import train
+from textmill.where import open_where
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loop")
+    prepared(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(root: Path) -> Path:
+    """A run of 30 steps that nothing interrupts."""
+    run = root / "undisturbed"
+    done = textmill(*trained(root, run, STEPS))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def config_for(root: Path, run: Path, steps: int, *words: str):  # type: ignore[no-untyped-def]
+    verb, where, *settings = trained(root, run, steps)
+    return open_where(where, [*settings, *words]).config
+
+
+def test_killed_again_and_again_it_gives_the_same_bits(root: Path, undisturbed: Path) -> None:
+    run = root / "killed"
+    hits = killed_until_done(root, run, STEPS, kills=4, seed=11)
+    assert hits >= 2
+    assert numbers_of(run) == numbers_of(undisturbed)
+    assert last_weights(run, STEPS) == last_weights(undisturbed, STEPS)
+
+
+def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
+    run = root / "stopped"
+    words = [*trained(root, run, STEPS), "train.save_every=1000"]
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "stopped by SIGTERM at step" in said
+    step = json.loads((run / "stopped.json").read_text())["step"]
+    assert (run / f"step-{step:07d}").is_dir()
+    train(config_for(root, run, STEPS))
+    assert numbers_of(run) == numbers_of(undisturbed)
+    assert not (run / "stopped.json").exists()
+
+
+def test_done_is_done(root: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
+    train(config_for(root, undisturbed, STEPS))
+    assert "done already" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.batch=16"], "train.batch was 8, is 16"),
+        (["train.seed=7"], "train.seed was 1234, is 7"),
+        (["train.loss=sample_mean"], "train.loss was token_mean, is sample_mean"),
+        (["model.shape.layers=3"], "model.layers was 2, is 3"),
+        (["model.shape.dropout=0.0"], r"model.attention_dropout was 0\.1, is 0\.0"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(root: Path, undisturbed: Path, words: list[str], said: str) -> None:
+    with pytest.raises(TextmillError, match=said) as error:
+        train(config_for(root, undisturbed, STEPS, *words))
+    assert "--force" in str(error.value)
+
+
+def test_what_is_safe_is_taken_and_recorded(root: Path) -> None:
+    run = root / "more"
+    train(config_for(root, run, 10))
+    train(config_for(root, run, 14, "train.log_every=2", "engine.micro_batch=4"))
+    progress = json.loads((run / "step-0000014" / "progress.json").read_text())
+    changes = [change["change"] for change in progress["changes"]]
+    assert {change["step"] for change in progress["changes"]} == {10}
+    for wanted in ("train.steps was 10, is 14", "train.log_every was 1, is 2", "engine.micro_batch was auto, is 4"):
+        assert wanted in changes
+
+
+def test_from_an_earlier_step_and_anew(root: Path) -> None:
+    run = root / "back"
+    train(config_for(root, run, 12, "train.keep=5"))
+    first = numbers_of(run)
+    train(config_for(root, run, 12, "train.keep=5"), step=5)
+    assert numbers_of(run) == first, "going back to step 5 gives the same numbers"
+    weights = last_weights(run, 12)
+    train(config_for(root, run, 12, "train.keep=5", "train.seed=3"), force="yes")
+    assert numbers_of(run) != first
+    assert last_weights(run, 12) != weights
+
+
+def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
+    from textmill.generation import samples_of
+    from textmill.checkpoint import open_checkpoint
+
+    run = root / "prompts"
+    config = config_for(root, run, 10, "train.prompts=[\"KING:\", \"\"]", "sample.min_tokens=0", "sample.max_tokens=8")
+    train(config)
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(5, "KING:"), (5, ""), (10, "KING:"), (10, "")]
+    again = samples_of(open_checkpoint(run / "step-0000010"), ["KING:", ""], config.sample, config.engine)
+    assert [line["text"] for line in lines[2:]] == [line["text"] for line in again]
+
+
+def test_a_second_process_is_kept_out(root: Path, undisturbed: Path) -> None:
+    from textmill.files import locked
+
+    with locked(undisturbed / ".lock", "busy"), pytest.raises(TextmillError, match="another process is training there"):
+        train(config_for(root, undisturbed, STEPS))
+
+
+def test_other_data_is_refused(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+    done = textmill("prepare", "quickstart", f"folder={tmp_path}", "corpus.section=500")
+    assert done.returncode == 0, done.stderr
+    done = textmill("tokenize", "quickstart", f"folder={tmp_path}", "tokenizer.vocab=300", "corpus.section=500")
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(TextmillError, match=r"tokens was .*, is "):
+        train(config_for(tmp_path, undisturbed, STEPS))
+
+
+def test_transformers_opens_what_was_trained(undisturbed: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from textmill.models.nets_torch import open_net
+
+    folder = undisturbed / f"step-{STEPS:07d}"
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer("To be, or not to be, that").input_ids])
+    net = open_net(folder, torch.device("cpu"))
+    with torch.no_grad():
+        assert (theirs(ids).logits - net.logits(net(ids))).abs().max() < 1e-5
+
+
+def test_a_run_may_start_from_weights(root: Path, undisturbed: Path) -> None:
+    run = root / "continued"
+    for start in (undisturbed, undisturbed / f"step-{STEPS:07d}"):
+        train(config_for(root, run, 3, f"model.init_from={start}", "train.warmup=0"), force="yes")
+        first, trained_long = numbers_of(run)[0]["loss"], numbers_of(undisturbed)[0]["loss"]
+        assert first < trained_long - 0.5, "it begins where the other ended, not anew"
+    with pytest.raises(TextmillError, match="tokenize with the model's own tokenizer"):
+        other = root / "small-vocab"
+        config = config_for(root, other, 3, f"model.init_from={_with_fewer_vectors(undisturbed, root)}", "train.warmup=0")
+        train(config)
+
+
+def _with_fewer_vectors(run: Path, root: Path) -> Path:
+    """A model folder whose embedding is too small for the tokenizer."""
+    folder = root / "fewer"
+    folder.mkdir(exist_ok=True)
+    hf = json.loads((run / f"step-{STEPS:07d}" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf, "vocab_size": 200}))
+    return folder

@@ -1,0 +1,71 @@
+"""Progress as lines, and as a bar on a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from textmill.progress import PlainLines, amount_of, progress, span_of
+
+
+def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("count", total=3, unit="documents") as bar:
+        for _ in range(3):
+            bar.advance()
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("count: 3 documents in 0.0 s, ")
+    assert told.err.count("\n") == 1
+
+
+def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 4.0, 11.0, 15.0, 21.0, 22.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    lines = PlainLines("read", 100e6, "bytes", stream)
+    for _ in range(4):
+        lines.advance(22e6)
+    lines.end()
+    assert stream.getvalue().splitlines() == [
+        "read: 44.0 MB of 100.0 MB (44%), 14 s left, 4.0 MB/s",
+        "read: 88.0 MB of 100.0 MB (88%), 2.9 s left, 4.2 MB/s",
+        "read: 88.0 MB in 22 s, 4.0 MB/s",
+    ]
+
+
+def test_nothing_is_said_of_work_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError), progress("count"):
+        raise RuntimeError
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")]
+)
+def test_spans(seconds: float, told: str) -> None:
+    assert span_of(seconds) == told
+
+
+def test_amounts() -> None:
+    assert amount_of(1234567, "bytes") == "1.2 MB"
+    assert amount_of(1234567, "tokens") == "1,234,567 tokens"
+    assert amount_of(12, "") == "12"
+
+
+def test_bar_on_a_terminal(root: Path) -> None:
+    ours, theirs = pty.openpty()
+    code = "from textmill.progress import progress\nwith progress('weigh', total=4, unit='bytes') as bar: bar.advance(4)"
+    environment = {**os.environ, "PYTHONPATH": str(root), "TERM": "xterm", "COLUMNS": "120"}
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, env=environment, check=True, timeout=30)
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert "weigh" in shown
+    assert "100%" in shown

@@ -1,0 +1,100 @@
+"""The project around the package: versions, pins, the README's commands, the recipes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import textmill
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PIN = re.compile(r"^([a-z0-9-]+)==([0-9][0-9a-z.]*)$")
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [PIN.match(line) for line in lines if line.strip() and not line.startswith("#")]
+    assert all(found), "constraints.txt: every line is name==version"
+    return {match[1]: match[2] for match in found if match}
+
+
+def needs() -> list[Requirement]:
+    project = PROJECT["project"]
+    lists = [project["dependencies"], PROJECT["build-system"]["requires"], *project["optional-dependencies"].values()]
+    return [Requirement(line) for lines in lists for line in lines]
+
+
+def test_one_version() -> None:
+    assert PROJECT["tool"]["hatch"]["version"]["path"] == "textmill/__init__.py"
+    assert metadata.version("textmill") == textmill.__version__, "run make again: the installed version is an older one"
+    assert f"## {textmill.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_need_is_pinned_within_its_range() -> None:
+    pinned = pins()
+    for need in needs():
+        name = canonicalize_name(need.name)
+        assert name in pinned, f"constraints.txt: no pin for {name}"
+        assert need.specifier.contains(pinned[name]), f"constraints.txt: {name}=={pinned[name]} is outside '{need.specifier}'"
+
+
+def test_pins_that_others_cap() -> None:
+    pinned = pins()
+    assert pinned["torch"] == "2.13.0"
+    assert int(pinned["pyarrow"].partition(".")[0]) < 26
+    assert int(pinned["protobuf"].partition(".")[0]) < 7
+
+
+def readme_commands() -> list[str]:
+    """Lines of the README's sh blocks that call textmill or make."""
+    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("textmill ", "make "))]
+
+
+def test_readme_commands_exist() -> None:
+    commands = readme_commands()
+    assert any(line.startswith("textmill ") for line in commands)
+    assert "make demo" in {line.partition("#")[0].strip() for line in commands}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    verbs = set()
+    for line in commands:
+        command, word = line.split()[:2]
+        if command == "make":
+            assert word in targets, f"README.md: '{line}': the Makefile has no target {word}"
+        elif not word.startswith("-"):
+            verbs.add(word)
+    for verb in sorted(verbs):
+        done = subprocess.run([sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", verb, "--help"],
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, f"README.md: textmill {verb}: {done.stderr}"
+
+
+def test_there_are_recipes() -> None:
+    assert (ROOT / "recipes" / "quickstart.sh").is_file()
+    assert {"quickstart.yaml", "own-text.yaml"} <= {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipe_is_a_config(path: Path) -> None:
+    from textmill.config.load import anchor, config_of, read_yaml
+
+    tree, lines = read_yaml(path)
+    config = config_of(anchor(tree, path.parent), file=path, lines=lines)
+    assert config.corpus.sources, "a recipe names its texts"
+
+
+def test_ci_runs_the_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, ".ci/run is executable"
+    assert "make test" in script.read_text(encoding="utf-8")

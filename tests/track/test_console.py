@@ -1,0 +1,94 @@
+"""What a person reads while a model trains."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from textmill.track.console import LiveConsole, Pace, PlainConsole, new_console, spoken_time
+
+
+class Clock:
+    """A clock that stands where it is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def pace(clock: Clock, start: int = 0, peak: float | None = None) -> Pace:
+    return Pace(1000, start, 4096, flops_per_token=2e6, peak_flops=peak, clock=clock, began=0.0)
+
+
+def test_plain_lines() -> None:
+    clock, stream = Clock(), io.StringIO()
+    console = new_console(pace(clock), stream)
+    clock.now = 24.0
+    console.log(120, {"loss": 4.21712, "learning_rate": 5.8e-4, "tokens_per_second": 12345.4})
+    console.log(500, {"valid_loss": 3.91234})
+    console.note("saved step-0000500 [best]")
+    console.close()
+    assert stream.getvalue().splitlines() == [
+        "step   120/1000  loss 4.2171  lr 5.8e-04  12,345 tok/s  left 2:56",
+        "step   500/1000  valid loss 3.9123",
+        "saved step-0000500 [best]",
+    ]
+
+
+def test_a_valid_loss_beside_a_loss_gets_its_own_line() -> None:
+    stream = io.StringIO()
+    PlainConsole(pace(Clock()), stream).log(1, {"loss": 2.0, "valid_loss": 3.0, "tokens_per_second": 5.0})
+    assert stream.getvalue().splitlines() == ["step     1/1000  loss 2.0000  5 tok/s  left 0:00", "step     1/1000  valid loss 3.0000"]
+
+
+def test_mfu_only_where_the_chip_is_known() -> None:
+    values = {"loss": 1.0, "tokens_per_second": 2000.0}
+    assert "MFU 40.0%" in pace(Clock(), peak=1e10).words(5, values)
+    assert not any("MFU" in word for word in pace(Clock()).words(5, values))
+
+
+def test_time_left_counts_only_this_process_and_all_of_its_time() -> None:
+    clock = Clock()
+    resumed = pace(clock, start=900)
+    assert resumed.seconds_left(900) is None
+    clock.now = 100.0  # ten steps and a long evaluation
+    assert resumed.seconds_left(910) == pytest.approx(900.0)
+    assert resumed.seconds_left(1000) == 0
+
+
+def test_average_speed_where_the_loop_gives_none() -> None:
+    clock = Clock()
+    clock.now = 2.0
+    assert "20,480 tok/s" in pace(clock).words(10, {"loss": 1.0})
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (200, "3:20"), (3725, "1:02:05"), (180_000, "50:00:00")])
+def test_spoken_time(seconds: float, text: str) -> None:
+    assert spoken_time(seconds) == text
+
+
+def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "140")
+    stream = Terminal()
+    console = new_console(pace(Clock(), peak=1e10), stream)
+    assert isinstance(console, LiveConsole)
+    console.log(10, {"valid_loss": 3.5})
+    console.log(20, {"loss": 4.25, "learning_rate": 1e-3, "tokens_per_second": 2000.0})
+    console.note("saved [step-20]")
+    console.close()
+    seen = stream.getvalue()
+    for words in ("20/1000", "loss 4.2500", "valid 3.5000", "lr 1.0e-03", "2,000 tok/s", "MFU 40.0%", "left", "saved [step-20]"):
+        assert words in seen
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(new_console(pace(Clock()), Terminal()), PlainConsole)

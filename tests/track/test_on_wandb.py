@@ -1,0 +1,60 @@
+"""W&B offline: a run file in the run folder, one id over resumes, no word on the console."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from textmill.config import TrackConfig
+
+pytest.importorskip("wandb")
+
+
+def records_of(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: a LevelDB log of 32 KiB blocks, whose first bytes are W&B's own mark."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # a header never lies across two blocks
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield whole
+            whole = b""
+
+
+def test_id_stays_at_resume_and_changes_when_begun_anew(tmp_path: Path) -> None:
+    from textmill.track.on_wandb import run_id_of
+
+    folder = tmp_path / "koşu 1"
+    first = run_id_of(folder, 0)
+    assert first.startswith("ko-u-1-")
+    assert run_id_of(folder, 40) == first
+    assert run_id_of(folder, 0) != first
+
+
+def test_offline_run_is_written_beside_the_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from textmill.track.on_wandb import new_tracker, run_id_of
+
+    tracker = new_tracker(TrackConfig(project="mill"), tmp_path, 0, {"train.batch": 8})
+    for step in (1, 2):
+        tracker.log(step, {"loss": 3.0 / step})
+    tracker.close()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert run_id_of(tmp_path, 2) in file.name
+    records = [Record.FromString(record) for record in records_of(file)]
+    logged = [
+        {(item.key or ".".join(item.nested_key)): item.value_json for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [float(values["loss"]) for values in logged] == [3.0, 1.5]
+    assert next(record.run.project for record in records if record.WhichOneof("record_type") == "run") == "mill"
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,123 @@
+"""All trackers at once: a failing one never stops training, a missing one is said at the door."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from textmill.config import TrackConfig
+from textmill.errors import TextmillError
+from textmill.track import Trackers, open_trackers
+from textmill.track.jsonl import NAME, read_metrics
+
+
+def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:
+    return open_trackers(
+        TrackConfig(**config), folder, steps=10, start=start, tokens_per_step=64, flops_per_token=1e6, peak_flops=None,
+        settings={"train.batch": 8}, stream=stream,
+    )  # fmt: skip
+
+
+class Broken:
+    """Fails from the second log on."""
+
+    logged = closed = 0
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.logged += 1
+        if self.logged > 1:
+            raise OSError("no space\nleft on device")
+
+    def close(self) -> None:
+        self.closed += 1
+        raise OSError("still no space")
+
+
+def test_console_and_metrics_always(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    trackers = opened(tmp_path, stream)
+    trackers.log(3, {"loss": 2.5})
+    trackers.note("saved step-0000003")
+    trackers.close()
+    trackers.close()
+    assert "loss 2.5000" in stream.getvalue()
+    assert stream.getvalue().endswith("saved step-0000003\n")
+    assert read_metrics(tmp_path / NAME) == [{"step": 3, "loss": 2.5}]
+
+
+def test_opening_at_a_step_forgets_what_came_after(tmp_path: Path) -> None:
+    for start in (0, 3):
+        trackers = opened(tmp_path, io.StringIO(), start=start)
+        for step in range(start + 1, 6):
+            trackers.log(step, {"loss": float(step)})
+        trackers.close()
+    assert [line["step"] for line in read_metrics(tmp_path / NAME)] == [1, 2, 3, 4, 5]
+
+
+def test_a_failing_tracker_is_switched_off_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers, broken = opened(tmp_path, io.StringIO()), Broken()
+    trackers.add("broken", lambda: broken)
+    for step in range(1, 6):
+        trackers.log(step, {"loss": 1.0})
+    trackers.close()
+    assert capsys.readouterr().err == "textmill: broken is switched off: OSError: no space left on device; training goes on\n"
+    assert (broken.logged, broken.closed) == (2, 1)
+    assert len(read_metrics(tmp_path / NAME)) == 5
+
+
+def test_a_tracker_that_cannot_open_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trackers = opened(tmp_path / "not there", io.StringIO())
+    trackers.log(1, {"loss": 1.0})
+    trackers.close()
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert NAME in warning
+
+
+def test_a_closed_console_does_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    trackers = opened(tmp_path, stream)
+    stream.close()
+    trackers.note("into the void")
+    trackers.log(1, {"loss": 1.0})
+    trackers.note("and again")
+    trackers.close()
+    assert capsys.readouterr().err.count("console is switched off") == 1
+    assert read_metrics(tmp_path / NAME)
+
+
+def test_a_stop_from_the_keyboard_passes_through() -> None:
+    class Interrupted(Broken):
+        def log(self, step: int, values: dict[str, float]) -> None:
+            raise KeyboardInterrupt
+
+    trackers = Trackers()
+    trackers.add("interrupted", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trackers.log(1, {})
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_missing_extra_is_said_at_the_door(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == kind or name == f"textmill.track.on_{kind}"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(TextmillError) as caught:
+        opened(tmp_path, io.StringIO(), kinds=[kind])
+    assert str(caught.value) == f"track.kinds: '{kind}' needs {kind}; run: pip install 'textmill[track]'"
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_broken_package_is_only_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def explode(name: str) -> Any:
+        raise RuntimeError("built for another machine")
+
+    monkeypatch.setattr("textmill.track.import_module", explode)
+    trackers = opened(tmp_path, io.StringIO(), kinds=["wandb"])
+    trackers.log(1, {"loss": 1.0})
+    trackers.close()
+    assert capsys.readouterr().err.count("wandb is switched off: RuntimeError: built for another machine") == 1

@@ -1,0 +1,32 @@
+"""textmill: raw text in any language to a trained, measured and served language model."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# The verbs and the config by name; each is loaded when it is first used, so that `import textmill` is quick.
+_PLACES = {
+    "RunConfig": "textmill.config",
+    "run": "textmill.chain",
+    "prepare": "textmill.corpus.prepare",
+    "fit_tokenizer": "textmill.tokens.fitting",
+    "tokenize": "textmill.tokens.tokenize",
+    "train": "textmill.loop",
+    "evaluate": "textmill.evaluation",
+    "generate": "textmill.generation",
+    "check": "textmill.wholeness",
+    "TextmillError": "textmill.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'textmill' has no attribute '{name}'")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

@@ -1,0 +1,85 @@
+"""The verb run: the whole chain from text to a measured, sampled model, skipping what is done."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from textmill.checkpoint import MANIFEST, steps_of
+from textmill.config import RunConfig
+from textmill.corpus.prepare import prepare
+from textmill.evaluation import ROWS, evaluate
+from textmill.evaluation.figures import table_of
+from textmill.files import read_json, write_json
+from textmill.generation import generate
+from textmill.loop import train
+from textmill.stages import Force, open_manifest
+from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.tokenize import tokenize
+
+SUMMARY = "summary.json"
+
+
+def run(config: RunConfig, force: Force = "no") -> Path:
+    """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
+    for number, (verb, stage) in enumerate((("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1):
+        _headline(number, verb)
+        stage(config, force)
+    _headline(4, "train")
+    folder = train(config, force)
+    checkpoint = list(steps_of(folder).values())[-1]
+    weights = read_json(checkpoint / MANIFEST)["files"]["model.safetensors"]["sha256"]
+    asked = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
+    summary = _summary_of(folder, asked)
+    if summary is None:
+        _headline(5, "evaluate")
+        measured = evaluate(config) if _has(config, config.evaluate.split) else None
+        _headline(6, "generate")
+        summary = {"asked": asked, "measured": measured, "texts": generate(config)}
+        write_json(folder / SUMMARY, summary)
+    else:
+        _tell_again(config, summary)
+    _what_next(config, checkpoint)
+    return folder
+
+
+def _headline(number: int, verb: str) -> None:
+    print(f"\n[{number}/6] {verb}", flush=True)
+
+
+def _has(config: RunConfig, split: str) -> bool:
+    if open_manifest(config.folder_of("tokens"))["splits"][split]["tokens"]:
+        return True
+    print(f"the {split} split is empty, so there is nothing to measure on; give it more text or a larger share")
+    return False
+
+
+def _summary_of(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """What an earlier run found out about this very checkpoint, asked in the same way."""
+    if not (folder / SUMMARY).is_file():
+        return None
+    summary: dict[str, Any] = read_json(folder / SUMMARY)
+    return summary if summary["asked"] == asked else None
+
+
+def _tell_again(config: RunConfig, summary: dict[str, Any]) -> None:
+    if (measured := summary["measured"]) is not None:
+        _headline(5, f"evaluate: done already, on the {measured['split']} split")
+        print(table_of({row: measured[row] for row in ROWS if row in measured}))
+    _headline(6, "generate: done already")
+    for text in summary["texts"]:
+        print((config.sample.prompt or "") + text)
+
+
+def _what_next(config: RunConfig, checkpoint: Path) -> None:
+    root = _short(Path(config.folder))
+    print(f"\nAll is done. The model is {_short(checkpoint)} (transformers opens it as it is). Next:")
+    print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
+    print(f"  textmill train {root} train.steps={2 * config.train.steps}")
+    print("  textmill new mine --text 'texts/*.txt' && textmill run mine")
+
+
+def _short(path: Path) -> str:
+    """The path from where the user stands, if it is below."""
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

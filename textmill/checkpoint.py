@@ -1,0 +1,238 @@
+"""What a checkpoint folder is: written whole, found by looking, verified before it is used, pruned by rule."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from textmill.errors import Stopped, TextmillError, warn
+from textmill.files import faults_of, read_json, replace_folder, write_bytes, write_json
+from textmill.hub import open_folder
+from textmill.tensors import Named, blocks_of, read_model, read_tensors
+
+WhichStep = int | Literal["latest", "best"]
+MANIFEST, OPTIMIZER_MANIFEST = "manifest.json", "optimizer.manifest.json"
+OPTIMIZER = "optimizer.safetensors"
+STEP_NAME = re.compile(r"^step-(\d{7,})$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint folder of ours, or any Hugging Face model folder (then step is 0 and progress empty)."""
+
+    folder: Path
+    step: int
+    progress: dict[str, Any]
+
+    def weights(self) -> Iterator[Named]:
+        """The weights in transformers' names and layout."""
+        return read_model(self.folder)
+
+    def moments(self) -> Iterator[Named]:
+        """The optimizer's state by weight name: m/NAME, v/NAME."""
+        if not (self.folder / OPTIMIZER).is_file():
+            raise TextmillError(
+                f"{self.folder}: its {OPTIMIZER} was pruned; go on from a newer checkpoint, "
+                f"or start a new run from its weights: model.init_from={self.folder}"
+            )
+        return read_tensors(self.folder / OPTIMIZER)
+
+    @property
+    def valid_loss(self) -> float | None:
+        """The loss on the valid split measured at this very step."""
+        loss = self.progress.get("valid_loss")
+        return None if loss is None else float.fromhex(loss)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that one checkpoint holds, in host memory."""
+
+    step: int
+    weights: list[Named]
+    moments: list[Named]
+    progress: dict[str, Any]
+    files: dict[str, bytes]
+    """More files by name: config.json, run.yaml, the tokenizer's."""
+
+
+def steps_of(run: Path) -> dict[int, Path]:
+    """The checkpoint folders of a run by step, oldest first; whole or not."""
+    found = {int(match[1]): path for path in run.glob("step-*") if (match := STEP_NAME.match(path.name)) and path.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def faults_in(folder: Path, *, deep: bool = True) -> list[str]:
+    """What is wrong with a checkpoint folder of ours; nothing, if it is whole."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+        faults = faults_of(folder, manifest["files"], deep=deep)
+        if (folder / OPTIMIZER_MANIFEST).exists() or (folder / OPTIMIZER).exists():
+            faults += faults_of(folder, read_json(folder / OPTIMIZER_MANIFEST)["files"], deep=deep)
+    except TextmillError as error:
+        return [str(error).removeprefix(f"{folder}/")]
+    except (KeyError, TypeError, AttributeError):
+        return ["a manifest does not name its files"]
+    return faults
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint folder of ours, verified bit by bit, or a Hugging Face model folder as it is."""
+    match = STEP_NAME.match(folder.name)
+    if match or (folder / "progress.json").exists():
+        if faults := faults_in(folder):
+            raise TextmillError(f"{folder}: damaged: {'; '.join(faults)}; use another step")
+        progress = read_json(folder / "progress.json")
+        return Checkpoint(folder, int(progress["step"]), progress)
+    if not (folder / "config.json").is_file():
+        raise TextmillError(f"{folder}: not a checkpoint; it has no config.json")
+    return Checkpoint(folder, 0, {})
+
+
+def find_checkpoint(run: Path, which: WhichStep = "latest") -> Checkpoint | None:
+    """The newest whole checkpoint, the best one, or that of a step; damaged ones are named and passed over."""
+    folders = steps_of(run)
+    if isinstance(which, int):
+        if which not in folders:
+            raise TextmillError(f"{run}: no checkpoint of step {which}; found {', '.join(map(str, folders)) or 'none'}")
+        return open_checkpoint(folders[which])
+    candidates = [folder for _, folder in sorted(folders.items(), reverse=True)]
+    if which == "best":
+        losses = {folder: loss for folder in candidates if (loss := _valid_loss(folder)) is not None}
+        candidates = sorted(losses, key=losses.__getitem__)
+        if folders and not candidates:
+            raise TextmillError(f"{run}: no checkpoint has a validation loss; use --step latest")
+    for folder in candidates:
+        if not (faults := faults_in(folder)):
+            return open_checkpoint(folder)
+        warn(f"{folder} is damaged and passed over: {'; '.join(faults)}")
+    if candidates:
+        raise TextmillError(f"{run}: every checkpoint is damaged; start anew with --force")
+    return None
+
+
+def model_of(run: Path, init_from: str | None, which: WhichStep = "latest") -> Checkpoint:
+    """The model that a config stands for: its run's checkpoint, or, where nothing is trained yet, the weights it starts from."""
+    if (found := find_checkpoint(run, which)) is not None:
+        return found
+    if init_from is None:
+        raise TextmillError(f"{run}: no checkpoint there yet; run textmill train first")
+    return open_model(init_from)
+
+
+def open_model(name: str) -> Checkpoint:
+    """The model of a run (or of the root above it), a checkpoint, a Hugging Face folder or a hub name."""
+    folder = open_folder(name)
+    for run in (folder, folder / "run"):
+        if (found := find_checkpoint(run)) is not None:
+            return found
+    return open_checkpoint(folder)
+
+
+def _valid_loss(folder: Path) -> float | None:
+    try:
+        return Checkpoint(folder, 0, read_json(folder / "progress.json")).valid_loss
+    except (TextmillError, ValueError, AttributeError):
+        return None
+
+
+def write_checkpoint(run: Path, snapshot: Snapshot) -> Path:
+    """Write one checkpoint as a temporary folder, its manifest last, and put it in place."""
+    final = run / f"step-{snapshot.step:07d}"
+    folder = run / f"{final.name}.tmp-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        files = {name: write_bytes(folder / name, [data]) for name, data in snapshot.files.items()}
+        files["model.safetensors"] = write_bytes(folder / "model.safetensors", blocks_of(snapshot.weights))
+        files["progress.json"] = write_json(folder / "progress.json", snapshot.progress)
+        account = write_bytes(folder / OPTIMIZER, blocks_of(snapshot.moments))
+        write_json(folder / OPTIMIZER_MANIFEST, {"files": {OPTIMIZER: account}})
+        write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
+        replace_folder(folder, final)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return final
+
+
+def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
+    """Remove checkpoints that no rule keeps; the optimizer goes from those kept for their weights only."""
+    folders = steps_of(run)
+    newest = list(folders)[-keep:]
+    losses = {step: loss for step, folder in folders.items() if (loss := _valid_loss(folder)) is not None}
+    best = min(losses, key=losses.__getitem__) if losses else None
+    removed = []
+    for step, folder in folders.items():
+        if step in newest:
+            continue
+        if step == best or (keep_every and step % keep_every == 0):
+            (folder / OPTIMIZER).unlink(missing_ok=True)
+            (folder / OPTIMIZER_MANIFEST).unlink(missing_ok=True)
+        else:
+            _remove(folder)
+            removed.append(folder)
+    return removed
+
+
+def _remove(folder: Path) -> None:
+    """Take the name away first, so that a half-removed checkpoint is never taken for a damaged one."""
+    aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+    os.rename(folder, aside)
+    shutil.rmtree(aside)
+
+
+def tidy(run: Path) -> None:
+    """Remove what a killed run left half written or half removed."""
+    for pattern in ("step-*.tmp-*", "step-*.old-*"):
+        for path in run.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Saver:
+    """Writes checkpoints beside training, one at a time."""
+
+    def __init__(self, run: Path, *, keep: int, keep_every: int | None) -> None:
+        self.run = run
+        self._prune = partial(prune, run, keep=keep, keep_every=keep_every)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.saved: Path | None = None
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Begin writing; waits for the save before it, and raises what went wrong there."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            self.saved = write_checkpoint(self.run, snapshot)
+            if not faults_in(self.saved, deep=False):
+                self._prune()
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what went wrong in a save that is over; never waits."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save under way is over; raise what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (error := self._error) is not None:
+            self._error = None
+            if isinstance(error, OSError):
+                reason = f"a checkpoint could not be written ({error.strerror}); those before it are whole"
+                raise Stopped(f"{self.run}: {reason}; make room and run again") from None
+            raise error

@@ -1,0 +1,105 @@
+"""RunConfig: everything a run is, as one frozen tree that YAML, the command line and Python fill alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from textmill.config.data import CorpusConfig, LocalRunner, TokenizerConfig, TokensConfig
+from textmill.config.section import Section, marks, place
+from textmill.config.sizes import SIZES
+from textmill.config.training import ModelConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config.usage import EvaluateConfig, SampleConfig, TrackConfig
+from textmill.errors import TextmillError
+
+__all__ = [
+    "SIZES", "CorpusConfig", "EvaluateConfig", "LocalRunner", "ModelConfig", "RunConfig", "SampleConfig", "Section",
+    "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig",
+]  # fmt: skip
+
+StageName = Literal["corpus", "tokenizer", "tokens", "train"]
+STAGE_FOLDERS: dict[StageName, str] = {"corpus": "corpus", "tokenizer": "tokenizer", "tokens": "tokens", "train": "run"}
+
+
+class RunConfig(Section):
+    """One model's life: corpus, tokenizer, tokens, model, training, and how it is looked at."""
+
+    folder: str = place(".")
+    """The root under which every stage has its folder."""
+    corpus: CorpusConfig = Field(default_factory=CorpusConfig)
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    tokens: TokensConfig = Field(default_factory=TokensConfig)
+    runner: LocalRunner = Field(default_factory=LocalRunner)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    engine: TorchEngine = Field(default_factory=TorchEngine)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    sample: SampleConfig = Field(default_factory=SampleConfig)
+    track: TrackConfig = Field(default_factory=TrackConfig)
+
+    @model_validator(mode="after")
+    def _cross_rules(self) -> RunConfig:
+        _check_shape(self.model, self.train)
+        train, micro = self.train, self.engine.micro_batch
+        if isinstance(micro, int) and train.batch % micro:
+            near = max(size for size in range(1, micro + 1) if train.batch % size == 0)
+            raise TextmillError(f"engine.micro_batch: {micro} does not divide train.batch={train.batch}; {near} does")
+        if train.warmup >= 1 and train.warmup > train.steps:
+            raise TextmillError(f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a share such as 0.05")
+        if train.min_learning_rate > train.learning_rate:
+            low, high = train.min_learning_rate, train.learning_rate
+            raise TextmillError(f"train.min_learning_rate: {low} is above train.learning_rate={high}; lower it")
+        if self.sample.min_tokens > self.sample.max_tokens:
+            low, high = self.sample.min_tokens, self.sample.max_tokens
+            raise TextmillError(f"sample.min_tokens: {low} is above sample.max_tokens={high}; lower it")
+        return self
+
+    def folder_of(self, stage: StageName) -> Path:
+        """Where a stage's folder stands."""
+        named = getattr(self, stage).folder
+        return Path(named) if named else Path(self.folder) / STAGE_FOLDERS[stage]
+
+    def results(self, *sections: str) -> dict[str, Any]:
+        """The settings of these sections that decide what comes out, flat: 'train.batch' -> 32."""
+        flat: dict[str, Any] = {}
+        for name in sections:
+            section: Section = getattr(self, name)
+            for key, field in type(section).model_fields.items():
+                if not marks(field).get("how"):
+                    value = getattr(section, key)
+                    flat[f"{name}.{key}"] = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+        return flat
+
+    def to_yaml(self) -> str:
+        """The whole tree as YAML that `textmill VERB run.yaml` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+
+def shape_numbers(model: ModelConfig) -> dict[str, Any]:
+    """The named size with the shape's own numbers laid over it."""
+    sizes = SIZES[model.family]
+    if model.size not in sizes:
+        raise TextmillError(f"model.size: no size '{model.size}'; choose one of {', '.join(sizes)}")
+    own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {}
+    return {**sizes[model.size], **own}
+
+
+def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
+    numbers = shape_numbers(model)
+    if isinstance(model.shape, str) or model.init_from:
+        return  # the numbers stand in a file that the model's family reads
+    if numbers["width"] % numbers["heads"]:
+        near = [heads for heads in range(1, numbers["width"] + 1) if numbers["width"] % heads == 0]
+        near.sort(key=lambda heads: abs(heads - numbers["heads"]))
+        raise TextmillError(
+            f"model.shape.heads: {numbers['heads']} heads do not divide the width {numbers['width']}; "
+            f"model.shape.heads={near[0]} does"
+        )
+    if train.length and train.length > numbers["positions"]:
+        raise TextmillError(
+            f"train.length: {train.length} is longer than the model's {numbers['positions']} positions; "
+            f"set train.length={numbers['positions']} or model.shape.positions={train.length}"
+        )

@@ -1,0 +1,191 @@
+"""From a YAML file and `section.key=value` words to a RunConfig, or to one line that says what is wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from textmill.config import RunConfig
+from textmill.config.section import Section, marks
+from textmill.config.words import fields, key_advice, section_types
+from textmill.errors import TextmillError
+
+Tree = dict[str, Any]
+SECTION_NAMES = {section.__name__ for _, field in fields() for section in section_types(field.annotation)}
+"""pydantic puts the name of a union's member into a mistake's place; no user wrote it."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers: 6e-4 is a number here too."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
+)
+
+
+def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:
+    """A YAML file as a tree, and the line on which each key stands."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=_Loader)
+        tree = yaml.load(text, Loader=_Loader)  # a SafeLoader with one more number format
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextmillError(f"{path}: not readable ({error})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise TextmillError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    if tree is None:
+        return {}, {}
+    if not isinstance(tree, dict):
+        raise TextmillError(f"{path}: found a {type(tree).__name__}; a config is 'section:' lines with 'key: value' below")
+    lines: dict[str, int] = {}
+    _note_lines(node, "", lines, path)
+    return tree, lines
+
+
+def _note_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+            if name in lines:
+                raise TextmillError(f"{path}:{line}: '{name}' stands there twice (first on line {lines[name]}); keep one")
+            lines[name] = line
+            _note_lines(value, name + ".", lines, path)
+
+
+def anchor(tree: Tree, base: Path) -> Tree:
+    """Paths of a YAML file are relative to that file; names (a shipped corpus, a hub name) are left alone."""
+    anchored = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    for key, field in fields():
+        mark, (section, _, leaf) = marks(field), key.partition(".")
+        holder = anchored if not leaf else anchored.get(section)
+        name = leaf or section
+        if not (mark.get("place") or mark.get("source")) or not isinstance(holder, dict) or name not in holder:
+            continue
+        value = holder[name]
+        if isinstance(value, str):
+            holder[name] = _anchored(value, base, always=bool(mark.get("place")))
+        elif isinstance(value, list):
+            holder[name] = [_anchored(item, base, always=False) if isinstance(item, str) else item for item in value]
+    return anchored
+
+
+def _anchored(value: str, base: Path, *, always: bool) -> str:
+    full = os.path.normpath(base / os.path.expanduser(value))
+    looks_like_path = any(sign in value for sign in "*?[") or os.path.exists(full) or value.endswith((".txt", ".jsonl"))
+    return full if always or looks_like_path else value
+
+
+def lay_over(tree: Tree, words: list[str]) -> Tree:
+    """A tree with `section.key=value` words laid over it; what a word says stands above the file."""
+    known = dict(fields())
+    result = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign:
+            raise TextmillError(f"'{word}': not understood; a setting is section.key=value, such as train.steps=500")
+        if key not in known:
+            raise TextmillError(f"{key}: no such key; {key_advice(key)}")
+        *parents, leaf = key.split(".")
+        holder = result
+        for parent in parents:
+            inner = holder.get(parent)
+            holder[parent] = dict(inner) if isinstance(inner, dict) else {}
+            holder = holder[parent]
+        holder[leaf] = _value_of(text, known[key].annotation)
+    return result
+
+
+def _value_of(text: str, annotation: Any) -> Any:
+    """A command-line value: plain text where the field takes text, a comma list where it takes a list, else YAML."""
+    options, is_list = get_args(annotation) or (annotation,), getattr(annotation, "__origin__", None) is list
+    if is_list and not text.startswith("["):
+        return [_value_of(item, options[0]) for item in text.split(",") if item]
+    if str in options and not is_list and not section_types(annotation):
+        return None if text in ("", "null") and type(None) in options else text
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader with one more number format
+    except yaml.YAMLError:
+        return text
+
+
+def config_of(tree: Tree, *, file: Path | None = None, lines: dict[str, int] | None = None) -> RunConfig:
+    """The checked config; every mistake becomes one line with its place, its field and the mend."""
+    lines = lines or {}
+    try:
+        _refuse_strange_numbers(tree, "")
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        message, key = _first_mistake(error, tree)
+    except TextmillError as error:
+        message, key = str(error), str(error).partition(":")[0]
+    else:
+        return config
+    line = next((lines[name] for name in _with_parents(key) if name in lines), None)
+    raise TextmillError(f"{file}:{line}: {message}" if file and line else message)
+
+
+def _refuse_strange_numbers(tree: Any, prefix: str) -> None:
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            _refuse_strange_numbers(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        raise TextmillError(f"{prefix}: {tree} is not a number to work with; give a finite one")
+
+
+def _with_parents(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _first_mistake(error: ValidationError, tree: Tree) -> tuple[str, str]:
+    """The message and the key of the first thing wrong."""
+    mistakes = error.errors(include_url=False)
+    first = next((one for one in mistakes if one["type"] == "extra_forbidden"), mistakes[0])
+    known = dict(fields())
+    words = [str(word) for word in first["loc"] if word not in SECTION_NAMES]
+    key = next((name for name in _with_parents(".".join(words)) if name in known), ".".join(words))
+    if first["type"] == "extra_forbidden":
+        key = ".".join(words)
+        return f"{key}: no such key; {key_advice(key)}", key
+    if key not in known:
+        return f"{key}: {first['msg']}", key
+    found = first["input"]
+    wanted = _wanted(known[key].annotation, [one for one in mistakes if one["loc"] == first["loc"]])
+    return f"{key}: found {found!r}; {wanted}", key
+
+
+def _wanted(annotation: Any, mistakes: list[Any]) -> str:
+    bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
+    spoken = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    for mistake in mistakes:
+        if (bound := bounds.get(mistake["type"])) is not None:
+            return f"give a value {spoken[bound]} {mistake['ctx'][bound]}"
+        if mistake["type"] == "string_pattern_mismatch":
+            return "choose one of auto, cpu, cuda, cuda:N, mps"
+        if mistake["type"] in ("too_short", "too_long"):
+            return f"give {mistake['ctx'].get('min_length', mistake['ctx'].get('max_length'))} values"
+    return f"give {spoken_type(annotation)}"
+
+
+def spoken_type(annotation: Any) -> str:
+    """A type in a user's words."""
+    plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if annotation in plain:
+        return plain[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return f"keys such as {', '.join(list(annotation.model_fields)[:4])} below it"
+    origin, options = getattr(annotation, "__origin__", None), get_args(annotation)
+    if origin is list:
+        return f"a list, each item {spoken_type(options[0])}"
+    if all(isinstance(option, str) for option in options):
+        return ("one of " if len(options) > 1 else "") + ", ".join(options)
+    return " or ".join(spoken_type(option) for option in options if option is not type(None))

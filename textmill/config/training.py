@@ -1,0 +1,125 @@
+"""Sections for the model, its training and the engine below it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from textmill.config.section import Section, how, place, source
+from textmill.errors import TextmillError
+
+
+class ShapeConfig(Section):
+    """Numbers that override those of the named size."""
+
+    layers: int | None = Field(None, ge=1)
+    """Blocks."""
+    heads: int | None = Field(None, ge=1)
+    """Attention heads; they divide the width."""
+    width: int | None = Field(None, ge=1)
+    """Channels of the residual stream."""
+    inner: int | None = Field(None, ge=1)
+    """Channels inside the MLP; four times the width if not said."""
+    positions: int | None = Field(None, ge=1)
+    """Longest context in tokens."""
+    activation: Literal["gelu_new", "gelu"] | None = None
+    """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2)."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    """Dropout on embeddings, attention and both residual branches."""
+
+
+class ModelConfig(Section):
+    """Which net."""
+
+    family: Literal["gpt2"] = "gpt2"
+    """gpt2: a decoder that predicts the next token."""
+    size: str = "small"
+    """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
+    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m."""
+    shape: ShapeConfig | str = source(ShapeConfig())
+    """Numbers that differ from the named size, or the path of a Hugging Face config.json to take them from."""
+    init_from: str | None = source()
+    """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name."""
+
+
+class TrainConfig(Section):
+    """What is trained, on what, for how long."""
+
+    folder: str | None = place()
+    """Where checkpoints and metrics go; `run` under `folder` if not said."""
+    layout: Literal["packed"] = "packed"
+    """packed: documents shuffled, joined and cut into windows of `train.length`."""
+    length: int | None = Field(None, ge=2)
+    """Tokens in a sample; the model's positions if not said. A named size trained on less has no more positions than this."""
+    batch: int = Field(32, ge=1)
+    """Samples a step, over all devices."""
+    steps: int = how(1000, ge=1)
+    """Optimizer steps of the whole run."""
+    learning_rate: float = Field(6e-4, gt=0)
+    """Highest learning rate."""
+    min_learning_rate: float = Field(0.0, ge=0)
+    """Where the schedule ends."""
+    warmup: int | float = Field(0.05, ge=0)
+    """Steps of warm-up, or a share of `train.steps` when below 1."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    optimizer: Literal["adamw"] = "adamw"
+    """adamw: Adam with decoupled weight decay."""
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
+    """Adam's two decay rates."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decay of matrices and embeddings; biases and LayerNorms are never decayed."""
+    clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""
+    loss: Literal["token_mean", "sample_mean"] = "token_mean"
+    """token_mean: summed loss over all asked tokens of the step; sample_mean: the mean of each sample's mean."""
+    seed: int = Field(1234, ge=0, lt=2**63)
+    """Decides the first weights, the order of the data and dropout."""
+    log_every: int = how(10, ge=1)
+    """Steps between two lines of metrics."""
+    save_every: int = how(500, ge=1)
+    """Steps between two checkpoints; the last step is always saved."""
+    evaluate_every: int = how(500, ge=1)
+    """Steps between two losses on the valid split."""
+    evaluate_batches: int | None = how(None, ge=1)
+    """Batches of the valid split to look at; the whole split if not said."""
+    keep: int = how(2, ge=1)
+    """How many of the newest checkpoints stay; the best one and those of `train.keep_every` stay besides."""
+    keep_every: int | None = how(None, ge=1)
+    """Checkpoints whose step this divides are never pruned."""
+    prompts: list[str] = how([])
+    """Texts that each saved checkpoint continues, into samples.jsonl, so that progress can be read."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: list[float]) -> list[float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise TextmillError(f"train.betas: found {value}; both lie from 0 to below 1, such as [0.9, 0.95]")
+        return value
+
+
+class TorchEngine(Section):
+    """PyTorch on one device."""
+
+    kind: Literal["torch"] = "torch"
+    """torch: PyTorch."""
+    device: str = how("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """auto, cpu, cuda, cuda:1 or mps; auto takes a GPU where there is one."""
+    micro_batch: int | Literal["auto"] = how("auto")
+    """Samples that go through the device at a time; auto: as many as a simple memory rule allows."""
+    precision: Literal["auto", "fp32", "bf16"] = how("auto")
+    """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on a GPU that has it, else fp32."""
+    compile: bool = how(False)
+    """Compile the net with torch.compile: slower to start, faster after."""
+    deterministic: bool = how(False)
+    """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
+
+    @field_validator("micro_batch")
+    @classmethod
+    def _some(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise TextmillError(f"engine.micro_batch: found {value}; give 1 or more, or auto")
+        return value

@@ -1,0 +1,85 @@
+"""Keys by name: all of them, the nearest one, and what other tools call them."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from typing import Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from textmill.config import RunConfig, Section
+
+# The words of nanoGPT, Hugging Face, Megatron (both generations), DeepSpeed and dsGPT2 for our keys.
+OTHER_WORDS = {
+    "batch_size": "train.batch", "global_batch_size": "train.batch", "train_batch_size": "train.batch",
+    "per_device_train_batch_size": "engine.micro_batch", "micro_batch_size": "engine.micro_batch",
+    "train_micro_batch_size_per_gpu": "engine.micro_batch", "device_batch_size": "engine.micro_batch",
+    "gradient_accumulation_steps": "engine.micro_batch", "accumulation": "engine.micro_batch",
+    "lr": "train.learning_rate", "max_lr": "train.learning_rate", "min_lr": "train.min_learning_rate",
+    "lr_decay_style": "train.schedule", "lr_scheduler_type": "train.schedule", "scheduler": "train.schedule",
+    "warmup_steps": "train.warmup", "warmup_iters": "train.warmup", "lr_warmup_iters": "train.warmup",
+    "lr_warmup_fraction": "train.warmup", "warmup_ratio": "train.warmup", "warmup_num_steps": "train.warmup",
+    "max_steps": "train.steps", "max_iters": "train.steps", "train_iters": "train.steps", "iterations": "train.steps",
+    "num_train_steps": "train.steps", "block_size": "train.length", "seq_length": "train.length", "seq_len": "train.length",
+    "max_seq_length": "train.length", "context_length": "train.length", "sequence_length": "train.length",
+    "grad_clip": "train.clip", "clip_grad": "train.clip", "max_grad_norm": "train.clip", "gradient_clipping": "train.clip",
+    "eps": "train.epsilon", "adam_eps": "train.epsilon", "adam_epsilon": "train.epsilon", "wd": "train.weight_decay",
+    "save_interval": "train.save_every", "save_steps": "train.save_every", "ckpt_save_steps": "train.save_every",
+    "eval_interval": "train.evaluate_every", "eval_steps": "train.evaluate_every", "eval_iters": "train.evaluate_batches",
+    "log_interval": "train.log_every", "logging_steps": "train.log_every", "save_total_limit": "train.keep",
+    "out_dir": "folder", "output_dir": "folder", "save_dir": "folder", "ckpt_dir": "train.folder",
+    "n_layer": "model.shape.layers", "num_layers": "model.shape.layers", "num_hidden_layers": "model.shape.layers",
+    "n_head": "model.shape.heads", "num_heads": "model.shape.heads", "num_attention_heads": "model.shape.heads",
+    "n_embd": "model.shape.width", "hidden_size": "model.shape.width", "d_model": "model.shape.width",
+    "n_inner": "model.shape.inner", "ffn_hidden_size": "model.shape.inner", "activation_function": "model.shape.activation",
+    "n_positions": "model.shape.positions", "n_ctx": "model.shape.positions", "max_position_embeddings": "model.shape.positions",
+    "vocab_size": "tokenizer.vocab", "nvocab": "tokenizer.vocab", "tokenizer_name_or_path": "tokenizer.use",
+    "tokenizer_name": "tokenizer.use", "vocab_file": "tokenizer.use", "model_name_or_path": "model.init_from",
+    "init_checkpoint": "model.init_from", "load": "model.init_from", "train_file": "corpus.sources", "train_data": "corpus.sources",
+    "data_path": "corpus.sources", "input": "corpus.sources", "dataset": "corpus.sources", "json_keys": "corpus.text_key",
+    "json_key": "corpus.text_key", "keep_linebreaks": "corpus.rules", "workers": "runner.workers", "num_workers": "runner.workers",
+    "num_proc": "runner.workers", "num_process": "runner.workers", "dtype": "engine.precision", "fp16": "engine.precision",
+    "bf16": "engine.precision", "mixed_precision": "engine.precision", "torch_compile": "engine.compile",
+    "max_new_tokens": "sample.max_tokens", "out_seq_length": "sample.max_tokens", "max_length": "sample.max_tokens",
+    "min_length": "sample.min_tokens", "num_samples": "sample.count", "num_return_sequences": "sample.count",
+    "do_sample": "sample.temperature", "report_to": "track.kinds", "wandb": "track.kinds", "wandb_project": "track.project",
+    "seed": "train.seed", "prompt": "sample.prompt", "per_device_eval_batch_size": "evaluate.batch",
+}  # fmt: skip
+
+
+def section_types(annotation: Any) -> list[type[Section]]:
+    """The sections that an annotation admits."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [section for part in get_args(annotation) for section in section_types(part)]
+    return []
+
+
+def fields(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the config with its field: 'train.batch', FieldInfo."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        for inner in section_types(field.annotation):
+            yield from fields(inner, f"{prefix}{name}.")
+
+
+def key_advice(key: str) -> str:
+    """What to say of a key that does not exist."""
+    keys = [name for name, field in fields() if not section_types(field.annotation) or name == "model.shape"]
+    leaf = key.rpartition(".")[2].replace("-", "_")
+    if leaf in OTHER_WORDS:
+        return f"textmill calls it '{OTHER_WORDS[leaf]}'"
+    moved = [name for name in keys if name.rpartition(".")[2] == leaf]
+    near = moved or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    if not near:
+        by_leaf = {name.rpartition(".")[2]: name for name in reversed(keys)}
+        near = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)]
+    if near:
+        return f"did you mean '{near[0]}'?"
+    section = key.partition(".")[0]
+    inside = [name for name in keys if name.startswith(section + ".")]
+    choices = [name.rpartition(".")[2] for name in inside] or sorted(RunConfig.model_fields)
+    return f"the keys of '{section}' are {', '.join(choices)}" if inside else f"the sections are {', '.join(choices)}"

@@ -1,0 +1,20 @@
+"""Document: one piece of text and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with the way back to its source."""
+
+    text: str
+    source: str
+    """The file it was read from, as the user named it."""
+    id: str
+    """Its place there: 'line 17', 'section 3'."""

@@ -1,0 +1,144 @@
+"""The two passes over the pieces: read, clean and hash; then keep, split and write."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from textmill.config import CorpusConfig
+from textmill.corpus.clean import clean
+from textmill.corpus.document import SPLITS
+from textmill.corpus.records import Bad, read_records
+from textmill.corpus.shards import SCHEMA, ShardWriter, new_shard, open_shard, shard_name
+from textmill.corpus.sources import Piece
+from textmill.corpus.split import DIGEST, digest_of, sides_of
+from textmill.files import account_of, read_json, write_bytes, write_json, writing
+
+CLEANED = pa.schema([("text", pa.string()), ("id", pa.string())])
+HELD = 4 << 20
+"""Characters that are gathered before they are written."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One piece and where its intermediate files stand; the JSON files are written last and say that a pass is through."""
+
+    piece: Piece
+    config: CorpusConfig
+    folder: Path
+
+    def __repr__(self) -> str:
+        return repr(self.piece)
+
+    def path(self, kind: str) -> Path:
+        """An intermediate file of this piece."""
+        return self.folder / "work" / f"{self.piece.number:05d}.{kind}"
+
+    def digests(self) -> NDArray[np.uint8]:
+        """A row of 16 bytes for each cleaned document."""
+        return np.fromfile(self.path("digests"), dtype=np.uint8).reshape(-1, DIGEST)
+
+    def bad_rows(self) -> Iterator[Bad]:
+        """What could not be read, under the name that the source has now."""
+        with open(self.path("bad"), encoding="utf-8") as stream:
+            for line in stream:
+                place, reason, raw = json.loads(line)
+                yield Bad(self.piece.source.name, place, reason, bytes.fromhex(raw))
+
+
+@dataclass
+class Gatherer:
+    """Cleaned documents on their way to a shard."""
+
+    writer: ShardWriter
+    composed: bool
+    texts: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    held: int = 0
+
+    def add(self, text: str, place: str) -> None:
+        self.texts.append(text)
+        self.places.append(place)
+        self.digests.append(digest_of(text, composed=self.composed))
+        self.held += len(text)
+        if self.held >= HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        self.writer.add(pa.table([pa.array(self.texts, pa.string()), pa.array(self.places, pa.string())], schema=CLEANED))
+        self.texts, self.places, self.held = [], [], 0
+
+
+def read_piece(work: Work) -> dict[str, Any]:
+    """Pass 1: records, dropped by rule, and quarantined of a piece; documents, digests and bad rows go to files."""
+    if work.path("read.json").is_file():
+        counts: dict[str, Any] = read_json(work.path("read.json"))
+        return counts
+    rules, shortest = work.config.rules, work.config.min_chars
+    records = quarantined = 0
+    dropped: Counter[str] = Counter()
+    with writing(work.path("bad")) as bad, new_shard(work.path("parquet"), CLEANED, "lz4") as shard:
+        kept = Gatherer(shard, composed="unicode" in rules)
+        for record in read_records(work.piece, work.config):
+            records += 1
+            if isinstance(record, Bad):
+                quarantined += 1
+                bad.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
+                continue
+            text = clean(record.text, rules)
+            if not text or text.isspace():
+                dropped["empty"] += 1
+            elif len(text) < shortest:
+                dropped["short"] += 1
+            else:
+                kept.add(text, record.id)
+        kept.flush()
+    write_bytes(work.path("digests"), [b"".join(kept.digests)])
+    counts = {"records": records, "dropped": dict(sorted(dropped.items())), "quarantined": quarantined}
+    write_json(work.path("read.json"), counts)
+    return counts
+
+
+def write_piece(work: Work) -> dict[str, Any]:
+    """Pass 2: for each split of a piece its documents, bytes and characters, and the account of its file."""
+    if work.path("written.json").is_file():
+        splits: dict[str, Any] = read_json(work.path("written.json"))
+        return splits
+    keep = np.fromfile(work.path("keep"), dtype=np.bool_)
+    sides = np.where(keep, sides_of(work.digests(), work.config.split), -1)
+    present = [(side, split) for side, split in enumerate(SPLITS) if (sides == side).any()]
+    splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for _, split in present}
+    with ExitStack() as stack, open_shard(work.path("parquet")) as cleaned:
+        writers = {split: stack.enter_context(new_shard(work.folder / shard_name(split, work.piece.number))) for _, split in present}
+        done = 0
+        for group in range(cleaned.num_row_groups):
+            table = cleaned.read_row_group(group, use_threads=False)
+            here = sides[done : done + table.num_rows]
+            done += table.num_rows
+            for side, split in present:
+                part = table.filter(pa.array(here == side))
+                _count(splits[split], part.column("text"))
+                source = pa.array([work.piece.source.name] * part.num_rows, pa.string())
+                writers[split].add(pa.table([part.column("text"), source, part.column("id")], schema=SCHEMA))
+    for _, split in present:
+        name = shard_name(split, work.piece.number)
+        splits[split]["file"] = {"name": name, **account_of(work.folder / name)}
+    write_json(work.path("written.json"), splits)
+    return splits
+
+
+def _count(counts: dict[str, Any], texts: pa.ChunkedArray) -> None:
+    counts["documents"] += len(texts)
+    counts["bytes"] += pc.sum(pc.binary_length(texts)).as_py() or 0
+    counts["characters"] += pc.sum(pc.utf8_length(texts)).as_py() or 0

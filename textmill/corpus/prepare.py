@@ -1,0 +1,165 @@
+"""The verb `prepare`: sources in, a folder of cleaned, deduplicated, split shards out, every record accounted for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from textmill.config import STAGE_FOLDERS, RunConfig
+from textmill.corpus.accounts import Counts, account, describe
+from textmill.corpus.dedup import keep_masks
+from textmill.corpus.passes import Work, read_piece, write_piece
+from textmill.corpus.records import Bad
+from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of
+from textmill.errors import TextmillError
+from textmill.files import hash_file, read_json, write_bytes, write_json
+from textmill.progress import progress
+from textmill.runners import Runner, open_runner
+from textmill.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
+
+SHOWN = 5
+"""Bad records in the message when there are too many."""
+
+
+def prepare(config: RunConfig, force: Force = "no") -> Path:
+    """Make the corpus folder that `config` asks for; done already: say so."""
+    folder = config.folder_of("corpus")
+    runner = open_runner(config.runner)
+    inputs = _look_at(find_sources(config.corpus.sources, skip=_own_folders(config)), folder, force)
+    stage = Stage("prepare", folder, _made_from(config, inputs), config.to_yaml())
+    if stage.done(force):
+        print(f"prepare: done already: {folder} ({open_manifest(folder)['documents']:,} documents)")
+        return folder
+    with stage.building() as part:
+        counts, files = _build(config, runner, [one.source for one in inputs], part)
+        _check_unchanged(inputs)
+        _sweep(part, files)
+        facts = {"documents": counts["kept"], "mtimes": {one.name: one.mtime_ns for one in inputs}}
+        stage.finish(part, files, facts)
+    print("\n".join(describe(counts, folder, config.corpus.split)))
+    return folder
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A source file as it was when we looked."""
+
+    source: Source
+    name: str
+    bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+def _look_at(sources: list[Source], folder: Path, force: Force) -> list[_Input]:
+    """Length, time and checksum of each source; a file with the recorded length and time is not read again."""
+    manifest = read_json(folder / MANIFEST) if force != "yes" and (folder / MANIFEST).is_file() else {}
+    mtimes, made_from = manifest.get("mtimes", {}), manifest.get("made_from", {})
+
+    def look(source: Source, name: str) -> _Input:
+        state = source.path.stat()
+        known = made_from.get(f"inputs.{name}", {})
+        same = known.get("bytes") == state.st_size and mtimes.get(name) == state.st_mtime_ns
+        return _Input(source, name, state.st_size, state.st_mtime_ns, known["sha256"] if same else hash_file(source.path))
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing leaves the interpreter's lock
+        inputs = list(threads.map(look, sources, names_wherever(sources)))
+    # By the name that is the same everywhere: a half-made folder may be gone on with from another place.
+    return sorted(inputs, key=lambda one: one.name)
+
+
+def _made_from(config: RunConfig, inputs: Sequence[_Input]) -> dict[str, Any]:
+    settings = config.results("corpus")
+    del settings["corpus.sources"]  # the files count, not their spelling
+    settings["corpus.rules"] = sorted(config.corpus.rules)  # they run in one order, however they are named
+    return settings | {f"inputs.{one.name}": {"bytes": one.bytes, "sha256": one.sha256} for one in inputs}
+
+
+def _own_folders(config: RunConfig) -> list[Path]:
+    """Where textmill itself writes: never a source, even if a source folder holds it."""
+    folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
+    return folders + [folder.with_name(folder.name + ".part") for folder in folders]
+
+
+def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path) -> tuple[Counts, dict[str, Any]]:
+    """Both passes; the account, and the length and checksum of every file made."""
+    (part / "work").mkdir(exist_ok=True)
+    works = [Work(piece, config.corpus, part) for piece in pieces_of(sources, config.corpus.documents)]
+    read = _run(runner, read_piece, works, "prepare: read and clean")
+    quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(works))
+    _check_quarantine(works, read, config.corpus.stop_at, part)
+    masks = _keep(works, config.corpus.dedup)
+    for work, mask in zip(works, masks, strict=True):
+        write_bytes(work.path("keep"), [mask.tobytes()])
+    written = _run(runner, write_piece, works, "prepare: split and write")
+    duplicates = [int((~mask).sum()) for mask in masks]
+    counts = account([work.piece.source.name for work in works], read, duplicates, written)
+    if not counts["kept"]:
+        raise TextmillError(
+            f"corpus.sources: nothing is left of {counts['records']:,} records (dropped: {counts['dropped']}, "
+            f"quarantined: {counts['quarantined']}); look at the files, corpus.min_chars={config.corpus.min_chars} and corpus.text_key"
+        )
+    shards = [dict(split["file"]) for splits in written for split in splits.values()]
+    files = {"account.json": write_json(part / "account.json", counts), "quarantine.jsonl": quarantine}
+    return counts, files | {shard.pop("name"): shard for shard in shards}
+
+
+def _run(runner: Runner, function: Callable[[Work], Counts], works: list[Work], name: str) -> list[Counts]:
+    sizes = [work.piece.stop - work.piece.start for work in works]
+    results = []
+    try:
+        with progress(name, total=sum(sizes), unit="bytes") as bar:
+            for size, result in zip(sizes, runner.map(function, works), strict=True):
+                results.append(result)
+                bar.advance(size)
+    except OSError as error:  # a full disk, a file that went away
+        raise TextmillError(f"{name}: {error}; mend that and run it again: what is finished is kept") from None
+    return results
+
+
+def _keep(works: list[Work], dedup: str) -> list[Any]:
+    digests = [work.digests() for work in works]
+    return keep_masks(digests) if dedup == "exact" else [np.ones(len(rows), dtype=np.bool_) for rows in digests]
+
+
+def _quarantine_lines(works: list[Work]) -> Iterator[bytes]:
+    for bad in _bad_rows(works):
+        row = {"file": bad.source, "place": bad.place, "reason": bad.reason, "raw": bad.raw.decode(errors="backslashreplace")}
+        yield json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def _bad_rows(works: list[Work]) -> Iterator[Bad]:
+    return chain.from_iterable(work.bad_rows() for work in works)
+
+
+def _check_quarantine(works: list[Work], read: list[Counts], stop_at: float, part: Path) -> None:
+    records, bad = sum(one["records"] for one in read), sum(one["quarantined"] for one in read)
+    if bad > stop_at * records:
+        first = "\n".join(f"  {row}" for row in islice(_bad_rows(works), SHOWN))
+        raise TextmillError(
+            f"corpus.sources: {bad:,} of {records:,} records are unreadable, above corpus.stop_at={stop_at:g}:\n{first}\n"
+            f"all of them stand in {part / 'quarantine.jsonl'}; mend the files or the setting, or go on without them: raise corpus.stop_at"
+        )
+
+
+def _check_unchanged(inputs: Sequence[_Input]) -> None:
+    for one in inputs:
+        state = one.source.path.stat()
+        if (state.st_size, state.st_mtime_ns) != (one.bytes, one.mtime_ns):
+            raise TextmillError(f"{one.source.name}: changed while it was read; run prepare again when nothing writes to it")
+
+
+def _sweep(part: Path, files: dict[str, Any]) -> None:
+    """Take out the intermediate files and what a killed run left half written."""
+    for path in part.iterdir():
+        if path.name not in files and path.name != MADE_FROM:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

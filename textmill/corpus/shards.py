@@ -1,0 +1,97 @@
+"""The prepared corpus on disk: Parquet shards of text, source and id, one file a split and piece of input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from textmill.corpus.document import Document, Split
+from textmill.errors import TextmillError
+from textmill.files import writing
+
+SCHEMA = pa.schema([("text", pa.string()), ("source", pa.string()), ("id", pa.string())])
+GROUP_BYTES = 16 << 20
+GROUP_ROWS = 1 << 16
+BATCH = 1024
+
+
+def shard_name(split: Split, number: int) -> str:
+    """The file of a split that a piece of input leads to."""
+    return f"{split}-{number:05d}.parquet"
+
+
+def shards_of(folder: Path, split: Split) -> list[Path]:
+    """A split's shards in canonical order; none when the split is empty."""
+    found = folder.glob(f"{split}-*.parquet")
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """The documents of a shard, one by one."""
+    for batch in _batches(path, ["text", "source", "id"]):
+        for text, source, place in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            yield Document(text, source, place)
+
+
+def read_texts(path: Path) -> Iterator[list[str]]:
+    """The texts of a shard, in batches."""
+    for batch in _batches(path, ["text"]):
+        yield batch.column(0).to_pylist()
+
+
+@contextmanager
+def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file whose pages are checked as they are read; whatever is wrong with it names the file."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as shard:
+            yield shard
+    except FileNotFoundError:
+        raise TextmillError(f"{path}: no such file; make the corpus with: textmill prepare") from None
+    except (pa.ArrowException, OSError, KeyError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TextmillError(f"{path}: damaged ({first}); make the corpus anew with: textmill prepare --force") from None
+
+
+def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
+    with open_shard(path) as shard:
+        missing = set(columns) - set(shard.schema_arrow.names)
+        if missing:
+            raise TextmillError(f"{path}: not a shard of ours; found the columns {shard.schema_arrow.names}, not {sorted(missing)}")
+        yield from shard.iter_batches(batch_size=BATCH, columns=columns, use_threads=False)
+
+
+class ShardWriter:
+    """Gathers tables into row groups of bounded size; where they end depends on the rows alone."""
+
+    def __init__(self, writer: pq.ParquetWriter) -> None:
+        self.writer = writer
+        self.held: list[pa.Table] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Write these rows after those before."""
+        if table.num_rows:
+            self.held.append(table)
+            if sum(one.nbytes for one in self.held) >= GROUP_BYTES or sum(one.num_rows for one in self.held) >= GROUP_ROWS:
+                self.flush()
+
+    def flush(self) -> None:
+        """End the row group."""
+        if self.held:
+            table = pa.concat_tables(self.held).combine_chunks()
+            self.writer.write_table(table, row_group_size=max(table.num_rows, 1))
+            self.held = []
+
+
+@contextmanager
+def new_shard(path: Path, schema: pa.Schema = SCHEMA, compression: str = "zstd") -> Iterator[ShardWriter]:
+    """A shard to fill, which appears whole or not at all."""
+    options: dict[str, Any] = {"compression": compression, "write_statistics": False, "write_page_checksum": True}
+    with writing(path) as stream, pq.ParquetWriter(stream, schema, use_dictionary=["source"], **options) as writer:
+        shard = ShardWriter(writer)
+        yield shard
+        shard.flush()

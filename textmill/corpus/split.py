@@ -1,0 +1,48 @@
+"""Which side a document stands on: decided by a hash of its own text, so it never moves when sources grow."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.corpus.document import SPLITS, Split
+
+DIGEST = 16
+_TO_SPACE = bytes.maketrans(b"\t\n\r\x0b\x0c", b" " * 5)
+
+
+def digest_of(text: str, *, composed: bool = False) -> bytes:
+    """128 bits of the normalised text: NFC (`composed`: it is that already), every run of ASCII white space one space, none at the ends."""
+    if not composed and not text.isascii():
+        text = unicodedata.normalize("NFC", text)
+    data = text.encode().translate(_TO_SPACE)
+    if b"  " in data:
+        parts = [part.strip() for part in data.split(b"  ")]
+        data = b" ".join([part for part in parts if part])
+    return hashlib.blake2b(data.strip(), digest_size=DIGEST).digest()
+
+
+def sides_of(digests: NDArray[np.uint8], shares: Sequence[float]) -> NDArray[np.int8]:
+    """For each row of 16 bytes its place in SPLITS."""
+    head = np.ascontiguousarray(digests[:, :8]).view(">u8").reshape(-1) >> 1
+    return np.searchsorted(_bounds(shares), head.astype(np.uint64), side="right").astype(np.int8)
+
+
+def side_of(digest: bytes, shares: Sequence[float]) -> Split:
+    """The split of one document."""
+    return SPLITS[int(sides_of(np.frombuffer(digest, np.uint8).reshape(1, DIGEST), shares)[0])]
+
+
+def _bounds(shares: Sequence[float]) -> NDArray[np.uint64]:
+    """Where valid and test begin among 63-bit numbers; 63, so that 'all of it' still fits 64."""
+    whole = sum(map(Fraction, shares), Fraction(0))
+    bounds, total = [], Fraction(0)
+    for share in shares[:-1]:
+        total += Fraction(share)
+        bounds.append(int(total / whole * 2**63))
+    return np.array(bounds, dtype=np.uint64)

@@ -1,0 +1,33 @@
+"""Randomness by arithmetic: numbers made of counters, the same on any machine, layout or version of a library."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser: every output bit depends on every input bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def keys_of(counters: NDArray[np.int64], *numbers: int) -> NDArray[np.uint64]:
+    """A 64-bit key for each counter, under several numbers in their order."""
+    return mix((counters.astype(np.uint64) + np.uint64(1)) * GOLDEN + np.uint64(key_of(*numbers)))
+
+
+def key_of(*numbers: int) -> int:
+    """One 64-bit key from several numbers, in their order."""
+    key = np.zeros(1, np.uint64)
+    for number in numbers:
+        key = mix(key * GOLDEN + np.uint64(number % (1 << 64)) + GOLDEN)
+    return int(key[0])
+
+
+def uniform_at(*numbers: int) -> float:
+    """A number from 0 to below 1."""
+    return (key_of(*numbers) >> 11) / (1 << 53)

@@ -1,0 +1,43 @@
+"""Which device and which arithmetic: the words of the `engine` section made real."""
+
+from __future__ import annotations
+
+import torch
+
+from textmill.errors import TextmillError
+
+# Dense bf16 products a second by the makers' sheets, for MFU; a card not named here shows none.
+PEAK_FLOPS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "RTX 5090": 210e12,
+}  # fmt: skip
+
+
+def open_device(name: str) -> torch.device:
+    """The device of `engine.device`; auto takes CUDA, then MPS, then the CPU."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise TextmillError(f"engine.device: '{name}' is not there; found {count} CUDA devices; set engine.device=cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise TextmillError("engine.device: 'mps' is not there; set engine.device=cpu")
+    return device
+
+
+def precision_of(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of the matrix products; auto: bf16 on a GPU that has it, else fp32."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def peak_flops_of(device: torch.device) -> float | None:
+    """The device's peak rate, where it is known."""
+    if device.type != "cuda":
+        return None
+    card = torch.cuda.get_device_name(device)
+    return next((rate for name, rate in PEAK_FLOPS.items() if name in card), None)

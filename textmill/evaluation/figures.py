@@ -1,0 +1,65 @@
+"""From a sum of losses to the figures that people compare, and the table that shows them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from textmill.errors import TextmillError
+
+COLUMNS = {
+    "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl", "bits_per_byte": "bits/byte",
+}  # fmt: skip
+LARGEST = math.log(1e15)
+"""Perplexities above e to this are not said: text without spaces has 'words' of a page."""
+
+
+def figures_of(loss: float, counts: dict[str, int], who: str) -> dict[str, float | None]:
+    """Perplexities of a split from its summed loss in nats and its counts of tokens, words and bytes."""
+    if not math.isfinite(loss):
+        raise TextmillError(f"{who}: its loss is {loss}, no measure; the weights are damaged or training diverged; use an earlier --step")
+    return {
+        "loss": loss / counts["tokens"],
+        "token_perplexity": _exp(loss, counts["tokens"]),
+        "word_perplexity": _exp(loss, counts["words"]),
+        "byte_perplexity": _exp(loss, counts["bytes"]),
+        "bits_per_byte": loss / counts["bytes"] / math.log(2) if counts["bytes"] else None,
+    }
+
+
+def _exp(loss: float, count: int) -> float | None:
+    return math.exp(loss / count) if count and loss / count < LARGEST else None
+
+
+def table_of(rows: dict[str, dict[str, Any]]) -> str:
+    """Rows of figures as aligned text."""
+    cells = [["", *COLUMNS.values()]] + [[name, *(_spoken(figures[key]) for key in COLUMNS)] for name, figures in rows.items()]
+    named, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join([name.ljust(named), *map(str.rjust, row, widths)]) for name, *row in cells)
+
+
+def _spoken(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.2f}" if value >= 100 else f"{value:.4f}"
+
+
+def protocol_of(result: dict[str, Any]) -> str:
+    """How the figures came about, in plain words."""
+    window, stride = result["window"], result["stride"]
+    sizes = ", ".join(f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes"))
+    lines = [
+        f"{result['checkpoint']}, step {result['step']:,}, in {result['precision']} on {result['device']}.",
+        f"Split {result['split']}: {sizes}.",
+        f"Every token is predicted once, in windows of {window:,} tokens that are {stride:,} apart and run across documents;"
+        + (f" all but the first {window:,} see at least {window - stride:,} tokens before them;" if stride < window else "")
+        + " the very first token is predicted from an end-of-text token.",
+        "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or bytes." if result["append_end"]
+        else "The tokens were made without end-of-text tokens between documents.",
+        "Words are what stands between white space; bytes are those of UTF-8.",
+    ]  # fmt: skip
+    if "counted" in result:
+        part = f"the first {result['counted']:,} of" if result["counted"] < result["train_tokens"] else "all"
+        counted = f"both counted on {part} {result['train_tokens']:,} train tokens"
+        lines.append(f"unigram: add-one; bigram: interpolated Witten-Bell over that unigram; {counted}.")
+    return "\n".join(lines)

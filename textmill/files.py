@@ -1,0 +1,145 @@
+"""Files that appear whole or not at all, and the checksums that prove it later."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from textmill.errors import TextmillError
+
+BLOCK = 1 << 20
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256 of a JSON value in its one canonical spelling."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names inside a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: Path, blocks: Iterable[bytes]) -> dict[str, Any]:
+    """Write a file whole or not at all; return its length and SHA-256, taken while writing."""
+    digest, length = hashlib.sha256(), 0
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as stream:
+            for block in blocks:
+                stream.write(block)
+                digest.update(block)
+                length += len(block)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return {"bytes": length, "sha256": digest.hexdigest()}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A stream into a file that appears whole when the block ends, or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> dict[str, Any]:
+    """Write a text file whole or not at all."""
+    return write_bytes(path, [text.encode()])
+
+
+def write_json(path: Path, value: Any) -> dict[str, Any]:
+    """Write a JSON file whole or not at all, readable by a person."""
+    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a broken one is named."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TextmillError(f"{path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise TextmillError(f"{path}: not readable as JSON ({error}); the file is damaged or not ours") from None
+
+
+def account_of(path: Path) -> dict[str, Any]:
+    """A file's length and SHA-256, as a manifest records them."""
+    return {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+
+
+def faults_of(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = True) -> list[str]:
+    """What is wrong with the files that a manifest names: missing, another length, another checksum."""
+    faults = []
+    for name, account in files.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif (length := path.stat().st_size) != account["bytes"]:
+            faults.append(f"{name} has {length:,} bytes instead of {account['bytes']:,}")
+        elif deep and hash_file(path) != account["sha256"]:
+            faults.append(f"{name} does not match its checksum")
+    return faults
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Keep a second process out; the lock goes with the process, however it ends."""
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise TextmillError(busy) from None
+        yield
+
+
+def new_folder(path: Path, setting: str) -> None:
+    """Make a folder and those above it; where that cannot be, say which setting names another."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TextmillError(f"{path}: cannot be made ({error.strerror}); set another {setting}") from None
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Put a finished folder in its place; a folder that stood there before goes only after that."""
+    sync_folder(new)
+    if old.exists():
+        os.rename(old, old.with_name(f"{old.name}.old-{os.getpid()}"))
+    os.rename(new, old)
+    sync_folder(old.parent)
+    for aside in old.parent.glob(f"{glob.escape(old.name)}.old-*"):
+        shutil.rmtree(aside, ignore_errors=True)

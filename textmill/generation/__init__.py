@@ -1,0 +1,89 @@
+"""The verb generate: a model continues a text, on the terminal as it comes or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.config import RunConfig, SampleConfig, TorchEngine
+from textmill.errors import TextmillError, warn
+
+if TYPE_CHECKING:
+    from textmill.generation.generator import Generator
+
+BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
+BETWEEN = "-" * 40
+
+
+def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = False) -> list[str]:
+    """Continue `sample.prompt` `sample.count` times; without one, on a terminal, whatever is typed. Returns the new texts."""
+    from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
+
+    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    generator, sample = open_generator(checkpoint, config.engine), config.sample
+    if as_json:
+        return _print_json(generator, sample)
+    if sample.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
+        return _converse(generator, sample, checkpoint)
+    return _print_samples(generator, sample.prompt or "", sample)
+
+
+def samples_of(checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: TorchEngine) -> list[dict[str, Any]]:
+    """One continuation of each prompt: prompt, text, seed and number of new tokens; the seed counts up with the prompts."""
+    from textmill.generation.generator import open_generator
+
+    return [asdict(one) for one in open_generator(checkpoint, engine).samples(prompts, sample)]
+
+
+def _seeded(sample: SampleConfig, number: int) -> SampleConfig:
+    """The settings of sample `number` of `sample.count`."""
+    return sample.model_copy(update={"seed": sample.seed + number})
+
+
+def _print_json(generator: Generator, sample: SampleConfig) -> list[str]:
+    texts = []
+    for number in range(sample.count):
+        # One at a time, so that a line's seed gives the line's text again: a batch rounds a little otherwise.
+        one = generator.sample(sample.prompt or "", _seeded(sample, number))
+        print(json.dumps(asdict(one), ensure_ascii=False), flush=True)
+        texts.append(one.text)
+    return texts
+
+
+def _print_samples(generator: Generator, prompt: str, sample: SampleConfig) -> list[str]:
+    """Print the prompt and each continuation as it comes."""
+    shown = f"{BOLD}{prompt}{PLAIN}" if prompt and sys.stdout.isatty() else prompt
+    texts = []
+    for number in range(sample.count):
+        pieces = generator.stream(prompt, _seeded(sample, number))
+        if number:
+            print(BETWEEN)
+        print(shown, end="", flush=True)
+        text = ""
+        for piece in pieces:
+            text += piece
+            print(piece, end="", flush=True)
+        print("" if text.endswith("\n") else "\n", end="", flush=True)
+        texts.append(text)
+    return texts
+
+
+def _converse(generator: Generator, sample: SampleConfig, checkpoint: Checkpoint) -> list[str]:
+    """Continue line after line; a mistake in one line is said and the next is asked."""
+    print(f"{checkpoint.folder}: type a text to continue; an empty line starts from nothing; ctrl-D ends")
+    texts: list[str] = []
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return texts
+        try:
+            texts += _print_samples(generator, prompt, sample)
+        except TextmillError as error:
+            warn(str(error))
+        # The same line typed again is a wish for another text.
+        sample = _seeded(sample, sample.count)

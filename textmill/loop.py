@@ -1,0 +1,146 @@
+"""The one loop: batches in, checkpoints and metrics out; what and when is decided here, how is the engine's."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+from textmill import __version__
+from textmill.checkpoint import Saver, WhichStep, open_checkpoint
+from textmill.config import RunConfig, SampleConfig
+from textmill.engines import Engine, Step, Sums, open_engine
+from textmill.errors import Stopped, TextmillError
+from textmill.files import locked, new_folder, write_json, write_text
+from textmill.generation import samples_of
+from textmill.runs import SAMPLES, Data, Start, begin, files_of, open_data, snapshot_of
+from textmill.schedules import lr_at
+from textmill.stages import Force
+from textmill.stopping import Stopping
+from textmill.tokens.batches.ahead import ahead
+from textmill.tokens.batches.packed import PackedBatches
+from textmill.tokens.batches.windows import window_batches
+from textmill.track import Trackers, open_trackers
+from textmill.track.jsonl import JsonLines
+
+PATIENCE = 5
+"""Logged steps in a row without a finite loss before the run gives up."""
+
+
+def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
+    """Train from the newest checkpoint, or from the beginning, to `train.steps`; return the run's folder."""
+    data, run = open_data(config), config.folder_of("train")
+    new_folder(run, "train.folder")
+    with locked(run / ".lock", f"{run}: another process is training there; wait for it or set another train.folder"):
+        start = begin(config, data, force, step)
+        if start.step >= config.train.steps:
+            print(f"train: done already: {run} (step {start.step:,})")
+            return run
+        engine = open_engine(config, start.shape)
+        try:
+            engine.load(start.weights, start.moments, start.updates, start.where)
+            with Stopping() as stopping:
+                Training(config, data, start, engine, stopping).go()
+        finally:
+            engine.close()
+    return run
+
+
+class Training:
+    """One sitting of a run: what must be at hand from step to step."""
+
+    def __init__(self, config: RunConfig, data: Data, start: Start, engine: Engine, stopping: Stopping) -> None:
+        self.config, self.train, self.data, self.start = config, config.train, data, start
+        self.engine, self.stopping, self.run = engine, stopping, config.folder_of("train")
+        self.length = self.train.length or start.shape.positions
+        self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every)
+        self.files = files_of(config, data, start.shape)
+        self.valid_loss: float | None = None
+        self.bad_logs = 0
+
+    def go(self) -> None:
+        """All steps that are left."""
+        (self.run / "stopped.json").unlink(missing_ok=True)
+        write_text(self.run / "run.yaml", self.config.to_yaml())
+        self.trackers = self._open_trackers()
+        batches = PackedBatches(self.data.train, length=self.length, batch=self.train.batch, seed=self.train.seed)
+        part = self.engine.samples_of(self.train.batch)
+        self.clock, self.clocked = time.perf_counter(), self.start.step
+        try:
+            for step, batch in ahead(lambda step: batches.batch_at(step, part), self.start.step, self.train.steps):
+                result = self.engine.train_step(batch, step, lr_at(step, self.train))
+                self._after(step + 1, result)
+            self.saver.wait()
+        finally:
+            self.trackers.close()
+
+    def _after(self, done: int, result: Step) -> None:
+        """What is due after so many steps: log, evaluate, save, stop."""
+        train, last = self.train, done == self.train.steps
+        self.saver.check()
+        if done == 1 or last or done % train.log_every == 0:
+            self._log(done, result)
+        paused = time.perf_counter()
+        self.valid_loss = self._evaluate(done) if last or done % train.evaluate_every == 0 else None
+        asked = self.stopping.asked
+        if last or asked or done % train.save_every == 0:
+            self._save(done, result)
+        self.clock += time.perf_counter() - paused
+        if asked and not last:
+            self.saver.wait()
+            write_json(self.run / "stopped.json", {"step": done, "signal": asked})
+            raise Stopped(f"stopped by {asked} at step {done:,}, saved; the same command goes on from there")
+
+    def _log(self, done: int, result: Step) -> None:
+        now, steps = time.perf_counter(), done - self.clocked
+        rate = steps * self.train.batch * self.length / max(1e-9, now - self.clock)
+        values = {"loss": result.loss, "learning_rate": lr_at(done - 1, self.train), "grad_norm": result.norm, "tokens_per_second": rate}
+        self.trackers.log(done, values)
+        self.bad_logs = self.bad_logs + 1 if result.skipped else 0
+        if result.skipped:
+            self.trackers.note(f"step {done}: loss or gradient is not finite; the update was left out")
+        if self.bad_logs >= PATIENCE:
+            advice = "lower train.learning_rate or set engine.precision=fp32, and start anew with --force"
+            raise TextmillError(f"{self.run}: no finite loss any more at step {done}; {advice}")
+        self.clock, self.clocked = time.perf_counter(), done
+
+    def _evaluate(self, done: int) -> float | None:
+        if self.data.valid is None:
+            return None
+        windows = window_batches(
+            self.data.valid, length=self.length, stride=self.length, batch=self.train.batch, first=self.data.tokenizer.end
+        )
+        sums = sum((self.engine.eval_step(batch) for batch in itertools.islice(windows, self.train.evaluate_batches)), Sums(0.0, 0, 0))
+        loss = sums.loss / sums.asked
+        self.trackers.log(done, {"valid_loss": loss})
+        return loss
+
+    def _save(self, done: int, result: Step) -> None:
+        progress = {
+            "samples": done * self.train.batch, "tokens": done * self.train.batch * self.length, "loss": result.loss.hex(),
+            "valid_loss": None if self.valid_loss is None else self.valid_loss.hex(), "made_from": self.start.made_from,
+            "changes": self.start.changes, "textmill": __version__,
+        }  # fmt: skip
+        self.saver.save(snapshot_of(self.engine, done, progress, self.files))
+        self.trackers.note(f"step {done}: saving {self.run / f'step-{done:07d}'}")
+        if self.train.prompts:
+            self.saver.wait()
+            sample: SampleConfig = self.config.sample
+            lines = JsonLines(self.run / SAMPLES)
+            for line in samples_of(open_checkpoint(self.run / f"step-{done:07d}"), self.train.prompts, sample, self.config.engine):
+                lines.log(done, line)
+                self.trackers.note(f"step {done}: {line['prompt']}|{line['text'][:200]!r}")
+            lines.close()
+
+    def _open_trackers(self) -> Trackers:
+        facts: dict[str, Any] = self.engine.facts()
+        flops = self.start.shape.flops_per_token(self.length)
+        trackers = open_trackers(
+            self.config.track, self.run, steps=self.train.steps, start=self.start.step, tokens_per_step=self.train.batch * self.length,
+            flops_per_token=flops, peak_flops=facts["peak_flops"], settings=self.config.model_dump(mode="json"),
+        )  # fmt: skip
+        verb = f"goes on from step {self.start.step:,}" if self.start.step else "starts"
+        where = f"{facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}"
+        trackers.note(f"train: {facts['parameters']:,} parameters on {where}; {verb}")
+        return trackers

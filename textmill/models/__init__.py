@@ -1,0 +1,65 @@
+"""Model families: the facts of each in numpy, its net beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.config import SIZES
+from textmill.errors import TextmillError
+from textmill.files import read_json
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight as a checkpoint holds it, and what becomes of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In checkpoint layout, with the real vocabulary."""
+    start: float
+    """Standard deviation at the start; 0 with `ones` for LayerNorm scales."""
+    layout: Literal["plain", "linear", "qkv", "qkv_bias", "vocab"] = "plain"
+    """How memory differs from the checkpoint: transposed, by head, padded."""
+    decay: bool = False
+    ones: bool = False
+
+
+class Family(Protocol):
+    """What a family's module offers."""
+
+    OBJECTIVE: str
+
+    def shape_of(self, config: Any, *, vocab: int, end: int, length: int | None = None) -> Any: ...
+    def shape_of_hf(self, hf: dict[str, Any], where: str) -> Any: ...
+    def hf_config_of(self, shape: Any) -> dict[str, Any]: ...
+    def weights_of(self, shape: Any) -> list[Weight]: ...
+    def first_weights(self, shape: Any, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]: ...
+    def memory_name(self, name: str) -> str: ...
+    def to_memory(self, weight: Weight, values: NDArray[np.float32], shape: Any) -> NDArray[np.float32]: ...
+    def to_checkpoint(self, weight: Weight, values: NDArray[np.float32], shape: Any) -> NDArray[np.float32]: ...
+    def known_weights(
+        self, named: Iterable[tuple[str, NDArray[np.float32]]]
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]: ...
+
+
+def shape_in(folder: Path) -> Any:
+    """The shape of the model in a folder, by its config.json."""
+    path = folder / "config.json"
+    hf = read_json(path)
+    kind = hf.get("model_type") if isinstance(hf, dict) else None
+    if kind not in SIZES:
+        raise TextmillError(f"{path}: model_type is {kind!r}; textmill knows {', '.join(SIZES)}")
+    return open_family(kind).shape_of_hf(hf, str(path))
+
+
+def open_family(name: str) -> Family:
+    """The family that `model.family`, or a config.json's model_type, names: models/NAME.py."""
+    family: Any = import_module(f"textmill.models.{name}")
+    return family  # type: ignore[no-any-return]

@@ -1,0 +1,40 @@
+"""Dropout as a hash of (seed, step, sample, site, position, channel): the same on any layout and after any resume."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from textmill.counters import keys_of
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 32) if number >= 1 << 31 else number
+
+
+_PRIME = _signed(0x9E3779B1)
+_FIRST, _SECOND = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
+
+
+def dropout_keys(seed: int, step: int, samples: NDArray[np.int64]) -> Tensor:
+    """A 32-bit key for each sample of a step."""
+    return torch.from_numpy((keys_of(samples, seed, step) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32))
+
+
+def drop(x: Tensor, share: float, keys_N: Tensor | None, site: int) -> Tensor:
+    """Zero a share of x [samples, ...] and scale up the rest; without keys nothing is dropped."""
+    if keys_N is None or share == 0:
+        return x
+    places = torch.arange(x[0].numel(), dtype=torch.int32, device=x.device).view(x.shape[1:])
+    keys = _mix(keys_N + site * _PRIME).view(-1, *([1] * (x.dim() - 1)))
+    kept = (_mix(places * _PRIME + keys) >> 8 & 0xFFFFFF) >= int(share * (1 << 24))
+    return x * kept * (1 / (1 - share))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Murmur3's finaliser on wrapping 32-bit integers; the masks make the right shifts logical."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * _FIRST
+    x = (x ^ (x >> 13 & 0x7FFFF)) * _SECOND
+    return x ^ (x >> 16 & 0xFFFF)

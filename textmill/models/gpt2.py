@@ -1,0 +1,194 @@
+"""GPT-2 as numbers: its shape, its weights by transformers' names, how they start and how memory holds them."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.config import ModelConfig, shape_numbers
+from textmill.errors import TextmillError
+from textmill.files import read_json
+from textmill.models import Weight
+
+Array = NDArray[np.float32]
+
+OBJECTIVE = "next_token"
+VOCAB_MULTIPLE = 128
+SAME_ACTIVATION = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "gelu": "gelu"}
+MUST_BE = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+    "tie_word_embeddings": True, "add_cross_attention": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Every number that the net is made of."""
+
+    layers: int
+    heads: int
+    width: int
+    inner: int
+    positions: int
+    vocab: int
+    end: int
+    """The end-of-text token."""
+    activation: str = "gelu_new"
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    epsilon: float = 1e-5
+    family: str = "gpt2"
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding in memory: a multiple that matrix units like."""
+        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the net, as its checkpoint has them."""
+        return sum(math.prod(weight.shape) for weight in weights_of(self))
+
+    def flops_per_token(self, length: int) -> float:
+        """Multiplications and additions of forward and backward for one token: 6N + 12LHQT."""
+        return 6.0 * (self.parameters - self.positions * self.width) + 12.0 * self.layers * self.width * length
+
+
+def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+    """The shape that the `model` section describes; a named size trained on a shorter `length` has no more positions than that."""
+    if isinstance(config.shape, str):
+        path = Path(config.shape)
+        path = path / "config.json" if path.is_dir() else path
+        numbers = vars(shape_of_hf(read_json(path), str(path))) | {"vocab": vocab, "end": end}
+        return Shape(**numbers)
+    numbers = dict(shape_numbers(config))
+    dropout = numbers.pop("dropout")
+    if length and config.shape.positions is None:
+        numbers["positions"] = length  # a position that training never reaches would be noise when text is made
+    numbers.setdefault("inner", 4 * numbers["width"])
+    return Shape(
+        vocab=vocab, end=end, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout, **numbers
+    )
+
+
+def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
+    """The shape of a transformers config.json; what our net cannot do is refused by name."""
+    for key, wanted in MUST_BE.items():
+        if hf.get(key, wanted) != wanted:
+            raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's GPT-2 has {key}={wanted} only")
+    activation = hf.get("activation_function", "gelu_new")
+    if activation not in SAME_ACTIVATION:
+        raise TextmillError(f"{where}: activation_function is {activation!r}; gelu_new and gelu are known")
+    try:
+        return Shape(
+            layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
+            positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf), activation=SAME_ACTIVATION[activation],
+            embedding_dropout=hf.get("embd_pdrop", 0.1), attention_dropout=hf.get("attn_pdrop", 0.1),
+            residual_dropout=hf.get("resid_pdrop", 0.1), epsilon=hf.get("layer_norm_epsilon", 1e-5),
+        )  # fmt: skip
+    except KeyError as missing:
+        raise TextmillError(f"{where}: no {missing} there; it is not a GPT-2 config.json") from None
+
+
+def _end_of(hf: dict[str, Any]) -> int:
+    end = hf.get("eos_token_id")
+    end = end[0] if isinstance(end, list) else end
+    return hf["vocab_size"] - 1 if end is None else int(end)
+
+
+def hf_config_of(shape: Shape) -> dict[str, Any]:
+    """The config.json with which transformers opens the checkpoint."""
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32", "vocab_size": shape.vocab,
+        "n_positions": shape.positions, "n_ctx": shape.positions, "n_embd": shape.width, "n_layer": shape.layers,
+        "n_head": shape.heads, "n_inner": None if shape.inner == 4 * shape.width else shape.inner,
+        "activation_function": shape.activation, "embd_pdrop": shape.embedding_dropout,
+        "attn_pdrop": shape.attention_dropout, "resid_pdrop": shape.residual_dropout,
+        "layer_norm_epsilon": shape.epsilon, "initializer_range": 0.02, "bos_token_id": shape.end,
+        "eos_token_id": shape.end, "tie_word_embeddings": True, "use_cache": True,
+    }  # fmt: skip
+
+
+def weights_of(shape: Shape) -> list[Weight]:
+    """Every weight, under transformers' name and in its layout (matrices are inputs x outputs)."""
+    width, inner, residual = shape.width, shape.inner, 0.02 / math.sqrt(2 * shape.layers)
+
+    def norm(name: str) -> list[Weight]:
+        return [Weight(f"{name}.weight", (width,), 0, ones=True), Weight(f"{name}.bias", (width,), 0)]
+
+    weights = [
+        Weight("transformer.wte.weight", (shape.vocab, width), 0.02, "vocab", decay=True),
+        Weight("transformer.wpe.weight", (shape.positions, width), 0.02, decay=True),
+    ]
+    for layer in range(shape.layers):
+        h = f"transformer.h.{layer}"
+        weights += norm(f"{h}.ln_1")
+        weights.append(Weight(f"{h}.attn.c_attn.weight", (width, 3 * width), 0.02, "qkv", decay=True))
+        weights.append(Weight(f"{h}.attn.c_attn.bias", (3 * width,), 0, "qkv_bias"))
+        weights.append(Weight(f"{h}.attn.c_proj.weight", (width, width), residual, "linear", decay=True))
+        weights.append(Weight(f"{h}.attn.c_proj.bias", (width,), 0))
+        weights += norm(f"{h}.ln_2")
+        weights.append(Weight(f"{h}.mlp.c_fc.weight", (width, inner), 0.02, "linear", decay=True))
+        weights.append(Weight(f"{h}.mlp.c_fc.bias", (inner,), 0))
+        weights.append(Weight(f"{h}.mlp.c_proj.weight", (inner, width), residual, "linear", decay=True))
+        weights.append(Weight(f"{h}.mlp.c_proj.bias", (width,), 0))
+    return weights + norm("transformer.ln_f")
+
+
+def first_weights(shape: Shape, seed: int) -> Iterator[tuple[str, Array]]:
+    """The weights before the first step; each depends on the seed and its own name only, on any engine and mesh."""
+    for weight in weights_of(shape):
+        if weight.start:
+            stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(weight.name.encode())]))
+            yield weight.name, stream.standard_normal(weight.shape, np.float32) * np.float32(weight.start)
+        else:
+            yield weight.name, np.full(weight.shape, float(weight.ones), np.float32)
+
+
+def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
+    """Weights of any GPT-2 file under one name: the bare net's lack the prefix, old files hold masks and the tied head."""
+    for name, values in named:
+        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        yield (name if name.startswith("transformer.") else f"transformer.{name}"), values
+
+
+def memory_name(name: str) -> str:
+    """The net's own name of a checkpoint's weight."""
+    return name.removeprefix("transformer.")
+
+
+def to_memory(weight: Weight, values: Array, shape: Shape) -> Array:
+    """From checkpoint layout to the net's: outputs x inputs, QKV by head, vocabulary padded with zero rows."""
+    heads, head = shape.heads, shape.width // shape.heads
+    if weight.layout == "linear":
+        return values.T
+    if weight.layout == "qkv":
+        return values.T.reshape(3, heads, head, -1).swapaxes(0, 1).reshape(3 * shape.width, -1)
+    if weight.layout == "qkv_bias":
+        return values.reshape(3, heads, head).swapaxes(0, 1).reshape(-1)
+    if weight.layout == "vocab":
+        return np.pad(values, [(0, shape.padded_vocab - shape.vocab), (0, 0)])
+    return values
+
+
+def to_checkpoint(weight: Weight, values: Array, shape: Shape) -> Array:
+    """The way back of `to_memory`, exact."""
+    heads, head = shape.heads, shape.width // shape.heads
+    if weight.layout == "linear":
+        values = values.T
+    elif weight.layout == "qkv":
+        values = values.reshape(heads, 3, head, -1).swapaxes(0, 1).reshape(3 * shape.width, -1).T
+    elif weight.layout == "qkv_bias":
+        values = values.reshape(heads, 3, head).swapaxes(0, 1).reshape(-1)
+    elif weight.layout == "vocab":
+        values = values[: shape.vocab]
+    return np.ascontiguousarray(values)

@@ -1,0 +1,124 @@
+"""GPT-2's net in torch. Shapes in names: N samples, T tokens, E width, H heads, D head width, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from textmill.models.dropout_torch import drop
+from textmill.models.gpt2 import Shape
+
+
+class Cache:
+    """Keys and values of the tokens seen so far, in memory taken once."""
+
+    def __init__(self, shape: Shape, samples: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        size = (shape.layers, samples, shape.heads, length, shape.width // shape.heads)
+        self.keys = torch.zeros(size, device=device, dtype=dtype)
+        self.values = torch.zeros(size, device=device, dtype=dtype)
+        self.used = 0
+
+    def extend(self, layer: int, k_NHTD: Tensor, v_NHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a layer's new keys and values; return all of that layer's."""
+        end = self.used + k_NHTD.shape[2]
+        self.keys[layer, :, :, self.used : end] = k_NHTD
+        self.values[layer, :, :, self.used : end] = v_NHTD
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention; QKV stands by head, so that whole heads can be shared out."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(shape.width, 3 * shape.width)
+        self.c_proj = nn.Linear(shape.width, shape.width)
+        self.shape, self.layer = shape, layer
+
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None) -> Tensor:
+        N, T, _ = x_NTE.shape
+        qkv = self.c_attn(x_NTE).view(N, T, self.shape.heads, 3, -1)
+        q_NHTD, k_NHTD, v_NHTD = (part.transpose(1, 2) for part in qkv.unbind(3))
+        if cache is not None:
+            k_NHTD, v_NHTD = cache.extend(self.layer, k_NHTD, v_NHTD)
+        share = self.shape.attention_dropout
+        if keys_N is not None and share:
+            y_NHTD = self._plain(q_NHTD, k_NHTD, share, keys_N) @ v_NHTD
+        elif k_NHTD.shape[2] == T:
+            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, is_causal=True)
+        else:
+            mask = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
+            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=mask)
+        out: Tensor = self.c_proj(y_NHTD.transpose(1, 2).reshape(N, T, -1))
+        return out
+
+    def _plain(self, q_NHTD: Tensor, k_NHTD: Tensor, share: float, keys_N: Tensor) -> Tensor:
+        """Attention weights written out, for dropout on them."""
+        scores = (q_NHTD @ k_NHTD.transpose(2, 3)) * q_NHTD.shape[-1] ** -0.5
+        mask = _causal(scores.shape[2], scores.shape[3], scores.device)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        return drop(scores.softmax(-1, dtype=torch.float32), share, keys_N, 3 * self.layer + 1).to(q_NHTD.dtype)
+
+
+def _causal(asking: int, seen: int, device: torch.device) -> Tensor:
+    """Which of the seen tokens each asking one, the last of them, may look at."""
+    return torch.ones(asking, seen, dtype=torch.bool, device=device).tril(seen - asking)
+
+
+class MLP(nn.Module):
+    """Two matrices and a GELU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(shape.width, shape.inner)
+        self.c_proj = nn.Linear(shape.inner, shape.width)
+        self.approximate = "tanh" if shape.activation == "gelu_new" else "none"
+
+    def forward(self, x_NTE: Tensor) -> Tensor:
+        out: Tensor = self.c_proj(F.gelu(self.c_fc(x_NTE), approximate=self.approximate))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm attention and MLP, each added to the stream."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(shape.width, shape.epsilon)
+        self.attn = Attention(shape, layer)
+        self.ln_2 = nn.LayerNorm(shape.width, shape.epsilon)
+        self.mlp = MLP(shape)
+        self.share, self.layer = shape.residual_dropout, layer
+
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None) -> Tensor:
+        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache), self.share, keys_N, 3 * self.layer + 2)
+        return x_NTE + drop(self.mlp(self.ln_2(x_NTE)), self.share, keys_N, 3 * self.layer + 3)
+
+
+class Net(nn.Module):
+    """Ids in, hidden states out; `logits` is the tied head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.wte = nn.Embedding(shape.padded_vocab, shape.width)
+        self.wpe = nn.Embedding(shape.positions, shape.width)
+        self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
+
+    def forward(self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Hidden states of every token; `keys_N` asks for dropout, `cache` holds what came before."""
+        before = cache.used if cache is not None else 0
+        positions = torch.arange(before, before + ids_NT.shape[1], device=ids_NT.device)
+        x_NTE = drop(self.wte(ids_NT) + self.wpe(positions), self.shape.embedding_dropout, keys_N, 0)
+        for block in self.h:
+            x_NTE = block(x_NTE, keys_N, cache)
+        if cache is not None:
+            cache.used += ids_NT.shape[1]
+        out: Tensor = self.ln_f(x_NTE)
+        return out
+
+    def logits(self, x_NTE: Tensor) -> Tensor:
+        """Scores of the real vocabulary; the padding rows never reach a softmax."""
+        return F.linear(x_NTE, self.wte.weight)[..., : self.shape.vocab]

@@ -1,0 +1,93 @@
+"""Torch nets of any family: made empty, filled from checkpoint names and layout, and read back the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from textmill.errors import TextmillError
+from textmill.models import Family, Weight, open_family, shape_in
+from textmill.tensors import Named, read_model
+
+
+class Net(Protocol):
+    """What a family's torch net offers besides being a module."""
+
+    shape: Any
+
+    def __call__(self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Any = None) -> Tensor: ...
+    def logits(self, x_NTE: Tensor) -> Tensor: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+def _twin(shape: Any) -> Any:
+    """The family's torch module: models/FAMILY_torch.py has Net and Cache."""
+    return import_module(f"textmill.models.{shape.family}_torch")
+
+
+def new_net(shape: Any, device: torch.device) -> Net:
+    """The family's net with memory taken and nothing in it yet."""
+    with torch.device("meta"):
+        net: nn.Module = _twin(shape).Net(shape)
+    return cast(Net, net.to_empty(device=device).eval())
+
+
+def open_net(folder: Path, device: torch.device) -> Net:
+    """The net of a model folder, its weights in fp32."""
+    net = new_net(shape_in(folder), device)
+    fill(net, read_model(folder), str(folder))
+    return net
+
+
+def new_cache(net: Net, samples: int, length: int) -> Any:
+    """Room for the keys and values of so many samples and tokens, on the net's device and in its dtype."""
+    _, parameter = next(net.named_parameters())
+    return _twin(net.shape).Cache(net.shape, samples, length, parameter.device, parameter.dtype)
+
+
+def family_of(net: Net) -> Family:
+    """The facts of a net's family."""
+    return open_family(net.shape.family)
+
+
+def weights_of(net: Net) -> dict[str, tuple[Weight, nn.Parameter]]:
+    """Each weight by its checkpoint name, with the parameter that holds it."""
+    family, parameters = family_of(net), dict(net.named_parameters())
+    return {weight.name: (weight, parameters[family.memory_name(weight.name)]) for weight in family.weights_of(net.shape)}
+
+
+def fill(net: Net, named: Iterable[Named], where: str) -> None:
+    """Fill the net; every weight once, each of its own shape."""
+    family, missing = family_of(net), weights_of(net)
+    with torch.no_grad():
+        for name, values in family.known_weights(named):
+            if name not in missing:
+                raise TextmillError(f"{where}: holds '{name}', which this model does not have")
+            weight, parameter = missing.pop(name)
+            parameter.copy_(to_memory(net, weight, values, where))
+    if missing:
+        raise TextmillError(f"{where}: lacks {len(missing)} weights, '{next(iter(missing))}' among them")
+
+
+def to_memory(net: Net, weight: Weight, values: np.ndarray[Any, np.dtype[np.float32]], where: str) -> Tensor:
+    """Values in checkpoint layout as a tensor in the net's."""
+    if values.shape != weight.shape:
+        raise TextmillError(f"{where}: '{weight.name}' is {list(values.shape)}; this model's is {list(weight.shape)}")
+    laid = family_of(net).to_memory(weight, values.astype(np.float32, copy=False), net.shape)
+    return torch.tensor(np.ascontiguousarray(laid))
+
+
+def named_copies(net: Net, tensors: dict[nn.Parameter, Tensor], prefix: str = "") -> Iterator[Named]:
+    """Host copies of what belongs to each parameter, in checkpoint names and layout."""
+    family = family_of(net)
+    for name, (weight, parameter) in weights_of(net).items():
+        values = tensors[parameter].detach().to("cpu", torch.float32).numpy()
+        laid = family.to_checkpoint(weight, values, net.shape)
+        # On a CPU a layout that does not differ is still the net's own memory, which the next step changes.
+        yield prefix + name, laid.copy() if np.shares_memory(laid, values) else laid

@@ -1,0 +1,104 @@
+"""How far a long piece of work is: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+EVERY = 10.0
+"""Seconds between two plain lines."""
+
+
+class Bar(Protocol):
+    """What the work tells of itself."""
+
+    def advance(self, amount: float = 1) -> None:
+        """This much more is done."""
+        ...
+
+
+@contextmanager
+def progress(name: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
+    """Show the progress of the work inside, on stderr; the unit 'bytes' is shown as MB."""
+    if sys.stderr.isatty():
+        with _rich_bar(name, total, unit) as bar:
+            yield bar
+        return
+    lines = PlainLines(name, total, unit, sys.stderr)
+    yield lines
+    lines.end()
+
+
+class PlainLines:
+    """Progress as lines of text, at most one every EVERY seconds and one at the end."""
+
+    def __init__(self, name: str, total: float | None, unit: str, stream: TextIO) -> None:
+        self.name, self.total, self.unit, self.stream = name, total, unit, stream
+        self.done = 0.0
+        self.start = self.said = time.monotonic()
+
+    def advance(self, amount: float = 1) -> None:
+        self.done += amount
+        now = time.monotonic()
+        if now - self.said >= EVERY:
+            self.said = now
+            self._say(now - self.start, ended=False)
+
+    def end(self) -> None:
+        self._say(time.monotonic() - self.start, ended=True)
+
+    def _say(self, seconds: float, *, ended: bool) -> None:
+        rate = self.done / max(seconds, 1e-9)
+        so_far = amount_of(self.done, self.unit)
+        if ended:
+            told = f"{so_far} in {span_of(seconds)}"
+        elif self.total:
+            left = span_of((self.total - self.done) / rate) if rate else "?"
+            told = f"{so_far} of {amount_of(self.total, self.unit)} ({self.done / self.total:.0%}), {left} left"
+        else:
+            told = so_far
+        print(f"{self.name}: {told}, {amount_of(rate, self.unit)}/s", file=self.stream, flush=True)
+
+
+@contextmanager
+def _rich_bar(name: str, total: float | None, unit: str) -> Iterator[Bar]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Amount(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{amount_of(task.completed, unit)}, {amount_of(task.finished_speed or task.speed or 0, unit)}/s")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Amount())
+    remaining = TimeRemainingColumn(elapsed_when_finished=True)
+    with Progress(*columns, remaining, console=Console(stderr=True)) as shown:
+        task = shown.add_task(name, total=total)
+
+        class Handle:
+            def advance(self, amount: float = 1) -> None:
+                shown.advance(task, amount)
+
+        yield Handle()
+
+
+def amount_of(amount: float, unit: str) -> str:
+    """A number with its unit, short enough to read in passing."""
+    if unit == "bytes":
+        return f"{amount / 1e6:,.1f} MB"
+    return f"{amount:,.0f} {unit}".rstrip()
+
+
+def span_of(seconds: float) -> str:
+    """A stretch of time: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

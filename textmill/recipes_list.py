@@ -1,0 +1,13 @@
+"""The verb recipes: what comes with textmill, and what each recipe says of itself."""
+
+from __future__ import annotations
+
+from textmill.where import recipe_names, recipes_folder
+
+
+def recipes() -> None:
+    """Print each shipped recipe with the first line of its own comment."""
+    for name in recipe_names():
+        first = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        print(f"{name:<14} {first.lstrip('# ')}")
+    print("Try one with: textmill run NAME; its file is in", recipes_folder())

@@ -1,0 +1,162 @@
+"""This machine's processes: shards go to a pool that outlives a killed worker and never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain, islice
+from multiprocessing import connection, current_process, get_context
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Generic
+
+from textmill.errors import TextmillError
+from textmill.runners import Result, Shard
+
+if TYPE_CHECKING:  # each worker imports this file, and the config takes longer than all the rest
+    from textmill.config import LocalRunner
+
+WINDOW = 4
+"""Shards in flight for each worker: enough to keep all busy behind a slow one, few enough for any number of shards."""
+CRASHES_TOGETHER = 2
+"""Crashes of the whole pool before the shards in flight go one at a time, so that the guilty one is known."""
+CRASHES_ALONE = 2
+"""Crashes of one shard on its own before it is given up."""
+
+
+def new_runner(config: LocalRunner) -> ProcessRunner:
+    """The runner of `runner.kind: local`."""
+    if getattr(current_process(), "_inheriting", False):
+        raise TextmillError("started by a worker that was importing your script; put the call under: if __name__ == '__main__':")
+    return ProcessRunner(usable_cores() if config.workers == "auto" else config.workers)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class ProcessRunner:
+    """Maps over shards with `workers` processes; one worker, or one shard, is this process itself."""
+
+    workers: int
+
+    def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
+        """Results in the order of the shards, each as soon as it and all before it are there."""
+        stream = iter(shards)
+        first = list(islice(stream, self.workers))
+        if len(first) <= 1:
+            yield from map(function, chain(first, stream))
+        else:
+            yield from _Crew(function, len(first)).work(chain(first, stream))
+
+
+@dataclass
+class _Task(Generic[Shard, Result]):
+    shard: Shard
+    future: Future[Result]
+
+
+class _Crew(Generic[Shard, Result]):
+    """One map: the shards in flight, and what to do when a worker dies under them."""
+
+    def __init__(self, function: Callable[[Shard], Result], workers: int) -> None:
+        self.function, self.workers = function, workers
+        self.waiting: deque[_Task[Shard, Result]] = deque()
+        self.crashes = 0
+        self.suspects = 0  # how many of the shards at the front were in flight when the pool last broke
+        self.pool = _Pool(workers)
+
+    def work(self, shards: Iterator[Shard]) -> Iterator[Result]:
+        try:
+            while self._fill(shards):
+                try:
+                    result = self.waiting[0].future.result()
+                except BrokenProcessPool:
+                    self._start_again()
+                    continue
+                self.waiting.popleft()
+                self._clear_one()
+                yield result
+            self.pool.finish()
+        finally:
+            self.pool.stop()
+
+    def _fill(self, shards: Iterator[Shard]) -> bool:
+        if not self.suspects:
+            for shard in islice(shards, WINDOW * self.workers - len(self.waiting)):
+                self.waiting.append(_Task(shard, self.pool.submit(self.function, shard)))
+        return bool(self.waiting)
+
+    def _start_again(self) -> None:
+        """A fresh pool for what was in flight; finished results are kept."""
+        self.pool.stop()
+        self.crashes += 1
+        if self.crashes >= CRASHES_TOGETHER + CRASHES_ALONE:
+            raise TextmillError(
+                f"runner: the worker died on {self.waiting[0].shard!r}, also when that was all it did (killed, or out of memory?); "
+                f"give the machine more memory, or take that input out"
+            )
+        self.pool = _Pool(self.workers if self.crashes < CRASHES_TOGETHER else 1)
+        self.suspects = len(self.waiting)
+        for task in self.waiting:
+            if task.future.cancelled() or isinstance(task.future.exception(), BrokenProcessPool):
+                task.future = self.pool.submit(self.function, task.shard)
+
+    def _clear_one(self) -> None:
+        """The shard at the front came through; when all suspects did, the full pool is back."""
+        if not self.suspects:
+            return
+        self.suspects -= 1
+        self.crashes = min(self.crashes, CRASHES_TOGETHER)
+        if not self.suspects:
+            if self.crashes == CRASHES_TOGETHER:
+                self.pool.finish()
+                self.pool = _Pool(self.workers)
+            self.crashes = 0
+
+
+class _Pool:
+    """Worker processes that end when this process closes its end of a pipe, or ends in whatever way."""
+
+    def __init__(self, workers: int) -> None:
+        context = get_context("spawn")  # fork copies locks that another thread may hold
+        self._reader, self._writer = context.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(self._reader,))
+
+    def submit(self, function: Callable[[Any], Any], shard: Any) -> Future[Any]:
+        try:
+            return self._executor.submit(function, shard)
+        except BrokenProcessPool as error:
+            broken: Future[Any] = Future()
+            broken.set_exception(error)
+            return broken
+
+    def finish(self) -> None:
+        """End the workers after their work."""
+        self._executor.shutdown(wait=True)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the workers now, in the middle of what they do."""
+        self._writer.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
+
+
+def _start_worker(reader: connection.Connection) -> None:
+    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
+
+
+def _end_with_parent(reader: connection.Connection) -> None:
+    connection.wait([reader])  # nothing is ever sent: it wakes when the other end is closed
+    os._exit(1)

@@ -1,0 +1,165 @@
+"""A run folder and what it goes on from: its data, its start, its lock, and what a checkpoint of it holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from textmill import __version__
+from textmill.checkpoint import Checkpoint, Snapshot, WhichStep, find_checkpoint, open_model, steps_of, tidy
+from textmill.config import RunConfig
+from textmill.errors import TextmillError, warn
+from textmill.models import open_family, shape_in
+from textmill.stages import Force, differences, open_manifest
+from textmill.tensors import Named
+from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.track.jsonl import cut_back
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from."""
+
+    train: TokenStore
+    valid: TokenStore | None
+    tokenizer: TextTokenizer
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins or goes on."""
+
+    step: int
+    shape: Any
+    weights: Iterable[Named]
+    moments: Iterable[Named]
+    updates: int
+    where: str
+    made_from: dict[str, Any]
+    changes: list[dict[str, Any]] = field(default_factory=list)
+
+
+def open_data(config: RunConfig) -> Data:
+    """The token stores and the tokenizer they were made with."""
+    folder = config.folder_of("tokens")
+    manifest = open_manifest(folder)
+    tokenizer = open_tokenizer(config.folder_of("tokenizer"))
+    if tokenizer.fingerprint != manifest["tokenizer"]:
+        raise TextmillError(
+            f"{folder}: was made with another tokenizer than {config.folder_of('tokenizer')}; make it anew with: textmill tokenize --force"
+        )
+    valid = open_store(folder / "valid")
+    return Data(open_store(folder / "train"), valid if valid.tokens else None, tokenizer, manifest["fingerprint"])
+
+
+def begin(config: RunConfig, data: Data, force: Force, which: WhichStep) -> Start:
+    """Where to start: the run's checkpoint, given weights, or nothing; refuses a run that was made from something else."""
+    run = config.folder_of("train")
+    tidy(run)
+    found = None
+    if force == "yes":
+        _clear(run)
+    elif (found := find_checkpoint(run, which)) is not None:
+        # Given weights may be gone by now; their shape stands in what was made of them.
+        shape = _shape_of(config, data, found if config.model.init_from else None)
+        faults = differences(found.progress["made_from"], _made_from(config, data, shape))
+        if faults and force == "no":
+            raise TextmillError(
+                f"{run} was trained from something else: {'; '.join(faults[:4])}; set it back, choose another train.folder, "
+                f"or start the run anew with --force"
+            )
+        if faults:
+            _clear(run)
+            found = None
+    if found is None:
+        return _anew(config, data)
+    return _go_on(config, data, found, run)
+
+
+def _anew(config: RunConfig, data: Data) -> Start:
+    given = open_model(config.model.init_from) if config.model.init_from else None
+    shape = _fitting(_shape_of(config, data, given), config, data, given)
+    weights = given.weights() if given else open_family(shape.family).first_weights(shape, config.train.seed)
+    return Start(0, shape, weights, [], 0, str(given.folder) if given else "the first weights", _made_from(config, data, shape))
+
+
+def _go_on(config: RunConfig, data: Data, found: Checkpoint, run: Path) -> Start:
+    for step, folder in steps_of(run).items():
+        if step > found.step:
+            shutil.rmtree(folder)
+    cut_back(run / SAMPLES, found.step)
+    shape = shape_in(found.folder)
+    before = yaml.safe_load((found.folder / "run.yaml").read_text(encoding="utf-8"))
+    after = {**config.model_dump(mode="json"), "textmill": __version__}
+    changes = differences(_flat({**before, "textmill": found.progress["textmill"]}), _flat(after))
+    for line in changes:
+        warn(f"changed since step {found.step}: {line}")
+    noted = [{"step": found.step, "change": line} for line in changes]
+    updates = int(found.progress["updates"])
+    moments = found.moments() if updates and found.step < config.train.steps else []
+    made_from = _made_from(config, data, shape)
+    return Start(found.step, shape, found.weights(), moments, updates, str(found.folder), made_from, found.progress["changes"] + noted)
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """What is worth noting when it changes in mid-run."""
+    sections = {name: tree.get(name) or {} for name in ("train", "engine")}
+    return {"textmill": tree["textmill"], **{f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}}
+
+
+def _shape_of(config: RunConfig, data: Data, given: Checkpoint | None) -> Any:
+    """The shape of the net, from given weights where there are some."""
+    if given is not None:
+        return shape_in(given.folder)
+    family, tokenizer = open_family(config.model.family), data.tokenizer
+    return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
+
+
+def _fitting(shape: Any, config: RunConfig, data: Data, given: Checkpoint | None) -> Any:
+    """The shape, when tokenizer and length fit it."""
+    if data.tokenizer.vocab > shape.vocab:
+        raise TextmillError(
+            f"{given.folder if given else 'the model'}: {shape.vocab:,} vectors for a tokenizer of {data.tokenizer.vocab:,} pieces; "
+            f"tokenize with the model's own tokenizer: tokenizer.use={given.folder if given else 'FOLDER'}"
+        )
+    if (config.train.length or 0) > shape.positions:
+        raise TextmillError(f"train.length: {config.train.length} is longer than the model's {shape.positions} positions; lower it")
+    return shape
+
+
+def _made_from(config: RunConfig, data: Data, shape: Any) -> dict[str, Any]:
+    settings = config.results("train")
+    settings["train.length"] = config.train.length or shape.positions
+    described = {f"model.{name}": value for name, value in vars(shape).items()}
+    inputs = {"model.init_from": config.model.init_from, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
+    return {**settings, **described, **inputs}
+
+
+def _clear(run: Path) -> None:
+    for folder in steps_of(run).values():
+        shutil.rmtree(folder)
+    for name in (METRICS, SAMPLES):
+        (run / name).unlink(missing_ok=True)
+
+
+def files_of(config: RunConfig, data: Data, shape: Any) -> dict[str, bytes]:
+    """What every checkpoint holds besides weights: the config transformers reads, our own, and the tokenizer."""
+    hf = open_family(shape.family).hf_config_of(shape)
+    texts = {"config.json": json.dumps(hf, indent=2) + "\n", "run.yaml": config.to_yaml(), **data.tokenizer.files(shape.positions)}
+    return {name: text.encode() for name, text in texts.items()}
+
+
+def snapshot_of(engine: Any, step: int, progress: dict[str, Any], files: dict[str, bytes]) -> Snapshot:
+    """A copy in host memory of all that a checkpoint holds."""
+    progress = {"step": step, "updates": engine.updates(), **progress}
+    return Snapshot(step, list(engine.weights()), list(engine.moments()), progress, files)

@@ -1,0 +1,1 @@
+"""Documents in, token ids out, batches out."""

@@ -1,0 +1,1 @@
+"""Batches by arithmetic: one file a layout."""

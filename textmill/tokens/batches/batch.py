@@ -1,0 +1,37 @@
+"""Batch: what every layout makes and every engine takes, in numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+"""A label that asks nothing."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples asked for, of one step."""
+
+    inputs: NDArray[np.int32]
+    """[samples, length]"""
+    labels: NDArray[np.int32]
+    """[samples, length], already shifted: labels[t] is what inputs[..t] must predict; -100 asks nothing."""
+    samples: NDArray[np.int64]
+    """[samples]: each one's place in the global order; feeds dropout and lineage."""
+    documents: NDArray[np.int32] | None = None
+    """[samples, length]: which document a position belongs to, 0 = padding."""
+    types: NDArray[np.int32] | None = None
+    """[samples, length]: BERT's segment A or B."""
+    pair_labels: NDArray[np.int32] | None = None
+    """[samples]: next sentence, order or class."""
+    weights: NDArray[np.float32] | None = None
+    """[samples] or [samples, length]."""
+
+    def rows(self, part: slice) -> Batch:
+        """Some of the samples."""
+        cut: dict[str, Any] = {name: None if array is None else array[part] for name, array in vars(self).items()}
+        return Batch(**cut)

@@ -1,0 +1,121 @@
+"""Where the numbers of training go: console, metrics.jsonl, and a file on_KIND.py for each further place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from textmill.config import TrackConfig
+from textmill.errors import TextmillError
+from textmill.track.console import Console, Pace, new_console
+from textmill.track.jsonl import NAME, JsonLines, cut_back
+
+__all__ = ["Tracker", "Trackers", "open_trackers"]
+
+
+class Tracker(Protocol):
+    """One place that takes numbers."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """All places at once; one that fails is switched off with a warning and never stops training."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+        self._open: dict[str, Tracker] = {"console": console} if console else {}
+
+    def add(self, name: str, opener: Callable[[], Tracker]) -> None:
+        """Open one more place; what the user must mend passes through, anything else is only warned of."""
+        try:
+            self._open[name] = opener()
+        except TextmillError:
+            raise
+        except Exception as error:
+            _warn(name, error)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Numbers of one step, to every place."""
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.log(step, values)
+            except Exception as error:
+                self._switch_off(name, error)
+
+    def note(self, text: str) -> None:
+        """A plain line for the person who watches."""
+        if self._console is not None and "console" in self._open:
+            try:
+                self._console.note(text)
+            except Exception as error:
+                self._switch_off("console", error)
+
+    def close(self) -> None:
+        """Close every place; a second call does nothing."""
+        while self._open:
+            name, tracker = self._open.popitem()
+            try:
+                tracker.close()
+            except Exception as error:
+                _warn(name, error)
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        tracker = self._open.pop(name)
+        with suppress(Exception):
+            tracker.close()
+        _warn(name, error)
+
+
+def open_trackers(
+    config: TrackConfig,
+    folder: Path,
+    *,
+    steps: int,
+    start: int,
+    tokens_per_step: int,
+    flops_per_token: float,
+    peak_flops: float | None,
+    settings: dict[str, Any],
+    stream: TextIO | None = None,
+) -> Trackers:
+    """Every place the config asks for; what was logged after step `start` is cut off, since it is done again."""
+    modules = {kind: _module_of(kind) for kind in config.kinds}
+    trackers = Trackers(new_console(Pace(steps, start, tokens_per_step, flops_per_token, peak_flops), stream or sys.stdout))
+    try:
+        trackers.add(NAME, lambda: _json_lines(folder, start))
+        for kind, module in modules.items():
+            if module is not None:
+                trackers.add(kind, lambda module=module: module.new_tracker(config, folder, start, settings))  # type: ignore[misc]
+    except BaseException:
+        trackers.close()
+        raise
+    return trackers
+
+
+def _json_lines(folder: Path, start: int) -> Tracker:
+    cut_back(folder / NAME, start)
+    return JsonLines(folder / NAME)
+
+
+def _module_of(kind: str) -> Any:
+    """The file that a kind names; a package that is not installed is said at the door, a broken one is only warned of."""
+    try:
+        return import_module(f"textmill.track.on_{kind}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != kind:
+            raise
+        raise TextmillError(f"track.kinds: '{kind}' needs {kind}; run: pip install 'textmill[track]'") from None
+    except Exception as error:
+        _warn(kind, error)
+        return None
+
+
+def _warn(name: str, error: Exception) -> None:
+    text = " ".join(str(error).split()) or "no reason given"
+    print(f"textmill: {name} is switched off: {type(error).__name__}: {text}; training goes on", file=sys.stderr, flush=True)

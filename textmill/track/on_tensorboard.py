@@ -1,0 +1,39 @@
+"""TensorBoard event files in the run folder, written by TensorBoard's own writer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from textmill.config import TrackConfig
+
+FLUSH_SECONDS = 10
+
+
+class TensorBoard:
+    """A scalar a name; every opening adds an event file, which TensorBoard reads as one run."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        # Tells TensorBoard that what an earlier, killed process logged beyond this step was not kept.
+        session = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=session))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """All values of a step as one event."""
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Write what is still queued."""
+        self._writer.close()
+
+
+def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[str, Any]) -> TensorBoard:
+    """Event files under tensorboard/ in the run folder; see them with: tensorboard --logdir FOLDER."""
+    return TensorBoard(folder / "tensorboard", start)

@@ -1,0 +1,36 @@
+"""The verb check: every file of a folder against the lengths and checksums in its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textmill.checkpoint import faults_in, steps_of
+from textmill.config import STAGE_FOLDERS
+from textmill.errors import TextmillError
+from textmill.files import faults_of
+from textmill.stages import MANIFEST, open_manifest
+
+
+def check(where: str) -> list[Path]:
+    """Prove a stage's folder, a checkpoint, a run, or a root with all of them; return what was checked."""
+    root = Path(where)
+    folders = [root, *(root / name for name in STAGE_FOLDERS.values())]
+    checkpoints = [path for folder in folders for path in steps_of(folder).values()]
+    stages = [folder for folder in folders if (folder / MANIFEST).is_file() and not (folder / "progress.json").exists()]
+    if (root / "progress.json").exists():
+        checkpoints.append(root)
+    if not stages and not checkpoints:
+        raise TextmillError(f"{where}: nothing to check there; name a folder that textmill made")
+    faults = []
+    for folder in stages:
+        faults += _told(folder, faults_of(folder, open_manifest(folder)["files"]))
+    for folder in checkpoints:
+        faults += _told(folder, faults_in(folder))
+    if faults:
+        raise TextmillError(f"{len(faults)} faults: {'; '.join(faults)}")
+    return stages + checkpoints
+
+
+def _told(folder: Path, faults: list[str]) -> list[str]:
+    print(f"check: {folder}: {'whole' if not faults else '; '.join(faults)}")
+    return [f"{folder}: {fault}" for fault in faults]
