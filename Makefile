@@ -27,7 +27,8 @@ test: lint ## everything that must pass (ARGS='-k name' chooses)
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --durations=10 -q $(ARGS)
 
 lint: $(VENV)/dev ## style, types, and who may import whom
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-cache > $(VENV)/contracts.txt || { cat $(VENV)/contracts.txt; exit 1; }
 

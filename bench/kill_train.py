@@ -1,6 +1,6 @@
 """Kill a training run at seeded moments and start it again, until it is done; compare it bit by bit with one that was left alone.
 
-    python bench/kill_train.py [kills] [steps] [seed]
+python bench/kill_train.py [kills] [steps] [seed]
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(kills: int = 20, steps: int = 60, seed: int = 1) -> int:
         lines = numbers_of(alone)
         same = sum(one == other for one, other in zip(lines, numbers_of(killed), strict=True))
         weights = last_weights(alone, steps) == last_weights(killed, steps)
-        print(f"{hits} SIGKILLs in a run of {steps} steps: {same} of {len(lines)} logged lines bitwise equal, weights and moments equal: {weights}")
+        print(f"{hits} SIGKILLs in {steps} steps: {same} of {len(lines)} logged lines bitwise equal; weights and moments equal: {weights}")
         return 0 if same == len(lines) and weights and hits == kills else 1
 
 

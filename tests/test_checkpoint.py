@@ -21,11 +21,15 @@ from textmill.tensors import blocks_of, read_tensors
 def snapshot(step: int, *, valid_loss: float | None = None, size: int = 50) -> Snapshot:
     values = np.random.default_rng(step).normal(size=(size, 3)).astype(np.float32)
     progress = {"step": step, "updates": step, "valid_loss": None if valid_loss is None else valid_loss.hex()}
-    return Snapshot(step, [("w", values), ("b", values[0])], [("m/w", values * 2)], progress, {"config.json": b"{}", "run.yaml": b"folder: .\n"})
+    return Snapshot(
+        step, [("w", values), ("b", values[0])], [("m/w", values * 2)], progress, {"config.json": b"{}", "run.yaml": b"folder: .\n"}
+    )
 
 
 def equal(one: Any, other: Any) -> bool:
-    return all(name == named and np.array_equal(values, found) for (name, values), (named, found) in zip(sorted(one), sorted(other), strict=True))
+    return all(
+        name == named and np.array_equal(values, found) for (name, values), (named, found) in zip(sorted(one), sorted(other), strict=True)
+    )
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -53,7 +57,9 @@ def test_we_read_theirs_in_every_float(tmp_path: Path) -> None:
 
     values = torch.randn(5, 4)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        save_file({"a": values.to(dtype), "mask": torch.ones(3, dtype=torch.bool), "c": values[:, :1].to(dtype).contiguous()}, tmp_path / "x")
+        save_file(
+            {"a": values.to(dtype), "mask": torch.ones(3, dtype=torch.bool), "c": values[:, :1].to(dtype).contiguous()}, tmp_path / "x"
+        )
         found = dict(read_tensors(tmp_path / "x"))
         assert sorted(found) == ["a", "c"]
         assert np.array_equal(found["a"], values.to(dtype).float().numpy())
@@ -80,7 +86,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing", "swap"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "progress.json", "config.json", "manifest.json", "run.yaml"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "progress.json", "config.json", "manifest.json", "run.yaml"]
+)
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
     tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

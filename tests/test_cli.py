@@ -13,7 +13,15 @@ import yaml
 from textmill import __version__
 from textmill.cli import VERBS, main
 
-QUICK = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "sample.max_tokens=5", "sample.min_tokens=0", "train.evaluate_batches=1"]
+QUICK = [
+    "train.steps=2",
+    "train.warmup=0",
+    "train.batch=2",
+    "train.length=32",
+    "sample.max_tokens=5",
+    "sample.min_tokens=0",
+    "train.evaluate_batches=1",
+]
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -128,7 +136,9 @@ def test_a_second_new_keeps_the_first(tiny_texts: Path, monkeypatch: pytest.Monk
     assert (tiny_texts.parent / "mine" / "textmill.yaml").read_text() == "train: {steps: 3}\n"
 
 
-def test_run_with_a_change_says_what_and_how_on(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_with_a_change_says_what_and_how_on(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     said(capsys, "new", "mine", "--text", "texts")
     assert said(capsys, "run", "mine", *QUICK)[0] == 0
@@ -149,7 +159,13 @@ def test_check_finds_a_flipped_bit(tiny_texts: Path, monkeypatch: pytest.MonkeyP
     said(capsys, "new", "mine", "--text", "texts")
     assert said(capsys, "run", "mine", *QUICK)[0] == 0
     assert said(capsys, "check", "mine")[0] == 0
-    for name in ("corpus/train-00000.parquet", "tokens/train.bin", "tokens/valid.idx", "tokenizer/tokenizer.json", "run/step-0000002/model.safetensors"):
+    for name in (
+        "corpus/train-00000.parquet",
+        "tokens/train.bin",
+        "tokens/valid.idx",
+        "tokenizer/tokenizer.json",
+        "run/step-0000002/model.safetensors",
+    ):
         path = tiny_texts.parent / "mine" / name
         whole = path.read_bytes()
         path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
@@ -183,6 +199,7 @@ def test_the_python_door(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_help_is_quick_because_it_loads_nothing() -> None:
-    code = "import sys; from textmill.cli import main; main(['--help']); print([m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules])"
+    loaded = "print([m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules])"
+    code = f"import sys; from textmill.cli import main; main(['--help']); {loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -35,7 +35,7 @@ def undisturbed(root: Path) -> Path:
 
 
 def config_for(root: Path, run: Path, steps: int, *words: str):  # type: ignore[no-untyped-def]
-    verb, where, *settings = trained(root, run, steps)
+    _, where, *settings = trained(root, run, steps)
     return open_where(where, [*settings, *words]).config
 
 
@@ -112,11 +112,11 @@ def test_from_an_earlier_step_and_anew(root: Path) -> None:
 
 
 def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
-    from textmill.generation import samples_of
     from textmill.checkpoint import open_checkpoint
+    from textmill.generation import samples_of
 
     run = root / "prompts"
-    config = config_for(root, run, 10, "train.prompts=[\"KING:\", \"\"]", "sample.min_tokens=0", "sample.max_tokens=8")
+    config = config_for(root, run, 10, 'train.prompts=["KING:", ""]', "sample.min_tokens=0", "sample.max_tokens=8")
     train(config)
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [(5, "KING:"), (5, ""), (10, "KING:"), (10, "")]
@@ -160,9 +160,8 @@ def test_a_run_may_start_from_weights(root: Path, undisturbed: Path) -> None:
         train(config_for(root, run, 3, f"model.init_from={start}", "train.warmup=0"), force="yes")
         first, trained_long = numbers_of(run)[0]["loss"], numbers_of(undisturbed)[0]["loss"]
         assert first < trained_long - 0.5, "it begins where the other ended, not anew"
+    config = config_for(root, root / "small-vocab", 3, f"model.init_from={_with_fewer_vectors(undisturbed, root)}", "train.warmup=0")
     with pytest.raises(TextmillError, match="tokenize with the model's own tokenizer"):
-        other = root / "small-vocab"
-        config = config_for(root, other, 3, f"model.init_from={_with_fewer_vectors(undisturbed, root)}", "train.warmup=0")
         train(config)
 
 

@@ -13,7 +13,15 @@ import pytest
 from textmill.cli import main
 from textmill.where import recipe_names, recipes_folder
 
-QUICK = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "train.evaluate_batches=1", "sample.max_tokens=5", "sample.min_tokens=0"]
+QUICK = [
+    "train.steps=2",
+    "train.warmup=0",
+    "train.batch=2",
+    "train.length=32",
+    "train.evaluate_batches=1",
+    "sample.max_tokens=5",
+    "sample.min_tokens=0",
+]
 
 
 @pytest.mark.parametrize("name", recipe_names())

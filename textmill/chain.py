@@ -11,7 +11,7 @@ from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.evaluation import ROWS, evaluate
 from textmill.evaluation.figures import table_of
-from textmill.files import read_json, write_json
+from textmill.files import read_json, shown, write_json
 from textmill.generation import generate
 from textmill.loop import train
 from textmill.stages import Force, open_manifest
@@ -73,13 +73,8 @@ def _tell_again(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def _what_next(config: RunConfig, checkpoint: Path) -> None:
-    root = _short(Path(config.folder))
-    print(f"\nAll is done. The model is {_short(checkpoint)} (transformers opens it as it is). Next:")
+    root = shlex.quote(shown(Path(config.folder)))
+    print(f"\nAll is done. The model is {shown(checkpoint)} (transformers opens it as it is). Next:")
     print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
     print(f"  textmill train {root} train.steps={2 * config.train.steps}")
     print("  textmill new mine --text 'texts/*.txt' && textmill run mine")
-
-
-def _short(path: Path) -> str:
-    """The path from where the user stands, if it is below."""
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

@@ -134,6 +134,11 @@ def new_folder(path: Path, setting: str) -> None:
         raise TextmillError(f"{path}: cannot be made ({error.strerror}); set another {setting}") from None
 
 
+def shown(path: Path) -> str:
+    """A path as a person standing here would write it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
 def replace_folder(new: Path, old: Path) -> None:
     """Put a finished folder in its place; a folder that stood there before goes only after that."""
     sync_folder(new)

@@ -12,7 +12,7 @@ from textmill.checkpoint import Saver, WhichStep, open_checkpoint
 from textmill.config import RunConfig, SampleConfig
 from textmill.engines import Engine, Step, Sums, open_engine
 from textmill.errors import Stopped, TextmillError
-from textmill.files import locked, new_folder, write_json, write_text
+from textmill.files import locked, new_folder, shown, write_json, write_text
 from textmill.generation import samples_of
 from textmill.runs import SAMPLES, Data, Start, begin, files_of, open_data, snapshot_of
 from textmill.schedules import lr_at
@@ -35,7 +35,7 @@ def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") ->
     with locked(run / ".lock", f"{run}: another process is training there; wait for it or set another train.folder"):
         start = begin(config, data, force, step)
         if start.step >= config.train.steps:
-            print(f"train: done already: {run} (step {start.step:,})")
+            print(f"train: done already: {shown(run)} (step {start.step:,})")
             return run
         engine = open_engine(config, start.shape)
         try:
@@ -123,7 +123,7 @@ class Training:
             "changes": self.start.changes, "textmill": __version__,
         }  # fmt: skip
         self.saver.save(snapshot_of(self.engine, done, progress, self.files))
-        self.trackers.note(f"step {done}: saving {self.run / f'step-{done:07d}'}")
+        self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
         if self.train.prompts:
             self.saver.wait()
             sample: SampleConfig = self.config.sample

@@ -39,8 +39,7 @@ class Stage:
         if not (self.folder / MANIFEST).is_file():
             if any(self.folder.iterdir()):
                 raise TextmillError(
-                    f"{self.folder}: not made by 'textmill {self.verb}' (it has no {MANIFEST}); "
-                    f"move it away or set another folder"
+                    f"{self.folder}: not made by 'textmill {self.verb}' (it has no {MANIFEST}); move it away or set another folder"
                 )
             return False
         manifest = open_manifest(self.folder)

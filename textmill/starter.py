@@ -88,7 +88,9 @@ def _draft(total: int, wide: float) -> Draft:
     seen = steps * batch * length
     section = max(200, min(4000, round(total / 30000) * 100))
     split = "90,5,5" if total / section > 200 else "80,10,10"  # a few documents must be left to measure on
-    return Draft("GPU" if on_gpu else f"{cores} CPU cores", size, vocab, section, split, length, batch, steps, seen / tokens, seen / rate / 60)
+    return Draft(
+        "GPU" if on_gpu else f"{cores} CPU cores", size, vocab, section, split, length, batch, steps, seen / tokens, seen / rate / 60
+    )
 
 
 def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draft) -> str:

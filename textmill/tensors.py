@@ -88,4 +88,3 @@ def read_model(folder: Path) -> Iterator[Named]:
         pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
         found = f"found {', '.join(pickles[:3])}, which can run code when opened" if pickles else "found none"
         raise TextmillError(f"{folder}: no model.safetensors there, {found}; save the model as safetensors")
-

@@ -35,7 +35,7 @@ def test_words_stand_above_the_file() -> None:
         ("sample.prompt=KING: to be = or not", "KING: to be = or not"),
         ("sample.prompt=007", "007"),
         ("corpus.sources=a.txt,b.txt", ["a.txt", "b.txt"]),
-        ("train.prompts=[\"a, b\", c]", ["a, b", "c"]),
+        ('train.prompts=["a, b", c]', ["a, b", "c"]),
         ("corpus.split=949,50,1", [949.0, 50.0, 1.0]),
         ("train.length=", None),
         ("train.warmup=0.1", 0.1),
@@ -50,7 +50,7 @@ def test_values_of_the_command_line(word: str, value: object) -> None:
 
 
 def test_config_is_frozen_and_reads_back_from_its_own_yaml() -> None:
-    config = config_of(lay_over({}, ["train.learning_rate=1e-05", "sample.prompt=한국어: \"x\"\n", "model.shape.heads=6"]))
+    config = config_of(lay_over({}, ["train.learning_rate=1e-05", 'sample.prompt=한국어: "x"\n', "model.shape.heads=6"]))
     with pytest.raises(Exception, match="frozen"):
         config.train.batch = 3  # type: ignore[misc]
     assert config_of(yaml.safe_load(config.to_yaml())) == config

@@ -17,16 +17,18 @@ LEAVES = [(key, field) for key, field in fields() if not section_types(field.ann
 GOOD = {"corpus": {"sources": ["tinyshakespeare"]}, "model": {"size": "nano"}, "train": {"length": 64, "steps": 2}}
 
 IMPOSSIBLE: list[tuple[str, Any]] = [
-    ("model.size", "gigantic"), ("model.shape.heads", 5), ("model.shape.heads", 0), ("model.shape.width", 130), ("train.length", 100_000),
-    ("train.length", 1), ("train.steps", 0), ("train.steps", -5), ("train.batch", 0), ("engine.micro_batch", 5), ("engine.micro_batch", 0),
-    ("train.learning_rate", 0), ("train.learning_rate", -1.0), ("train.learning_rate", float("nan")), ("train.learning_rate", float("inf")),
-    ("train.min_learning_rate", 1.0), ("train.warmup", 5000), ("train.warmup", -1), ("train.betas", [0.9]), ("train.betas", [0.9, 1.0]),
-    ("train.clip", -1), ("train.weight_decay", -0.1), ("train.seed", -1), ("train.keep", 0), ("tokenizer.vocab", 10), ("corpus.split", "a,b"),
-    ("corpus.split", [0, 1, 1]), ("corpus.split", [1, 2, 3, 4]), ("corpus.split", [90, -5, 5]), ("corpus.section", 1), ("corpus.stop_at", 2),
-    ("sample.temperature", -1), ("sample.top_p", 0), ("sample.top_p", 1.5), ("sample.top_k", -1), ("sample.max_tokens", 0),
-    ("sample.min_tokens", 500), ("sample.repetition_penalty", 0), ("engine.device", "tpu"), ("engine.device", "cuda:x"),
-    ("engine.precision", "fp4"), ("engine.kind", "tensorflow"), ("runner.workers", 0), ("runner.kind", "spark"), ("evaluate.tasks", ["glue"]),
-    ("model.family", "llama"), ("train.schedule", "cosin"), ("train.layout", "packd"), ("track.kinds", ["mlflow"]), ("model.shape.dropout", 1.0),
+    ("model.size", "gigantic"), ("model.shape.heads", 5), ("model.shape.heads", 0), ("model.shape.width", 130),
+    ("train.length", 100_000), ("train.length", 1), ("train.steps", 0), ("train.steps", -5), ("train.batch", 0),
+    ("engine.micro_batch", 5), ("engine.micro_batch", 0), ("train.learning_rate", 0), ("train.learning_rate", -1.0),
+    ("train.learning_rate", float("nan")), ("train.learning_rate", float("inf")), ("train.min_learning_rate", 1.0),
+    ("train.warmup", 5000), ("train.warmup", -1), ("train.betas", [0.9]), ("train.betas", [0.9, 1.0]), ("train.clip", -1),
+    ("train.weight_decay", -0.1), ("train.seed", -1), ("train.keep", 0), ("tokenizer.vocab", 10), ("corpus.split", "a,b"),
+    ("corpus.split", [0, 1, 1]), ("corpus.split", [1, 2, 3, 4]), ("corpus.split", [90, -5, 5]), ("corpus.section", 1),
+    ("corpus.stop_at", 2), ("sample.temperature", -1), ("sample.top_p", 0), ("sample.top_p", 1.5), ("sample.top_k", -1),
+    ("sample.max_tokens", 0), ("sample.min_tokens", 500), ("sample.repetition_penalty", 0), ("engine.device", "tpu"),
+    ("engine.device", "cuda:x"), ("engine.precision", "fp4"), ("engine.kind", "tensorflow"), ("runner.workers", 0),
+    ("runner.kind", "spark"), ("evaluate.tasks", ["glue"]), ("model.family", "llama"), ("train.schedule", "cosin"),
+    ("train.layout", "packd"), ("track.kinds", ["mlflow"]), ("model.shape.dropout", 1.0),
 ]  # fmt: skip
 
 
@@ -35,7 +37,9 @@ def typo(key: str) -> str:
     head, _, word = key.rpartition(".")
     while True:
         place = DICE.randrange(1, len(word))
-        wrong = DICE.choice([word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:], word[:place] + "x" + word[place:]])
+        wrong = DICE.choice(
+            [word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:], word[:place] + "x" + word[place:]]
+        )
         if wrong != word and f"{head}.{wrong}" not in dict(LEAVES) and wrong not in OTHER_WORDS:
             return f"{head}.{wrong}"
 

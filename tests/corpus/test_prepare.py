@@ -263,7 +263,8 @@ def test_killed_and_run_again(world: Path, root: Path) -> None:
 
     def start(folder: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "script.py", folder]
-        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with open("said.txt", "wb") as said:
+            return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL, stderr=said)
 
     began = time.monotonic()
     assert start("whole").wait(60) == 0
@@ -275,6 +276,6 @@ def test_killed_and_run_again(world: Path, root: Path) -> None:
         process.send_signal(signal.SIGKILL)
         kills += process.wait(10) == -signal.SIGKILL
     assert kills
-    assert start("killed").wait(60) == 0
+    assert start("killed").wait(60) == 0, Path("said.txt").read_text()
     assert content(Path("killed/corpus")) == content(Path("whole/corpus"))
     assert not Path("killed/corpus.part").exists()

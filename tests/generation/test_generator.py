@@ -49,9 +49,7 @@ def parrot_of(text: str, shape: gpt2.Shape, tokenizer: TextTokenizer) -> Generat
 
 @pytest.mark.parametrize("prompt", ["The mill", "물레방아는", "", "a"])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_the_greedy_continuation_is_that_of_transformers(
-    generator: Generator, checkpoint: Checkpoint, prompt: str, penalty: float
-) -> None:
+def test_the_greedy_continuation_is_that_of_transformers(generator: Generator, checkpoint: Checkpoint, prompt: str, penalty: float) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     start = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt")

@@ -78,7 +78,11 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], [4, 5]])
     index, ids = tmp_path / "a.idx", tmp_path / "a.bin"
     whole, tokens = index.read_bytes(), ids.read_bytes()
-    for damaged, said in ((whole[:-1], "cut or damaged"), (whole[:20], "not a token index"), (b"TNTIDX\0\0" + whole[8:], "not a token index")):
+    for damaged, said in (
+        (whole[:-1], "cut or damaged"),
+        (whole[:20], "not a token index"),
+        (b"TNTIDX\0\0" + whole[8:], "not a token index"),
+    ):
         index.write_bytes(damaged)
         with pytest.raises(TextmillError, match=said):
             open_store(tmp_path / "a")

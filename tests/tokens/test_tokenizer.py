@@ -21,7 +21,11 @@ def tokenizer() -> TextTokenizer:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text(max_size=60) | st.text(st.characters(min_codepoint=0x1F300, max_codepoint=0x1FAFF)) | st.sampled_from([END, f"a{END}b", "é", "​‍"]))
+@given(
+    st.text(max_size=60)
+    | st.text(st.characters(min_codepoint=0x1F300, max_codepoint=0x1FAFF))
+    | st.sampled_from([END, f"a{END}b", "é", "​‍"])
+)
 def test_decode_undoes_encode(tokenizer: TextTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text

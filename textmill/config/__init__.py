@@ -95,8 +95,7 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         near = [heads for heads in range(1, numbers["width"] + 1) if numbers["width"] % heads == 0]
         near.sort(key=lambda heads: abs(heads - numbers["heads"]))
         raise TextmillError(
-            f"model.shape.heads: {numbers['heads']} heads do not divide the width {numbers['width']}; "
-            f"model.shape.heads={near[0]} does"
+            f"model.shape.heads: {numbers['heads']} heads do not divide the width {numbers['width']}; model.shape.heads={near[0]} does"
         )
     if train.length and train.length > numbers["positions"]:
         raise TextmillError(

@@ -25,9 +25,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 numbers: 6e-4 is a number here too."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789"))
 
 
 def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:

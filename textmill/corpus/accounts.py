@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.corpus.document import SPLITS
+from textmill.files import shown
 
 Counts = dict[str, Any]
 
@@ -44,11 +45,11 @@ def describe(counts: Counts, folder: Path, shares: Sequence[float]) -> list[str]
         ("records", counts["records"], f"from {_plural(len(counts['by_source']), 'file')}"),
         ("kept", counts["kept"], ""),
         ("dropped", sum(counts["dropped"].values()), rules),
-        ("quarantined", counts["quarantined"], f"see {folder / 'quarantine.jsonl'}" if counts["quarantined"] else ""),
+        ("quarantined", counts["quarantined"], f"see {shown(folder / 'quarantine.jsonl')}" if counts["quarantined"] else ""),
     ]
     for split, amounts in counts["by_split"].items():
         rows.append((split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
-    lines = [f"prepare: {folder}"]
+    lines = [f"prepare: {shown(folder)}"]
     lines += [f"  {name:<12}{number:>14,}  {note}".rstrip() for name, number, note in rows]
     for split, share in zip(SPLITS, shares, strict=True):
         if share and not counts["by_split"][split]["documents"]:

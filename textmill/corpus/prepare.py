@@ -21,7 +21,7 @@ from textmill.corpus.passes import Work, read_piece, write_piece
 from textmill.corpus.records import Bad
 from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of
 from textmill.errors import TextmillError
-from textmill.files import hash_file, read_json, write_bytes, write_json
+from textmill.files import hash_file, read_json, shown, write_bytes, write_json
 from textmill.progress import progress
 from textmill.runners import Runner, open_runner
 from textmill.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
@@ -37,7 +37,7 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     inputs = _look_at(find_sources(config.corpus.sources, skip=_own_folders(config)), folder, force)
     stage = Stage("prepare", folder, _made_from(config, inputs), config.to_yaml())
     if stage.done(force):
-        print(f"prepare: done already: {folder} ({open_manifest(folder)['documents']:,} documents)")
+        print(f"prepare: done already: {shown(folder)} ({open_manifest(folder)['documents']:,} documents)")
         return folder
     with stage.building() as part:
         counts, files = _build(config, runner, [one.source for one in inputs], part)

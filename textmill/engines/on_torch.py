@@ -18,8 +18,10 @@ from textmill.models.dropout_torch import dropout_keys
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import IGNORED, Batch
 
-LOGIT_BUDGET = 1 << 28
-"""Logits that `micro_batch: auto` allows at a time: 1 GiB in fp32."""
+LOGIT_SHARE = 16
+"""`micro_batch: auto` lets the fp32 logits of a micro-batch take one part in so many of the device's memory."""
+CPU_LOGITS = 1 << 30
+"""Bytes of them on a CPU, whose caches are small."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def new_engine(config: RunConfig, shape: Any) -> TorchOnOneDevice:
     torch.set_float32_matmul_precision("highest")
     length = config.train.length or shape.positions
     asked, batch = config.engine.micro_batch, config.train.batch
-    fits = max(1, LOGIT_BUDGET // (length * shape.padded_vocab))
+    room = torch.cuda.get_device_properties(device).total_memory // LOGIT_SHARE if device.type == "cuda" else CPU_LOGITS
+    fits = max(1, room // (4 * length * shape.padded_vocab))
     micro_batch = asked if asked != "auto" else max(size for size in range(1, batch + 1) if batch % size == 0 and size <= fits)
     return TorchOnOneDevice(new_net(shape, device), config.train, micro_batch, precision, config.engine.compile)

@@ -10,7 +10,7 @@ from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.figures import figures_of, protocol_of, table_of
-from textmill.files import write_json
+from textmill.files import shown, write_json
 from textmill.stages import open_manifest
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
@@ -31,7 +31,7 @@ def evaluate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
     print(table_of({row: result[row] for row in ROWS if row in result}))
     print(f"\n{protocol_of(result)}")
     if kept is not None:
-        print(f"Kept in {kept}")
+        print(f"Kept in {shown(kept)}")
     return result
 
 

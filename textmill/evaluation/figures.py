@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from textmill.errors import TextmillError
+from textmill.files import shown
 
 COLUMNS = {
     "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl", "bits_per_byte": "bits/byte",
@@ -49,7 +51,7 @@ def protocol_of(result: dict[str, Any]) -> str:
     window, stride = result["window"], result["stride"]
     sizes = ", ".join(f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes"))
     lines = [
-        f"{result['checkpoint']}, step {result['step']:,}, in {result['precision']} on {result['device']}.",
+        f"{shown(Path(result['checkpoint']))}, step {result['step']:,}, in {result['precision']} on {result['device']}.",
         f"Split {result['split']}: {sizes}.",
         f"Every token is predicted once, in windows of {window:,} tokens that are {stride:,} apart and run across documents;"
         + (f" all but the first {window:,} see at least {window - stride:,} tokens before them;" if stride < window else "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from textmill.config import RunConfig
 from textmill.corpus.shards import read_texts, shards_of
-from textmill.files import account_of
+from textmill.files import account_of, shown
 from textmill.progress import progress
 from textmill.stages import Force, Stage, open_manifest
 from textmill.tokens.tokenizer import FILES, TextTokenizer, fit, open_tokenizer
@@ -27,7 +27,7 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
         made_from["corpus"] = open_manifest(corpus)["fingerprint"]
     stage = Stage("fit-tokenizer", folder, made_from, config.to_yaml())
     if stage.done(force):
-        print(f"fit-tokenizer: done already: {folder} ({open_manifest(folder)['vocab']:,} pieces)")
+        print(f"fit-tokenizer: done already: {shown(folder)} ({open_manifest(folder)['vocab']:,} pieces)")
         return folder
     with stage.building() as part:
         tokenizer = used or fit(_texts(corpus), config.tokenizer)
@@ -51,7 +51,7 @@ def _texts(corpus: Path) -> Iterator[list[str]]:
 
 def _report(tokenizer: TextTokenizer, config: RunConfig, corpus: Path, folder: Path) -> None:
     """One line on what the vocabulary does with this corpus."""
-    line = f"fit-tokenizer: {tokenizer.vocab:,} pieces in {folder}"
+    line = f"fit-tokenizer: {tokenizer.vocab:,} pieces in {shown(folder)}"
     if config.tokenizer.use is None and tokenizer.vocab < config.tokenizer.vocab:
         line += f" (the corpus has no more pairs worth merging; {config.tokenizer.vocab:,} were asked)"
     shards = shards_of(corpus, "train") if corpus.exists() else []

@@ -14,7 +14,7 @@ import numpy as np
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import read_texts, shards_of
-from textmill.files import account_of, read_json, write_json
+from textmill.files import account_of, read_json, shown, write_json
 from textmill.progress import progress
 from textmill.runners import open_runner
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
@@ -48,7 +48,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"]}
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.done(force):
-        print(f"tokenize: done already: {folder} ({_spoken(open_manifest(folder)['splits'])})")
+        print(f"tokenize: done already: {shown(folder)} ({_spoken(open_manifest(folder)['splits'])})")
         return folder
     with stage.building() as part:
         facts = _encode_all(config, part)
@@ -60,7 +60,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         shutil.rmtree(part / PARTS)
         stage.finish(part, files, {**shared, "splits": splits})
-    print(f"tokenize: {folder}: {_spoken(splits)}")
+    print(f"tokenize: {shown(folder)}: {_spoken(splits)}")
     return folder
 
 

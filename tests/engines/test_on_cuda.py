@@ -1,0 +1,68 @@
+"""The torch engine on a GPU gives the CPU's numbers; skipped where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
+from textmill.config import RunConfig, TorchEngine
+from textmill.engines import open_engine
+from textmill.models import open_family
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def on_gpu(precision: str = "fp32", deterministic: bool = False, **options: object) -> RunConfig:
+    config = config_of("torch", **options)  # type: ignore[arg-type]
+    engine = TorchEngine(device="cuda", precision=precision, micro_batch=4, deterministic=deterministic)  # type: ignore[arg-type]
+    return config.model_copy(update={"engine": engine})
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_fp32_equals_the_cpu(dropout: float) -> None:
+    assert run(started(on_gpu(dropout=dropout)), range(10)) == pytest.approx(
+        run(started(config_of("torch", dropout=dropout)), range(10)), rel=1e-5
+    )
+
+
+def test_bf16_is_near_and_learns() -> None:
+    exact, near = run(started(on_gpu()), range(30), unequal=False), run(started(on_gpu("bf16")), range(30), unequal=False)
+    assert near == pytest.approx(exact, rel=2e-2)
+    assert near[-1] < near[0] - 1
+
+
+def test_auto_takes_the_gpu_in_bf16() -> None:
+    config = config_of("torch").model_copy(update={"engine": TorchEngine()})
+    facts = started(config).facts()
+    assert facts["device"].startswith("cuda")
+    assert facts["precision"] in ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resumed_it_goes_on_bit_for_bit(precision: str) -> None:
+    config = on_gpu(precision, deterministic=True, dropout=0.1)
+    try:
+        straight = started(config)
+        run(straight, range(4))
+        weights, moments = list(straight.weights()), list(straight.moments())
+        later = run(straight, range(4, 9))
+        shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+        again = open_engine(config, shape)
+        again.load(weights, moments, 4, "saved")
+        assert run(again, range(4, 9)) == later
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    engine = started(on_gpu())
+    run(engine, range(2))
+    weights, moments = list(engine.weights()), list(engine.moments())
+    broken = [(name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights]
+    engine.load(broken, moments, 2, "broken")
+    assert engine.train_step(batch_of(3), 3, 1e-2).skipped
+    assert engine.updates() == 2
+    for (name, values), (_, before) in zip(engine.weights(), broken, strict=True):
+        assert np.array_equal(values, before), name
