@@ -109,7 +109,9 @@ class LiveConsole:
 
     def log(self, step: int, values: Values) -> None:
         """Renew the line; the last valid loss stays in it."""
-        self._valid = values.get("valid_loss", self._valid)
+        if "valid_loss" in values:
+            self._valid = values["valid_loss"]
+            self.note(f"step {step}: valid loss {self._valid:.4f}")
         if "loss" not in values:
             return
         words = self._pace.words(step, values)
