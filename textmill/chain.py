@@ -36,12 +36,18 @@ def run(config: RunConfig, force: Force = "no") -> Path:
         _headline(5, "evaluate")
         measured = evaluate(config) if _has(config, config.evaluate.split) else None
         _headline(6, "generate")
-        summary = {"asked": asked, "measured": measured, "texts": generate(config)}
+        summary = {"asked": asked, "measured": measured, "texts": generate(_from_nothing(config))}
         write_json(folder / SUMMARY, summary)
     else:
         _tell_again(config, summary)
     _what_next(config, checkpoint)
     return folder
+
+
+def _from_nothing(config: RunConfig) -> RunConfig:
+    """Without a prompt the model starts from nothing: a chain that runs by itself asks nobody for one."""
+    sample = config.sample.model_copy(update={"prompt": config.sample.prompt or ""})
+    return config.model_copy(update={"sample": sample})
 
 
 def _headline(number: int, verb: str) -> None:

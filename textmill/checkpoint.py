@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from textmill.errors import Stopped, TextmillError, warn
-from textmill.files import faults_of, read_json, replace_folder, write_bytes, write_json
+from textmill.files import faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
 from textmill.hub import open_folder
 from textmill.tensors import Named, blocks_of, read_model, read_tensors
 
@@ -177,16 +177,9 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
             (folder / OPTIMIZER).unlink(missing_ok=True)
             (folder / OPTIMIZER_MANIFEST).unlink(missing_ok=True)
         else:
-            _remove(folder)
+            remove_folder(folder)
             removed.append(folder)
     return removed
-
-
-def _remove(folder: Path) -> None:
-    """Take the name away first, so that a half-removed checkpoint is never taken for a damaged one."""
-    aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
-    os.rename(folder, aside)
-    shutil.rmtree(aside)
 
 
 def tidy(run: Path) -> None:

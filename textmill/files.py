@@ -139,6 +139,14 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+def remove_folder(folder: Path) -> None:
+    """Take the name away first, so that a folder half removed is never taken for a damaged or a half-made one."""
+    if folder.exists():
+        aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+        os.rename(folder, aside)
+        shutil.rmtree(aside)
+
+
 def replace_folder(new: Path, old: Path) -> None:
     """Put a finished folder in its place; a folder that stood there before goes only after that."""
     sync_folder(new)

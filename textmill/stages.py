@@ -72,6 +72,9 @@ class Stage:
 
     def _put_in_place(self) -> None:
         (self._part / MADE_FROM).unlink(missing_ok=True)
+        for pattern in ("*.tmp-*", "*.old-*"):  # what a killed run left half written or half removed
+            for path in self._part.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         replace_folder(self._part, self.folder)
 
     @property

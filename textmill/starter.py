@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from textmill.corpus.sources import Source, find_sources, shipped
 from textmill.devices import open_device
 from textmill.errors import TextmillError
 from textmill.files import write_text
-from textmill.where import PROJECT, open_where
+from textmill.where import PROJECT
 
 SAMPLE_BYTES = 1 << 20
 CPU_FLOPS_A_CORE = 1.7e10
@@ -55,7 +56,6 @@ def new(folder: str, text: str | None, settings: list[str]) -> Path:
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be made ({error.strerror}); name another folder") from None
     write_text(path, _yaml(folder, text, sources, total, draft))
-    open_where(folder, [])  # what was written must read back
     print(f"new: {len(sources)} files, {total / 1e6:.1f} MB of text; wrote {path}")
     print(f"next: textmill run {folder}")
     return path
@@ -75,7 +75,7 @@ def _head(path: Path, count: int) -> bytes:
 def _draft(total: int, wide: float) -> Draft:
     on_gpu = open_device("auto").type != "cpu"
     vocab = next(size for limit, size in ((3e6, 1024), (3e7, 4096), (3e8, 16384), (float("inf"), 32000)) if total < limit)
-    vocab = min(32000, vocab * 4) if wide > 0.3 else vocab
+    vocab = min(32000, vocab * 2) if wide > 0.3 else vocab
     tokens = max(1, round(total / 3))
     size = "nano" if not on_gpu else next(size for limit, size in ((2e7, "micro"), (2e8, "mini"), (float("inf"), "small")) if total < limit)
     length, batch = (64, 16) if not on_gpu else ({"micro": 512}.get(size, 1024), 64)
@@ -95,41 +95,45 @@ def _draft(total: int, wide: float) -> Draft:
 
 def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draft) -> str:
     named = text if text in shipped() and not os.path.exists(text) else os.path.relpath(os.path.expanduser(text), folder)
-    minutes = max(1, round(draft.minutes))
-    often = max(20, round(draft.steps / 5, -1))
-    return f"""\
+    minutes, often = max(1, round(draft.minutes)), max(20, round(draft.steps / 50) * 10)
+    nano = draft.size == "nano"
+    head = f"""\
 # What textmill will make of {len(sources)} files, {total / 1e6:.1f} MB of text, on {draft.device}.
 #
-#   textmill run {folder}        # the whole chain: prepare, fit-tokenizer, tokenize, train, evaluate, sample
-#   textmill VERB --help         # every setting there is, with its default
+#   textmill run {folder}    # the whole chain: prepare, fit-tokenizer, tokenize, train, evaluate, generate
+#   textmill VERB --help     # every setting there is, with its default
 #
 # Paths are relative to this file. Each stage writes a folder beside it: corpus, tokenizer, tokens, run.
 # Change what you like: a stage that is done is not done twice, and a change that would
 # make it another one is said before anything is touched.
-
-corpus:
-  sources: ["{named}"]
-  section: {draft.section}              # plain text is cut into documents of about so many characters
-  split: {draft.split}             # percent for train, valid and test; a document never changes sides
-
-tokenizer:
-  vocab: {draft.vocab}               # pieces; more text and more scripts want more
-
-model:
-  size: {draft.size}                # nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B)
-
-train:
-  length: {draft.length}               # tokens a sample
-  batch: {draft.batch}                 # samples a step
-  steps: {draft.steps}                # about {draft.epochs:.0f} passes over the text, {minutes} minutes by a rough guess
-  learning_rate: {"3e-3" if draft.size == "nano" else "1e-3"}       # rises for the first 5% of steps, then falls
-  min_learning_rate: {"2e-4" if draft.size == "nano" else "1e-4"}
-  betas: [0.9, {0.99 if draft.size == "nano" else 0.95}]         # Adam's memory; small batches want a longer one
-  evaluate_every: {often}       # loss on the valid part
-  save_every: {often}           # a checkpoint to go on from; opens in transformers as it is
-
-sample:
-  prompt: null              # what the finished model continues, such as "Once upon a time"
-  temperature: 0.8          # 0: always the likeliest token; higher: bolder
-  max_tokens: 200
 """
+    sections: dict[str, list[tuple[str, object, str]]] = {
+        "corpus": [
+            ("sources", json.dumps([named], ensure_ascii=False), "files, globs and folders of .txt, .md and .jsonl"),
+            ("section", draft.section, "plain text is cut into documents of about so many characters"),
+            ("split", draft.split, "percent for train, valid and test; a document never changes sides"),
+        ],
+        "tokenizer": [("vocab", draft.vocab, "pieces; more text and more scripts want more")],
+        "model": [("size", draft.size, "nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B)")],
+        "train": [
+            ("length", draft.length, "tokens a sample"),
+            ("batch", draft.batch, "samples a step"),
+            ("steps", draft.steps, f"about {draft.epochs:.1f} passes over the text, {minutes} minutes by a rough guess"),
+            ("learning_rate", "3e-3" if nano else "1e-3", "rises for the first 5% of steps, then falls"),
+            ("min_learning_rate", "2e-4" if nano else "1e-4", "down to this"),
+            ("betas", "[0.9, 0.99]" if nano else "[0.9, 0.95]", "Adam's memory; small batches want a longer one"),
+            ("evaluate_every", often, "steps between two losses on the valid part"),
+            ("save_every", often, "steps between two checkpoints, to go on from; transformers opens them as they are"),
+        ],
+        "sample": [
+            ("prompt", "null", 'what the finished model continues, such as "Once upon a time"'),
+            ("temperature", 0.8, "0: always the likeliest token; higher: bolder"),
+            ("max_tokens", 200, "tokens of new text"),
+        ],
+    }
+    lines = [head]
+    for section, rows in sections.items():
+        lines.append(f"{section}:")
+        lines += [f"  {key}: {value}".ljust(30) + f"# {note}" for key, value, note in rows]
+        lines.append("")
+    return "\n".join(lines)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,3 +280,21 @@ def test_killed_and_run_again(world: Path, root: Path) -> None:
     assert start("killed").wait(60) == 0, Path("said.txt").read_text()
     assert content(Path("killed/corpus")) == content(Path("whole/corpus"))
     assert not Path("killed/corpus.part").exists()
+
+
+def test_killed_while_the_intermediate_is_removed(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The power goes when half of the intermediate files are gone; the next run must not take the rest for finished work."""
+    whole = prepare(config_of("whole"))
+    real = shutil.rmtree
+
+    def cut(path: Path, *args: object, **kwargs: object) -> None:
+        for number, inside in enumerate(sorted(Path(path).iterdir())):
+            if number % 2:
+                inside.unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", cut)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config_of("cut"))
+    monkeypatch.setattr(shutil, "rmtree", real)
+    assert content(prepare(config_of("cut"))) == content(whole)

@@ -150,7 +150,7 @@ def test_workers_end_with_their_parent(sign: signal.Signals, tmp_path: Path, roo
             os.killpg(parent.pid, sign)  # as Ctrl-C does: the workers get it too
         else:
             parent.kill()
-        parent.wait(10)
+        parent.wait(60)
         assert wait_for(lambda: not any(map(alive, pids)), 10)
     finally:
         parent.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from textmill.corpus.passes import Work, read_piece, write_piece
 from textmill.corpus.records import Bad
 from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of
 from textmill.errors import TextmillError
-from textmill.files import hash_file, read_json, shown, write_bytes, write_json
+from textmill.files import hash_file, read_json, remove_folder, shown, write_bytes, write_json
 from textmill.progress import progress
 from textmill.runners import Runner, open_runner
 from textmill.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
@@ -162,4 +161,4 @@ def _sweep(part: Path, files: dict[str, Any]) -> None:
     """Take out the intermediate files and what a killed run left half written."""
     for path in part.iterdir():
         if path.name not in files and path.name != MADE_FROM:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove_folder(path) if path.is_dir() else path.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import read_texts, shards_of
-from textmill.files import account_of, read_json, shown, write_json
+from textmill.files import account_of, read_json, remove_folder, shown, write_json
 from textmill.progress import progress
 from textmill.runners import open_runner
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
@@ -58,7 +57,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
             split: {name: sum(one[name] for one in facts[split].values()) for name in COUNTED} for split in SPLITS
         }
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
-        shutil.rmtree(part / PARTS)
+        remove_folder(part / PARTS)
         stage.finish(part, files, {**shared, "splits": splits})
     print(f"tokenize: {shown(folder)}: {_spoken(splits)}")
     return folder
