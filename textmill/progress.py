@@ -71,7 +71,9 @@ def _rich_bar(name: str, total: float | None, unit: str) -> Iterator[Bar]:
 
     class Amount(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(f"{amount_of(task.completed, unit)}, {amount_of(task.finished_speed or task.speed or 0, unit)}/s")
+            # The average since the start: a guess from the last moments is nonsense for work that comes in few large pieces.
+            elapsed = task.finished_time or task.elapsed or 0
+            return Text(f"{amount_of(task.completed, unit)}, {amount_of(task.completed / max(elapsed, 1e-3), unit)}/s")
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Amount())
     remaining = TimeRemainingColumn(elapsed_when_finished=True)
