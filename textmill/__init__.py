@@ -18,6 +18,8 @@ _PLACES = {
     "evaluate": "textmill.evaluation",
     "generate": "textmill.generation",
     "check": "textmill.wholeness",
+    "show": "textmill.views",
+    "open_corpus": "textmill.corpus.sequence",
     "TextmillError": "textmill.errors",
 }
 

@@ -34,6 +34,7 @@ VERBS = {
     "train": Verb("textmill.loop:train", "train, or go on training", ("model", "train", "engine", "track"), ("--force", "--step")),
     "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "engine"), ("--step", "--json")),
     "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),
+    "show": Verb("textmill.views:show", "look at a corpus: sizes, sources, lengths, scripts, documents", (), ()),
     "check": Verb("textmill.wholeness:check", "prove a folder whole, every bit of it", (), ()),
     "recipes": Verb("textmill.recipes_list:recipes", "list the recipes that come with textmill", (), ()),
 }  # fmt: skip

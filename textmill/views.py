@@ -1,0 +1,84 @@
+"""The verb show: what is in a folder, as a person would look at it."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+
+from textmill.config import RunConfig
+from textmill.corpus.document import SPLITS
+from textmill.corpus.sequence import Corpus, open_corpus
+from textmill.corpus.shards import open_shard, shards_of
+from textmill.counters import uniform_at
+from textmill.files import read_json, shown
+
+BAR = 40
+LOOKED_AT = 300
+"""Documents whose letters are counted for the scripts, evenly spread over the corpus."""
+SHOWN_DOCUMENTS, SHOWN_CHARACTERS = 3, 400
+
+
+def show(config: RunConfig) -> None:
+    """Print the corpus of a config: sizes, sources, rules, lengths, scripts and a few documents."""
+    folder = config.folder_of("corpus")
+    corpus = open_corpus(folder)
+    account = read_json(folder / "account.json")
+    print(f"{shown(folder)}: {len(corpus):,} documents")
+    for split, counts in account["by_split"].items():
+        print(
+            f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  {counts['characters']:>14,} characters"
+        )
+    _shares("sources, by documents kept", {shown(Path(name)): one["kept"] for name, one in account["by_source"].items()})
+    fates = {"kept": account["kept"], **account["dropped"], "quarantined": account["quarantined"]}
+    _shares("what became of the records", {name: count for name, count in fates.items() if count})
+    _shares("characters a document", _lengths(folder))
+    _shares(f"scripts, by letters of {min(LOOKED_AT, len(corpus))} documents", _scripts(corpus))
+    print("\na few documents")
+    for number in range(min(SHOWN_DOCUMENTS, len(corpus))):
+        document = corpus[int(uniform_at(config.train.seed, number) * len(corpus))]
+        text = document.text if len(document.text) <= SHOWN_CHARACTERS else document.text[:SHOWN_CHARACTERS] + " ..."
+        print(f"--- {shown(Path(document.source))}, {document.id}\n{text}")
+
+
+def _shares(title: str, counts: dict[str, int], most: int = 12) -> None:
+    """A bar for each count, the order kept; what is beyond `most` is summed up."""
+    total = sum(counts.values())
+    if not total:
+        return
+    rows = list(counts.items())
+    if len(rows) > most:
+        rows = sorted(rows, key=lambda row: -row[1])
+        rows = [*rows[: most - 1], (f"{len(rows) - most + 1} more", sum(count for _, count in rows[most - 1 :]))]
+    width = max(len(name) for name, _ in rows)
+    print(f"\n{title}")
+    for name, count in rows:
+        print(f"  {name:<{width}} {count:>12,} {count / total:>6.1%} {'█' * round(BAR * count / total)}")
+
+
+def _lengths(folder: Path) -> dict[str, int]:
+    """How many documents have how many characters, in powers of four."""
+    counts: Counter[int] = Counter()
+    for split in SPLITS:
+        for path in shards_of(folder, split):
+            with open_shard(path) as shard:
+                for batch in shard.iter_batches(columns=["text"], use_threads=False):
+                    lengths = np.maximum(pc.utf8_length(batch.column(0)).to_numpy(zero_copy_only=False), 1)
+                    counts.update((np.log2(lengths) // 2).astype(int).tolist())
+    ordered = range(min(counts, default=0), max(counts, default=-1) + 1)
+    return {f"{4**power:,} to {4 ** (power + 1) - 1:,}": counts[power] for power in ordered}
+
+
+def _scripts(corpus: Corpus) -> dict[str, int]:
+    """Letters by script, by the first word of their Unicode name: LATIN, HANGUL, CJK."""
+    letters: Counter[str] = Counter()
+    for place in np.linspace(0, len(corpus) - 1, min(LOOKED_AT, len(corpus)), dtype=int).tolist():
+        letters.update(corpus[place].text)
+    scripts: Counter[str] = Counter()
+    for letter, count in letters.items():
+        if letter.isalpha():
+            scripts[unicodedata.name(letter, "UNNAMED").split()[0].capitalize()] += count
+    return dict(scripts.most_common())
