@@ -1,6 +1,6 @@
 """Tokens a second of the torch engine and of transformers' own GPT-2 on the same batches, in one run.
 
-    python bench/first_step.py [size] [batch] [length] [steps]
+    python bench/first_step.py [size] [batch] [length] [steps] [1 to compile ours]
 
 The peer is GPT2LMHeadModel with the same weights, precision and fused AdamW, uncompiled, as most scripts have it.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from textmill.config import ModelConfig, RunConfig, TrainConfig
+from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.devices import open_device, precision_of
 from textmill.engines import open_engine
 from textmill.models import open_family
@@ -35,9 +35,10 @@ def rate(step: Callable[[int], float], steps: int, tokens: int) -> float:
     return steps * tokens / (time.perf_counter() - start)
 
 
-def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10) -> None:
+def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10, compiled: int = 0) -> None:
     """Measure both and print the ratio."""
     config = RunConfig(model=ModelConfig(size=size), train=TrainConfig(batch=batch, length=length, learning_rate=1e-4))
+    config = config.model_copy(update={"engine": TorchEngine(compile=bool(compiled))})
     family, device = open_family("gpt2"), open_device("auto")
     shape = family.shape_of(config.model, vocab=VOCAB, end=0, length=length)
     ids = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1), dtype=np.int32)
@@ -67,7 +68,7 @@ def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10)
 
     peer = rate(their_step, steps, batch * length)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{size} {batch} x {length} {precision} on {card}, torch {torch.__version__}")
+    print(f"{size} {batch} x {length} {precision}{' compiled' * compiled} on {card}, torch {torch.__version__}")
     print(f"textmill {mine:,.0f} tokens/s, transformers {peer:,.0f} tokens/s, ratio {mine / peer:.2f}")
 
 

@@ -33,6 +33,12 @@ def test_bf16_is_near_and_learns() -> None:
     assert near[-1] < near[0] - 1
 
 
+def test_compiled_equals_eager() -> None:
+    config = on_gpu(dropout=0.1)
+    compiled = config.model_copy(update={"engine": config.engine.model_copy(update={"compile": True})})
+    assert run(started(compiled), range(6)) == pytest.approx(run(started(config), range(6)), rel=1e-5)
+
+
 def test_auto_takes_the_gpu_in_bf16() -> None:
     config = config_of("torch").model_copy(update={"engine": TorchEngine()})
     facts = started(config).facts()

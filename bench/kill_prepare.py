@@ -1,0 +1,112 @@
+"""Kill prepare and tokenize, or a worker of theirs, at seeded moments and start again; the result must be the undisturbed one's.
+
+    python bench/kill_prepare.py [kills] [seed]
+
+Half of the blows hit the parent, half a worker. Besides, 1, 2 and 4 workers and shuffled sources must give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "textmill"]
+PATIENCE = 120
+
+
+def texts(folder: Path, seed: int) -> None:
+    """Six files of JSON lines in three scripts, with duplicates and broken lines."""
+    dice = random.Random(seed)
+    words = ["mill", "river", "değirmen", "ırmak", "물레방아", "강", "磨坊", "grain", "wheel", "çark"]
+    folder.mkdir()
+    for number in range(6):
+        with open(folder / f"{number}.jsonl", "w", encoding="utf-8") as stream:
+            for row in range(3000):
+                text = " ".join(dice.choices(words, k=dice.randrange(2, 160)))
+                stream.write(dice.choice(["{broken\n"] if row % 500 == 7 else [json.dumps({"text": text}, ensure_ascii=False) + "\n"]))
+
+
+def command(verb: str, root: Path, sources: list[Path], workers: int) -> list[str]:
+    """The words of one call."""
+    names = ",".join(map(str, sources))
+    settings = [f"folder={root}", f"corpus.sources={names}", "tokenizer.vocab=400", f"runner.workers={workers}"]
+    return [*COMMAND, verb, "quickstart", *settings]
+
+
+def content(folder: Path) -> str:
+    """A hash of every file's name and bytes, but for what names this machine's folders and moments."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name not in ("run.yaml", "manifest.json"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest() + json.loads((folder / "manifest.json").read_text())["fingerprint"]
+
+
+def made(root: Path, sources: list[Path], workers: int) -> tuple[str, str]:
+    """Prepare and tokenize undisturbed; hashes of both folders."""
+    for verb in ("prepare", "tokenize"):
+        subprocess.run(command(verb, root, sources, workers), check=True, capture_output=True, timeout=PATIENCE)
+    return content(root / "corpus"), content(root / "tokens")
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes that a process started."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def struck(words: list[str], dice: random.Random, duration: float) -> tuple[bool, bool]:
+    """Start, strike the parent or a worker at a drawn moment, wait for the end; (a blow hit, it came through)."""
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(dice.uniform(0.2, duration))
+    targets = [process.pid] if dice.random() < 0.5 else workers_of(process.pid)
+    hit = False
+    if targets and process.poll() is None:
+        try:
+            os.kill(dice.choice(targets), signal.SIGKILL)
+            hit = True
+        except ProcessLookupError:
+            pass
+    return hit, process.wait(PATIENCE) == 0
+
+
+def main(kills: int = 50, seed: int = 1) -> int:
+    """The campaign; its figures go to docs/benchmarks.md."""
+    dice = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        texts(here / "texts", seed)
+        sources = sorted((here / "texts").iterdir())
+        start = time.monotonic()
+        wanted = made(here / "whole", sources, 2)
+        duration = (time.monotonic() - start) / 2
+        layouts = [made(here / f"workers{count}", sources, count) == wanted for count in (1, 4)]
+        layouts.append(made(here / "shuffled", random.Random(3).sample(sources, len(sources)), 2) == wanted)
+        hits = rounds = equal = 0
+        while hits < kills:
+            root = here / "struck"
+            for verb in ("prepare", "tokenize"):
+                through = False
+                while not through:
+                    hit, through = struck(command(verb, root, sources, 2), dice, duration)
+                    hits += hit
+            equal += (content(root / "corpus"), content(root / "tokens")) == wanted
+            rounds += 1
+            shutil.rmtree(root)
+        print(f"{hits} SIGKILLs, 0 hangs: {equal} of {rounds} results byte-identical; 1 and 4 workers, shuffled sources equal: {layouts}")
+        return 0 if equal == rounds and all(layouts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
