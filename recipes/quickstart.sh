@@ -11,5 +11,5 @@ textmill prepare       "$recipe" "$@"   # text in, clean documents out
 textmill fit-tokenizer "$recipe" "$@"   # a vocabulary for them
 textmill tokenize      "$recipe" "$@"   # documents in, token ids out
 textmill train         "$recipe" "$@"   # token ids in, checkpoints out
-textmill check         runs/quickstart     # every bit where it should be
+textmill check         "$recipe" "$@"   # every bit where it should be
 textmill run           "$recipe" "$@"   # what is left: measure it, sample from it

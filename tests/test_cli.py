@@ -64,6 +64,8 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
         (["generate", "quickstart", "sample.top_p=2"], "sample.top_p: found 2; give a value at most 1"),
         (["new", "x"], "new: no text named"),
         (["new", "x", "--text", "nothing/*.txt"], "nothing matches 'nothing/*.txt'"),
+        (["train", "quickstart", "--force=no"], "--force: takes no value"),
+        (["train", "quickstart", "--force", "--step", "3"], "say one of them"),
         (["check", "."], "nothing to check there"),
         (["evaluate", "."], "not made by textmill and not a model"),
     ],
@@ -145,6 +147,73 @@ def test_new_fits_text_and_machine(size: int, gpu: bool, tmp_path: Path, monkeyp
     assert config.train.save_every <= config.train.steps
     seen = config.train.steps * config.train.batch * (config.train.length or 0)
     assert seen <= max(110 * config.train.batch * (config.train.length or 0), 16 * size / 3), "no more than about fifteen passes"
+
+
+def test_force_never_replaces_a_folder_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    for words in ([], ["--force"]):
+        code, _, err = said(capsys, "prepare", "quickstart", "corpus.folder=precious", *words)
+        assert code == 2
+        assert "was not made by 'textmill prepare'" in err
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+
+
+def test_models_without_a_run(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Hugging Face folder, a copied checkpoint, a folder with '=' in its name: generate reads them, train does not write into them."""
+    import shutil
+
+    monkeypatch.chdir(tiny_texts.parent)
+    said(capsys, "new", "mine", "--text", "texts")
+    assert said(capsys, "run", "mine", *QUICK)[0] == 0
+    shutil.copytree("mine/run/step-0000002", "final")
+    shutil.copytree("final", "hf=1", ignore=lambda *_: ["run.yaml", "progress.json", "manifest.json", "optimizer.safetensors"])
+    for where in ("final", "hf=1"):
+        before = sorted(Path(where).iterdir())
+        code, out, err = said(capsys, "generate", where, "sample.prompt=The mill", "sample.max_tokens=3", "--json")
+        assert code == 0, err
+        assert json.loads(out)["prompt"] == "The mill"
+        code, _, err = said(capsys, "train", where)
+        assert code == 2
+        assert "is a model, not a run" in err
+        assert sorted(Path(where).iterdir()) == before
+    code, _, err = said(capsys, "train", "mine/run/step-0000002")
+    assert code == 2
+    assert "--step 2" in err
+
+
+def test_what_training_would_refuse_is_refused_before_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "n_layer": 1, "n_head": 5, "n_embd": 96, "n_positions": 64, "vocab_size": 9}'
+    )
+    for word, wanted in (
+        ("model.init_from=not/there/x", "no such folder"),
+        ("model.shape=config.json", "5 heads do not divide the width 96"),
+        ("engine.device=cuda:9", "is not there"),
+    ):
+        code, out, err = said(capsys, "run", "quickstart", word)
+        assert code == 2
+        assert wanted in err
+        assert out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_path_in_a_file_is_never_looked_for_elsewhere(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tiny_texts.parent / "project"
+    project.mkdir()
+    (project / "textmill.yaml").write_text("corpus: {sources: [texts]}\n")
+    monkeypatch.chdir(tiny_texts.parent)  # another folder `texts` stands here
+    code, _, err = said(capsys, "prepare", "project")
+    assert code == 2
+    assert "project/texts" in err
 
 
 def test_a_second_new_keeps_the_first(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.kill_train import COMMAND, killed_until_done, last_weights, numbers_of, prepared, textmill, trained
+from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.loop import train
 from textmill.where import open_where
@@ -34,8 +35,10 @@ def undisturbed(root: Path) -> Path:
     return run
 
 
-def config_for(root: Path, run: Path, steps: int, *words: str):  # type: ignore[no-untyped-def]
+def config_for(root: Path, run: Path, steps: int, *words: str) -> RunConfig:
     _, where, *settings = trained(root, run, steps)
+    if any(word.startswith("model.init_from") for word in words):
+        settings = [word for word in settings if not word.startswith("model.shape")]  # the weights bring their own
     return open_where(where, [*settings, *words]).config
 
 
@@ -172,3 +175,67 @@ def _with_fewer_vectors(run: Path, root: Path) -> Path:
     hf = json.loads((run / f"step-{STEPS:07d}" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**hf, "vocab_size": 200}))
     return folder
+
+
+def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) -> None:
+    """Going back or starting anew clears nothing until the start is sure."""
+    from textmill.checkpoint import faults_in, steps_of
+
+    run = root / "kept"
+    train(config_for(root, run, 12, "train.keep=1", "train.keep_every=5"))
+    assert list(steps_of(run)) == [5, 10, 12]
+    metrics = numbers_of(run)
+    attempts: list[tuple[list[str], dict[str, object], str]] = [
+        ([], {"step": 5}, "optimizer.safetensors was pruned"),
+        (["model.init_from=nowhere/at-all/x"], {"force": "yes"}, "no such folder"),
+        (["engine.device=cuda:7"], {"force": "yes"}, "is not there"),
+        (["engine.device=cuda:7", "train.steps=20"], {}, "is not there"),
+    ]
+    for words, options, said in attempts:
+        steps = 20 if options.get("step") else 12
+        with pytest.raises(TextmillError, match=said):
+            train(config_for(root, run, steps, "train.keep=1", "train.keep_every=5", *words), **options)  # type: ignore[arg-type]
+        assert list(steps_of(run)) == [5, 10, 12]
+        assert all(faults_in(folder) == [] for folder in steps_of(run).values())
+        assert numbers_of(run) == metrics
+    train(config_for(root, run, 5), step=5)
+    assert list(steps_of(run)) == [5, 10, 12], "done already, and nothing touched"
+
+
+def test_a_run_may_start_anew_from_its_own_weights(root: Path) -> None:
+    run = root / "self"
+    train(config_for(root, run, 20))
+    last = numbers_of(run)[-1]["valid_loss"]
+    train(config_for(root, run, 2, f"model.init_from={run}", "train.warmup=0"), force="yes")
+    assert numbers_of(run)[0]["loss"] < last + 0.3
+
+
+def test_a_prompt_that_does_not_fit_stops_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = root / "long-prompt"
+    prompt = "word " * 200
+    train(config_for(root, run, 5, f"train.prompts={prompt}", "sample.min_tokens=0"))
+    assert (run / "step-0000005").is_dir()
+    assert "train.prompts: sample.prompt" in capsys.readouterr().out
+
+
+def test_given_weights_count_by_what_they_are(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+    import shutil
+
+    base, run = tmp_path / "base", root / "given"
+    shutil.copytree(undisturbed / f"step-{STEPS:07d}", base)
+    train(config_for(root, run, 5, f"model.init_from={base}"))
+    base.rename(tmp_path / "moved")
+    train(config_for(root, run, 6, f"model.init_from={tmp_path / 'moved'}"))
+    shutil.copytree(undisturbed / f"step-{STEPS:07d}", base)
+    data = bytearray((base / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (base / "model.safetensors").write_bytes(data)
+    (base / "progress.json").unlink()  # a plain model folder now, with no checksums to say that it is another one
+    with pytest.raises(TextmillError, match=r"model\.init_from was"):
+        train(config_for(root, run, 7, f"model.init_from={base}"))
+
+
+def test_dropout_may_be_changed_on_given_weights_and_nothing_else(root: Path, undisturbed: Path) -> None:
+    run = root / "dropped"
+    train(config_for(root, run, 2, f"model.init_from={undisturbed}", "train.warmup=0", "model.shape.dropout=0.3"))
+    assert json.loads((run / "step-0000002" / "config.json").read_text())["resid_pdrop"] == 0.3

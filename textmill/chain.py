@@ -6,15 +6,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoint import MANIFEST, steps_of
+from textmill.checkpoint import steps_of
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
+from textmill.devices import open_device
 from textmill.evaluation import ROWS, evaluate
 from textmill.evaluation.figures import table_of
 from textmill.files import read_json, shown, write_json
 from textmill.generation import generate
 from textmill.loop import train
-from textmill.stages import Force, open_manifest
+from textmill.runs import check_start
+from textmill.stages import MANIFEST, Force, open_manifest
 from textmill.tokens.fitting import fit_tokenizer
 from textmill.tokens.tokenize import tokenize
 
@@ -23,6 +25,9 @@ SUMMARY = "summary.json"
 
 def run(config: RunConfig, force: Force = "no") -> Path:
     """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
+    check_start(config)
+    if config.engine.device not in ("auto", "cpu"):
+        open_device(config.engine.device)
     for number, (verb, stage) in enumerate((("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1):
         _headline(number, verb)
         stage(config, force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -15,10 +16,11 @@ from typing import Any, Literal
 from textmill.errors import Stopped, TextmillError, warn
 from textmill.files import faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
 from textmill.hub import open_folder
+from textmill.stages import MANIFEST
 from textmill.tensors import Named, blocks_of, read_model, read_tensors
 
 WhichStep = int | Literal["latest", "best"]
-MANIFEST, OPTIMIZER_MANIFEST = "manifest.json", "optimizer.manifest.json"
+OPTIMIZER_MANIFEST = "optimizer.manifest.json"
 OPTIMIZER = "optimizer.safetensors"
 STEP_NAME = re.compile(r"^step-(\d{7,})$")
 
@@ -37,7 +39,7 @@ class Checkpoint:
 
     def moments(self) -> Iterator[Named]:
         """The optimizer's state by weight name: m/NAME, v/NAME."""
-        if not (self.folder / OPTIMIZER).is_file():
+        if not (self.folder / OPTIMIZER_MANIFEST).is_file():
             raise TextmillError(
                 f"{self.folder}: its {OPTIMIZER} was pruned; go on from a newer checkpoint, "
                 f"or start a new run from its weights: model.init_from={self.folder}"
@@ -74,7 +76,7 @@ def faults_in(folder: Path, *, deep: bool = True) -> list[str]:
     try:
         manifest = read_json(folder / MANIFEST)
         faults = faults_of(folder, manifest["files"], deep=deep)
-        if (folder / OPTIMIZER_MANIFEST).exists() or (folder / OPTIMIZER).exists():
+        if (folder / OPTIMIZER_MANIFEST).exists():  # without it, the optimizer was pruned
             faults += faults_of(folder, read_json(folder / OPTIMIZER_MANIFEST)["files"], deep=deep)
     except TextmillError as error:
         return [str(error).removeprefix(f"{folder}/")]
@@ -89,8 +91,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if match or (folder / "progress.json").exists():
         if faults := faults_in(folder):
             raise TextmillError(f"{folder}: damaged: {'; '.join(faults)}; use another step")
-        progress = read_json(folder / "progress.json")
-        return Checkpoint(folder, int(progress["step"]), progress)
+        return _whole(folder)
     if not (folder / "config.json").is_file():
         raise TextmillError(f"{folder}: not a checkpoint; it has no config.json")
     return Checkpoint(folder, 0, {})
@@ -111,11 +112,17 @@ def find_checkpoint(run: Path, which: WhichStep = "latest") -> Checkpoint | None
             raise TextmillError(f"{run}: no checkpoint has a validation loss; use --step latest")
     for folder in candidates:
         if not (faults := faults_in(folder)):
-            return open_checkpoint(folder)
+            return _whole(folder)
         warn(f"{folder} is damaged and passed over: {'; '.join(faults)}")
     if candidates:
         raise TextmillError(f"{run}: every checkpoint is damaged; start anew with --force")
     return None
+
+
+def _whole(folder: Path) -> Checkpoint:
+    """A checkpoint that was verified just now."""
+    progress = read_json(folder / "progress.json")
+    return Checkpoint(folder, int(progress["step"]), progress)
 
 
 def model_of(run: Path, init_from: str | None, which: WhichStep = "latest") -> Checkpoint:
@@ -138,7 +145,8 @@ def open_model(name: str) -> Checkpoint:
 
 def _valid_loss(folder: Path) -> float | None:
     try:
-        return Checkpoint(folder, 0, read_json(folder / "progress.json")).valid_loss
+        loss = Checkpoint(folder, 0, read_json(folder / "progress.json")).valid_loss
+        return loss if loss is not None and math.isfinite(loss) else None
     except (TextmillError, ValueError, AttributeError):
         return None
 
@@ -174,8 +182,8 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
         if step in newest:
             continue
         if step == best or (keep_every and step % keep_every == 0):
-            (folder / OPTIMIZER).unlink(missing_ok=True)
             (folder / OPTIMIZER_MANIFEST).unlink(missing_ok=True)
+            (folder / OPTIMIZER).unlink(missing_ok=True)
         else:
             remove_folder(folder)
             removed.append(folder)
@@ -197,7 +205,6 @@ class Saver:
         self._prune = partial(prune, run, keep=keep, keep_every=keep_every)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.saved: Path | None = None
 
     def save(self, snapshot: Snapshot) -> None:
         """Begin writing; waits for the save before it, and raises what went wrong there."""
@@ -207,8 +214,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            self.saved = write_checkpoint(self.run, snapshot)
-            if not faults_in(self.saved, deep=False):
+            if not faults_in(write_checkpoint(self.run, snapshot), deep=False):
                 self._prune()
         except BaseException as error:
             self._error = error
@@ -218,11 +224,15 @@ class Saver:
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
-    def wait(self) -> None:
-        """Wait until the save under way is over; raise what went wrong in it."""
+    def join(self) -> None:
+        """Wait until the save under way is over."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Wait until the save under way is over; raise what went wrong in it."""
+        self.join()
         if (error := self._error) is not None:
             self._error = None
             if isinstance(error, OSError):

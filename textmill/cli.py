@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -30,9 +32,9 @@ VERBS = {
     "run": Verb("textmill.chain:run", "the whole chain, skipping what is done", ALL, ("--force",)),
     "prepare": Verb("textmill.corpus.prepare:prepare", "text in, clean documents out", ("corpus", "runner"), ("--force",)),
     "fit-tokenizer": Verb("textmill.tokens.fitting:fit_tokenizer", "a vocabulary for the corpus", ("tokenizer",), ("--force",)),
-    "tokenize": Verb("textmill.tokens.tokenize:tokenize", "documents in, token ids out", ("tokens", "runner"), ("--force",)),
-    "train": Verb("textmill.loop:train", "train, or go on training", ("model", "train", "engine", "track"), ("--force", "--step")),
-    "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "engine"), ("--step", "--json")),
+    "tokenize": Verb("textmill.tokens.tokenize:tokenize", "documents in, token ids out", ("tokens", "tokenizer", "runner"), ("--force",)),
+    "train": Verb("textmill.loop:train", "train, or go on", ("model", "train", "engine", "sample", "track"), ("--force", "--step")),
+    "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "train", "engine"), ("--step", "--json")),
     "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),
     "show": Verb("textmill.views:show", "look at a corpus: sizes, sources, lengths, scripts, documents", (), ()),
     "check": Verb("textmill.wholeness:check", "prove a folder whole, every bit of it", (), ()),
@@ -104,15 +106,19 @@ def _sorted_words(words: list[str], name: str, verb: Verb) -> tuple[list[str], l
             flag, sign, value = word.partition("=")
             if flag not in verb.flags:
                 raise TextmillError(_flag_advice(flag, name, verb))
+            if sign and flag not in ("--step", "--text"):
+                raise TextmillError(f"{flag}: takes no value, found '{value}'; say {flag} or leave it out")
             if flag in ("--step", "--text"):
                 value = value if sign else next(rest, "")
                 if not value:
                     raise TextmillError(f"{flag}: needs a value: {FLAGS[flag]}")
             flags[flag] = value
-        elif "=" in word and not word.startswith((".", "/")):
+        elif re.match(r"^[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
             settings.append(word)
         else:
             places.append(word)
+    if "--force" in flags and "--step" in flags:
+        raise TextmillError("--force: starts anew, and --step goes on from a checkpoint; say one of them")
     return places, settings, flags
 
 
@@ -135,13 +141,19 @@ def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: 
         _one_place(places, name, "DIR --text 'texts/*.txt'")
         call(places[0], flags.get("--text"), settings)
     elif name == "check":
-        _one_place(places, name, "FOLDER")
-        call(places[0])
+        _one_place(places, name, "WHERE")
+        call(places[0], settings)
     else:
         from textmill.where import open_where
 
         _one_place(places, name, "WHERE")
         where = open_where(places[0], settings)
+        if name not in ("evaluate", "generate") and where.bare:
+            raise TextmillError(
+                f"{places[0]}: is a model, not a run; start one from it: textmill {name} CONFIG model.init_from={places[0]}"
+            )
+        if name == "train" and where.step is not None and "--step" not in flags:
+            raise TextmillError(f"{places[0]}: is one checkpoint; to go back to it say: textmill train RUN --step {where.step}")
         options: dict[str, Any] = {}
         if "--force" in verb.flags:
             options["force"] = ("changed" if name == "run" else "yes") if "--force" in flags else "no"
@@ -178,9 +190,10 @@ def verb_help(name: str, verb: Verb) -> str:
     """What `textmill VERB --help` prints: the verb, its flags, and the sections it reads."""
     from textmill.config.help import section_help
 
-    place = {"new": "DIR", "check": "FOLDER", "recipes": ""}.get(name, "WHERE")
+    place = {"new": "DIR", "recipes": ""}.get(name, "WHERE")
     lines = [f"textmill {name} {place}".rstrip() + (" [section.key=value ...]" if verb.sections else ""), f"  {verb.summary}", ""]
-    lines += [f"  {flag:<10} {FLAGS[flag]}" for flag in (*verb.flags, "--help")]
+    told = {**FLAGS, "--force": "make anew what was made from something else"} if name == "run" else FLAGS
+    lines += [f"  {flag:<10} {told[flag]}" for flag in (*verb.flags, "--help")]
     if verb.sections:
         lines += ["", WHERE_HELP, ""] + [section_help(section) for section in ("folder", *verb.sections)]
     return "\n".join(lines)

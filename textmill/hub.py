@@ -17,8 +17,10 @@ def open_folder(name: str) -> Path:
         return Path(name)
     if not HUB_NAME.match(name):
         raise TextmillError(f"{name}: no such folder; name a run, a checkpoint, a Hugging Face model folder or a hub name")
-    from huggingface_hub import snapshot_download  # a second of imports that only a hub name should cost
-
+    try:
+        from huggingface_hub import snapshot_download  # a second of imports that only a hub name should cost
+    except ImportError:
+        raise TextmillError(f"{name}: no such folder; a hub name needs huggingface_hub; run: pip install 'textmill[hf]'") from None
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED))
     except Exception as error:  # the client raises many kinds: offline, not found, gated

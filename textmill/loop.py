@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from textmill import __version__
 from textmill.checkpoint import Saver, WhichStep, open_checkpoint
-from textmill.config import RunConfig, SampleConfig
+from textmill.config import RunConfig
 from textmill.engines import Engine, Step, Sums, open_engine
 from textmill.errors import Stopped, TextmillError
 from textmill.files import locked, new_folder, shown, write_json, write_text
 from textmill.generation import samples_of
-from textmill.runs import SAMPLES, Data, Start, begin, files_of, open_data, snapshot_of
+from textmill.runs import SAMPLES, Data, Start, begin, files_of, make_room, open_data, snapshot_of
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
@@ -61,6 +61,7 @@ class Training:
 
     def go(self) -> None:
         """All steps that are left."""
+        make_room(self.run, self.start.step)
         (self.run / "stopped.json").unlink(missing_ok=True)
         write_text(self.run / "run.yaml", self.config.to_yaml())
         self.trackers = self._open_trackers()
@@ -73,6 +74,7 @@ class Training:
                 self._after(step + 1, result)
             self.saver.wait()
         finally:
+            self.saver.join()
             self.trackers.close()
 
     def _after(self, done: int, result: Step) -> None:
@@ -108,30 +110,31 @@ class Training:
     def _evaluate(self, done: int) -> float | None:
         if self.data.valid is None:
             return None
-        windows = window_batches(
-            self.data.valid, length=self.length, stride=self.length, batch=self.train.batch, first=self.data.tokenizer.end
-        )
+        size, first = self.length, self.data.tokenizer.end
+        windows = window_batches(self.data.valid, length=size, stride=size, batch=self.train.batch, first=first)
         sums = sum((self.engine.eval_step(batch) for batch in itertools.islice(windows, self.train.evaluate_batches)), Sums(0.0, 0, 0))
         loss = sums.loss / sums.asked
         self.trackers.log(done, {"valid_loss": loss})
         return loss
 
     def _save(self, done: int, result: Step) -> None:
-        progress = {
-            "samples": done * self.train.batch, "tokens": done * self.train.batch * self.length, "loss": result.loss.hex(),
-            "valid_loss": None if self.valid_loss is None else self.valid_loss.hex(), "made_from": self.start.made_from,
-            "changes": self.start.changes, "textmill": __version__,
-        }  # fmt: skip
-        self.saver.save(snapshot_of(self.engine, done, progress, self.files))
+        loss, valid = result.loss, self.valid_loss
+        self.saver.save(snapshot_of(self.engine, done, self.start, self.train.batch, self.length, loss, valid, self.files))
         self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
         if self.train.prompts:
-            self.saver.wait()
-            sample: SampleConfig = self.config.sample
-            lines = JsonLines(self.run / SAMPLES)
-            for line in samples_of(open_checkpoint(self.run / f"step-{done:07d}"), self.train.prompts, sample, self.config.engine):
-                lines.log(done, line)
-                self.trackers.note(f"step {done}: {line['prompt']}|{line['text'][:200]!r}")
-            lines.close()
+            self._sample(done)
+
+    def _sample(self, done: int) -> None:
+        """Continue the fixed prompts with what was saved; a prompt that cannot be is said and stops nothing."""
+        self.saver.wait()
+        with closing(JsonLines(self.run / SAMPLES)) as lines:
+            try:
+                checkpoint = open_checkpoint(self.run / f"step-{done:07d}")
+                for line in samples_of(checkpoint, self.train.prompts, self.config.sample, self.config.engine):
+                    lines.log(done, line)
+                    self.trackers.note(f"step {done}: {line['prompt']}|{line['text'][:200]!r}")
+            except Exception as error:
+                self.trackers.note(f"step {done}: train.prompts: {error}")
 
     def _open_trackers(self) -> Trackers:
         facts: dict[str, Any] = self.engine.facts()

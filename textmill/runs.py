@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +14,16 @@ from textmill import __version__
 from textmill.checkpoint import Checkpoint, Snapshot, WhichStep, find_checkpoint, open_model, steps_of, tidy
 from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
+from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
 from textmill.stages import Force, differences, open_manifest
-from textmill.tensors import Named
+from textmill.tensors import Named, fingerprint_of
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.track import check_trackers
 from textmill.track.jsonl import cut_back
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -63,42 +64,46 @@ def open_data(config: RunConfig) -> Data:
 
 
 def begin(config: RunConfig, data: Data, force: Force, which: WhichStep) -> Start:
-    """Where to start: the run's checkpoint, given weights, or nothing; refuses a run that was made from something else."""
+    """Where to start: the run's checkpoint, given weights, or nothing. Only looks; `make_room` clears what is not gone on from."""
     run = config.folder_of("train")
-    tidy(run)
-    found = None
-    if force == "yes":
-        _clear(run)
-    elif (found := find_checkpoint(run, which)) is not None:
-        # Given weights may be gone by now; their shape stands in what was made of them.
+    check_trackers(config.track)
+    found = find_checkpoint(run, which) if force != "yes" else None
+    if found is not None:
+        before = found.progress["made_from"]
+        # Given weights may be gone by now; what they were stands in the checkpoint made of them.
         shape = _shape_of(config, data, found if config.model.init_from else None)
-        faults = differences(found.progress["made_from"], _made_from(config, data, shape))
-        if faults and force == "no":
+        faults = differences(before, _made_from(config, data, shape, before["model.init_from"]))
+        if not faults:
+            return _go_on(config, data, found)
+        if force == "no":
             raise TextmillError(
                 f"{run} was trained from something else: {'; '.join(faults[:4])}; set it back, choose another train.folder, "
                 f"or start the run anew with --force"
             )
-        if faults:
-            _clear(run)
-            found = None
-    if found is None:
-        return _anew(config, data)
-    return _go_on(config, data, found, run)
+    return _anew(config, data)
+
+
+def make_room(run: Path, step: int) -> None:
+    """Take away what comes after the step that a run goes on from; all of it, when it starts anew."""
+    tidy(run)
+    for later, folder in steps_of(run).items():
+        if later > step:
+            remove_folder(folder)
+    cut_back(run / SAMPLES, step)
+    if not step:
+        remove_folder(run / "evaluation")
 
 
 def _anew(config: RunConfig, data: Data) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = _fitting(_shape_of(config, data, given), config, data, given)
     weights = given.weights() if given else open_family(shape.family).first_weights(shape, config.train.seed)
-    return Start(0, shape, weights, [], 0, str(given.folder) if given else "the first weights", _made_from(config, data, shape))
+    where = str(given.folder) if given else "the first weights"
+    return Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, None))
 
 
-def _go_on(config: RunConfig, data: Data, found: Checkpoint, run: Path) -> Start:
-    for step, folder in steps_of(run).items():
-        if step > found.step:
-            shutil.rmtree(folder)
-    cut_back(run / SAMPLES, found.step)
-    shape = shape_in(found.folder)
+def _go_on(config: RunConfig, data: Data, found: Checkpoint) -> Start:
+    shape = _shape_of(config, data, found)
     before = yaml.safe_load((found.folder / "run.yaml").read_text(encoding="utf-8"))
     after = {**config.model_dump(mode="json"), "textmill": __version__}
     changes = differences(_flat({**before, "textmill": found.progress["textmill"]}), _flat(after))
@@ -107,8 +112,8 @@ def _go_on(config: RunConfig, data: Data, found: Checkpoint, run: Path) -> Start
     noted = [{"step": found.step, "change": line} for line in changes]
     updates = int(found.progress["updates"])
     moments = found.moments() if updates and found.step < config.train.steps else []
-    made_from = _made_from(config, data, shape)
-    return Start(found.step, shape, found.weights(), moments, updates, str(found.folder), made_from, found.progress["changes"] + noted)
+    changes_so_far = found.progress["changes"] + noted
+    return Start(found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far)
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
@@ -118,9 +123,10 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape_of(config: RunConfig, data: Data, given: Checkpoint | None) -> Any:
-    """The shape of the net, from given weights where there are some."""
+    """The shape of the net, from given weights where there are some; dropout is the config's to change."""
     if given is not None:
-        return shape_in(given.folder)
+        shape, dropout = shape_in(given.folder), getattr(config.model.shape, "dropout", None)
+        return shape if dropout is None else shape.with_dropout(dropout)
     family, tokenizer = open_family(config.model.family), data.tokenizer
     return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
 
@@ -137,19 +143,33 @@ def _fitting(shape: Any, config: RunConfig, data: Data, given: Checkpoint | None
     return shape
 
 
-def _made_from(config: RunConfig, data: Data, shape: Any) -> dict[str, Any]:
+def _made_from(config: RunConfig, data: Data, shape: Any, weights_before: str | None) -> dict[str, Any]:
+    """All that decides what comes out; given weights count by what they are, not by where they stand."""
     settings = config.results("train")
     settings["train.length"] = config.train.length or shape.positions
     described = {f"model.{name}": value for name, value in vars(shape).items()}
-    inputs = {"model.init_from": config.model.init_from, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
+    given = _weights_now(config.model.init_from, weights_before) if config.model.init_from else None
+    inputs = {"model.init_from": given, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     return {**settings, **described, **inputs}
 
 
-def _clear(run: Path) -> None:
-    for folder in steps_of(run).values():
-        shutil.rmtree(folder)
-    for name in (METRICS, SAMPLES):
-        (run / name).unlink(missing_ok=True)
+def _weights_now(init_from: str, before: str | None) -> str:
+    """A fingerprint of given weights; that of before, where they are gone since."""
+    try:
+        return fingerprint_of(open_model(init_from).folder)
+    except TextmillError:
+        if before is None:
+            raise
+        return before
+
+
+def check_start(config: RunConfig) -> None:
+    """Refuse, before any work, what training would only refuse after hours of it: a model or a tracker that is not there."""
+    check_trackers(config.track)
+    if config.model.init_from:
+        shape_in(open_model(config.model.init_from).folder)
+    elif isinstance(config.model.shape, str):
+        open_family(config.model.family).shape_of(config.model, vocab=1, end=0)
 
 
 def files_of(config: RunConfig, data: Data, shape: Any) -> dict[str, bytes]:
@@ -159,7 +179,13 @@ def files_of(config: RunConfig, data: Data, shape: Any) -> dict[str, bytes]:
     return {name: text.encode() for name, text in texts.items()}
 
 
-def snapshot_of(engine: Any, step: int, progress: dict[str, Any], files: dict[str, bytes]) -> Snapshot:
-    """A copy in host memory of all that a checkpoint holds."""
-    progress = {"step": step, "updates": engine.updates(), **progress}
+def snapshot_of(
+    engine: Any, step: int, start: Start, batch: int, length: int, loss: float, valid_loss: float | None, files: dict[str, bytes]
+) -> Snapshot:
+    """A copy in host memory of all that a checkpoint holds; losses as hex, so that no digit is lost."""
+    progress = {
+        "step": step, "updates": engine.updates(), "samples": step * batch, "tokens": step * batch * length, "loss": loss.hex(),
+        "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
+        "textmill": __version__,
+    }  # fmt: skip
     return Snapshot(step, list(engine.weights()), list(engine.moments()), progress, files)

@@ -30,6 +30,7 @@ class Stage:
 
     def done(self, force: Force) -> bool:
         """Whether the folder holds this very result already; refuses a folder made from something else."""
+        self._refuse_foreign()
         if force == "yes":
             return False
         if (self._part / MANIFEST).is_file() and open_manifest(self._part)["made_from"] == self.made_from:
@@ -37,10 +38,6 @@ class Stage:
         if not self.folder.exists():
             return False
         if not (self.folder / MANIFEST).is_file():
-            if any(self.folder.iterdir()):
-                raise TextmillError(
-                    f"{self.folder}: not made by 'textmill {self.verb}' (it has no {MANIFEST}); move it away or set another folder"
-                )
             return False
         manifest = open_manifest(self.folder)
         changes = differences(manifest["made_from"], self.made_from)
@@ -55,6 +52,16 @@ class Stage:
             f"{self.folder} was made from something else: {'; '.join(changes[:4])}; "
             f"set it back, choose another folder, or start this stage anew with --force"
         )
+
+    def _refuse_foreign(self) -> None:
+        """A folder that this verb did not make is never replaced, not even by force."""
+        if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
+            return
+        made = (self.folder / MANIFEST).is_file() and open_manifest(self.folder).get("verb") == self.verb
+        if not made:
+            raise TextmillError(
+                f"{self.folder}: stands there and was not made by 'textmill {self.verb}'; move it away or set another folder"
+            )
 
     @contextmanager
     def building(self) -> Iterator[Path]:

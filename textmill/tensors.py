@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.files import read_json
+from textmill.files import hash_file, hash_json, read_json
 
 Named = tuple[str, NDArray[np.float32]]
 """A weight or moment: its checkpoint name and its values in checkpoint layout, with the real vocabulary."""
@@ -88,3 +88,9 @@ def read_model(folder: Path) -> Iterator[Named]:
         pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
         found = f"found {', '.join(pickles[:3])}, which can run code when opened" if pickles else "found none"
         raise TextmillError(f"{folder}: no model.safetensors there, {found}; save the model as safetensors")
+
+
+def fingerprint_of(folder: Path) -> str:
+    """A hash of a model folder's weights: their files' whole content."""
+    files = sorted(folder.glob("*.safetensors"))
+    return hash_json({path.name: hash_file(path) for path in files if path.name != "optimizer.safetensors"})

@@ -7,10 +7,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
-from textmill.config.load import Tree, anchor, config_of, lay_over, read_yaml
+from textmill.config.load import Tree, anchor, config_of, merged, read_yaml, tree_of
 from textmill.errors import TextmillError
 from textmill.files import read_json
 from textmill.stages import MANIFEST
@@ -26,6 +25,8 @@ class Where:
     config: RunConfig
     step: int | None = None
     """Set when one checkpoint was named."""
+    bare: bool = False
+    """Set when it is a model without a run."""
 
 
 def recipes_folder() -> Path:
@@ -57,49 +58,64 @@ def _from_file(path: Path, settings: list[str]) -> Where:
     if path.suffix not in (".yaml", ".yml"):
         raise TextmillError(f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder (text goes into corpus.sources)")
     tree, lines = read_yaml(path)
-    tree = anchor(tree, path.resolve().parent)
     # A recipe leaves its results where the user stands; a project's file stands in its own folder.
-    tree.setdefault("folder", str(path.resolve().parent if path.name == PROJECT else Path("runs", path.stem)))
-    return Where(_resolved(config_of(lay_over(tree, settings), file=path, lines=lines)))
+    root = path.resolve().parent if path.name == PROJECT else Path.cwd() / "runs" / path.stem
+    tree = {"folder": str(root), **anchor(tree, path.resolve().parent)}
+    return Where(_config_of(tree, settings, path, lines))
+
+
+def _config_of(tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None) -> RunConfig:
+    """What stands in a file is relative to it, what is said on the command line to where the user stands."""
+    said = anchor(tree_of(settings), Path.cwd())
+    if isinstance(said.get("model", {}).get("shape"), dict) and isinstance(tree.get("model", {}).get("shape"), str):
+        raise TextmillError(f"model.shape: is a path in {file}; numbers cannot be laid over it; say model.shape=PATH, or change the file")
+    return config_of(merged(tree, said), file=file, lines=lines)
 
 
 def _from_folder(folder: Path, settings: list[str]) -> Where:
     if (folder / PROJECT).is_file():
         return _from_file(folder / PROJECT, settings)
+    folder = folder.resolve()
+    if (folder / "progress.json").is_file():
+        return _from_checkpoint(folder, settings)
     found = [folder, *(folder / name for name in reversed(STAGE_FOLDERS.values()))]
     made = next((place for place in found if (place / "run.yaml").is_file()), None)
     if made is not None:
-        return _from_made(folder, made, settings)
+        return Where(_config_of(_moved(made), settings, made / "run.yaml"))
     if (folder / "config.json").is_file():
-        # A bare model: no run of ours, so nothing below the user's own folder may be taken for its checkpoints.
-        tree: Tree = {"model": {"init_from": str(folder)}, "train": {"folder": str(folder)}}
-        return Where(_resolved(config_of(lay_over(tree, settings))))
+        return Where(_config_of(_as_model(folder), settings), bare=True)
     raise TextmillError(f"{folder}: not made by textmill and not a model; it has no {PROJECT}, run.yaml or config.json")
 
 
-def _from_made(folder: Path, made: Path, settings: list[str]) -> Where:
+def _from_checkpoint(folder: Path, settings: list[str]) -> Where:
+    """A checkpoint inside its run is a step of it; one that was copied elsewhere is a model by itself."""
+    step = re.match(r"^step-(\d+)$", folder.name)
+    if step and (folder.parent / "run.yaml").is_file():
+        return Where(_config_of(_moved(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1]))
+    tree, _ = read_yaml(folder / "run.yaml")
+    tree.pop("model", None)
+    return Where(_config_of(merged(tree, _as_model(folder)), settings), bare=True)
+
+
+def _as_model(folder: Path) -> Tree:
+    # No run of ours: nothing below the user's own folder may be taken for its checkpoints.
+    return {"model": {"init_from": str(folder)}, "train": {"folder": str(folder)}}
+
+
+def _moved(made: Path, file: Path | None = None) -> Tree:
     """A folder of ours is where it is, wherever it was made: its own place stands above the recorded one."""
-    tree, lines = read_yaml(made / "run.yaml")
-    step = re.match(r"^step-(\d+)$", made.resolve().name)
-    if step:
-        made = made.resolve().parent
+    tree, _ = read_yaml(file or made / "run.yaml")
     stage = _stage_of(made)
-    moved: dict[str, Any] = {}
-    if made.resolve().name == STAGE_FOLDERS[stage] and not (tree.get(stage) or {}).get("folder"):
-        moved["folder"] = str(made.resolve().parent)
-    else:
-        moved[stage] = {**(tree.get(stage) or {}), "folder": str(made.resolve())}
-    config = config_of(lay_over({**tree, **moved}, settings), file=folder / "run.yaml", lines=lines)
-    return Where(_resolved(config), int(step[1]) if step else None)
+    if made.name == STAGE_FOLDERS[stage] and not (tree.get(stage) or {}).get("folder"):
+        return {**tree, "folder": str(made.parent)}
+    return merged(tree, {stage: {"folder": str(made)}})
 
 
 def _stage_of(made: Path) -> StageName:
     if not (made / MANIFEST).is_file():
         return "train"
     stages: dict[str, StageName] = {"prepare": "corpus", "fit-tokenizer": "tokenizer", "tokenize": "tokens"}
-    return stages[read_json(made / MANIFEST)["verb"]]
-
-
-def _resolved(config: RunConfig) -> RunConfig:
-    """The config with absolute paths, so that what it is written beside can be opened from anywhere."""
-    return config_of(anchor(config.model_dump(mode="json"), Path.cwd()))
+    verb = read_json(made / MANIFEST).get("verb")
+    if verb not in stages:
+        raise TextmillError(f"{made / MANIFEST}: names the verb {verb!r}, which makes no folder; it is not ours, or damaged")
+    return stages[verb]

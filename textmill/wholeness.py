@@ -9,12 +9,17 @@ from textmill.config import STAGE_FOLDERS
 from textmill.errors import TextmillError
 from textmill.files import faults_of
 from textmill.stages import MANIFEST, open_manifest
+from textmill.where import open_where
 
 
-def check(where: str) -> list[Path]:
-    """Prove a stage's folder, a checkpoint, a run, or a root with all of them; return what was checked."""
+def check(where: str, settings: list[str] | None = None) -> list[Path]:
+    """Prove a stage's folder, a checkpoint, a run, a root with all of them, or all that a config has made; return what was checked."""
     root = Path(where)
-    folders = [root, *(root / name for name in STAGE_FOLDERS.values())]
+    if root.is_dir():
+        folders = [root, *(root / name for name in STAGE_FOLDERS.values())]
+    else:
+        config = open_where(where, settings or []).config
+        folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
     checkpoints = [path for folder in folders for path in steps_of(folder).values()]
     stages = [folder for folder in folders if (folder / MANIFEST).is_file() and not (folder / "progress.json").exists()]
     if (root / "progress.json").exists():

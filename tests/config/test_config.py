@@ -9,7 +9,7 @@ import yaml
 
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.config.help import all_help
-from textmill.config.load import config_of, lay_over, read_yaml
+from textmill.config.load import config_of, merged, read_yaml, tree_of
 from textmill.config.words import OTHER_WORDS, fields, key_advice
 from textmill.errors import TextmillError
 from textmill.where import open_where
@@ -21,11 +21,11 @@ def test_three_doors_give_the_same_tree(tmp_path: Path) -> None:
     tree, _ = read_yaml(file)
     words = ["train.learning_rate=6e-4", "train.batch=8", "engine.micro_batch=4"]
     python = RunConfig(train=TrainConfig(learning_rate=6e-4, batch=8), engine=TorchEngine(micro_batch=4))
-    assert config_of(tree) == config_of(lay_over({}, words)) == python
+    assert config_of(tree) == config_of(tree_of(words)) == python
 
 
 def test_words_stand_above_the_file() -> None:
-    tree = lay_over({"train": {"batch": 8, "steps": 5}}, ["train.batch=16"])
+    tree = merged({"train": {"batch": 8, "steps": 5}}, tree_of(["train.batch=16"]))
     assert tree == {"train": {"batch": 16, "steps": 5}}
 
 
@@ -36,6 +36,7 @@ def test_words_stand_above_the_file() -> None:
         ("sample.prompt=007", "007"),
         ("corpus.sources=a.txt,b.txt", ["a.txt", "b.txt"]),
         ('train.prompts=["a, b", c]', ["a, b", "c"]),
+        ("train.prompts=Hello, world", ["Hello, world"]),
         ("corpus.split=949,50,1", [949.0, 50.0, 1.0]),
         ("train.length=", None),
         ("train.warmup=0.1", 0.1),
@@ -44,13 +45,13 @@ def test_words_stand_above_the_file() -> None:
     ],
 )
 def test_values_of_the_command_line(word: str, value: object) -> None:
-    config = config_of(lay_over({}, [word]))
+    config = config_of(tree_of([word]))
     section, key = word.partition("=")[0].split(".")
     assert getattr(getattr(config, section), key) == value
 
 
 def test_config_is_frozen_and_reads_back_from_its_own_yaml() -> None:
-    config = config_of(lay_over({}, ["train.learning_rate=1e-05", 'sample.prompt=한국어: "x"\n', "model.shape.heads=6"]))
+    config = config_of(tree_of(["train.learning_rate=1e-05", 'sample.prompt=한국어: "x"\n', "model.shape.heads=6"]))
     with pytest.raises(Exception, match="frozen"):
         config.train.batch = 3  # type: ignore[misc]
     assert config_of(yaml.safe_load(config.to_yaml())) == config

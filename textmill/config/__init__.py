@@ -89,6 +89,10 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
     numbers = shape_numbers(model)
+    own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
+    if model.init_from and (fixed := [name for name in own if name != "dropout"]):
+        key = f"model.shape.{fixed[0]}".rstrip(".")
+        raise TextmillError(f"{key}: the weights of model.init_from bring their own shape; take {key} out, or model.init_from")
     if isinstance(model.shape, str) or model.init_from:
         return  # the numbers stand in a file that the model's family reads
     if numbers["width"] % numbers["heads"]:

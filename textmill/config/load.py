@@ -17,6 +17,7 @@ from textmill.config.words import fields, key_advice, section_types
 from textmill.errors import TextmillError
 
 Tree = dict[str, Any]
+CORPORA = Path(__file__).parents[1] / "corpora"
 SECTION_NAMES = {section.__name__ for _, field in fields() for section in section_types(field.annotation)}
 """pydantic puts the name of a union's member into a mistake's place; no user wrote it."""
 
@@ -60,7 +61,7 @@ def _note_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> No
 
 
 def anchor(tree: Tree, base: Path) -> Tree:
-    """Paths of a YAML file are relative to that file; names (a shipped corpus, a hub name) are left alone."""
+    """Paths are relative to the file, or the folder, in which they were said; names of corpora and of the hub are left alone."""
     anchored = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
     for key, field in fields():
         mark, (section, _, leaf) = marks(field), key.partition(".")
@@ -70,36 +71,46 @@ def anchor(tree: Tree, base: Path) -> Tree:
             continue
         value = holder[name]
         if isinstance(value, str):
-            holder[name] = _anchored(value, base, always=bool(mark.get("place")))
+            full = _under(base, value)
+            holder[name] = full if mark.get("place") or os.path.exists(full) else value
         elif isinstance(value, list):
-            holder[name] = [_anchored(item, base, always=False) if isinstance(item, str) else item for item in value]
+            holder[name] = [_under(base, item) if isinstance(item, str) and not _is_name(item) else item for item in value]
     return anchored
 
 
-def _anchored(value: str, base: Path, *, always: bool) -> str:
-    full = os.path.normpath(base / os.path.expanduser(value))
-    looks_like_path = any(sign in value for sign in "*?[") or os.path.exists(full) or value.endswith((".txt", ".jsonl"))
-    return full if always or looks_like_path else value
+def _under(base: Path, value: str) -> str:
+    return os.path.normpath(base / os.path.expanduser(value))
 
 
-def lay_over(tree: Tree, words: list[str]) -> Tree:
-    """A tree with `section.key=value` words laid over it; what a word says stands above the file."""
+def _is_name(source: str) -> bool:
+    """Whether a source is a corpus that comes with textmill, or says with a scheme where it is."""
+    return bool(re.match(r"^[a-z][a-z0-9+]+:", source)) or (CORPORA / f"{source}.txt").is_file()
+
+
+def merged(tree: Tree, over: Tree) -> Tree:
+    """One tree with another laid over it, key by key."""
+    result = dict(tree)
+    for name, value in over.items():
+        below = result.get(name)
+        result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def tree_of(words: list[str]) -> Tree:
+    """`section.key=value` words as a tree."""
     known = dict(fields())
-    result = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    tree: Tree = {}
     for word in words:
         key, sign, text = word.partition("=")
         if not sign:
             raise TextmillError(f"'{word}': not understood; a setting is section.key=value, such as train.steps=500")
         if key not in known:
             raise TextmillError(f"{key}: no such key; {key_advice(key)}")
-        *parents, leaf = key.split(".")
-        holder = result
-        for parent in parents:
-            inner = holder.get(parent)
-            holder[parent] = dict(inner) if isinstance(inner, dict) else {}
-            holder = holder[parent]
-        holder[leaf] = _value_of(text, known[key].annotation)
-    return result
+        value: Any = [text] if marks(known[key]).get("texts") and not text.startswith("[") else _value_of(text, known[key].annotation)
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        tree = merged(tree, value)
+    return tree
 
 
 def _value_of(text: str, annotation: Any) -> Any:

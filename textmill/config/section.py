@@ -19,6 +19,11 @@ def how(default: Any, **rules: Any) -> Any:
     return Field(default, json_schema_extra={"how": True}, **rules)
 
 
+def texts(default: Any) -> Any:
+    """A `how` field that lists free texts: on the command line a comma does not part them."""
+    return Field(default, json_schema_extra={"how": True, "texts": True})
+
+
 def place(default: Any = None, **rules: Any) -> Any:
     """A `how` field that names a folder: relative to the YAML file it stands in."""
     return Field(default, json_schema_extra={"how": True, "place": True}, **rules)

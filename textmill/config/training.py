@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from textmill.config.section import Section, how, place, source
+from textmill.config.section import Section, how, place, source, texts
 from textmill.errors import TextmillError
 
 
@@ -36,9 +36,10 @@ class ModelConfig(Section):
     """gpt2: a decoder that predicts the next token."""
     size: str = "small"
     """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
-    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m."""
+    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m; weights given by `model.init_from` bring their own."""
     shape: ShapeConfig | str = source(ShapeConfig())
-    """Numbers that differ from the named size, or the path of a Hugging Face config.json to take them from."""
+    """Numbers that differ from the named size, or the path of a Hugging Face config.json to take them from.
+    With `model.init_from` only the dropout may be said."""
     init_from: str | None = source()
     """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name."""
 
@@ -90,7 +91,7 @@ class TrainConfig(Section):
     """How many of the newest checkpoints stay; the best one and those of `train.keep_every` stay besides."""
     keep_every: int | None = how(None, ge=1)
     """Checkpoints whose step this divides are never pruned."""
-    prompts: list[str] = how([])
+    prompts: list[str] = texts([])
     """Texts that each saved checkpoint continues, into samples.jsonl, so that progress can be read."""
 
     @field_validator("betas")

@@ -99,15 +99,17 @@ class TorchOnOneDevice:
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
         """Losses of a batch by micro-batches, without dropout."""
-        total, correct = torch.zeros((), device=self.device, dtype=torch.float64), torch.zeros((), device=self.device)
+        sums, correct = [], []
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
             with self._autocast():
                 losses, logits = token_losses(self.net, inputs, labels, None)
-            total += losses.sum(dtype=total.dtype)
-            correct += ((logits.argmax(-1) == labels) & (labels != IGNORED)).sum()
-        return Sums(float(total), int((batch.labels != IGNORED).sum()), int(correct))
+            sums.append(losses.sum())
+            correct.append(((logits.argmax(-1) == labels) & (labels != IGNORED)).sum())
+        # Doubles are for the host: not every device has them.
+        total = float(torch.stack(sums).cpu().double().sum())
+        return Sums(total, int((batch.labels != IGNORED).sum()), int(torch.stack(correct).sum()))
 
     def weights(self) -> Iterator[Named]:
         """Host copies of the weights."""

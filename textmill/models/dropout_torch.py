@@ -28,8 +28,9 @@ def drop(x: Tensor, share: float, keys_N: Tensor | None, site: int) -> Tensor:
     if keys_N is None or share == 0:
         return x
     places = torch.arange(x[0].numel(), dtype=torch.int32, device=x.device).view(x.shape[1:])
-    keys = _mix(keys_N + site * _PRIME).view(-1, *([1] * (x.dim() - 1)))
-    kept = (_mix(places * _PRIME + keys) >> 8 & 0xFFFFFF) >= int(share * (1 << 24))
+    keys = _mix(keys_N + _signed(site * _PRIME % (1 << 32))).view(-1, *([1] * (x.dim() - 1)))
+    # Each key walks the counters with an odd stride of its own, so that no two keys give one pattern, shifted.
+    kept = (_mix(places * (keys | 1) + keys) >> 8 & 0xFFFFFF) >= int(share * (1 << 24))
     return x * kept * (1 / (1 - share))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ class Shape:
     epsilon: float = 1e-5
     family: str = "gpt2"
 
+    def with_dropout(self, share: float) -> Shape:
+        """The same net with another dropout everywhere."""
+        return replace(self, embedding_dropout=share, attention_dropout=share, residual_dropout=share)
+
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding in memory: a multiple that matrix units like."""
@@ -79,21 +83,25 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; what our net cannot do is refused by name."""
+    if not isinstance(hf, dict):
+        raise TextmillError(f"{where}: found a {type(hf).__name__}; it is not a GPT-2 config.json")
     for key, wanted in MUST_BE.items():
         if hf.get(key, wanted) != wanted:
             raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's GPT-2 has {key}={wanted} only")
     activation = hf.get("activation_function", "gelu_new")
     if activation not in SAME_ACTIVATION:
         raise TextmillError(f"{where}: activation_function is {activation!r}; gelu_new and gelu are known")
-    try:
-        return Shape(
-            layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
-            positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf), activation=SAME_ACTIVATION[activation],
-            embedding_dropout=hf.get("embd_pdrop", 0.1), attention_dropout=hf.get("attn_pdrop", 0.1),
-            residual_dropout=hf.get("resid_pdrop", 0.1), epsilon=hf.get("layer_norm_epsilon", 1e-5),
-        )  # fmt: skip
-    except KeyError as missing:
-        raise TextmillError(f"{where}: no {missing} there; it is not a GPT-2 config.json") from None
+    for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"):
+        if type(hf.get(key)) is not int or hf[key] < 1:
+            raise TextmillError(f"{where}: {key} is {hf.get(key)!r}; a GPT-2 config.json has a whole number above 0 there")
+    if hf["n_embd"] % hf["n_head"]:
+        raise TextmillError(f"{where}: {hf['n_head']} heads do not divide the width {hf['n_embd']}; mend n_head or n_embd")
+    return Shape(
+        layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
+        positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf), activation=SAME_ACTIVATION[activation],
+        embedding_dropout=hf.get("embd_pdrop", 0.1), attention_dropout=hf.get("attn_pdrop", 0.1),
+        residual_dropout=hf.get("resid_pdrop", 0.1), epsilon=hf.get("layer_norm_epsilon", 1e-5),
+    )  # fmt: skip
 
 
 def _end_of(hf: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from textmill.errors import TextmillError
 from textmill.track.console import Console, Pace, new_console
 from textmill.track.jsonl import NAME, JsonLines, cut_back
 
-__all__ = ["Tracker", "Trackers", "open_trackers"]
+__all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
 
 
 class Tracker(Protocol):
@@ -96,6 +96,12 @@ def open_trackers(
         trackers.close()
         raise
     return trackers
+
+
+def check_trackers(config: TrackConfig) -> None:
+    """Refuse a kind whose package is not installed."""
+    for kind in config.kinds:
+        _module_of(kind)
 
 
 def _json_lines(folder: Path, start: int) -> Tracker:

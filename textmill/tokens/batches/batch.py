@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +29,3 @@ class Batch:
     """[samples]: next sentence, order or class."""
     weights: NDArray[np.float32] | None = None
     """[samples] or [samples, length]."""
-
-    def rows(self, part: slice) -> Batch:
-        """Some of the samples."""
-        cut: dict[str, Any] = {name: None if array is None else array[part] for name, array in vars(self).items()}
-        return Batch(**cut)
