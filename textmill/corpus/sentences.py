@@ -1,0 +1,91 @@
+"""A sentence a line: boundaries by punctuation, for Latin, Greek, Cyrillic, CJK, Hangul and some other scripts."""
+
+from __future__ import annotations
+
+import re
+
+_OPENERS = "\"'“‘„«‹([{「『（《〈【¿¡*•–—-"
+_FULL = "。！？｡।॥؟۔።"
+"""Signs that end a sentence with or without a space after them."""
+# It begins with a class of signs, so that the search runs over everything else without a look.
+_END = re.compile(rf"[.!?…։{_FULL}]+(?P<close>[\"'”’»›)\]}}」』）》〉】]*)(?P<space>\s*)")
+_NEXT = re.compile(rf"[{re.escape(_OPENERS)}\s]*(\w+|.)?", re.DOTALL)
+_EAST = re.compile("[\u1100-\u11ff\u3040-\u30ff\u3130-\u318f\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+_NOT_FULL = re.compile(f"[^{_FULL}]*")
+_GOES_ON = frozenset("，、；：,;:…")
+_NUMBER_BEFORE = re.compile(r"(?:\A|\n|(?P<word>\S+)\.[ \t]+)[ \t]*\d{1,3}\Z")
+_DOTTED = re.compile(r"\w(?:\.\w{1,3})+")
+_STOPS = tuple(".!?…:;" + _FULL)
+_WIDTHS = range(50, 101)
+"""How long a line is that was wrapped at the edge of a page."""
+
+TITLES = frozenset((
+    "mr mrs ms dr prof st sr jr rev hon gen col lt capt sgt gov sen rep pres messrs mme mlle mt ft vs no nos vol fig figs eq eqs ch sec "
+    "pp p ed eds trans al ca cf viz approx dept est inc ltd co corp bros jan feb mar apr jun jul aug sep sept oct nov dec ave blvd rd "
+    "doç yrd öğr gör av bkz örn sn sok cad mah apt alb yzb tğm müh uzm hz şti ltd tel çev haz der "
+    "г гг ул им т д см рис стр тыс млн млрд руб акад проф доц гл ред изд напр "
+    "z.b d.h u.a bzw nr str abb bd hr fr usw"
+).split())  # fmt: skip
+"""Words with a full stop that hardly ever end a sentence."""
+STARTERS = frozenset("The This That These Those It He She We They I In On At But And However When If There A An His Her Its Our".split())
+"""Words that begin a sentence even after a word with inner full stops, such as U.S."""
+
+
+def split_sentences(text: str) -> str:
+    """The text with a sentence a line; nothing but white space is ever changed."""
+    return keep_lines(_END.sub(_broken, _unwrapped(text)))
+
+
+def keep_lines(text: str) -> str:
+    """The text with its lines as they are, less blank ones and the spaces around each."""
+    return "\n".join([line for line in map(str.strip, text.split("\n")) if line])
+
+
+def _unwrapped(text: str) -> str:
+    """Wrapped lines put together: the next goes on in lower case, or the line is a page wide and stops in mid-sentence."""
+    if "\n" not in text:
+        return text
+    parts: list[str] = []
+    for line in text.split("\n"):
+        last, first = (parts[-1].rstrip() if parts else ""), line.lstrip()[:1]
+        small = last[-1:].islower() or last[-1:] == ","
+        wrapped = (first.islower() and not last.endswith(_STOPS)) or (small and len(last) in _WIDTHS and first.isalpha())
+        parts += [" " if last and wrapped else "\n", line]
+    return "".join(parts[1:])
+
+
+def _broken(end: re.Match[str]) -> str:
+    """A possible end of a sentence: with a line end after it if it is one."""
+    found = end[0]
+    return found + "\n" if _ends(end, found[: end.start("close") - end.start()]) else found
+
+
+def _ends(end: re.Match[str], signs: str) -> bool:
+    """Whether signs that may end a sentence do."""
+    text, start, stop = end.string, end.start(), end.end()
+    if not end["space"]:
+        after = text[stop : stop + 1]
+        if not _NOT_FULL.fullmatch(signs):
+            return after not in _GOES_ON
+        if signs in (".", "…") or signs.startswith(("..", "……")):
+            return signs == "." and "가" <= text[start - 1 : start] <= "힣" and "가" <= after <= "힣"
+        return _EAST.match(after) is not None and not (end["close"] and "가" <= after <= "힣")  # a particle belongs to the quotation
+    word = _NEXT.match(text, stop)[1] or ""  # type: ignore[index]
+    if (word[:1].islower() and not _EAST.match(text, max(start - 1, 0))) or word[:1] in _GOES_ON:
+        return False
+    return signs != "." or _full_stop_ends(text, start, word)
+
+
+def _full_stop_ends(text: str, start: int, word: str) -> bool:
+    """Whether the full stop at `start`, with white space and then `word` after it, is more than the mark of an abbreviation."""
+    before = text[max(0, start - 40) : start]
+    last = "" if before[-1:].isspace() else before.rsplit(None, 1)[-1].lstrip(_OPENERS) if before else ""
+    if last.isdecimal():
+        alone = _NUMBER_BEFORE.search(text, max(0, start - 24), start)
+        listed = alone is not None and (alone["word"] or "").lower() not in TITLES
+        return not word[:1].isdigit() and not listed
+    if len(last) == 1 and last.isalpha() and last.upper() != last.lower():
+        return False
+    if _DOTTED.fullmatch(last):
+        return word in STARTERS and last.lower() not in TITLES
+    return last.lower() not in TITLES
