@@ -40,7 +40,7 @@ def typo(key: str) -> str:
         wrong = DICE.choice(
             [word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:], word[:place] + "x" + word[place:]]
         )
-        if wrong != word and f"{head}.{wrong}" not in dict(LEAVES) and wrong not in OTHER_WORDS:
+        if wrong not in OTHER_WORDS and wrong not in {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
             return f"{head}.{wrong}"
 
 

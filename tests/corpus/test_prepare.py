@@ -55,6 +55,7 @@ def test_account(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare(config_of(min_chars=2))
     account = json.loads((folder / "account.json").read_text())
     lines = account["by_source"]["texts/lines.jsonl"]
+    assert lines.pop("changed") == {"spaces": 1}
     assert lines == {"records": 8, "kept": 2, "dropped": {"duplicate": 1, "empty": 2, "short": 1}, "quarantined": 2}
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
     found = documents(folder)

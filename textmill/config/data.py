@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer, model_validator
 
+from textmill.config.presets import COUNTRIES, LANGUAGES, NONE, PRESETS, PresetName, RuleName
 from textmill.config.section import Section, how, place, source
 from textmill.errors import TextmillError
 
@@ -23,16 +25,73 @@ class CorpusConfig(Section):
     """What a document of a plain text file is: about `corpus.section` characters, the whole file, a line, or a blank-line block."""
     section: int = Field(4000, ge=100)
     """About how many characters a section has; it is cut at a blank line, else at a line's end."""
-    rules: list[Literal["unicode", "newlines", "controls", "spaces"]] = ["unicode", "newlines", "controls", "spaces"]
-    """Cleaning rules: NFC form; every line end to LF; control characters out; trailing spaces and long blank runs out."""
+    preset: PresetName = how("none")  # what comes out is decided by the settings that it fills
+    """A named set of cleaning rules and limits for web, books, chat or encyclopaedia; what is said beside it stands above it."""
+    rules: list[RuleName] = NONE["rules"]
+    """Cleaning rules: NFC form; every line end to LF; control characters out; trailing spaces and long blank runs out; more in the docs."""
+    markers: list[str] = NONE["markers"]
+    """What the rule `markers` takes for a line end."""
     min_chars: int = Field(1, ge=1)
     """Documents shorter than this after cleaning are dropped."""
+    max_chars: int = Field(0, ge=0)
+    """Documents longer than this are dropped; 0: none is too long."""
+    min_words: int = Field(0, ge=0)
+    """Documents of fewer words are dropped; in Chinese and Japanese each character is a word."""
+    max_words: int = Field(0, ge=0)
+    """Documents of more words are dropped; 0: none has too many."""
+    max_symbols: float = Field(1.0, ge=0, le=1)
+    """The largest share of punctuation and symbols among the characters that are not white space."""
+    max_digits: float = Field(1.0, ge=0, le=1)
+    """The largest share of digits among the characters that are not white space."""
+    max_repeated_lines: float = Field(1.0, ge=0, le=1)
+    """The largest share of characters in lines that stand earlier in the document."""
+    max_repeated_words: float = Field(1.0, ge=0, le=1)
+    """The largest share of characters in runs of ten words that stand earlier in the document."""
+    languages: list[str] = NONE["languages"]
+    """Keep documents in these languages only, such as `[ko, en]`; none named: any language."""
+    language_score: float = Field(0.0, ge=0, le=1)
+    """How sure the language must be, from 0 to 1."""
+    block_domains: list[str] = NONE["block_domains"]
+    """Drop web pages of these sites: `example.com` with what is below it, or `example` under any ending."""
+    block_extensions: list[str] = NONE["block_extensions"]
+    """Drop web pages whose address ends so, such as `.pdf`."""
+    sentences: Literal["none", "split", "lines"] = "none"
+    """split: a sentence a line; lines: the text has a sentence a line already, and blank lines go."""
     dedup: Literal["exact", "none"] = "exact"
     """Drop documents whose normalised text was seen before."""
     split: list[float] = [90, 5, 5]
     """Shares of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its side."""
     stop_at: float = how(0.1, ge=0, le=1)
     """The share of unreadable records above which `prepare` stops and shows the first of them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        preset = data.get("preset", "none") if isinstance(data, dict) else None
+        return {**PRESETS[preset], **data} if isinstance(preset, str) and preset in PRESETS else data
+
+    @model_serializer(mode="wrap")
+    def _leave_to_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # What the preset says is not written beside it, where it would stand above the next preset.
+        said = PRESETS[self.preset]
+        return {key: value for key, value in write(self).items() if key not in said or getattr(self, key) != said[key]}
+
+    @field_validator("markers", "block_domains", "block_extensions")
+    @classmethod
+    def _words(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        if not all(map(str.strip, value)):
+            raise TextmillError(f"corpus.{info.field_name}: found {value}; an entry has at least one sign that is not white space")
+        return value if info.field_name == "markers" else [word.strip().lower() for word in value]
+
+    @field_validator("languages")
+    @classmethod
+    def _known(cls, value: list[str]) -> list[str]:
+        for code in value:
+            if code not in LANGUAGES:
+                near = [COUNTRIES[code]] if code in COUNTRIES else difflib.get_close_matches(code, sorted(LANGUAGES), n=1, cutoff=0.5)
+                advice = f"did you mean '{near[0]}'?" if near else "give codes such as en, ko, tr, zh"
+                raise TextmillError(f"corpus.languages: no language '{code}'; {advice}")
+        return value
 
     @field_validator("split", mode="before")
     @classmethod

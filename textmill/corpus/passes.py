@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,15 +15,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.clean import clean
-from textmill.corpus.document import SPLITS
+from textmill.corpus.clean import Cleaner
+from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.records import Bad, read_records
+from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import SCHEMA, ShardWriter, new_shard, open_shard, shard_name
 from textmill.corpus.sources import Piece
 from textmill.corpus.split import DIGEST, digest_of, sides_of
 from textmill.files import account_of, read_json, write_bytes, write_json, writing
 
 CLEANED = pa.schema([("text", pa.string()), ("id", pa.string())])
+SENTENCES = {"split": split_sentences, "lines": keep_lines}
 HELD = 4 << 20
 """Characters that are gathered before they are written."""
 
@@ -81,33 +82,35 @@ class Gatherer:
 
 
 def read_piece(work: Work) -> dict[str, Any]:
-    """Pass 1: records, dropped by rule, and quarantined of a piece; documents, digests and bad rows go to files."""
+    """Pass 1: records, changed and dropped by rule, and quarantined of a piece; documents, digests and bad rows go to files."""
     if work.path("read.json").is_file():
         counts: dict[str, Any] = read_json(work.path("read.json"))
         return counts
-    rules, shortest = work.config.rules, work.config.min_chars
+    cleaner, into_lines = Cleaner(work.config), SENTENCES.get(work.config.sentences)
     records = quarantined = 0
-    dropped: Counter[str] = Counter()
     with writing(work.path("bad")) as bad, new_shard(work.path("parquet"), CLEANED, "lz4") as shard:
-        kept = Gatherer(shard, composed="unicode" in rules)
+        kept = Gatherer(shard, composed=not {"unicode", "compatibility"}.isdisjoint(work.config.rules))
         for record in read_records(work.piece, work.config):
             records += 1
             if isinstance(record, Bad):
                 quarantined += 1
                 bad.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
                 continue
-            text = clean(record.text, rules)
-            if not text or text.isspace():
-                dropped["empty"] += 1
-            elif len(text) < shortest:
-                dropped["short"] += 1
-            else:
-                kept.add(text, record.id)
+            text = cleaner.clean(record.text, url_of(record))
+            if text is not None:
+                kept.add(into_lines(text) if into_lines else text, record.id)
         kept.flush()
     write_bytes(work.path("digests"), [b"".join(kept.digests)])
-    counts = {"records": records, "dropped": dict(sorted(dropped.items())), "quarantined": quarantined}
+    changed, dropped = dict(sorted(cleaner.changed.items())), dict(sorted(cleaner.dropped.items()))
+    counts = {"records": records, "changed": changed, "dropped": dropped, "quarantined": quarantined}
     write_json(work.path("read.json"), counts)
     return counts
+
+
+def url_of(document: Document) -> str | None:
+    """The address of a web page, where its source gave one."""
+    url = (getattr(document, "metadata", None) or {}).get("url")
+    return url if isinstance(url, str) else None
 
 
 def write_piece(work: Work) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from textmill.config import STAGE_FOLDERS, RunConfig
 from textmill.corpus.accounts import Counts, account, describe
+from textmill.corpus.clean.cleaner import check_needs
 from textmill.corpus.dedup import keep_masks
 from textmill.corpus.passes import Work, read_piece, write_piece
 from textmill.corpus.records import Bad
@@ -32,6 +33,7 @@ SHOWN = 5
 def prepare(config: RunConfig, force: Force = "no") -> Path:
     """Make the corpus folder that `config` asks for; done already: say so."""
     folder = config.folder_of("corpus")
+    check_needs(config.corpus)
     runner = open_runner(config.runner)
     inputs = _look_at(find_sources(config.corpus.sources, skip=_own_folders(config)), folder, force)
     stage = Stage("prepare", folder, _made_from(config, inputs), config.to_yaml())

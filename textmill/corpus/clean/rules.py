@@ -1,0 +1,70 @@
+"""All rules that change a text, and the one order in which they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+
+from textmill.corpus.clean.letters import (
+    compose,
+    drop_controls,
+    make_compatible,
+    narrow,
+    plain_punctuation,
+    show_invisibles,
+    trim_spaces,
+    unify_newlines,
+)  # fmt: skip
+from textmill.corpus.clean.lines import drop_boilerplate, drop_url_lines
+from textmill.corpus.clean.markup import break_at_markers, mask_emails, mask_phones, only_korean, strip_html
+from textmill.corpus.clean.repair import repair
+
+Rule = Callable[[str], str]
+
+RULES: dict[str, Rule] = {
+    "repair": repair,
+    "markers": break_at_markers,
+    "html": strip_html,
+    "newlines": unify_newlines,
+    "controls": drop_controls,
+    "unicode": compose,
+    "compatibility": make_compatible,
+    "invisibles": show_invisibles,
+    "punctuation": plain_punctuation,
+    "width": narrow,
+    "dsgpt2": only_korean,
+    "emails": mask_emails,
+    "phones": mask_phones,
+    "url_lines": drop_url_lines,
+    "boilerplate": drop_boilerplate,
+    "spaces": trim_spaces,
+}
+"""In an order in which a rule rarely leaves work for one before it: letters are mended before they are judged, a marker is
+read before it is taken for a tag, entities may be controls, controls that are newlines are saved before controls go, a mark
+meets its letter only when the control between them is gone, and lines are judged when they are what they will be."""
+
+ONCE = frozenset({"newlines", "controls", "unicode", "spaces"})
+"""Rules that, alone among themselves, never leave work for one another."""
+ROUNDS = 10
+"""More than any text has needed."""
+
+
+def clean(text: str, rules: Collection[str], changed: Counter[str] | None = None, own: Mapping[str, Rule] | None = None) -> str:
+    """The text after these rules, in the order of RULES however they are named, and again until none finds work.
+
+    `changed` counts each rule that changed the text once; `own` has the rules that are set otherwise than in RULES.
+    """
+    functions = [(name, (own or {}).get(name, function)) for name, function in RULES.items() if name in rules]
+    touched: set[str] = set()
+    for _ in range(1 if ONCE.issuperset(rules) else ROUNDS):
+        start = text
+        for name, function in functions:
+            after = function(text)
+            if after is not text and after != text:
+                touched.add(name)
+                text = after
+        if text is start or text == start:
+            break
+    if changed is not None:
+        changed.update(touched)
+    return text
