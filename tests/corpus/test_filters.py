@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from textmill.corpus.clean.cleaner import check_needs
 from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
 from textmill.corpus.clean.languages import language_of
 from textmill.corpus.clean.urls import is_blocked, registered_name
+from textmill.corpus.document import Document
+from textmill.corpus.passes import url_of
 from textmill.errors import TextmillError
 
 TEXTS = {
@@ -119,6 +122,14 @@ def test_url_is_counted() -> None:
     assert cleaner.clean("text", "https://example.com/") is None
     assert cleaner.clean("text", "https://good.com/") == cleaner.clean("text") == "text"
     assert cleaner.dropped == {"url": 1}
+    assert Cleaner(CorpusConfig()).clean("text", "no address") == "text"
+
+
+def test_url_comes_from_the_further_fields() -> None:
+    page = SimpleNamespace(meta='{"url": "https://a.b/c", "n": 1}')
+    assert url_of(page) == "https://a.b/c"  # type: ignore[arg-type]
+    assert [url_of(SimpleNamespace(meta=meta)) for meta in (None, '{"n": 1}', '{"url": 5}')] == [None] * 3  # type: ignore[arg-type]
+    assert url_of(Document("text", "a", "line 1")) is None
 
 
 @pytest.mark.parametrize(

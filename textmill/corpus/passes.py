@@ -108,8 +108,9 @@ def read_piece(work: Work) -> dict[str, Any]:
 
 
 def url_of(document: Document) -> str | None:
-    """The address of a web page, where its source gave one."""
-    url = (getattr(document, "metadata", None) or {}).get("url")
+    """The address of a web page, where its source gave one among its further fields."""
+    meta = getattr(document, "meta", None)
+    url = json.loads(meta).get("url") if meta and '"url"' in meta else None
     return url if isinstance(url, str) else None
 
 

@@ -45,13 +45,17 @@ def _unwrapped(text: str) -> str:
     """Wrapped lines put together: the next goes on in lower case, or the line is a page wide and stops in mid-sentence."""
     if "\n" not in text:
         return text
-    parts: list[str] = []
-    for line in text.split("\n"):
-        last, first = (parts[-1].rstrip() if parts else ""), line.lstrip()[:1]
-        small = last[-1:].islower() or last[-1:] == ","
-        wrapped = (first.islower() and not last.endswith(_STOPS)) or (small and len(last) in _WIDTHS and first.isalpha())
-        parts += [" " if last and wrapped else "\n", line]
-    return "".join(parts[1:])
+    lines = text.split("\n")
+    parts, last = [lines[0]], lines[0].rstrip()
+    for line in lines[1:]:
+        first = line.lstrip()[:1]
+        if last and first.islower():
+            wrapped = not last.endswith(_STOPS)
+        else:
+            wrapped = len(last) in _WIDTHS and (last[-1].islower() or last[-1] == ",") and first.isalpha()
+        parts += [" " if wrapped else "\n", line]
+        last = line.rstrip()
+    return "".join(parts)
 
 
 def _broken(end: re.Match[str]) -> str:

@@ -37,7 +37,8 @@ class Cleaner:
 
     def clean(self, text: str, url: str | None = None) -> str | None:
         """The text as the rules leave it; None: a filter dropped it, and it is counted."""
-        if url is not None and is_blocked(url, self.config.block_domains, self.config.block_extensions):
+        domains, extensions = self.config.block_domains, self.config.block_extensions
+        if url is not None and (domains or extensions) and is_blocked(url, domains, extensions):
             self.dropped["url"] += 1
             return None
         text = clean(text, self.config.rules, self.changed, {"markers": partial(break_at_markers, markers=self.config.markers)})

@@ -20,6 +20,7 @@ _HAS_ALONE = re.compile(f"[{_ALONE}]")
 _WORD = re.compile(f"[{_ALONE}]|[^\\s{_ALONE}]+")
 _SPACES, _DIGITS, _SYMBOLS = (signs.encode() for signs in (string.whitespace, string.digits, string.punctuation))
 _BLANK, _DIGIT, _SYMBOL = 1, 2, 3
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _LAST = 0x20000
 """Above it stand Han characters and nothing that is counted."""
 
@@ -79,16 +80,20 @@ def repeated_grams(words: list[str]) -> float:
     """The share of characters in runs of ten words that stand earlier in the text."""
     if len(words) <= GRAM:
         return 0.0
-    numbers: dict[str, int] = {}
-    ids = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.uint64, len(words))
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
+    ids = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
     grams = np.zeros(len(words) - GRAM + 1, np.uint64)
     for place in range(GRAM):  # a polynomial of the words' numbers; overflow is its modulus
-        grams = grams * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(grams)] + np.uint64(1)
-    _, first = np.unique(grams, return_index=True)
-    seen = np.ones(len(grams), np.int64)
-    seen[first] = 0
-    if not seen.any():
+        grams *= _FACTOR
+        grams += ids[place : place + len(grams)]
+    ordered = np.sort(grams)
+    again = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(again):
         return 0.0
+    places = np.flatnonzero(again[np.minimum(np.searchsorted(again, grams), len(again) - 1)] == grams)
+    _, first = np.unique(grams[places], return_index=True)
+    seen = np.zeros(len(grams), np.int64)
+    seen[np.delete(places, first)] = 1
     covered = np.convolve(seen, np.ones(GRAM, np.int64)) > 0
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     return float(lengths[covered].sum() / lengths.sum())

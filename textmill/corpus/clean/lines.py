@@ -32,7 +32,7 @@ _ENDS = (".", "!", "?", "。", "！", "？", "…")
 
 def drop_url_lines(text: str) -> str:
     """Lines that hold nothing but one web address go."""
-    if "://" not in text and "www." not in text.lower():
+    if "://" not in text and "www." not in text and "WWW." not in text:
         return text
     return _URL_LINE.sub("", text)
 

@@ -17,7 +17,10 @@ def _signs(first: int, last: int) -> str:
 
 # UTF-8 read as one byte a letter always shows the sign of a first byte before the sign of a following one; ftfy looks for
 # more, at 1 MB/s, so it is shown only the lines where this stands. The space is a no-break one that someone has tidied.
-_SUSPECT = re.compile(f"[{_signs(0xC2, 0xF4)}][{_signs(0x80, 0xBF)}]|[\x80-\x9f]|[ÂÃÄÅÎÏÐÑØÙâãïð] ")
+# One class of signs comes first: with the branches there the search would be four times slower.
+_SUSPECT = re.compile(
+    f"[{_signs(0xC2, 0xF4)}\x80-\x9f](?:[{_signs(0x80, 0xBF)}]|(?<=[\x80-\x9f])|(?<=[ÂÃÄÅÎÏÐÑØÙâãïð]) )"
+)  # fmt: skip
 
 
 def repair(text: str) -> str:

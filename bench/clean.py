@@ -1,0 +1,108 @@
+"""MB/s of each cleaning rule and filter on one core, and of datatrove's on the same text in the same run where it is installed.
+
+    python bench/clean.py [megabytes]
+
+The text is ../shared/data/LANGUAGE.jsonl.xz beside the repository, else the corpus that comes with textmill.
+Peers: pip install datatrove spacy ftfy.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from textmill.config import CorpusConfig
+from textmill.corpus.clean import RULES, Cleaner, clean
+from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
+from textmill.corpus.clean.languages import language_of
+from textmill.corpus.sentences import split_sentences
+from textmill.corpus.sources import shipped
+
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+LANGUAGES = ("en", "ko", "tr", "zh")
+LIMIT = 4.0
+"""Seconds after which a slow one has shown what it can do."""
+
+
+def texts_of(language: str, size: int) -> list[str]:
+    """About `size` bytes of documents, taken over the whole file."""
+    path = SHARED / f"{language}.jsonl.xz"
+    if not path.is_file():
+        return [block for block in shipped()["tinyshakespeare"].read_text(encoding="utf-8").split("\n\n\n")]
+    texts, held = [], 0
+    with lzma.open(path, "rt", encoding="utf-8") as stream:
+        for number, line in enumerate(stream):
+            if number % 4 == 0:
+                texts.append(json.loads(line)["text"])
+                held += len(texts[-1].encode())
+            if held >= size:
+                break
+    return texts
+
+
+def rate(function: Callable[[str], Any], texts: list[str]) -> tuple[float, float]:
+    """MB and documents a second of this process, whatever else the machine does."""
+    function(texts[0])
+    sizes = [len(text.encode()) for text in texts]
+    start, done = time.process_time(), 0
+    while done < len(texts) and time.process_time() - start < LIMIT:
+        function(texts[done])
+        done += 1
+    seconds = time.process_time() - start
+    return sum(sizes[:done]) / 1e6 / seconds, done / seconds
+
+
+def ours() -> dict[str, Callable[[str], Any]]:
+    """What is measured, by name."""
+    basic, web = Cleaner(CorpusConfig()), Cleaner(CorpusConfig(preset="web"))
+    return {
+        "default rules": basic.clean, "web preset": web.clean, **RULES,
+        "symbols, digits": shares_of, "words": words_of, "repeated lines": repeated_lines,
+        "repetition": lambda text: (repeated_lines(text), repeated_grams(words_of(text))),
+        "language": language_of, "sentences": split_sentences,
+    }  # fmt: skip
+
+
+def peers() -> dict[str, Callable[[str], Any]]:
+    """datatrove's work of the same kind, under our names; what is not installed is said and left out."""
+    found: dict[str, Callable[[str], Any]] = {}
+    try:
+        from datatrove.data import Document
+        from datatrove.pipeline.filters import GopherRepetitionFilter
+        from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter
+
+        found["repair"] = FTFYFormatter(unescape_html=False, remove_terminal_escapes=False, remove_control_chars=False).format
+        found["emails"] = PIIFormatter(remove_ips=False).format
+        repetition = GopherRepetitionFilter()
+        repetition.filter(Document(text="a b c d e f", id="0"))
+        found["repetition"] = lambda text: repetition.filter(Document(text=text, id="0"))
+    except ImportError as error:
+        print(f"without some of datatrove: {str(error).splitlines()[0]}")
+    return found
+
+
+def main(megabytes: int = 8) -> None:
+    """Print a row for each rule."""
+    texts = {language: texts_of(language, megabytes << 20) for language in LANGUAGES}
+    others = peers()
+    print(f"MB/s on one core{'':<6}" + "".join(f"{language:>8}" for language in LANGUAGES))
+    for name, function in ours().items():
+        mine = [rate(function, texts[language]) for language in LANGUAGES]
+        note = f"   {min(docs for _, docs in mine):,.0f} to {max(docs for _, docs in mine):,.0f} documents/s" if name == "language" else ""
+        if name in others:
+            peer = rate(others[name], texts["en"])[0]
+            note = f"   datatrove {peer:.2f} (en), ratio {mine[0][0] / peer:.1f}"
+        print(f"{name:<22}" + "".join(f"{mb:8.1f}" for mb, _ in mine) + note, flush=True)
+    for language in LANGUAGES:
+        sample = [text for text in texts[language] if len(text) > 20][:500]
+        right = sum(language_of(clean(text, ["spaces"]))[0] == language for text in sample)
+        print(f"language of {language}: {right} of {len(sample)} documents right")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
