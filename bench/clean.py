@@ -87,7 +87,7 @@ def peers() -> dict[str, Callable[[str], Any]]:
     return found
 
 
-def main(megabytes: int = 8) -> None:
+def main(megabytes: int = 4) -> None:
     """Print a row for each rule."""
     texts = {language: texts_of(language, megabytes << 20) for language in LANGUAGES}
     others = peers()
