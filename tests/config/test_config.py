@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from textmill.config import RunConfig, TorchEngine, TrainConfig
+from textmill.config import BeamRunner, LocalRunner, RunConfig, TorchEngine, TrainConfig
 from textmill.config.help import all_help
 from textmill.config.load import config_of, merged, read_yaml, tree_of
 from textmill.config.words import OTHER_WORDS, fields, key_advice
@@ -96,3 +96,27 @@ def test_help_names_every_key() -> None:
     for name, field in fields():
         assert f"{name}=" in text or f"{name}:" in text, name
         assert field.description or "." not in name, name
+
+
+@pytest.mark.parametrize(
+    ("runner", "said"),
+    [
+        ({"kind": "spark"}, r"runner\.kind: found 'spark'; choose one of local, beam"),
+        ({"kind": "beam", "workers": 2}, r"runner\.workers: runner\.kind=beam has no such key; take it out, or set runner\.kind=local"),
+        ({"options": ["--runner=x"]}, r"runner\.options: runner\.kind=local has no such key; take it out, or set runner\.kind=beam"),
+        ({"kind": "beam", "options": 3}, r"runner\.options: found 3; give a list, each item text"),
+        ({"workerz": 2}, r"runner\.workerz: no such key; did you mean 'runner\.workers'"),
+        ({"local": {}}, r"runner\.local: no such key; "),
+        (3, r"runner: found 3; give keys such as kind"),
+    ],
+)
+def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
+    with pytest.raises(TextmillError, match=said):
+        config_of({"runner": runner})
+
+
+def test_a_kind_is_chosen_by_any_door() -> None:
+    word = config_of(lay_over({}, ["runner.kind=beam", "runner.options=--runner=FlinkRunner,--parallelism=4"]))
+    assert word.runner == BeamRunner(options=["--runner=FlinkRunner", "--parallelism=4"])
+    assert config_of({"runner": {"workers": 2}}).runner == LocalRunner(workers=2)
+    assert config_of(yaml.safe_load(word.to_yaml())) == word

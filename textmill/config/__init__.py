@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from textmill.config.data import CorpusConfig, LocalRunner, TokenizerConfig, TokensConfig
+from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig, TokenizerConfig, TokensConfig
 from textmill.config.section import Section, marks, place
 from textmill.config.sizes import SIZES
 from textmill.config.training import ModelConfig, ShapeConfig, TorchEngine, TrainConfig
@@ -16,8 +16,8 @@ from textmill.config.usage import EvaluateConfig, SampleConfig, TrackConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "CorpusConfig", "EvaluateConfig", "LocalRunner", "ModelConfig", "RunConfig", "SampleConfig", "Section",
-    "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig",
+    "SIZES", "BeamRunner", "CorpusConfig", "EvaluateConfig", "LocalRunner", "ModelConfig", "RunConfig", "RunnerConfig",
+    "SampleConfig", "Section", "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
@@ -32,13 +32,18 @@ class RunConfig(Section):
     corpus: CorpusConfig = Field(default_factory=CorpusConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     tokens: TokensConfig = Field(default_factory=TokensConfig)
-    runner: LocalRunner = Field(default_factory=LocalRunner)
+    runner: RunnerConfig = Field(default_factory=LocalRunner, discriminator="kind")
     model: ModelConfig = Field(default_factory=ModelConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     engine: TorchEngine = Field(default_factory=TorchEngine)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
+
+    @field_validator("runner", mode="before")
+    @classmethod
+    def _first_kind(cls, value: Any) -> Any:
+        return {"kind": "local", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _cross_rules(self) -> RunConfig:

@@ -141,7 +141,7 @@ class TokensConfig(Section):
 class LocalRunner(Section):
     """Where data work runs: this machine's processes."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local"] = how("local")
     """local: a pool of processes on this machine."""
     workers: int | Literal["auto"] = how("auto")
     """Processes at a time; auto: one a core."""
@@ -152,3 +152,17 @@ class LocalRunner(Section):
         if isinstance(value, int) and value < 1:
             raise TextmillError(f"runner.workers: found {value}; give 1 or more, or auto")
         return value
+
+
+class BeamRunner(Section):
+    """Where data work runs: Apache Beam, on this machine or on any engine that Beam drives."""
+
+    kind: Literal["beam"] = how("beam")
+    """beam: a pipeline of Apache Beam (the extra `beam`)."""
+    options: list[str] = how([])
+    """Beam's own options, such as `--runner=FlinkRunner`; none: its direct runner, on this machine."""
+    folder: str | None = place()
+    """A folder that every worker reaches, for the results on their way back; a temporary one of this machine if not said."""
+
+
+RunnerConfig = LocalRunner | BeamRunner

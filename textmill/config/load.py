@@ -160,16 +160,40 @@ def _first_mistake(error: ValidationError, tree: Tree) -> tuple[str, str]:
     mistakes = error.errors(include_url=False)
     first = next((one for one in mistakes if one["type"] == "extra_forbidden"), mistakes[0])
     known = dict(fields())
-    words = [str(word) for word in first["loc"] if word not in SECTION_NAMES]
+    words = _written(first["loc"], known)
     key = next((name for name in _with_parents(".".join(words)) if name in known), ".".join(words))
     if first["type"] == "extra_forbidden":
         key = ".".join(words)
-        return f"{key}: no such key; {key_advice(key)}", key
+        return (_other_kind(key, tree) if key in known else f"{key}: no such key; {key_advice(key)}"), key
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):  # its only input is the whole section
+        kinds = [str(get_args(field.annotation)[0]) for name, field in fields() if name == f"{key}.kind"]
+        return f"{key}.kind: found {tree[key].get('kind')!r}; choose one of {', '.join(kinds)}", f"{key}.kind"
     if key not in known:
         return f"{key}: {first['msg']}", key
     found = first["input"]
     wanted = _wanted(known[key].annotation, [one for one in mistakes if one["loc"] == first["loc"]])
     return f"{key}: found {found!r}; {wanted}", key
+
+
+def _written(place: tuple[int | str, ...], known: dict[str, Any]) -> list[str]:
+    """The words of a place that a user wrote: neither the name of a union's member nor the kind that chose it."""
+    words: list[str] = []
+    chosen = False
+    for word in place:
+        if not chosen and word not in SECTION_NAMES:
+            words.append(str(word))
+        field = None if chosen else known.get(".".join(words))
+        chosen = field is not None and field.discriminator is not None
+    return words
+
+
+def _other_kind(key: str, tree: Tree) -> str:
+    """What to say of a key that only another kind of its section has."""
+    name, _, leaf = key.partition(".")
+    sections = section_types(dict(fields())[name].annotation)
+    kind = tree[name].get("kind", sections[0].model_fields["kind"].default)
+    wanted = next(section for section in sections if leaf in section.model_fields).model_fields["kind"].default
+    return f"{key}: {name}.kind={kind} has no such key; take it out, or set {name}.kind={wanted}"
 
 
 def _wanted(annotation: Any, mistakes: list[Any]) -> str:

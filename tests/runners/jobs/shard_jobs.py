@@ -52,3 +52,14 @@ def sleep_long(shard: tuple[int, str]) -> int:
     if number:
         time.sleep(600)
     return number
+
+
+def break_once(shard: tuple[int, str]) -> int:
+    """Fails, as a lost disk would, at the first call for shard 2, and notes every call."""
+    number, folder = shard
+    calls = Path(folder) / f"calls-{number}"
+    before = len(calls.read_text()) if calls.exists() else 0
+    calls.write_text("x" * (before + 1))
+    if number == 2 and not before:
+        raise OSError("shard 2: the disk went away")
+    return number

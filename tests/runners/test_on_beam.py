@@ -1,0 +1,127 @@
+"""Beam keeps the contract of the local runner, in this process and in processes of its own, down to the bytes of a corpus."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("apache_beam", reason="needs apache-beam: pip install 'textmill[beam]'")
+
+from textmill.config import BeamRunner, RunConfig
+from textmill.corpus.prepare import prepare
+from textmill.errors import TextmillError
+from textmill.runners import on_beam, open_runner
+
+JOBS = Path(__file__).parent / "jobs"
+PROCESSES = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
+    monkeypatch.syspath_prepend(str(JOBS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(JOBS)]))  # for Beam's own processes
+    import shard_jobs
+
+    return shard_jobs
+
+
+@pytest.fixture(params=[[], PROCESSES], ids=["in memory", "two processes"])
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return open_runner(BeamRunner(options=request.param, folder=str(tmp_path / "shared")))
+
+
+def test_results_in_shard_order_and_no_file_left(runner: Any, jobs: Any, tmp_path: Path) -> None:
+    assert list(runner.map(jobs.double_slowest_first, range(20))) == [2 * shard for shard in range(20)]
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_no_shards(jobs: Any) -> None:
+    assert list(open_runner(BeamRunner()).map(jobs.double, [])) == []
+
+
+def test_error_reaches_the_caller_unchanged(runner: Any, jobs: Any, tmp_path: Path) -> None:
+    results = runner.map(jobs.refuse_three, range(8))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(TextmillError) as caught:
+        next(results)
+    assert str(caught.value) == "shard 3: found nothing; look again"
+    assert type(caught.value) is TextmillError
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_failing_function_ends_the_pipeline_with_its_own_error(jobs: Any, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"^shard 2: the disk went away$"):
+        list(open_runner(BeamRunner()).map(jobs.break_once, [(number, str(tmp_path)) for number in range(4)]))
+
+
+def test_a_bundle_tried_again_does_not_do_a_finished_shard_twice(jobs: Any, tmp_path: Path) -> None:
+    calls, folder = tmp_path / "calls", tmp_path / "results"
+    calls.mkdir()
+    folder.mkdir()
+    step = on_beam._Step(jobs.break_once, str(folder))
+    shards = [(number, on_beam.CODER.encode((number, str(calls)))) for number in (1, 2)]
+    step.process(shards[0])
+    with pytest.raises(OSError, match="went away"):
+        step.process(shards[1])
+    for shard in shards * 2:  # as a runner does that retries
+        step.process(shard)
+    assert [on_beam._outcome_of(folder, number, None, "") for number in (1, 2)] == [1, 2]
+    assert [(calls / f"calls-{number}").read_text() for number in (1, 2)] == ["x", "xx"]
+
+
+def test_shards_are_taken_a_wave_at_a_time(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_beam, "WAVE", 4)
+    taken = []
+
+    def shards() -> Any:
+        for shard in range(1000):
+            taken.append(shard)
+            yield shard
+
+    results: Any = open_runner(BeamRunner()).map(jobs.double, shards())
+    assert [next(results) for _ in range(6)] == [0, 2, 4, 6, 8, 10]
+    results.close()
+    assert len(taken) == 8
+
+
+def test_folder_that_cannot_be_is_named(jobs: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TextmillError, match=r"runner\.folder: .*file/x"):
+        list(open_runner(BeamRunner(folder=str(tmp_path / "file" / "x"))).map(jobs.double, [1]))
+
+
+def test_worker_that_cannot_reach_the_folder_is_told(jobs: Any, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="every worker reaches"):
+        on_beam._Step(jobs.double, str(tmp_path / "elsewhere")).process((0, on_beam.CODER.encode(1)))
+
+
+def test_wrong_options_end_in_one_line(jobs: Any) -> None:
+    with pytest.raises(TextmillError, match=r"runner: Beam's pipeline failed: .*NoSuchRunner"):
+        list(open_runner(BeamRunner(options=["--runner=NoSuchRunner"])).map(jobs.double, [1]))
+
+
+@pytest.mark.slow
+def test_prepare_gives_the_same_bytes(tiny_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.chdir(tmp_path)
+
+    def content(name: str, runner: dict[str, Any]) -> dict[str, bytes]:
+        corpus = {"sources": ["texts"], "section": 100, "split": [8.0, 1.0, 1.0]}
+        folder = prepare(RunConfig.model_validate({"folder": name, "corpus": corpus, "runner": runner}))
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "run.yaml"}
+
+    local = content("local", {"workers": 1})
+    assert local == content("memory", {"kind": "beam"})
+    assert local == content("processes", {"kind": "beam", "options": PROCESSES})
+    assert "train-00000.parquet" in local
+
+
+def test_missing_package_is_told_at_the_door(root: Path) -> None:
+    script = "import sys; sys.modules['apache_beam'] = None; import textmill.runners.on_beam"
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert "runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'" in done.stderr
