@@ -1,0 +1,272 @@
+"""MongoDB over a real wire connection: one index over three collections, and nothing lost or doubled when the server dies.
+
+6,000 documents, so that it stays quick; bench/mongo.py does the same with 100,000.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
+
+import pymongo
+
+from tests.mongo_process import MongoProcess, NoServer, named_server
+from textmill.config import CorpusConfig
+from textmill.corpus import mongo, mongo_server, mongo_write
+from textmill.corpus.document import Document
+from textmill.corpus.mongo import open_index, read_range
+from textmill.corpus.records import Bad
+from textmill.errors import TextmillError
+
+SIZES = {"web": 3000, "books": 2000, "news": 1000}
+TRUTH = [f"{name} number {idx} 한국어" for name, size in SIZES.items() for idx in range(size)]
+
+
+@dataclass
+class World:
+    """A server, a database of its own, and the db_config.json that leads there."""
+
+    address: str
+    db: Any
+    config: Path
+    process: MongoProcess | None
+
+    def write_config(self, name: str, **settings: Any) -> Path:
+        path = self.config.with_name(name)
+        own = {"MONGO_CONNECTION_STRING": self.address, "MONGO_CONNECTION_DB": self.db.name, "COLLECTIONS": list(SIZES)}
+        path.write_text(json.dumps({**own, **settings}))
+        return path
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("mongo")
+    process = None
+    if not (address := named_server()):
+        try:
+            process = MongoProcess(folder / "data")
+        except NoServer as reason:
+            pytest.skip(f"no MongoDB server: {reason}; TEXTMILL_TEST_MONGO may name one")
+        address = process.address
+    client: Any = pymongo.MongoClient(address)
+    world = World(address, client[f"textmill_test_{random.SystemRandom().randrange(10**9)}"], folder / "db_config.json", process)
+    world.write_config("db_config.json")
+    try:
+        for name, size in reversed(SIZES.items()):  # meta_info gets another order than COLLECTIONS has
+            world.db[name].create_index("idx", unique=True)
+            world.db[name].insert_many([{"idx": idx, "form": f"{name} number {idx} 한국어"} for idx in range(size)], ordered=False)
+            world.db["meta_info"].insert_one({"collection_name": name, "num_docs": size})
+        yield world
+        client.drop_database(world.db.name)
+    finally:
+        client.close()
+        if process:
+            process.stop()
+
+
+def forms(rows: list[Any]) -> list[str | None]:
+    return [row and row["form"] for row in rows]
+
+
+def test_one_index_in_the_order_of_collections(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    index = open_index(world.config)
+    assert len(index) == len(TRUTH)
+    places = [0, 2999, 3000, 4999, 5000, 5999, -1]
+    assert forms([index[place] for place in places]) == [TRUTH[place] for place in places]
+    assert forms(index[2990:3010]) == TRUTH[2990:3010]
+    assert forms(index[5990:2:-997]) == TRUTH[5990:2:-997]
+    with pytest.raises(IndexError):
+        index[6000]
+    assert capsys.readouterr().err == ""  # nothing odd, so nothing said
+    index.close()
+
+
+def test_random_batches_come_in_the_order_asked(world: World) -> None:
+    index, dice = open_index(world.config), random.Random(1)
+    for size in (1, 7, 300):
+        places = [dice.randrange(len(TRUTH)) for _ in range(size)]
+        places += places[:3]  # twice in one batch
+        assert forms(index.batch(places)) == [TRUTH[place] for place in places]
+    assert index.batch([]) == []
+    index.close()
+
+
+def test_ranges_together_are_everything_once(world: World) -> None:
+    config = CorpusConfig()
+    cuts = [0, 1, 999, 2500, 3500, 6000]
+    found = [row for start, stop in pairwise(cuts) for row in read_range(world.config, start, stop, config)]
+    assert [row.text for row in found if isinstance(row, Document)] == TRUTH
+    assert found[3000].source == f"mongo:{world.config}"
+    first = world.db["books"].find_one({"idx": 0})
+    assert isinstance(found[3000], Document)
+    assert found[3000].id == f"books 0 {first['_id']}"
+
+
+def test_server_killed_in_the_middle_of_a_scan(world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (process := world.process):
+        pytest.skip("a named server is not ours to kill")
+    monkeypatch.setattr(mongo, "BLOCK", 100)
+    seen: list[str] = []
+    for number, row in enumerate(read_range(world.config, 0, len(TRUTH), CorpusConfig())):
+        if number in (500, 3333):
+            process.stop(signal.SIGKILL)
+            threading.Timer(1.0, process.start).start()
+        assert isinstance(row, Document)
+        seen.append(row.id.rpartition(" ")[2] + row.text)
+    assert len(set(seen)) == len(seen)
+    assert [text[24:] for text in seen] == TRUTH
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_holes_stale_counts_and_a_missing_index_are_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.db["odd"].insert_many([{"idx": idx, "form": f"odd {idx}"} for idx in range(20) if idx not in (3, 4, 11)])
+    world.db["meta_info"].insert_one({"collection_name": "odd", "num_docs": 20})
+    path = world.write_config("odd.json", COLLECTIONS=["odd"])
+    index = open_index(path)
+    said = capsys.readouterr().err
+    assert "odd: 3 of 20 positions hold no document" in said
+    assert "meta_info says 20 documents, the collection has 17" in said
+    assert "no index on idx" in said
+    assert "index_by_idx" in said
+    assert forms(index[2:6]) == ["odd 2", None, None, "odd 5"]
+    assert index.batch([11, 12])[0] is None
+    assert [row["idx"] for row in index] == [idx for idx in range(20) if idx not in (3, 4, 11)]
+    world.db["unnumbered"].insert_many([{"idx": 0, "form": "a"}, {"form": "b"}, {"form": "c"}])
+    open_index(world.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
+    assert "2 of 3 documents have no idx of their own" in capsys.readouterr().err
+    mongo_write.index_by_idx(path)
+    assert mongo_write.mend_meta_info(path) == {"odd": 17}
+    capsys.readouterr()
+    open_index(path)
+    assert capsys.readouterr().err.count("\n") == 1  # only the holes are left
+
+
+def test_text_fields(world: World) -> None:
+    rows: list[dict[str, Any]] = [
+        {"form": "raw", "filt_text": "clean"}, {"form": "raw"}, {"form": "raw", "filt_text": None}, {"q": "hi", "a": "ho"}, {"form": 3},
+        {"filt_text": "", "form": "raw"}, {"body": "other"},
+    ]  # fmt: skip
+    world.db["kinds"].create_index("idx", unique=True)
+    world.db["kinds"].insert_many([{"idx": idx, **row} for idx, row in enumerate(rows)])
+    path = world.write_config("kinds.json", COLLECTIONS=["kinds"])
+    found = list(read_range(path, 0, 7, CorpusConfig()))
+    assert [row.text if isinstance(row, Document) else None for row in found] == ["clean", "raw", "raw", None, None, "", None]
+    assert isinstance(found[3], Bad)
+    assert "found ['q', 'a']; set corpus.text_key" in found[3].reason
+    by_key = list(read_range(path, 0, 7, CorpusConfig(text_key="body")))
+    assert [row.text for row in by_key if isinstance(row, Document)] == ["other"]
+
+
+def test_write_back(world: World) -> None:
+    world.db["back"].create_index("idx", unique=True)
+    world.db["back"].insert_many([{"idx": idx, "form": f" dirty {idx} "} for idx in range(50)])
+    path = world.write_config("back.json", COLLECTIONS=["back"])
+    cleaned = [
+        Document(row.text.strip(), row.source, row.id) for row in read_range(path, 0, 50, CorpusConfig()) if isinstance(row, Document)
+    ]
+    world.db["back"].delete_one({"idx": 7})
+    assert mongo_write.write_back(path, cleaned) == {"documents": 50, "changed": 49, "missing": 1}
+    assert mongo_write.write_back(path, cleaned) == {"documents": 50, "changed": 0, "missing": 1}
+    again = [row.text for row in read_range(path, 0, 50, CorpusConfig()) if isinstance(row, Document)]
+    assert again == [f"dirty {idx}" for idx in range(50) if idx != 7]
+    with pytest.raises(TextmillError, match="not a document of"):
+        mongo_write.write_back(path, [Document("x", "a.txt", "line 3")])
+
+
+class Killed(BaseException):
+    """As if the process ended here."""
+
+
+def test_loading_is_whole_after_a_kill(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = world.write_config("load.json", COLLECTIONS=["loaded"])
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text("".join(json.dumps({"text": f"a {number}"}) + "\n" for number in range(95)) + "not json\n\n[1]\n")
+    second.write_text("".join(json.dumps({"text": f"b {number}"}) + "\n" for number in range(30)))
+    monkeypatch.setattr(mongo_write, "BLOCK", 10)
+    real, calls = mongo_write._insert, []
+
+    def insert(collection: Any, rows: list[Any]) -> int:
+        calls.append(len(rows))
+        if len(calls) == 4:
+            real(collection, rows[:5])
+            raise Killed
+        return real(collection, rows)
+
+    monkeypatch.setattr(mongo_write, "_insert", insert)
+    with pytest.raises(Killed):
+        mongo_write.load_lines(path, "loaded", [first])
+    counts = mongo_write.load_lines(path, "loaded", [first, second])
+    assert counts == {"records": 127, "loaded": 90, "there": 35, "bad": 2}
+    assert mongo_write.load_lines(path, "loaded", [first, second]) == {"records": 127, "loaded": 0, "there": 125, "bad": 2}
+    wanted = [f"a {number}" for number in range(95)] + [f"b {number}" for number in range(30)]
+    assert [row["form"] for row in open_index(path)] == wanted
+    meta = world.db["meta_info"].find_one({"collection_name": "loaded"})
+    assert meta["num_docs"] == 125
+    with pytest.raises(TextmillError, match="COLLECTIONS does not name 'other'"):
+        mongo_write.load_lines(path, "other", [first])
+
+
+def test_connection_string_from_environment_or_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    (world.config.parent / "secret.txt").write_text(world.address + "\n")
+    path = world.write_config("by_file.json", MONGO_CONNECTION_STRING=None, MONGO_CONNECTION_FILE="secret.txt")
+    assert len(open_index(path)) == len(TRUTH)
+    path = world.write_config("by_variable.json", MONGO_CONNECTION_STRING=None)
+    with pytest.raises(TextmillError, match="TEXTMILL_MONGO"):
+        open_index(path)
+    monkeypatch.setenv("TEXTMILL_MONGO", world.address)
+    assert len(open_index(path)) == len(TRUTH)
+
+
+def test_wrong_collection_is_named(world: World) -> None:
+    with pytest.raises(TextmillError, match="no collection 'boks'; did you mean 'books'"):
+        open_index(world.write_config("wrong.json", COLLECTIONS=["boks"]))
+
+
+SECRET = "mongodb://mill%40er:s3cr%2Ft@nowhere.invalid:27999,127.0.0.1:1/admin?authSource=hidden&serverSelectionTimeoutMS=300"
+
+
+@pytest.mark.parametrize(
+    "address", [SECRET, SECRET.replace("s3cr%2Ft", "s3c/r:t"), SECRET.replace("27999", "port"), "mongodb+srv://u:pwpw@nowhere.invalid"]
+)
+def test_no_part_of_the_connection_string_is_said(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mongo_server, "PATIENCE", 0.1)
+    path = tmp_path / "db_config.json"
+    path.write_text(json.dumps({"MONGO_CONNECTION_STRING": address, "MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"]}))
+    with pytest.raises(TextmillError) as caught:
+        open_index(path)
+    said = f"{caught.value} {caught.value.__cause__} {mongo_server.open_server(path)!r} {capsys.readouterr()}"
+    for secret in (address, "s3c", "mill%40er", "mill@er", "nowhere", "hidden", "pwpw"):
+        assert secret not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [([], "found a list"), ({}, "no MONGO_CONNECTION_DB"), ({"MONGO_CONNECTION_DB": "x"}, "COLLECTIONS is not a list"),
+     ({"MONGO_CONNECTION_DB": "x", "COLLECTIONS": ["a", "a"]}, "twice")],
+)  # fmt: skip
+def test_wrong_settings_are_named(settings: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "db_config.json"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(TextmillError, match=said):
+        open_index(path)
+
+
+def test_missing_package_is_told_at_the_door(root: Path) -> None:
+    script = "import sys; sys.modules['pymongo'] = None; import textmill.corpus.mongo"
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert "a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'" in done.stderr

@@ -1,0 +1,221 @@
+"""MongoDB collections as one index: any document by its position, or all of them in order, lazily and ahead of need."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, overload
+
+from textmill.config import CorpusConfig
+from textmill.corpus.document import Document
+from textmill.corpus.mongo_server import META, Server, check_collections, open_server
+from textmill.corpus.records import RAW, Bad
+from textmill.errors import warn
+
+Row = dict[str, Any]
+BLOCK = 1000
+"""Positions that a scan asks for at a time."""
+ASKED = 64
+"""Positions of one `$in`: a round trip is spread over many, and no server searches a long list for each document."""
+AHEAD = 3
+"""Questions under way while the caller works."""
+TEXT_FIELDS = ("filt_text", "form", "text")
+"""Where the text is, the first that is there, unless corpus.text_key names a field."""
+HOW_INDEX = "make one: textmill.corpus.mongo_write.index_by_idx"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The positions that a collection has in the index: `first` + idx."""
+
+    collection: str
+    first: int
+    size: int
+
+
+def open_index(path: str | Path, bounds: Sequence[Stretch] | None = None) -> MongoIndex:
+    """The collections of a db_config.json as one index; what is odd about them is said, once."""
+    server = open_server(path)
+    if bounds is None:
+        check_collections(server)
+        bounds = _bounds_of(server)
+        for note in _notes_on(server, bounds):
+            warn(f"{path}: {note}")
+    return MongoIndex(server, bounds)
+
+
+def read_range(
+    path: str | Path, start: int, stop: int, config: CorpusConfig, bounds: Sequence[Stretch] | None = None
+) -> Iterator[Document | Bad]:
+    """The documents at positions start to stop, in order; `bounds` of the first look keeps the positions when collections grow."""
+    server = _shared(open_server(path), os.getpid())
+    index = MongoIndex(server, _bounds_of(server) if bounds is None else bounds)
+    try:
+        for collection, row in index.scan(start, stop):
+            yield _document_of(collection, row, f"mongo:{path}", config.text_key)
+    finally:
+        index.rest()
+
+
+@lru_cache(maxsize=4)
+def _shared(server: Server, pid: int) -> Server:
+    """One connection a process, for all its ranges: a client must not be taken into a child."""
+    return server
+
+
+class MongoIndex:
+    """A lazy sequence over the collections in the order of COLLECTIONS; a position without a document gives None."""
+
+    def __init__(self, server: Server, bounds: Sequence[Stretch]) -> None:
+        self.server, self.bounds = server, tuple(bounds)
+        self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="mongo")
+
+    def __repr__(self) -> str:
+        return f"MongoIndex({self.server.path}: {len(self):,} positions in {len(self.bounds)} collections)"
+
+    def __len__(self) -> int:
+        return sum(one.size for one in self.bounds)
+
+    @overload
+    def __getitem__(self, place: int) -> Row | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Row | None]: ...
+    def __getitem__(self, place: int | slice) -> Row | list[Row | None] | None:
+        """The document at a position, or those of a slice."""
+        if isinstance(place, int):
+            return self.batch([place])[0]
+        positions = range(*place.indices(len(self)))
+        if positions.step != 1:
+            return self.batch(positions)
+        rows: list[Row | None] = [None] * len(positions)
+        firsts = {one.collection: one.first for one in self.bounds}
+        for collection, row in self.scan(positions.start, positions.stop):
+            at = firsts[collection] + int(row["idx"]) - positions.start
+            rows[at] = rows[at] or row
+        return rows
+
+    def __iter__(self) -> Iterator[Row]:
+        """Every document in order; positions without one are passed over."""
+        return (row for _, row in self.scan())
+
+    def batch(self, positions: Sequence[int]) -> list[Row | None]:
+        """The documents at any positions, in the order asked; a few questions for each collection."""
+        wanted: dict[str, set[int]] = {}
+        places = [self._place(position) for position in positions]
+        for collection, idx in places:
+            wanted.setdefault(collection, set()).add(idx)
+        parts = []
+        for collection, numbers in wanted.items():
+            ordered = sorted(numbers)
+            parts += [(collection, {"$in": ordered[at : at + ASKED]}) for at in range(0, len(ordered), ASKED)]
+        found: dict[tuple[str, int], Row] = {}
+        for (collection, _), rows in zip(parts, self._ahead(parts), strict=True):
+            for row in rows:
+                found.setdefault((collection, int(row["idx"])), row)
+        return [found.get(place) for place in places]
+
+    def scan(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Row]]:
+        """(collection, document) at positions start to stop, in order; the next blocks are fetched meanwhile."""
+        parts = list(self._blocks(start, len(self) if stop is None else min(stop, len(self))))
+        for (collection, _), rows in zip(parts, self._ahead(parts), strict=True):
+            for row in rows:
+                yield collection, row
+
+    def rest(self) -> None:
+        """End the threads that fetch ahead."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Let the connection go."""
+        self.rest()
+        self.server.db.client.close()
+
+    def _place(self, position: int) -> tuple[str, int]:
+        at = position + len(self) if position < 0 else position
+        for one in self.bounds:
+            if one.first <= at < one.first + one.size:
+                return one.collection, at - one.first
+        raise IndexError(f"position {position} of {len(self):,}")
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        for one in self.bounds:
+            low, high = max(start - one.first, 0), min(stop - one.first, one.size)
+            for at in range(low, high, BLOCK):
+                yield one.collection, {"$gte": at, "$lt": min(at + BLOCK, high)}
+
+    def _ahead(self, parts: Sequence[tuple[str, Row]]) -> Iterator[list[Row]]:
+        """The answers to all parts in order, AHEAD of them under way."""
+        waiting: deque[Future[list[Row]]] = deque()
+        todo = iter(parts)
+        try:
+            for part in islice(todo, AHEAD):
+                waiting.append(self._threads.submit(self._fetch, *part))
+            while waiting:
+                rows = waiting.popleft().result()
+                if (part_next := next(todo, None)) is not None:
+                    waiting.append(self._threads.submit(self._fetch, *part_next))
+                yield rows
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _fetch(self, collection: str, idx: Row) -> list[Row]:
+        # Handed on only when whole: after an outage the block is asked for anew, and nothing of it was seen before.
+        rows = self.server.ask(lambda db: list(db[collection].find({"idx": idx}, batch_size=BLOCK)))
+        return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
+
+
+def _bounds_of(server: Server) -> list[Stretch]:
+    """Where each collection begins: idx is the place in its collection, so a deleted document moves no other."""
+    bounds: list[Stretch] = []
+    first = 0
+    for name in server.collections:
+        last = server.ask(lambda db, name=name: db[name].find_one({"idx": {"$gte": 0}}, {"idx": 1}, sort=[("idx", -1)]))  # type: ignore[misc]
+        size = int(last["idx"]) + 1 if last else 0
+        bounds.append(Stretch(name, first, size))
+        first += size
+    return bounds
+
+
+def _notes_on(server: Server, bounds: Sequence[Stretch]) -> Iterator[str]:
+    told = {row.get("collection_name"): row.get("num_docs") for row in server.ask(lambda db: list(db[META].find()))}
+    for one in bounds:
+        name, size = one.collection, one.size
+        count = server.ask(lambda db, name=name: db[name].estimated_document_count())  # type: ignore[misc]
+        if count < size:
+            yield f"{name}: {size - count:,} of {size:,} positions hold no document (deleted?); they are passed over"
+        if count > size:
+            yield f"{name}: {count - size:,} of {count:,} documents have no idx of their own; those without any are not read"
+        if name in told and told[name] != count:
+            yield f"{name}: {META} says {told[name]} documents, the collection has {count:,}; the collection counts"
+        if not has_idx(server, name):
+            yield f"{name}: no index on idx, so reading is slow; {HOW_INDEX}('{server.path}')"
+
+
+def has_idx(server: Server, collection: str) -> bool:
+    """Whether the collection can be searched by idx."""
+    kept = server.ask(lambda db: db[collection].index_information())
+    return any(one["key"] and one["key"][0][0] == "idx" for one in kept.values())
+
+
+def place_of(collection: str, row: Row) -> str:
+    """The way back: the collection, idx and _id of a document."""
+    return f"{collection} {row.get('idx')} {row.get('_id')}"
+
+
+def _document_of(collection: str, row: Row, source: str, text_key: str) -> Document | Bad:
+    names = TEXT_FIELDS if text_key == "text" else (text_key,)
+    text = next((row[name] for name in names if row.get(name) is not None), None)
+    if isinstance(text, str):
+        return Document(text, source, place_of(collection, row))
+    found = [name for name in row if name not in ("_id", "idx")]
+    reason = f"no text in {' or '.join(names)}; found {found}; set corpus.text_key"
+    raw = json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW]
+    return Bad(source, place_of(collection, row), reason[:RAW], raw)
