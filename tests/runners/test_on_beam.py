@@ -30,7 +30,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
     return shard_jobs
 
 
-@pytest.fixture(params=[[], PROCESSES], ids=["in memory", "two processes"])
+@pytest.fixture(params=[[], pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["in memory", "two processes"])
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return open_runner(BeamRunner(options=request.param, folder=str(tmp_path / "shared")))
 
@@ -72,6 +72,20 @@ def test_a_bundle_tried_again_does_not_do_a_finished_shard_twice(jobs: Any, tmp_
         step.process(shard)
     assert [on_beam._outcome_of(folder, number, None, "") for number in (1, 2)] == [1, 2]
     assert [(calls / f"calls-{number}").read_text() for number in (1, 2)] == ["x", "xx"]
+
+
+@pytest.mark.slow
+def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_beam, "GRACE", 2.0)
+    assert list(runner.map(jobs.die_once, [(number, str(tmp_path)) for number in range(6)])) == list(range(6))
+    assert (tmp_path / "died-2").exists()
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_shard_that_always_kills_is_named(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_beam, "TRIES", 1)
+    with pytest.raises(TextmillError, match=r"runner: a worker died .*; \d was not done"):
+        list(open_runner(BeamRunner()).map(jobs.die_always, [3, 5]))
 
 
 def test_shards_are_taken_a_wave_at_a_time(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
