@@ -73,13 +73,14 @@ def key_advice(key: str) -> str:
     if leaf in OTHER_WORDS:
         return f"textmill calls it '{OTHER_WORDS[leaf]}'"
     moved = [name for name in keys if name.rpartition(".")[2] == leaf]
-    near = moved or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    inside = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
+    slip = difflib.get_close_matches(key, inside, n=1, cutoff=0.92)  # a slip of the finger is likelier than a wrong section
+    near = slip or moved or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not near:
         by_leaf = {name.rpartition(".")[2]: name for name in reversed(keys)}
         near = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6)]
     if near:
         return f"did you mean '{near[0]}'?"
     section = key.partition(".")[0]
-    inside = [name for name in keys if name.startswith(section + ".")]
     choices = [name.rpartition(".")[2] for name in inside] or sorted(RunConfig.model_fields)
     return f"the keys of '{section}' are {', '.join(choices)}" if inside else f"the sections are {', '.join(choices)}"
