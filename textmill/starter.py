@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from textmill.corpus.sources import Source, find_sources, shipped
+from textmill.corpus.sources import INSIDE, Source, find_sources, shipped, state_of
+from textmill.corpus.streams import Broken, open_stream
 from textmill.devices import open_device
 from textmill.errors import TextmillError
 from textmill.files import write_text
@@ -47,7 +48,7 @@ def new(folder: str, text: str | None, settings: list[str]) -> Path:
     if path.exists():
         raise TextmillError(f"{path}: there already; change it, or name another folder")
     sources = find_sources([text], skip=[Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")])
-    total = sum(source.path.stat().st_size for source in sources)
+    total = sum(state_of(source).bytes for source in sources)
     if not total:
         raise TextmillError(f"{text}: {len(sources)} files and not a byte in them; name files with text")
     draft = _draft(total, _wide_share(sources))
@@ -63,13 +64,18 @@ def new(folder: str, text: str | None, settings: list[str]) -> Path:
 
 def _wide_share(sources: list[Source]) -> float:
     """The share of bytes outside ASCII in a sample: scripts such as Hangul spend three bytes a letter."""
-    sample = b"".join(_head(source.path, SAMPLE_BYTES // min(len(sources), 64)) for source in sources[:64])
+    sample = b"".join(_head(source, SAMPLE_BYTES // min(len(sources), 64)) for source in sources[:64])
     return sum(byte > 127 for byte in sample) / max(1, len(sample))
 
 
-def _head(path: Path, count: int) -> bytes:
-    with open(path, "rb") as stream:
-        return stream.read(count)
+def _head(source: Source, count: int) -> bytes:
+    if source.format in (*INSIDE, "mongo"):
+        return b""  # its bytes are not the text's
+    try:
+        with open_stream(source.address) as stream:
+            return stream.read1(count)
+    except Broken:
+        return b""
 
 
 def _draft(total: int, wide: float) -> Draft:

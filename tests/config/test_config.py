@@ -116,7 +116,7 @@ def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
 
 
 def test_a_kind_is_chosen_by_any_door() -> None:
-    word = config_of(lay_over({}, ["runner.kind=beam", "runner.options=--runner=FlinkRunner,--parallelism=4"]))
+    word = config_of(tree_of(["runner.kind=beam", "runner.options=--runner=FlinkRunner,--parallelism=4"]))
     assert word.runner == BeamRunner(options=["--runner=FlinkRunner", "--parallelism=4"])
     assert config_of({"runner": {"workers": 2}}).runner == LocalRunner(workers=2)
     assert config_of(yaml.safe_load(word.to_yaml())) == word

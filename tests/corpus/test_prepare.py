@@ -77,7 +77,8 @@ def test_quarantine_and_the_way_back(world: Path) -> None:
     assert rows == [
         {"file": "texts/lines.jsonl", "place": "line 5", "reason": "no field 'text'; found ['body']; set corpus.text_key=body",
          "raw": '{"body": "no text"}\n'},
-        {"file": "texts/lines.jsonl", "place": "line 7", "reason": "not UTF-8: byte 0xff at 0", "raw": "\\xff\\xff\n"},
+        {"file": "texts/lines.jsonl", "place": "line 7", "raw": "\\xff\\xff\n",
+         "reason": "not UTF-8: byte 0xff at 0; if the file has another encoding, convert it to UTF-8 (iconv does)"},
     ]  # fmt: skip
     everything = [row for split in documents(folder).values() for row in split]
     assert {(row.text, row.id) for row in everything if row.source == "texts/lines.jsonl"} == {

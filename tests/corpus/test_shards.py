@@ -23,7 +23,7 @@ def write(path: Path, rows: list[Document]) -> None:
     with new_shard(path) as shard:
         for start in range(0, len(rows), 100):
             part = rows[start : start + 100]
-            columns = [[row.text for row in part], [row.source for row in part], [row.id for row in part]]
+            columns = [[getattr(row, name) for row in part] for name in SCHEMA.names]
             shard.add(pa.table([pa.array(column, pa.string()) for column in columns], schema=SCHEMA))
 
 

@@ -14,7 +14,7 @@ from textmill.errors import TextmillError
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ["a.txt", "b.jsonl", "notes.md", "table.csv", ".hidden.txt", "deep/c.TXT", "deep/er/d.ndjson", "deep/.git/e.txt"]:
+    for name in ["a.txt", "b.jsonl", "notes.md", "table.bin", ".hidden.txt", "deep/c.TXT", "deep/er/d.ndjson", "deep/.git/e.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x\n")
     monkeypatch.chdir(tmp_path)
@@ -64,8 +64,8 @@ def test_own_folders_are_no_source(tree: Path) -> None:
         (["gone.txt"], "corpus.sources: no file, folder or corpus 'gone.txt'; the corpora that come with textmill: tinyshakespeare"),
         (["tinyshakespear"], "did you mean 'tinyshakespeare'"),
         (["*.nothing"], r"nothing matches '\*.nothing'"),
-        (["table.csv"], r"table.csv: cannot read '.csv'; textmill reads .txt, .text, .md, .jsonl, .ndjson"),
-        (["*.*"], r"table.csv: cannot read '.csv'"),
+        (["table.bin"], r"table.bin: cannot read '.bin'; textmill reads .txt, .text, .md, .jsonl, .ndjson"),
+        (["*.*"], r"table.bin: cannot read '.bin'"),
         (["deep/.git/.."], None),
         (["empty"], "no file to read in 'empty'; textmill reads .txt"),
     ],

@@ -18,9 +18,15 @@ class CorpusConfig(Section):
     folder: str | None = place()
     """Where the prepared corpus stands; `corpus` under `folder` if not said."""
     sources: list[str] = source([])
-    """Files, globs or folders of .txt and .jsonl, or the name of a corpus that comes with textmill."""
+    """Files, globs, folders or URLs of text, JSON, CSV, Parquet or Wikipedia, hf:NAME, mongo:db_config.json, or a corpus by its name."""
+    corpora: str | None = place()
+    """A file of named corpora (name: {sources: [...], text_key: ...}); `corpora.yaml` beside the config if there is one."""
     text_key: str = "text"
-    """The field of a JSON line that holds the text."""
+    """The field or column of the text; `a.b` and `document[].paragraph[].form` reach nested JSON, `title+body` joins fields."""
+    join: str | None = None
+    """Put between joined fields (a newline if not said); said, it also joins all that a path finds in an element of its first list."""
+    keep_fields: list[str] = []
+    """Further fields of a record to keep, in the column `meta`."""
     documents: Literal["section", "file", "line", "block"] = "section"
     """What a document of a plain text file is: about `corpus.section` characters, the whole file, a line, or a blank-line block."""
     section: int = Field(4000, ge=100)

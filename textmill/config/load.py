@@ -20,6 +20,8 @@ Tree = dict[str, Any]
 CORPORA = Path(__file__).parents[1] / "corpora"
 SECTION_NAMES = {section.__name__ for _, field in fields() for section in section_types(field.annotation)}
 """pydantic puts the name of a union's member into a mistake's place; no user wrote it."""
+NAMED = "corpora.yaml"
+"""Where named corpora are declared, if it stands beside a config."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -60,9 +62,10 @@ def _note_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> No
             _note_lines(value, name + ".", lines, path)
 
 
-def anchor(tree: Tree, base: Path) -> Tree:
+def anchor(tree: Tree, base: Path, names: set[str] | None = None) -> Tree:
     """Paths are relative to the file, or the folder, in which they were said; names of corpora and of the hub are left alone."""
     anchored = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    in_file, names = names is None, (names or set()) | named_corpora(tree, base)
     for key, field in fields():
         mark, (section, _, leaf) = marks(field), key.partition(".")
         holder = anchored if not leaf else anchored.get(section)
@@ -74,17 +77,31 @@ def anchor(tree: Tree, base: Path) -> Tree:
             full = _under(base, value)
             holder[name] = full if mark.get("place") or os.path.exists(full) else value
         elif isinstance(value, list):
-            holder[name] = [_under(base, item) if isinstance(item, str) and not _is_name(item) else item for item in value]
+            holder[name] = [_source_under(base, item, names) if isinstance(item, str) else item for item in value]
+    corpus = anchored.setdefault("corpus", {})
+    if in_file and isinstance(corpus, dict) and "corpora" not in corpus and (base / NAMED).is_file():
+        corpus["corpora"] = str(base / NAMED)
     return anchored
+
+
+def named_corpora(tree: Tree, base: Path) -> set[str]:
+    """The names that a corpora.yaml declares: the one that is said, or the one that stands there."""
+    corpus = tree.get("corpus")
+    said = corpus.get("corpora") if isinstance(corpus, dict) else None
+    path = Path(_under(base, said)) if isinstance(said, str) else base / NAMED
+    return set(read_yaml(path)[0]) if path.is_file() else set()
 
 
 def _under(base: Path, value: str) -> str:
     return os.path.normpath(base / os.path.expanduser(value))
 
 
-def _is_name(source: str) -> bool:
-    """Whether a source is a corpus that comes with textmill, or says with a scheme where it is."""
-    return bool(re.match(r"^[a-z][a-z0-9+]+:", source)) or (CORPORA / f"{source}.txt").is_file()
+def _source_under(base: Path, value: str, names: set[str]) -> str:
+    """A source's path in full; a corpus by name, a URL and a hub name stay as they are."""
+    if value.startswith("mongo:"):
+        return "mongo:" + _under(base, value.removeprefix("mongo:"))
+    named = "://" in value or value.startswith("hf:") or value in names or (CORPORA / f"{value}.txt").is_file()
+    return value if named else _under(base, value)
 
 
 def merged(tree: Tree, over: Tree) -> Tree:

@@ -17,4 +17,6 @@ class Document:
     source: str
     """The file it was read from, as the user named it."""
     id: str
-    """Its place there: 'line 17', 'section 3'."""
+    """Its place there: 'line 17', 'section 3', 'page 1234'."""
+    meta: str | None = None
+    """Further fields of its record that were asked for, as a JSON object."""

@@ -24,7 +24,7 @@ from textmill.corpus.sources import Piece
 from textmill.corpus.split import DIGEST, digest_of, sides_of
 from textmill.files import account_of, read_json, write_bytes, write_json, writing
 
-CLEANED = pa.schema([("text", pa.string()), ("id", pa.string())])
+CLEANED = pa.schema([("text", pa.string()), ("id", pa.string()), ("meta", pa.string())])
 SENTENCES = {"split": split_sentences, "lines": keep_lines}
 HELD = 4 << 20
 """Characters that are gathered before they are written."""
@@ -65,20 +65,23 @@ class Gatherer:
     composed: bool
     texts: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    metas: list[str | None] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     held: int = 0
 
-    def add(self, text: str, place: str) -> None:
+    def add(self, text: str, place: str, meta: str | None) -> None:
         self.texts.append(text)
         self.places.append(place)
+        self.metas.append(meta)
         self.digests.append(digest_of(text, composed=self.composed))
-        self.held += len(text)
+        self.held += len(text) + len(meta or "")
         if self.held >= HELD:
             self.flush()
 
     def flush(self) -> None:
-        self.writer.add(pa.table([pa.array(self.texts, pa.string()), pa.array(self.places, pa.string())], schema=CLEANED))
-        self.texts, self.places, self.held = [], [], 0
+        columns = [pa.array(column, pa.string()) for column in (self.texts, self.places, self.metas)]
+        self.writer.add(pa.table(columns, schema=CLEANED))
+        self.texts, self.places, self.metas, self.held = [], [], [], 0
 
 
 def read_piece(work: Work) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def read_piece(work: Work) -> dict[str, Any]:
                 continue
             text = cleaner.clean(record.text, url_of(record))
             if text is not None:
-                kept.add(into_lines(text) if into_lines else text, record.id)
+                kept.add(into_lines(text) if into_lines else text, record.id, record.meta)
         kept.flush()
     write_bytes(work.path("digests"), [b"".join(kept.digests)])
     changed, dropped = dict(sorted(cleaner.changed.items())), dict(sorted(cleaner.dropped.items()))
@@ -134,7 +137,8 @@ def write_piece(work: Work) -> dict[str, Any]:
                 part = table.filter(pa.array(here == side))
                 _count(splits[split], part.column("text"))
                 source = pa.array([work.piece.source.name] * part.num_rows, pa.string())
-                writers[split].add(pa.table([part.column("text"), source, part.column("id")], schema=SCHEMA))
+                columns = [part.column("text"), source, part.column("id"), part.column("meta")]
+                writers[split].add(pa.table(columns, schema=SCHEMA))
     for _, split in present:
         name = shard_name(split, work.piece.number)
         splits[split]["file"] = {"name": name, **account_of(work.folder / name)}

@@ -19,7 +19,7 @@ from textmill.corpus.clean.cleaner import check_needs
 from textmill.corpus.dedup import keep_masks
 from textmill.corpus.passes import Work, read_piece, write_piece
 from textmill.corpus.records import Bad
-from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of
+from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of, state_of
 from textmill.errors import TextmillError
 from textmill.files import hash_file, read_json, remove_folder, shown, write_bytes, write_json
 from textmill.progress import progress
@@ -35,7 +35,7 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     folder = config.folder_of("corpus")
     check_needs(config.corpus)
     runner = open_runner(config.runner)
-    inputs = _look_at(find_sources(config.corpus.sources, skip=_own_folders(config)), folder, force)
+    inputs = _look_at(_find(config), folder, force)
     stage = Stage("prepare", folder, _made_from(config, inputs), config.to_yaml())
     if stage.done(force):
         print(f"prepare: done already: {shown(folder)} ({open_manifest(folder)['documents']:,} documents)")
@@ -52,13 +52,18 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
 
 @dataclass(frozen=True)
 class _Input:
-    """A source file as it was when we looked."""
+    """A source as it was when we looked."""
 
     source: Source
     name: str
     bytes: int
     mtime_ns: int
     sha256: str
+    """The checksum of a file; of what is not on this machine, its mark."""
+
+
+def _find(config: RunConfig) -> list[Source]:
+    return find_sources(config.corpus.sources, skip=_own_folders(config), corpora=config.corpus.corpora)
 
 
 def _look_at(sources: list[Source], folder: Path, force: Force) -> list[_Input]:
@@ -67,10 +72,12 @@ def _look_at(sources: list[Source], folder: Path, force: Force) -> list[_Input]:
     mtimes, made_from = manifest.get("mtimes", {}), manifest.get("made_from", {})
 
     def look(source: Source, name: str) -> _Input:
-        state = source.path.stat()
+        state = state_of(source)
+        if state.mark is not None:
+            return _Input(source, name, state.bytes, 0, state.mark)
         known = made_from.get(f"inputs.{name}", {})
-        same = known.get("bytes") == state.st_size and mtimes.get(name) == state.st_mtime_ns
-        return _Input(source, name, state.st_size, state.st_mtime_ns, known["sha256"] if same else hash_file(source.path))
+        same = known.get("bytes") == state.bytes and mtimes.get(name) == state.mtime_ns
+        return _Input(source, name, state.bytes, state.mtime_ns, known["sha256"] if same else hash_file(source.path))
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing leaves the interpreter's lock
         inputs = list(threads.map(look, sources, names_wherever(sources)))
@@ -82,7 +89,9 @@ def _made_from(config: RunConfig, inputs: Sequence[_Input]) -> dict[str, Any]:
     settings = config.results("corpus")
     del settings["corpus.sources"]  # the files count, not their spelling
     settings["corpus.rules"] = sorted(config.corpus.rules)  # they run in one order, however they are named
-    return settings | {f"inputs.{one.name}": {"bytes": one.bytes, "sha256": one.sha256} for one in inputs}
+    facts = {f"inputs.{one.name}": {"bytes": one.bytes, "sha256": one.sha256} for one in inputs}
+    keys = {f"inputs.{one.name}.text_key": one.source.text_key for one in inputs if one.source.text_key}
+    return settings | facts | keys
 
 
 def _own_folders(config: RunConfig) -> list[Path]:
@@ -154,8 +163,8 @@ def _check_quarantine(works: list[Work], read: list[Counts], stop_at: float, par
 
 def _check_unchanged(inputs: Sequence[_Input]) -> None:
     for one in inputs:
-        state = one.source.path.stat()
-        if (state.st_size, state.st_mtime_ns) != (one.bytes, one.mtime_ns):
+        state = state_of(one.source)
+        if (state.bytes, state.mtime_ns) != (one.bytes, one.mtime_ns) or state.mark not in (None, one.sha256):
             raise TextmillError(f"{one.source.name}: changed while it was read; run prepare again when nothing writes to it")
 
 

@@ -1,4 +1,4 @@
-"""The prepared corpus on disk: Parquet shards of text, source and id, one file a split and piece of input."""
+"""The prepared corpus on disk: Parquet shards of text, source, id and metadata, one file a split and piece of input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from textmill.corpus.document import Document, Split
 from textmill.errors import TextmillError
 from textmill.files import writing
 
-SCHEMA = pa.schema([("text", pa.string()), ("source", pa.string()), ("id", pa.string())])
+SCHEMA = pa.schema([("text", pa.string()), ("source", pa.string()), ("id", pa.string()), ("meta", pa.string())])
 GROUP_BYTES = 16 << 20
 GROUP_ROWS = 1 << 16
 BATCH = 1024
@@ -33,9 +33,9 @@ def shards_of(folder: Path, split: Split) -> list[Path]:
 
 def read_documents(path: Path) -> Iterator[Document]:
     """The documents of a shard, one by one."""
-    for batch in _batches(path, ["text", "source", "id"]):
-        for text, source, place in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            yield Document(text, source, place)
+    for batch in _batches(path, SCHEMA.names):
+        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            yield Document(*row)
 
 
 def read_texts(path: Path) -> Iterator[list[str]]:
@@ -52,17 +52,18 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
             yield shard
     except FileNotFoundError:
         raise TextmillError(f"{path}: no such file; make the corpus with: textmill prepare") from None
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextmillError(f"{path}: damaged ({first}); make the corpus anew with: textmill prepare --force") from None
 
 
 def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
     with open_shard(path) as shard:
-        missing = set(columns) - set(shard.schema_arrow.names)
+        names = shard.schema_arrow.names
+        missing = set(columns) - {*names, "meta"}  # shards of the first version have none
         if missing:
-            raise TextmillError(f"{path}: not a shard of ours; found the columns {shard.schema_arrow.names}, not {sorted(missing)}")
-        yield from shard.iter_batches(batch_size=BATCH, columns=columns, use_threads=False)
+            raise TextmillError(f"{path}: not a shard of ours; found the columns {names}, not {sorted(missing)}")
+        yield from shard.iter_batches(batch_size=BATCH, columns=[name for name in columns if name in names], use_threads=False)
 
 
 class ShardWriter:

@@ -5,64 +5,93 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import dataclass, replace
+from importlib import import_module, resources
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+from textmill.corpus.named import Named, open_corpora
+from textmill.corpus.streams import COMPRESSIONS, is_plain, is_remote
 from textmill.errors import TextmillError
 
-Format = Literal["text", "jsonl"]
-FORMATS: dict[str, Format] = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-EXTENSIONS = ", ".join(FORMATS)
+FORMATS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".arrow": "arrow", ".xml": "mediawiki",
+}  # fmt: skip
+EXTENSIONS = f"{', '.join(FORMATS)}, the files of WikiExtractor, and these with {', '.join(COMPRESSIONS)}"
+INSIDE = ("parquet", "arrow")
+"""Formats that are compressed inside, and not from outside."""
 PIECE = 64 << 20
 """Bytes of a file of lines that are read at a time; the output's shards follow it, whatever the number of workers."""
 BLOCK = 1 << 20
+WIKI_FILE = re.compile(r"wiki_\d+")
+"""WikiExtractor's own names, which have no extension."""
+
+
+Range = tuple[int, int, int]
+"""Start, stop, and the number of the first record."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file to read."""
+    """One file, or whatever else can be read in pieces."""
 
     name: str
     """As the user named it."""
-    path: Path
-    format: Format
+    address: str
+    """The path or URL of its bytes."""
+    format: str
+    text_key: str | None = None
+    """Its own `corpus.text_key`, where a named corpus says one."""
+
+    @property
+    def path(self) -> Path:
+        """Where it stands on this machine, if it does."""
+        return Path(self.address)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one source: the whole file, or whole lines of it."""
+    """A stretch of one source: the whole file, or whole lines, row groups or documents of it."""
 
     number: int
     source: Source
     start: int
     stop: int
     first: int = 1
-    """The number of its first line."""
+    """The number of its first line or row."""
+    whole: bool = True
+    """Whether it is all of the source."""
 
     def __repr__(self) -> str:
         return f"{self.source.name} (bytes {self.start:,} to {self.stop:,})"
 
 
-def find_sources(words: Sequence[str], skip: Iterable[Path] = ()) -> list[Source]:
-    """Every file that the words name, each once, sorted by name; folders in `skip` (our own output) are not looked into."""
+def find_sources(words: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None) -> list[Source]:
+    """Every file that the words name, each once, sorted by name; folders in `skip` (our own output) are not looked into.
+
+    `corpora` is a file of named corpora."""
     if not words:
         raise TextmillError(
             f"corpus.sources: nothing there; name files, globs or folders of {EXTENSIONS}, "
             f"or a corpus that comes with textmill: {', '.join(shipped())}"
         )
-    skipped = [os.path.realpath(folder) for folder in skip]
+    skipped, named = [os.path.realpath(folder) for folder in skip], open_corpora(corpora)
     found: dict[str, Source] = {}
     for word in words:
-        sources = sorted(_files_of(word, skipped), key=lambda source: source.name)
+        sources = sorted(_named_sources(word, skipped, named), key=lambda source: source.name)
         if not sources:
             raise TextmillError(f"corpus.sources: no file to read in '{word}'; textmill reads {EXTENSIONS}")
         for source in sources:
-            real = os.path.realpath(source.path)
-            if real not in found or source.name < found[real].name:
-                found[real] = source
+            real = source.address if is_remote(source.address) else os.path.realpath(source.address)
+            other = found.get(real, source)
+            if source.text_key != other.text_key:
+                raise TextmillError(
+                    f"{source.name}: named twice, with the text in '{source.text_key}' and in '{other.text_key}'; take one out"
+                )
+            found[real] = min(source, other, key=lambda one: one.name)
     return sorted(found.values(), key=lambda source: source.name)
 
 
@@ -74,48 +103,90 @@ def shipped() -> dict[str, Path]:
 
 def names_wherever(sources: Sequence[Source]) -> list[str]:
     """Names that stay the same when the whole project, or the user, stands in another folder."""
-    ours = set(shipped().values())
-    full = {source: os.path.abspath(source.path) for source in sources if source.path not in ours}
+    full = {source: os.path.abspath(source.path) for source in sources if source.name == source.address and not is_remote(source.address)}
     common = os.path.commonpath([os.path.dirname(path) for path in full.values()]) if full else ""
     return [os.path.relpath(full[source], common) if source in full else source.name for source in sources]
 
 
+def format_of(source: Source) -> Any:
+    """The module that reads a source's format."""
+    return import_module(f"textmill.corpus.formats.{source.format}")
+
+
+@dataclass(frozen=True)
+class State:
+    """What tells that a source has changed; a `mark` stands in for the checksum of what is not on this machine."""
+
+    bytes: int
+    mtime_ns: int
+    mark: str | None
+
+
+def state_of(source: Source) -> State:
+    """A file's length and time; a URL's size and ETag or date; the number of a Mongo index's documents."""
+    if source.format == "mongo":
+        return State(format_of(source).count(source), 0, "documents of the index")
+    if is_remote(source.address):
+        size, mark = import_module("textmill.corpus.remote").state_of(source.address)
+        return State(size, 0, mark)
+    state = source.path.stat()
+    return State(state.st_size, state.st_mtime_ns, None)
+
+
 def pieces_of(sources: Sequence[Source], documents: str) -> list[Piece]:
-    """All pieces in canonical order; only where a record is a line may a file be cut."""
+    """All pieces in canonical order; where a format cannot be cut, a piece is a whole file."""
     pieces: list[Piece] = []
     for source in sources:
-        size = source.path.stat().st_size
-        by_line = source.format == "jsonl" or documents == "line"
-        for start, stop, first in _line_ranges(source.path, size) if by_line else [(0, size, 1)]:
-            pieces.append(Piece(len(pieces), source, start, stop, first))
+        cut = getattr(format_of(source), "ranges", None)
+        found = cut(source, documents) if cut else None
+        ranges = list(found) if found is not None else [(0, state_of(source).bytes, 1)]
+        for start, stop, first in ranges:
+            pieces.append(Piece(len(pieces), source, start, stop, first, whole=len(ranges) == 1))
     return pieces
 
 
-def _files_of(word: str, skipped: list[str]) -> Iterator[Source]:
-    path = os.path.expanduser(word)
+def _named_sources(word: str, skipped: list[str], named: dict[str, Named]) -> Iterator[Source]:
+    if word not in named:
+        yield from _files_of(word, skipped, list(named))
+        return
+    for inner in named[word].sources:
+        for source in _files_of(inner, skipped, []):
+            yield replace(source, text_key=named[word].text_key)
+
+
+def _files_of(word: str, skipped: list[str], named: list[str]) -> Iterable[Source]:
+    if word.startswith("mongo:"):
+        return [Source(word, os.path.expanduser(word.removeprefix("mongo:")), "mongo")]
+    if word.startswith("hf:"):
+        return import_module("textmill.corpus.hf").sources_of(word)  # type: ignore[no-any-return]
+    if is_remote(word) and not word.startswith("file://"):
+        return import_module("textmill.corpus.remote").sources_of(word)  # type: ignore[no-any-return]
+    path = os.path.expanduser(word.removeprefix("file://"))
     if os.path.isdir(path):
-        yield from _files_in(path, skipped)
-    elif os.path.exists(path):
-        yield _source(path)
-    elif glob.has_magic(path):
+        return _files_in(path, skipped)
+    if os.path.exists(path):
+        return [_source(path)]
+    if glob.has_magic(path):
         matches = glob.glob(path, recursive=True)
         if not matches:
             raise TextmillError(f"corpus.sources: nothing matches '{word}'; check the pattern ('**' reaches folders below)")
-        yield from (_source(match) for match in matches if os.path.isfile(match) and not _inside(match, skipped))
-    elif word in shipped():
-        yield Source(word, shipped()[word], "text")
-    else:
-        names = list(shipped())
-        near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-        advice = f"did you mean '{near[0]}'?" if near else f"the corpora that come with textmill: {', '.join(names)}"
-        raise TextmillError(f"corpus.sources: no file, folder or corpus '{word}'; {advice}")
+        return [_source(match) for match in matches if os.path.isfile(match) and not _inside(match, skipped)]
+    if word in shipped():
+        return [Source(word, str(shipped()[word]), "text")]
+    names = [*named, *shipped()]
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    own = f"your corpora: {', '.join(named)}; " if named else ""
+    advice = f"did you mean '{near[0]}'?" if near else f"{own}the corpora that come with textmill: {', '.join(shipped())}"
+    raise TextmillError(f"corpus.sources: no file, folder or corpus '{word}'; {advice}")
 
 
 def _files_in(folder: str, skipped: list[str]) -> Iterator[Source]:
     for place, folders, files in os.walk(folder, followlinks=False):
         folders[:] = [name for name in folders if not name.startswith(".") and not _inside(os.path.join(place, name), skipped)]
+        saved = "state.json" in files and "dataset_info.json" in files  # by the datasets library: its JSON files hold no text
         for name in files:
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in FORMATS:
+            found = format_named(name)
+            if found and not name.startswith(".") and (found == "arrow" if saved else name != "dataset_dict.json"):
                 yield _source(os.path.join(place, name))
 
 
@@ -124,17 +195,30 @@ def _inside(path: str, folders: list[str]) -> bool:
     return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
 
 
+def format_named(name: str) -> str | None:
+    """The format that a file's name tells; None: not one that is read."""
+    stem = os.path.basename(name).lower()
+    plain = next((stem.removesuffix(end) for end in COMPRESSIONS if stem.endswith(end)), stem)
+    found = "wiki" if WIKI_FILE.fullmatch(plain) else FORMATS.get(os.path.splitext(plain)[1])
+    return None if found in INSIDE and plain != stem else found
+
+
 def _source(path: str) -> Source:
     name = os.path.normpath(path)
-    extension = os.path.splitext(name)[1].lower()
-    if extension not in FORMATS:
+    if (found := format_named(name)) is None:
+        extension = os.path.splitext(name)[1].lower()
         raise TextmillError(f"{name}: cannot read '{extension or 'a file without extension'}'; textmill reads {EXTENSIONS}")
     if not os.access(name, os.R_OK):
         raise TextmillError(f"{name}: not readable; change its permissions or take it out of corpus.sources")
-    return Source(name, Path(name), FORMATS[extension])
+    return Source(name, name, found)
 
 
-def _line_ranges(path: Path, size: int) -> Iterator[tuple[int, int, int]]:
+def line_ranges(source: Source) -> Iterator[Range] | None:
+    """Whole lines, about PIECE bytes each; None: the file can only be read from its beginning."""
+    return _line_ranges(source.path, source.path.stat().st_size) if is_plain(source.address) else None
+
+
+def _line_ranges(path: Path, size: int) -> Iterator[Range]:
     """Cut a file of lines about every PIECE bytes, at a line's end: (start, stop, number of its first line)."""
     if size <= PIECE:
         yield 0, size, 1

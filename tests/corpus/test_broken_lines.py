@@ -1,0 +1,106 @@
+"""Twenty kinds of broken lines in a corpus of 200,000: the account balances exactly, and every good line is there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from textmill.config import RunConfig
+from textmill.corpus.document import SPLITS
+from textmill.corpus.prepare import prepare
+from textmill.corpus.shards import read_documents, shards_of
+
+LINES = 200_000
+EVERY = 100
+"""One line in so many is of a broken or strange kind."""
+
+QUARANTINED = {
+    "cut JSON": b'{"text": "never end',
+    "no JSON": b"plain words",
+    "raw control": b'{"text": "a\tb"}',
+    "not UTF-8": b'{"text": "\xff\xfe"}',
+    "surrogate in UTF-8": b'{"text": "\xed\xa0\x80"}',
+    "lone surrogate": b'{"text": "x\\ud800y"}',
+    "NUL bytes": b"\0" * 40,
+    "no object": b'["text"]',
+    "a number": b"17",
+    "missing key": b'{"body": "words"}',
+    "null": b'{"text": null}',
+    "a list for text": b'{"text": ["a"]}',
+    "a number for text": b'{"text": 1e5}',
+    "nested lists": b"[" * 100_000,
+    "nested objects": b'{"a":' * 100_000,
+    "too many digits": b'{"text": ' + b"9" * 5000 + b"}",
+    "two objects": b'{"text": "a"}{"text": "b"}',
+    "UTF-16 in the middle": '{"text": "x"}'.encode("utf-16"),
+}
+DROPPED = {"blank": b"", "spaces": b"   \t", "empty text": b'{"text": ""}', "nothing but controls": b'{"text": "\\u0000\\u0001"}'}
+KEPT = {
+    "BOM": b'\xef\xbb\xbf{"text": "bom %d"}', "CRLF": b'{"text": "crlf %d"}\r', "NaN": b'{"text": "nan %d", "x": NaN}',
+    "the last of two keys": b'{"text": "no", "text": "last %d"}', "NUL inside": b'{"text": "nul \\u0000 %d"}',
+}  # fmt: skip
+
+
+def corpus(rng: random.Random) -> tuple[bytes, Counter[str], set[str]]:
+    """The lines, how many of each fate there are, and the texts that must come out."""
+    kinds = [*QUARANTINED, *DROPPED, *KEPT]
+    lines, fates, texts = [], Counter[str](), set()
+    for number in range(LINES):
+        kind = kinds[number // EVERY % len(kinds)] if number % EVERY == 7 and len(lines) > 10 else None
+        if kind in QUARANTINED:
+            fates["quarantined"] += 1
+            line = QUARANTINED[kind] if not kind.startswith("nested") or number < 20_000 else QUARANTINED[kind][:20_000]
+            lines.append(line)
+        elif kind in DROPPED:
+            fates["empty"] += 1
+            lines.append(DROPPED[kind])
+        elif kind is not None:
+            fates["kept"] += 1
+            lines.append(KEPT[kind] % number)
+            texts.add({"BOM": "bom %d", "CRLF": "crlf %d", "NaN": "nan %d", "NUL inside": "nul   %d"}.get(kind, "last %d") % number)
+        else:
+            fates["kept"] += 1
+            text = f"line {number} {rng.random()}"
+            texts.add(text)
+            lines.append(b'{"text": "%s"}' % text.encode())
+    return b"\n".join(lines), fates, texts
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    data, fates, texts = corpus(random.Random(3))
+    Path("texts/lines.jsonl").write_bytes(data)
+    Path("texts/zero.jsonl").write_bytes(b"")
+    Path("texts/zero.jsonl.gz").write_bytes(b"")
+    extra = [f"packed {number}" for number in range(20_000)]
+    packed = "".join(json.dumps({"text": text}) + "\n" for text in extra).encode()
+    Path("texts/cut.jsonl.gz").write_bytes(gzip.compress(packed)[:-5000])
+    Path("texts/cut.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(packed.replace(b"packed", b"zpacked"))[:-5000])
+    Path("texts/wide.jsonl").write_bytes('\ufeff{"text": "geniş"}\n{"text": "넓다"}\n'.encode("utf-16"))
+    settings = {"sources": ["texts"], "split": [98.0, 1.0, 1.0]}
+    folder = prepare(RunConfig.model_validate({"folder": "out", "corpus": settings, "runner": {"workers": workers}}))
+    account = json.loads((folder / "account.json").read_text())
+    lines = account["by_source"]["texts/lines.jsonl"]
+    assert lines == {
+        "records": LINES, "kept": fates["kept"], "dropped": {"empty": fates["empty"]}, "quarantined": fates["quarantined"],
+    }  # fmt: skip
+    assert len(texts) == fates["kept"]
+    assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
+    found = [row for split in SPLITS for path in shards_of(folder, split) for row in read_documents(path)]
+    assert {row.text for row in found if row.source == "texts/lines.jsonl"} == texts
+    assert {row.text for row in found if row.source == "texts/wide.jsonl"} == {"geniş", "넓다"}
+    for kind in ("gz", "zst"):
+        cut = account["by_source"][f"texts/cut.jsonl.{kind}"]
+        assert cut["quarantined"] == 1
+        assert 0 < cut["kept"] == cut["records"] - 1 < 20_000
+    rows = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    assert len(rows) == account["quarantined"] == fates["quarantined"] + 2
+    assert all(row["reason"] and row["place"] for row in rows)

@@ -1,0 +1,238 @@
+"""Sources that are no plain path: URLs, hub names, saved datasets, MongoDB, named corpora."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import http.server
+import json
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from textmill.config import CorpusConfig, RunConfig
+from textmill.config.load import anchor
+from textmill.corpus.document import Document
+from textmill.corpus.formats import mongo as mongo_format
+from textmill.corpus.prepare import prepare
+from textmill.corpus.records import Bad, read_records
+from textmill.corpus.sources import find_sources, names_wherever, pieces_of, state_of
+from textmill.errors import TextmillError
+
+LINES = [f"{number} satır" for number in range(200)]
+DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
+
+
+def read(words: list[str], corpora: str | None = None, **settings: Any) -> list[Document | Bad]:
+    config = CorpusConfig(**settings)
+    found = find_sources(words, corpora=corpora)
+    return [record for piece in pieces_of(found, config.documents) for record in read_records(piece, config)]
+
+
+def texts(found: list[Document | Bad]) -> list[str]:
+    assert not [record for record in found if isinstance(record, Bad)], found
+    return [record.text for record in found if isinstance(record, Document)]
+
+
+# URLs
+
+
+def test_memory_urls() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    files.pipe({"/here/a.jsonl.gz": gzip.compress(DATA), "/here/deep/b.jsonl": DATA, "/here/notes.bin": b"x"})
+    with files.open("/here/c.parquet", "wb") as stream:
+        pq.write_table(pa.table({"text": LINES}), stream, row_group_size=50)
+    try:
+        assert texts(read(["memory://here/a.jsonl.gz"])) == texts(read(["memory://here/c.parquet"])) == LINES
+        names = [source.name for source in find_sources(["memory://here"])]
+        assert names == [f"memory:///here/{name}" for name in ("a.jsonl.gz", "c.parquet", "deep/b.jsonl")]
+        assert [source.name for source in find_sources(["memory://here/*.gz"])] == names[:1]
+        (source,) = find_sources(["memory://here/deep/b.jsonl"])
+        before = state_of(source)
+        assert before.bytes == len(DATA)
+        files.pipe("/here/deep/b.jsonl", DATA)
+        assert state_of(source) != before
+        assert names_wherever([source]) == [source.name]
+        for word, message in [
+            ("memory://here/notes.bin", "does not tell a format"),
+            ("memory://gone.txt", "nothing at 'memory://gone.txt'"),
+        ]:
+            with pytest.raises(TextmillError, match=message):
+                find_sources([word])
+    finally:
+        files.rm("/here", recursive=True)
+
+
+def test_unknown_protocol() -> None:
+    with pytest.raises(TextmillError, match=r"strange://a.txt: its protocol is not there"):
+        find_sources(["strange://a.txt"])
+
+
+def test_file_url_is_the_path(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(DATA)
+    (source,) = find_sources([f"file://{tmp_path}/a.jsonl"])
+    assert source.address == str(tmp_path / "a.jsonl")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "web").mkdir()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "web"))) as web:
+        thread = threading.Thread(target=web.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{web.server_port}"
+        web.shutdown()
+        thread.join()
+
+
+def test_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "web" / "a.jsonl.gz").write_bytes(gzip.compress(DATA))
+    (tmp_path / "web" / "b.jsonl").write_bytes(DATA[:110])
+    assert texts(read([f"{server}/a.jsonl.gz?version=1"])) == LINES
+    with pytest.raises(TextmillError, match="nothing at"):
+        find_sources([f"{server}/gone.jsonl"])
+    settings = {"sources": [f"{server}/a.jsonl.gz", f"{server}/b.jsonl"], "stop_at": 0.5}
+    config = RunConfig.model_validate({"folder": "out", "corpus": settings, "runner": {"workers": 1}})
+    account = json.loads((prepare(config) / "account.json").read_text())
+    assert (account["records"], account["kept"], account["quarantined"]) == (205, 200, 1)
+    inputs = json.loads((tmp_path / "out/corpus/manifest.json").read_text())["made_from"]
+    assert inputs[f"inputs.{server}/b.jsonl"]["bytes"] == 110
+
+
+# Hugging Face
+
+
+def test_saved_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"text": LINES, "url": [f"u{number}" for number in range(200)]})
+    whole.save_to_disk(tmp_path / "one", num_shards=3)
+    found = read([str(tmp_path / "one")], keep_fields=["url"])
+    assert texts(found) == LINES
+    assert found[5].meta == '{"url": "u5"}'  # type: ignore[union-attr]
+    datasets.DatasetDict({"train": whole, "test": whole.select(range(5))}).save_to_disk(tmp_path / "two")
+    assert len(read([str(tmp_path / "two")])) == 205
+    assert len(read([str(tmp_path / "two" / "test")])) == 5
+
+
+def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(DATA)
+    (tmp_path / "set" / "test.jsonl").write_bytes(DATA[:100])
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **words: load(*args, **words, cache_dir=str(tmp_path / "cache")))
+    name = f"hf:{tmp_path / 'set'}"
+    assert texts(read([f"{name}::train"])) == LINES
+    (source,) = find_sources([f"{name}::train"])
+    assert names_wherever([source]) == [f"{name}::train"]
+    assert len(find_sources([name])) == 2
+    with pytest.raises(TextmillError, match=r"did not give it .*check the name"):
+        find_sources([f"{name}::gone"])
+    with pytest.raises(TextmillError, match="with a whole split"):
+        find_sources([f"{name}::train[:10%]"])
+
+
+def test_hub_name_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(TextmillError, match=r"'hf:wikitext' needs datasets; run: pip install 'textmill\[hf\]'"):
+        find_sources(["hf:wikitext"])
+
+
+# MongoDB
+
+
+@pytest.fixture
+def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_range(path: str, start: int, stop: int, config: CorpusConfig) -> Iterator[Document | Bad]:
+        assert path.endswith("db_config.json")
+        for number in range(start, stop):
+            yield Bad("c", f"idx {number}", "gone", b"") if number == 3 else Document(f"document {number}", "c", f"idx {number}")
+
+    fake = types.ModuleType("textmill.corpus.mongo")
+    fake.open_index = lambda path: range(250)  # type: ignore[attr-defined]
+    fake.read_range = read_range  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo", fake)
+    monkeypatch.setattr(mongo_format, "DOCUMENTS", 100)
+
+
+def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["mongo:conf/db_config.json"]
+    pieces = pieces_of(find_sources(words), "section")
+    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 100), (100, 200), (200, 250)]
+    found = read(words)
+    assert [one.place if isinstance(one, Bad) else one.id for one in found] == [f"idx {number}" for number in range(250)]
+    config = RunConfig.model_validate({"folder": "out", "corpus": {"sources": words}, "runner": {"workers": 1}})
+    account = json.loads((prepare(config) / "account.json").read_text())
+    assert account["by_source"]["mongo:conf/db_config.json"]["quarantined"] == 1
+    assert account["kept"] == 249
+    assert anchor({"corpus": {"sources": words}}, tmp_path)["corpus"]["sources"] == [f"mongo:{tmp_path}/conf/db_config.json"]
+
+
+def test_mongo_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo", None)
+    with pytest.raises(TextmillError, match=r"'mongo:x.json' needs pymongo .*pip install 'textmill\[mongo\]'"):
+        pieces_of(find_sources(["mongo:x.json"]), "section")
+
+
+# Named corpora
+
+
+@pytest.fixture
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"body": "bir"}\n')
+    (tmp_path / "data" / "b.jsonl").write_text('{"text": "iki"}\n')
+    (tmp_path / "corpora.yaml").write_text("news: {sources: [data/a.jsonl], text_key: body}\nbooks: data/b.jsonl\nplays: tinyshakespeare\n")
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / "corpora.yaml")
+
+
+def test_named(corpora: str) -> None:
+    assert texts(read(["news", "books"], corpora)) == ["bir", "iki"]
+    assert [source.name for source in find_sources(["plays"], corpora=corpora)] == ["tinyshakespeare"]
+    with pytest.raises(TextmillError, match="did you mean 'news'"):
+        find_sources(["newz"], corpora=corpora)
+    with pytest.raises(TextmillError, match="your corpora: news, books, plays; the corpora that come"):
+        find_sources(["q"], corpora=corpora)
+    with pytest.raises(TextmillError, match="named twice, with the text in"):
+        find_sources(["news", "data/a.jsonl"], corpora=corpora)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "not readable"), ("- a", "found a list"), ("a: {source: x}", "found \\['source'\\]; give it 'sources'"),
+        ("a: {sources: [1]}", "a list of texts"), ("a: 3", "found 3"), ("a: {sources: x, text_key: 3}", "'text_key' a text"),
+    ],
+)  # fmt: skip
+def test_named_wrongly(corpora: str, text: str, message: str) -> None:
+    Path(corpora).write_text(text)
+    with pytest.raises(TextmillError, match=message):
+        find_sources(["a"], corpora=corpora)
+
+
+def test_the_file_beside_the_config_is_found(corpora: str, tmp_path: Path) -> None:
+    tree = anchor({"corpus": {"sources": ["news"]}}, tmp_path)
+    assert tree["corpus"] == {"sources": ["news"], "corpora": corpora}
+    prepare(RunConfig.model_validate({"folder": "out", **tree, "runner": {"workers": 1}}))
+    manifest = json.loads(Path("out/corpus/manifest.json").read_text())
+    assert manifest["made_from"]["inputs.a.jsonl.text_key"] == "body"
+    Path(corpora).write_text("news: {sources: [data/a.jsonl], text_key: title}\n")
+    with pytest.raises(TextmillError, match="text_key was body, is title"):
+        prepare(RunConfig.model_validate({"folder": "out", **tree, "runner": {"workers": 1}}))

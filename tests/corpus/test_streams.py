@@ -1,0 +1,154 @@
+"""Streams: every compression, made by other tools; what breaks off loses nothing that came before; UTF-16."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from textmill.config import CorpusConfig
+from textmill.corpus.document import Document
+from textmill.corpus.records import Bad, read_records
+from textmill.corpus.sources import find_sources, pieces_of
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress, "bz2": bz2.compress, "xz": partial(lzma.compress, preset=0), "zst": zstandard.ZstdCompressor().compress,
+}  # fmt: skip
+LINES = [f"{number} satır, 줄 {number * 7919 % 1000}" for number in range(3000)]
+DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
+KINDS = pytest.mark.parametrize("kind", list(COMPRESS))
+
+
+def read(path: Path, data: bytes, **settings: Any) -> list[Document | Bad]:
+    path.write_bytes(data)
+    config = CorpusConfig(**settings)
+    return [record for piece in pieces_of(find_sources([str(path)]), config.documents) for record in read_records(piece, config)]
+
+
+def texts(found: list[Document | Bad]) -> list[str]:
+    assert not [record for record in found if isinstance(record, Bad)], found
+    return [record.text for record in found if isinstance(record, Document)]
+
+
+@KINDS
+def test_whole(tmp_path: Path, kind: str) -> None:
+    found = read(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](DATA))
+    assert texts(found) == LINES
+    assert found[-1].id == "line 3000"  # type: ignore[union-attr]
+
+
+@KINDS
+def test_several_members(tmp_path: Path, kind: str) -> None:
+    cut = len(DATA) // 3  # in the middle of a line
+    data = COMPRESS[kind](DATA[:cut]) + COMPRESS[kind](b"") + COMPRESS[kind](DATA[cut:])
+    assert texts(read(tmp_path / f"a.jsonl.{kind}", data)) == LINES
+
+
+@KINDS
+@pytest.mark.parametrize("share", [0.2, 0.7, 0.999])
+def test_breaking_off_keeps_what_came_before(tmp_path: Path, kind: str, share: float) -> None:
+    packed = COMPRESS[kind](DATA)
+    data = packed[: int(len(packed) * share)]
+    *before, bad = read(tmp_path / f"a.jsonl.{kind}", data)
+    assert isinstance(bad, Bad)
+    assert bad.place == (f"after line {len(before)}" if before else "beginning")
+    assert "breaks off" in bad.reason
+    assert texts(before) == LINES[: len(before)]
+    # What the decompressor can give before the break, an oracle gives too: no whole line of it may be missing.
+    assert len(before) >= _plain(kind, data).count(b"\n")
+
+
+def _plain(kind: str, data: bytes) -> bytes:
+    if kind == "zst":
+        return zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    tool = {"gz": "gzip", "bz2": "bzip2", "xz": "xz"}[kind]
+    if shutil.which(tool) is None:
+        return b""
+    return subprocess.run([tool, "-dc"], input=data, capture_output=True).stdout
+
+
+@KINDS
+def test_a_flipped_byte(tmp_path: Path, kind: str) -> None:
+    packed = bytearray(COMPRESS[kind](DATA))
+    packed[len(packed) // 2] ^= 0xFF
+    found = read(tmp_path / f"a.jsonl.{kind}", bytes(packed))
+    assert any(isinstance(record, Bad) for record in found) or kind == "zst"  # its checksum is an option
+
+
+@KINDS
+def test_nothing_inside(tmp_path: Path, kind: str) -> None:
+    assert read(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](b"")) == read(tmp_path / f"b.txt.{kind}", b"") == []
+
+
+@KINDS
+def test_not_what_its_name_says(tmp_path: Path, kind: str) -> None:
+    (bad,) = read(tmp_path / f"a.txt.{kind}", b"plain words " * 100)
+    assert isinstance(bad, Bad)
+    assert bad.place == "beginning"
+
+
+@KINDS
+def test_sections_and_files(tmp_path: Path, kind: str) -> None:
+    data = "\n\n".join(LINES).encode()
+    plain, packed = (read(tmp_path / name, body, section=200) for name, body in [("a.txt", data), (f"a.txt.{kind}", COMPRESS[kind](data))])
+    assert texts(plain) == texts(packed)
+    assert texts(read(tmp_path / f"a.md.{kind}", COMPRESS[kind](data), documents="file")) == [data.decode()]
+    *before, bad = read(tmp_path / f"a.txt.{kind}", COMPRESS[kind](data)[:-20], section=200)
+    assert isinstance(bad, Bad)
+    assert texts(before) == texts(plain)[: len(before)]
+
+
+@KINDS
+def test_memory_stays_flat(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(
+        COMPRESS[kind](b"".join(b'{"text": "%d ' % number + os.urandom(500).hex().encode() + b'"}\n' for number in range(10_000)))
+    )
+    (piece,) = pieces_of(find_sources([str(path)]), "section")
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_records(piece, CorpusConfig())) == 10_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5_000_000  # the file holds 10 MB
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz"])
+def test_utf_16(tmp_path: Path, encoding: str, name: str) -> None:
+    line = {"jsonl": '{"text": "한국어 𝄞"}', "csv": "text\r\n한국어 𝄞"}.get(name.split(".")[1], "한국어 𝄞")
+    data = ("\ufeff" + line).encode(encoding)
+    assert texts(read(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)) == ["한국어 𝄞"]
+
+
+def test_half_a_utf_16(tmp_path: Path) -> None:
+    data = "\ufeffbir\niki\nüç".encode("utf-16-le")[:-1]
+    *before, bad = read(tmp_path / "a.txt", data, documents="line")
+    assert texts(before) == ["bir", "iki"]
+    assert str(bad).startswith(f"{tmp_path / 'a.txt'}, after line 2: the stream breaks off")
+
+
+def test_utf_32_and_others_are_told(tmp_path: Path) -> None:
+    (bad,) = read(tmp_path / "a.txt", "\ufeffkelime".encode("utf-32-le"))
+    assert "UTF-32" in str(bad)
+    (bad,) = read(tmp_path / "b.txt", "한국어".encode("cp949"))
+    assert "another encoding" in str(bad)
+
+
+def test_a_line_of_100_mb(tmp_path: Path) -> None:
+    data = b'{"text": "short"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "last"}\n'
+    found = texts(read(tmp_path / "a.jsonl", data))
+    assert [len(text) for text in found] == [5, 100_000_000, 4]

@@ -1,0 +1,59 @@
+"""Wikitext: what a reader sees stays, and no page, however broken, takes long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from textmill.corpus.wikitext import HIDDEN, plain_text
+
+
+@pytest.mark.parametrize(
+    ("wikitext", "plain"),
+    [
+        ("'''Bold''' and ''thin''", "Bold and thin"),
+        ("[[a]] [[b|c]] [[d|]] [[:Category:E]]", "a c d Category:E"),
+        ("[[File:x.jpg|thumb|with [[a|link]] and {{t}}]]text", "text"),
+        ("[[Category:X]][[fr:Titre]]text", "text"),
+        ("[https://a.b/c label] [https://a.b] end", "label  end"),
+        ("a{{t|{{u}}|x=[[y]]}}b", "ab"),
+        ("a{{t|}}b {{open b", "ab {{open b"),
+        ("a }} b", "a }} b"),
+        ("before\n{| class=x\n|-\n| a\n{|\n| inner\n|}\n|}\nafter", "before\n\nafter"),
+        ("fact<ref name=a>{{cite}}</ref>, more<ref name=a/>.", "fact, more."),
+        ("open<ref>words", "openwords"),
+        ("<!-- gone -->kept<!-- never closed", "kept"),
+        ("== Head ==\ntext\n=== Sub ===\n* one\n# two\n----\n", "Head\ntext\nSub\none\ntwo"),
+        ("a<br/>b<div class=x>c</div> &lt;d&gt; &amp;", "a\nbc <d> &"),
+        ("__TOC__text", "text"),
+        ("name ({{lang|x}}, ) is", "name is"),
+        ("-{zh-hans:简体;zh-hant:繁體}-字", "简体字"),
+        ("한국어 [[위키백과|백과]]", "한국어 백과"),
+    ],
+)
+def test_plain_text(wikitext: str, plain: str) -> None:
+    assert plain_text(wikitext) == plain
+
+
+def test_the_names_of_a_language() -> None:
+    assert plain_text("[[Datei:x.jpg|klein]]Wort", {*HIDDEN, "datei"}) == "Wort"
+
+
+SIGNS = ["{{", "}}", "\n{|", "\n|}", "[[", "]]", "|", "<ref>", "</ref>", "<!--", "-->", "\n", "==", "a ", "File:"]
+
+
+@given(st.lists(st.sampled_from(SIGNS)).map("".join))
+def test_any_text(text: str) -> None:
+    plain_text(text)
+
+
+@pytest.mark.parametrize(
+    "part", ["{{", "{{a|", "[[", "<ref>", "<ref", "{|\n", "\n{|", "}}", "'''", "<!--", "[http://a ", "-{", "(", "\n\n \n", "[[a|"]
+)
+def test_broken_pages_take_no_time(part: str) -> None:
+    start = time.process_time()
+    plain_text(part * 20_000)
+    assert time.process_time() - start < 2

@@ -1,0 +1,46 @@
+"""Arrow files, as Hugging Face `datasets` saves and caches them: a record a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from textmill.config import CorpusConfig
+from textmill.corpus.document import Document
+from textmill.corpus.fields import fields_of
+from textmill.corpus.formats.parquet import batch_records
+from textmill.corpus.records import Bad
+from textmill.corpus.sources import Piece
+from textmill.corpus.streams import Broken, open_seekable
+
+MAGIC = b"ARROW1"
+"""The beginning of a file with a footer; one without is a stream."""
+
+
+def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+    """The rows of all batches."""
+    fields, row = fields_of(piece.source, config), 0
+    with open_seekable(piece.source.address) as stream:
+        for batch in _batches(stream):
+            names = batch.schema.names
+            yield from batch_records(batch.select(fields.columns(names)) if fields.columns(names) else batch, fields, row, names)
+            row += batch.num_rows
+
+
+def _batches(stream: Any) -> Iterator[Any]:
+    try:
+        head = stream.read(len(MAGIC))
+        stream.seek(0)
+        if not head:
+            return
+        if head == MAGIC:
+            with pa.ipc.open_file(stream) as file:
+                for number in range(file.num_record_batches):
+                    yield file.get_batch(number)
+        else:
+            with pa.ipc.open_stream(stream) as batches:
+                yield from batches
+    except (pa.ArrowException, OSError) as error:
+        raise Broken(f"no Arrow file, or only a part of one: {str(error).splitlines()[0] if str(error) else error!r}") from None

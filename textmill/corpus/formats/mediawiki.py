@@ -1,0 +1,69 @@
+"""A MediaWiki dump (pages-articles.xml), streamed: a record a page of the main namespace that is no redirect."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+from xml.etree.ElementTree import Element, ParseError, XMLPullParser
+
+from textmill.config import CorpusConfig
+from textmill.corpus import records
+from textmill.corpus.document import Document
+from textmill.corpus.fields import fields_of
+from textmill.corpus.records import RAW, Bad
+from textmill.corpus.sources import Piece
+from textmill.corpus.streams import Broken, open_stream
+from textmill.corpus.wikitext import HIDDEN, plain_text
+
+FILE, CATEGORY = "6", "14"
+"""Namespaces whose links show no words of the text; each language names them in its own way."""
+
+
+def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+    """Pages with the fields id, title and text (plain); the title is kept as metadata where nothing else is asked for."""
+    fields, hidden = fields_of(piece.source, config, keep=("title",)), set(HIDDEN)
+    with open_stream(piece.source.address) as stream:
+        for element in _elements(stream):
+            if _name(element) == "namespace":
+                if element.get("key") in (FILE, CATEGORY) and element.text:
+                    hidden.add(element.text.lower())
+                continue
+            facts = {_name(one): one for one in element}
+            if _text(facts.get("ns")) not in ("0", "") or "redirect" in facts:
+                continue
+            wikitext = next((_text(one) for one in facts.get("revision", ()) if _name(one) == "text"), "")
+            page = {"id": _text(facts.get("id")), "title": _text(facts.get("title")), "text": plain_text(wikitext, hidden)}
+            yield from fields.documents(page, f"page {page['id']}", wikitext[:RAW].encode()[:RAW])
+
+
+def _elements(stream: io.BufferedReader) -> Iterator[Element]:
+    """Every page, and the namespaces before them; what was handed out is forgotten at once."""
+    parser: Any = XMLPullParser(["start", "end"])
+    path: list[Element] = []
+    seen = False
+    try:
+        while block := stream.read1(records.BLOCK):
+            parser.feed(block)
+            for event, element in parser.read_events():
+                if event == "start":
+                    path.append(element)
+                    continue
+                path.pop()
+                if _name(element) in ("page", "namespace"):
+                    seen = True
+                    yield element
+                    path[-1].clear()
+        if not seen and not path:
+            return
+        parser.close()
+    except ParseError as error:
+        raise Broken(f"not XML, or the dump breaks off: {error}") from None
+
+
+def _name(element: Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _text(element: Element | None) -> str:
+    return (element.text or "") if element is not None else ""

@@ -1,0 +1,106 @@
+"""Parquet: a record a row, read a batch at a time, cut between row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from textmill.config import CorpusConfig
+from textmill.corpus import sources
+from textmill.corpus.document import Document
+from textmill.corpus.fields import Fields, fields_of
+from textmill.corpus.records import RAW, Bad
+from textmill.corpus.sources import Piece, Range, Source
+from textmill.corpus.streams import Broken, open_seekable
+
+BATCH = 1024
+
+
+def ranges(source: Source, documents: str) -> Iterator[Range] | None:
+    """Row groups, about PIECE bytes of them; None: the file cannot be read at all."""
+    try:
+        with _open(source) as file:
+            return iter(_cuts(file.metadata))
+    except Broken:
+        return None
+
+
+def _cuts(metadata: Any) -> list[Range]:
+    cuts, start, at, first, row = [], 0, 0, 0, 0
+    for group in range(metadata.num_row_groups):
+        at += metadata.row_group(group).total_byte_size
+        row += metadata.row_group(group).num_rows
+        if at - start >= sources.PIECE or group == metadata.num_row_groups - 1:
+            cuts.append((start, at, first))
+            start, first = at, row
+    return cuts or [(0, 0, 0)]
+
+
+def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+    """The rows of a piece's row groups; a damaged group is one bad record, and the next one is read."""
+    fields = fields_of(piece.source, config)
+    with _open(piece.source) as file:
+        columns, at, row = fields.columns(file.schema_arrow.names), 0, 0
+        for group in range(file.num_row_groups):
+            facts = file.metadata.row_group(group)
+            at, row, done = at + facts.total_byte_size, row + facts.num_rows, row
+            if not piece.whole and not piece.start < at <= piece.stop:
+                continue
+            try:
+                for batch in file.iter_batches(batch_size=BATCH, row_groups=[group], columns=columns or None, use_threads=False):
+                    yield from batch_records(batch, fields, done, file.schema_arrow.names)
+                    done += batch.num_rows
+            except (pa.ArrowException, OSError) as error:
+                yield Bad(piece.source.name, f"row {done}", f"damaged from here to row {row}: {_first_line(error)}"[:RAW], b"")
+
+
+def batch_records(batch: Any, fields: Fields, first: int, names: list[str]) -> Iterator[Document | Bad]:
+    """A record a row; a table without the column is bad in every row, so that each is counted."""
+    if not fields.columns(names) or not set(fields.columns(names)) & _text_columns(fields):
+        texts = [one.name for one in batch.schema if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)]
+        reason = f"no column '{fields.key}'; found {names[:12]}" + (f"; set corpus.text_key={texts[0]}" if texts else "")
+        yield from (Bad(fields.source, f"row {first + index}", reason[:RAW], b"") for index in range(batch.num_rows))
+        return
+    for index, row in enumerate(_rows(batch)):
+        if isinstance(row, str):
+            yield Bad(fields.source, f"row {first + index}", row, b"")
+        else:
+            yield from fields.documents(row, f"row {first + index}", str(row)[:RAW].encode(errors="replace") if row else b"")
+
+
+def _text_columns(fields: Fields) -> set[str]:
+    paths = [fields.lists[0]] if fields.lists else list(fields.leaves)
+    return {fields.key} | {word for path in paths if path for word in (".".join(path), path[0])}
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | str]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # one bad string fails the batch: row by row, only its own row is lost
+        for index in range(batch.num_rows):
+            try:
+                yield batch.slice(index, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield f"not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start:,}"
+
+
+@contextmanager
+def _open(source: Source) -> Iterator[Any]:
+    stream = open_seekable(source.address)
+    try:
+        try:
+            file = pq.ParquetFile(stream)
+        except (pa.ArrowException, OSError) as error:
+            raise Broken(f"no Parquet file, or only a part of one: {_first_line(error)}") from None
+        with file:
+            yield file
+    finally:
+        stream.close()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
