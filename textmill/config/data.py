@@ -63,10 +63,20 @@ class CorpusConfig(Section):
     """Drop web pages whose address ends so, such as `.pdf`."""
     sentences: Literal["none", "split", "lines"] = "none"
     """split: a sentence a line; lines: the text has a sentence a line already, and blank lines go."""
-    dedup: Literal["exact", "none"] = "exact"
-    """Drop documents whose normalised text was seen before."""
+    dedup: Literal["exact", "near", "none"] = "exact"
+    """Drop documents whose normalised text was seen before; near: also those that are much like another."""
+    dedup_threshold: float = Field(0.8, ge=0.1, le=1)
+    """near: two documents are copies when so large a share of their shingles (Jaccard similarity) is in both."""
+    dedup_shingles: Literal["characters", "words"] = "characters"
+    """near: what is counted: runs of `corpus.dedup_n` characters, for any script, or of words between spaces."""
+    dedup_n: int = Field(5, ge=1, le=64)
+    """near: characters, or words, in a shingle."""
+    dedup_memory: int = how(512, ge=1)
+    """MB that a process may take to sort hashes or hold shingles; changes nothing in the result."""
     split: list[float] = [90, 5, 5]
     """Shares of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its side."""
+    sides: dict[str, Literal["train", "valid", "test"]] = {}
+    """Sources that stand on one side as a whole: a file, folder or pattern as in `corpus.sources`, and train, valid or test."""
     stop_at: float = how(0.1, ge=0, le=1)
     """The share of unreadable records above which `prepare` stops and shows the first of them."""
 

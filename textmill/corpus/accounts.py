@@ -13,13 +13,13 @@ from textmill.files import shown
 Counts = dict[str, Any]
 
 
-def account(names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[int], written: Sequence[Counts]) -> Counts:
-    """Add up what became of every record of every piece; `names` says which source each piece is of."""
+def account(names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[dict[str, int]], written: Sequence[Counts]) -> Counts:
+    """Add up what became of every record of every piece: its source in `names`, the copies that went, by kind, in `duplicates`."""
     by_source: dict[str, Counts] = {}
     by_split: dict[str, Counts] = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in SPLITS}
     for name, counts, copies, splits in zip(names, read, duplicates, written, strict=True):
         kept = sum(split["documents"] for split in splits.values())
-        dropped = Counter(counts["dropped"]) + Counter({"duplicate": copies})
+        dropped = Counter(counts["dropped"]) + Counter(copies)
         _add(by_source.setdefault(name, _nothing()), {**counts, "kept": kept, "dropped": dropped})
         for split, amounts in splits.items():
             for key in by_split[split]:

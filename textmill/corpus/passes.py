@@ -21,7 +21,7 @@ from textmill.corpus.records import Bad, read_records
 from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import SCHEMA, ShardWriter, new_shard, open_shard, shard_name
 from textmill.corpus.sources import Piece
-from textmill.corpus.split import DIGEST, digest_of, sides_of
+from textmill.corpus.split import DIGEST, digest_of
 from textmill.files import account_of, read_json, write_bytes, write_json, writing
 
 CLEANED = pa.schema([("text", pa.string()), ("id", pa.string()), ("meta", pa.string())])
@@ -40,6 +40,11 @@ class Work:
 
     def __repr__(self) -> str:
         return repr(self.piece)
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return self.piece.stop - self.piece.start
 
     def path(self, kind: str) -> Path:
         """An intermediate file of this piece."""
@@ -122,8 +127,7 @@ def write_piece(work: Work) -> dict[str, Any]:
     if work.path("written.json").is_file():
         splits: dict[str, Any] = read_json(work.path("written.json"))
         return splits
-    keep = np.fromfile(work.path("keep"), dtype=np.bool_)
-    sides = np.where(keep, sides_of(work.digests(), work.config.split), -1)
+    sides = np.fromfile(work.path("sides"), dtype=np.int8)
     present = [(side, split) for side, split in enumerate(SPLITS) if (sides == side).any()]
     splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for _, split in present}
     with ExitStack() as stack, open_shard(work.path("parquet")) as cleaned:

@@ -7,19 +7,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from textmill.config import STAGE_FOLDERS, RunConfig
 from textmill.corpus.accounts import Counts, account, describe
 from textmill.corpus.clean.cleaner import check_needs
-from textmill.corpus.dedup import keep_masks
+from textmill.corpus.fates import decide_fates
 from textmill.corpus.passes import Work, read_piece, write_piece
 from textmill.corpus.records import Bad
 from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of, state_of
+from textmill.corpus.split import declared_sides
 from textmill.errors import TextmillError
 from textmill.files import hash_file, read_json, remove_folder, shown, write_bytes, write_json
 from textmill.progress import progress
@@ -88,6 +88,8 @@ def _look_at(sources: list[Source], folder: Path, force: Force) -> list[_Input]:
 def _made_from(config: RunConfig, inputs: Sequence[_Input]) -> dict[str, Any]:
     settings = config.results("corpus")
     del settings["corpus.sources"]  # the files count, not their spelling
+    if config.corpus.dedup != "near":
+        settings = {key: value for key, value in settings.items() if not key.startswith("corpus.dedup_")}
     settings["corpus.rules"] = sorted(config.corpus.rules)  # they run in one order, however they are named
     facts = {f"inputs.{one.name}": {"bytes": one.bytes, "sha256": one.sha256} for one in inputs}
     keys = {f"inputs.{one.name}.text_key": one.source.text_key for one in inputs if one.source.text_key}
@@ -101,18 +103,19 @@ def _own_folders(config: RunConfig) -> list[Path]:
 
 
 def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path) -> tuple[Counts, dict[str, Any]]:
-    """Both passes; the account, and the length and checksum of every file made."""
+    """Both passes and what lies between them; the account, and the length and checksum of every file made."""
     (part / "work").mkdir(exist_ok=True)
+    run = partial(_run, runner)
+    declared = declared_sides([source.name for source in sources], config.corpus.sides)
     works = [Work(piece, config.corpus, part) for piece in pieces_of(sources, config.corpus.documents)]
-    read = _run(runner, read_piece, works, "prepare: read and clean")
+    read = run(read_piece, works, "prepare: read and clean", "bytes")
     quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(works))
     _check_quarantine(works, read, config.corpus.stop_at, part)
-    masks = _keep(works, config.corpus.dedup)
-    for work, mask in zip(works, masks, strict=True):
-        write_bytes(work.path("keep"), [mask.tobytes()])
-    written = _run(runner, write_piece, works, "prepare: split and write")
-    duplicates = [int((~mask).sum()) for mask in masks]
-    counts = account([work.piece.source.name for work in works], read, duplicates, written)
+    fates = decide_fates(works, dict(zip(sources, declared, strict=True)), config.corpus, run)
+    for work, sides in zip(works, fates.sides, strict=True):
+        write_bytes(work.path("sides"), [sides.tobytes()])
+    written = run(write_piece, works, "prepare: split and write", "bytes")
+    counts = account([work.piece.source.name for work in works], read, fates.dropped, written)
     if not counts["kept"]:
         raise TextmillError(
             f"corpus.sources: nothing is left of {counts['records']:,} records (dropped: {counts['dropped']}, "
@@ -120,31 +123,31 @@ def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path)
         )
     shards = [dict(split["file"]) for splits in written for split in splits.values()]
     files = {"account.json": write_json(part / "account.json", counts), "quarantine.jsonl": quarantine}
+    if config.corpus.dedup == "near":
+        files["near_duplicates.jsonl"] = write_bytes(part / "near_duplicates.jsonl", map(_line, fates.pairs))
     return counts, files | {shard.pop("name"): shard for shard in shards}
 
 
-def _run(runner: Runner, function: Callable[[Work], Counts], works: list[Work], name: str) -> list[Counts]:
-    sizes = [work.piece.stop - work.piece.start for work in works]
+def _run(runner: Runner, function: Callable[[Any], Any], shards: Sequence[Any], name: str, unit: str) -> list[Any]:
     results = []
     try:
-        with progress(name, total=sum(sizes), unit="bytes") as bar:
-            for size, result in zip(sizes, runner.map(function, works), strict=True):
+        with progress(name, total=sum(shard.size for shard in shards), unit=unit) as bar:
+            for shard, result in zip(shards, runner.map(function, shards), strict=True):
                 results.append(result)
-                bar.advance(size)
+                bar.advance(shard.size)
     except OSError as error:  # a full disk, a file that went away
         raise TextmillError(f"{name}: {error}; mend that and run it again: what is finished is kept") from None
     return results
 
 
-def _keep(works: list[Work], dedup: str) -> list[Any]:
-    digests = [work.digests() for work in works]
-    return keep_masks(digests) if dedup == "exact" else [np.ones(len(rows), dtype=np.bool_) for rows in digests]
-
-
 def _quarantine_lines(works: list[Work]) -> Iterator[bytes]:
     for bad in _bad_rows(works):
         row = {"file": bad.source, "place": bad.place, "reason": bad.reason, "raw": bad.raw.decode(errors="backslashreplace")}
-        yield json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        yield _line(row)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _bad_rows(works: list[Work]) -> Iterator[Bad]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from textmill.corpus.document import SPLITS, Split
+from textmill.errors import TextmillError
 
 DIGEST = 16
 _TO_SPACE = bytes.maketrans(b"\t\n\r\x0b\x0c", b" " * 5)
@@ -36,6 +39,27 @@ def sides_of(digests: NDArray[np.uint8], shares: Sequence[float]) -> NDArray[np.
 def side_of(digest: bytes, shares: Sequence[float]) -> Split:
     """The split of one document."""
     return SPLITS[int(sides_of(np.frombuffer(digest, np.uint8).reshape(1, DIGEST), shares)[0])]
+
+
+def declared_sides(names: Sequence[str], sides: Mapping[str, Split]) -> list[Split | None]:
+    """The side on which each source stands as a whole, where `corpus.sides` says so by its name, its folder or a pattern."""
+    for word in sides:
+        if not any(_named_by(name, word) for name in names):
+            raise TextmillError(f"corpus.sides: no source is '{word}' or matches it; found {list(names)[:5]}")
+    found: list[Split | None] = []
+    for name in names:
+        declared = {side: word for word, side in sides.items() if _named_by(name, word)}
+        if len(declared) > 1:
+            raise TextmillError(
+                f"corpus.sides: '{name}' is declared {' and '.join(f'{side} by {word!r}' for side, word in declared.items())}"
+            )
+        found.append(next(iter(declared), None))
+    return found
+
+
+def _named_by(name: str, word: str) -> bool:
+    word = os.path.normpath(word)
+    return name == word or fnmatchcase(name, word) or name.startswith(word + os.sep)
 
 
 def _bounds(shares: Sequence[float]) -> NDArray[np.uint64]:

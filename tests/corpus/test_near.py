@@ -1,0 +1,357 @@
+"""Near-duplicates: against brute force on real text in four languages, and against plain definitions on made-up ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.near_duplicates import measure, truth_set
+from textmill.config import RunConfig
+from textmill.corpus import candidates, near, shingles
+from textmill.corpus.candidates import bands_of, find_pairs, merge_pairs
+from textmill.corpus.dedup import Clusters, drop_from_clusters, keep_masks
+from textmill.corpus.minhash import RECALL, VALUES, band_hashes, bands_for, recall_at, sketch
+from textmill.corpus.prepare import prepare
+from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shingles import distinct, jaccard, mix, shingle, shingle_set
+from textmill.errors import TextmillError
+
+TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs", "Cc"]), st.sampled_from("  \t\nabAB가\u3000İß")), max_size=60)
+
+
+def plain_set(text: str, unit: str, n: int) -> set[tuple[str, ...]]:
+    folded = " ".join(unicodedata.normalize("NFC", text).casefold().split())
+    units = list(folded) if unit == "characters" else folded.split()
+    return {tuple(units[start : start + n]) for start in range(max(1, len(units) - n + 1))}
+
+
+def plain_jaccard(one: set[Any], other: set[Any]) -> float:
+    return len(one & other) / len(one | other)
+
+
+@pytest.mark.parametrize("unit", ["characters", "words"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 12])
+@given(texts=st.lists(TEXT, min_size=1, max_size=6))
+@settings(max_examples=40)
+def test_shingles_against_the_plain_definition(unit: Any, n: int, texts: list[str]) -> None:
+    """As many different ones as plain sets have, and in common as many; a text without any letter is one empty shingle."""
+    texts = [text for text in texts if not text.isspace()] or ["x"]
+    hashes, counts = shingle(texts, unit, n)
+    parts = np.split(hashes, np.cumsum(counts)[:-1])
+    sets = [plain_set(text, unit, n) for text in texts]
+    for text, part, plain in zip(texts, parts, sets, strict=True):
+        assert len(distinct(part)) == len(plain)
+        assert np.array_equal(distinct(part), shingle_set(text, unit, n))
+    for (one, first), (other, second) in itertools.combinations(zip(parts, sets, strict=True), 2):
+        assert jaccard(distinct(one), distinct(other)) == plain_jaccard(first, second)
+
+
+def test_a_long_text_is_shingled_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join(f"söz{number}" for number in range(3000))
+    whole = shingle_set(text, "characters", 5)
+    monkeypatch.setattr(shingles, "STRETCH", 1000)
+    assert jaccard(whole, shingle_set(text, "characters", 5)) > 0.99
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
+def test_bands_are_chosen_for_recall(threshold: float) -> None:
+    bands, rows = bands_for(threshold)
+    assert recall_at(threshold, bands, rows) >= RECALL
+    assert bands * rows <= VALUES
+
+
+def two_sets(size: int, similarity: float, dice: np.random.Generator) -> tuple[Any, Any, float]:
+    common = round(size * 2 * similarity / (1 + similarity))
+    pool = mix(dice.integers(0, 2**63, 2 * size - common).astype(np.uint64))
+    return pool[:size], pool[size - common :], common / (2 * size - common)
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 300, 4000])
+def test_sketches_agree_as_often_as_sets(size: int) -> None:
+    """Over many pairs the share of equal values is the Jaccard similarity, for texts of a letter and of a chapter alike."""
+    dice, agreed, wanted = np.random.default_rng(size), [], []
+    for _ in range(60):
+        one, other, similarity = two_sets(size, 0.8, dice)
+        values = sketch(np.concatenate((one, other)), np.array([size, size]), 232)
+        assert not (values == np.uint64(2**64 - 1)).any()
+        agreed.append((values[0] == values[1]).mean())
+        wanted.append(similarity)
+    assert abs(np.mean(agreed) - np.mean(wanted)) < 4 * max(np.std(agreed), 1e-9) / np.sqrt(len(agreed)) + 1e-9
+
+
+@pytest.mark.parametrize(("threshold", "size"), [(0.8, 30), (0.8, 1000), (0.5, 200)])
+def test_pairs_at_the_threshold_meet_in_a_band(threshold: float, size: int) -> None:
+    bands, rows = bands_for(threshold)
+    dice, pairs = np.random.default_rng(3), 300
+    sets = [part for _ in range(pairs) for part in two_sets(size, threshold, dice)[:2]]
+    found = band_hashes(np.concatenate(sets), np.full(2 * pairs, size), bands, rows)
+    missed = int((~(found[::2] == found[1::2]).any(axis=1)).sum())
+    assert missed <= pairs * (1 - RECALL) + 4 * np.sqrt(pairs * (1 - RECALL)) + 1
+
+
+def test_a_sketch_does_not_depend_on_its_neighbours() -> None:
+    texts = [f"metin {number} " * (number % 40 + 1) for number in range(50)]
+    together = band_hashes(*shingle(texts, "characters", 5), 29, 8)
+    alone = [band_hashes(*shingle([text], "characters", 5), 29, 8)[0] for text in texts]
+    assert np.array_equal(together, np.stack(alone))
+
+
+HASH = st.integers(0, 6).map(lambda number: number * 0x9E3779B97F4A7C15 % 2**64)
+
+
+@given(st.lists(st.lists(st.tuples(HASH, HASH), max_size=8), min_size=1, max_size=4), st.sampled_from([1000, 1 << 20]))
+@settings(max_examples=25, deadline=None)
+def test_all_pairs_of_all_bands(tmp_path_factory: pytest.TempPathFactory, pieces: list[list[tuple[int, int]]], memory: int) -> None:
+    """In buckets that are not crowded: every pair, each once, in order, however little memory there is."""
+    folder = tmp_path_factory.mktemp("bands")
+    for number, rows in enumerate(pieces):
+        np.array(rows, np.uint64).reshape(-1, 2).T.tofile(candidates.band_path(folder, number))
+    everything = [row for rows in pieces for row in rows]
+    bands = bands_of(folder, [len(rows) for rows in pieces], 2, memory)
+    for band in bands:
+        find_pairs(band)
+    count = merge_pairs(bands, folder / "pairs", folder / "marks")
+    wanted = [
+        (one, other)
+        for one, other in itertools.combinations(range(len(everything)), 2)
+        if any(first == second for first, second in zip(everything[one], everything[other], strict=True))
+    ]
+    linked = {(pair >> 32, pair & (2**32 - 1)) for pair in np.fromfile(folder / "pairs", np.uint64).tolist()}
+    assert count == len(linked)
+    assert linked <= set(wanted)
+    if len(everything) <= 2 * candidates.LINKS:
+        assert linked == set(wanted)
+    assert Clusters(linked).members() == Clusters(wanted).members()
+    assert {Clusters(linked).of(number) for number in range(len(everything))} == {Clusters(wanted).of(n) for n in range(len(everything))}
+    marks = np.fromfile(folder / "marks", np.uint8)
+    assert np.flatnonzero(marks).tolist() == sorted({number for pair in linked for number in pair})
+
+
+def test_merging_goes_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = np.random.default_rng(5)
+    dice.integers(0, 40, (3, 500)).astype(np.uint64).tofile(candidates.band_path(tmp_path, 0))
+    bands = bands_of(tmp_path, [500], 3, 1 << 20)
+    for band in bands:
+        find_pairs(band)
+    merge_pairs(bands, tmp_path / "whole", tmp_path / "marks")
+    monkeypatch.setattr(candidates, "BLOCK", 10)
+    merge_pairs(bands, tmp_path / "pairs", tmp_path / "marks")
+    assert (tmp_path / "pairs").read_bytes() == (tmp_path / "whole").read_bytes() != b""
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).filter(lambda pair: pair[0] != pair[1])), st.randoms())
+def test_clusters(pairs: list[tuple[int, int]], dice: random.Random) -> None:
+    """Against sets that are merged until nothing changes, in whatever order the pairs come."""
+    groups = [{number} for number in range(13)]
+    for pair in pairs:
+        touched = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if not group & set(pair)] + [set().union(*touched)]
+    shuffled = [pair[:: dice.choice((1, -1))] for pair in dice.sample(pairs, len(pairs))]
+    clusters = Clusters(shuffled)
+    assert clusters.members() == sorted({number for pair in pairs for number in pair})
+    assert all(clusters.of(number) == min(group) for group in groups for number in group)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), min_size=1))
+def test_who_stays(rows: list[tuple[int, int, int]]) -> None:
+    numbers = np.arange(len(rows))
+    clusters, lengths, sides = (np.array(column) for column in zip(*rows, strict=True))
+    going = set(drop_from_clusters(numbers, clusters, lengths, sides).tolist())
+    for cluster in set(clusters.tolist()):
+        members = [number for number in numbers.tolist() if clusters[number] == cluster]
+        (stays,) = set(members) - going
+        assert stays == min(members, key=lambda number: (sides[number] > 0, -lengths[number], number))
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4),
+    st.sampled_from([64, 200, 1 << 20]),
+)
+def test_of_exact_copies_one_in_train_stays(shards: list[list[tuple[int, int]]], memory: int) -> None:
+    rows = [np.array([[value] * 16 for value, _ in shard], np.uint8).reshape(-1, 16) for shard in shards]
+    sides = [np.array([side for _, side in shard], np.int8) for shard in shards]
+    masks = np.concatenate(keep_masks(rows, sides, memory))
+    everything = [pair for shard in shards for pair in shard]
+    best = {value: min((side > 0, place) for place, (one, side) in enumerate(everything) if one == value)[1] for value, _ in everything}
+    assert np.flatnonzero(masks).tolist() == sorted(best.values())
+
+
+def near_of(texts: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, **corpus: Any) -> Path:
+    monkeypatch.chdir(place)
+    os.makedirs("texts", exist_ok=True)
+    for part in range(3):
+        rows = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts[part::3])
+        Path(f"texts/{part}.jsonl").write_text("".join(rows), encoding="utf-8")
+    return prepare(config_of(**corpus))
+
+
+def config_of(folder: str = "out", workers: int = 1, **corpus: Any) -> RunConfig:
+    corpus = {"sources": ["texts"], "dedup": "near", "rules": [], "split": [8.0, 1.0, 1.0], **corpus}
+    return RunConfig.model_validate({"folder": folder, "corpus": corpus, "runner": {"workers": workers}})
+
+
+def kept_of(folder: Path, split: str | None = None) -> Iterator[str]:
+    for side in ("train", "valid", "test"):
+        if split in (None, side):
+            for shard in shards_of(folder, side):  # type: ignore[arg-type]
+                yield from (document.text for document in read_documents(shard))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "run.yaml"}
+
+
+@pytest.mark.parametrize("threshold", [0.8, 0.6])
+def test_truth_set(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
+    """The proof of bench/near_duplicates.py on fewer documents."""
+    texts = truth_set(shared_data, 1200, seed=1)
+    folder = near_of(texts, tmp_path, monkeypatch, dedup_threshold=threshold)
+    measured = measure(texts, kept_of(folder), threshold)
+    account = json.loads((folder / "account.json").read_text())
+    assert account["dropped"]["duplicate"] + account["dropped"]["near_duplicate"] == measured.dropped
+    assert measured.wanted > 100
+    assert measured.precision >= 0.98
+    assert measured.recall >= 0.98
+
+
+def changed(text: str, dice: random.Random) -> str:
+    place = dice.randrange(len(text))
+    return text[:place] + dice.choice("xyz") + text[place + 1 :]
+
+
+def made_up(count: int, dice: random.Random) -> list[str]:
+    words = ["değirmen", "물레방아", "mill", "磨坊", "su", "강", "river", "taş", "石", "grain"]
+    texts = [" ".join(dice.choices(words, k=dice.randrange(20, 60))) for _ in range(count * 2 // 3)]
+    return texts + [changed(text, dice) for text in dice.choices(texts, k=count - len(texts))]
+
+
+def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = made_up(150, random.Random(2))
+    one = content(near_of(texts, tmp_path, monkeypatch))
+    assert json.loads(one["account.json"])["dropped"]["near_duplicate"] > 20
+    assert content(prepare(config_of("two", workers=2, sources=["texts/2.jsonl", "texts/0.jsonl", "texts/1.jsonl"]))) == one
+    monkeypatch.setattr(candidates, "ROW", 100_000)
+    monkeypatch.setattr(candidates, "TOGETHER", 1000)
+    monkeypatch.setattr(near, "BLOCK_DOCUMENTS", 7)
+    assert content(prepare(config_of("little", dedup_memory=1))) == one
+
+
+def test_words_and_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a", "A", "b", "물", "물 ", "a b c d e f g h i j k l", "a b c d e f g h i j k m", "one two three four"]
+    folder = near_of(texts, tmp_path, monkeypatch, split=[1.0], dedup_shingles="words", dedup_n=2)
+    assert sorted(kept_of(folder)) == ["a", "a b c d e f g h i j k m", "b", "one two three four", "물"]
+
+
+def test_the_longest_stays_and_pairs_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = " ".join(f"word{number}" for number in range(100))
+    texts = [base + " x", base + " and the end", base, "something else entirely"]
+    folder = near_of(texts, tmp_path, monkeypatch, split=[1.0])
+    assert set(kept_of(folder)) == {texts[1], texts[3]}
+    account = json.loads((folder / "account.json").read_text())
+    assert account["dropped"] == {"near_duplicate": 2}
+    rows = [json.loads(line) for line in (folder / "near_duplicates.jsonl").read_text().splitlines()]
+    assert [(row["first"]["file"], row["second"]["file"]) for row in rows] == [
+        ("texts/0.jsonl", "texts/1.jsonl"), ("texts/0.jsonl", "texts/2.jsonl"),
+    ]  # fmt: skip
+    assert rows[0]["second"] == {"file": "texts/1.jsonl", "place": "line 1", "kept": True, "text": texts[1][:200]}
+    assert not rows[0]["first"]["kept"]
+    assert 0.8 <= rows[0]["jaccard"] < 1
+
+
+def test_of_a_cluster_one_in_train_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text in test gives way to a short one in train, and a source may be test as a whole."""
+    base = " ".join(f"word{number}" for number in range(100))
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("texts")
+    for name, texts in {"a": [base + " longer", "the same", "only in test"], "b": [base, "the same"]}.items():
+        Path(f"texts/{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    folder = prepare(config_of(split=[1.0], sides={"texts/a.jsonl": "test"}))
+    assert list(kept_of(folder, "train")) == [base, "the same"]
+    assert list(kept_of(folder, "test")) == ["only in test"]
+    folder = prepare(config_of("other", split=[1.0], dedup="none", sides={"texts/a*": "valid"}))
+    assert len(list(kept_of(folder, "valid"))) == 3
+    with pytest.raises(TextmillError, match=r"corpus.sides: no source is 'texts/c.jsonl' or matches it; found \['texts/a.jsonl'"):
+        prepare(config_of("wrong", sides={"texts/c.jsonl": "test"}))
+    with pytest.raises(TextmillError, match=r"'texts/a.jsonl' is declared test by 'texts' and valid by 'texts/a\*'"):
+        prepare(config_of("wrong", sides={"texts": "test", "texts/a*": "valid"}))
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = made_up(18, random.Random(4))
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    expected, replace, point = content(near_of(texts, tmp_path, monkeypatch, folder="whole", dedup_threshold=0.95)), os.replace, 0
+    while True:
+        point += 1
+        left = [point]
+
+        def crash_later(old: Any, new: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Crash
+            replace(old, new)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash_later)
+            try:
+                prepare(config_of(f"run-{point}", dedup_threshold=0.95))
+            except Crash:
+                pass
+            else:
+                break
+        assert content(prepare(config_of(f"run-{point}", dedup_threshold=0.95))) == expected, f"crash point {point}"
+    assert point > 40
+
+
+SCRIPT = """
+import sys
+from textmill.config import RunConfig
+from textmill.corpus.prepare import prepare
+if __name__ == "__main__":
+    corpus = {"sources": ["texts"], "dedup": "near", "rules": [], "split": [8.0, 1.0, 1.0]}
+    prepare(RunConfig.model_validate({"folder": sys.argv[1], "corpus": corpus, "runner": {"workers": 2}}))
+"""
+
+
+def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    dice = random.Random(6)
+    expected = content(near_of(made_up(600, dice), tmp_path, monkeypatch, folder="whole"))
+    Path("script.py").write_text(SCRIPT)
+
+    def start() -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        return subprocess.Popen([sys.executable, "script.py", "killed"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    work, kills = Path("killed/corpus.part/work"), 0
+    for awaited in ("*.bands", "confirmed-*"):
+        process = start()
+        until = time.monotonic() + 60
+        while process.poll() is None and not any(work.glob(awaited)) and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(0.01 * dice.random())
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=10)
+        kills += process.returncode == -signal.SIGKILL
+    assert kills
+    process = start()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said.decode()
+    assert content(Path("killed/corpus")) == expected
