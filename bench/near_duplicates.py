@@ -1,11 +1,12 @@
 """Near-duplicates: precision and recall against brute force on real text with planted copies; speed and memory against datatrove.
 
     python bench/near_duplicates.py truth [documents] [threshold]
-    python bench/near_duplicates.py speed [MB] [workers] [python with datatrove]
+    python bench/near_duplicates.py speed [MB] [workers] [python that has datatrove and spacy]
 
 `truth` plants copies in English, Korean, Turkish and Chinese text of ../shared/data and holds what `prepare` keeps against the
 Jaccard similarity of every pair. `speed` runs `prepare corpus.dedup=near` and datatrove's MinHash pipeline, with as many
 processes, on the same English documents, then on twice as many, and prints MB/s, peak memory of a process and the ratio.
+Without a python that has datatrove, textmill alone is measured.
 """
 
 from __future__ import annotations
@@ -225,22 +226,24 @@ def timed(python: str, script: str, texts: Path, place: Path, workers: int) -> t
     return results.get()
 
 
-def speed(megabytes: int = 60, workers: int = 2, python: str = sys.executable) -> None:
+def speed(megabytes: int = 60, workers: int = 2, python: str | None = None) -> None:
     """MB/s and peak memory, on an input and on twice that."""
     rates = []
     with tempfile.TemporaryDirectory() as place:
         for size in (megabytes, 2 * megabytes):
-            folder, pieces = Path(place, f"{size}"), 2 * workers
+            folder, pieces = Path(place, f"{size}"), 2 * workers * size // megabytes
             texts = sized(documents_of(DATA, "en"), size * 1_000_000)
             total = sum(len(text.encode()) for text in texts) / 1e6
             for piece in range(pieces):
                 write_lines(folder / f"{piece:03d}.jsonl", texts[piece::pieces])
-            for name, command, script in (("textmill", sys.executable, OURS), ("datatrove", python, PEER)):
+            sides = [("textmill", sys.executable, OURS)] + ([("datatrove", python, PEER)] if python else [])
+            for name, command, script in sides:
                 seconds, memory = timed(command, script, folder, Path(place, f"{name}-{size}"), workers)
                 rates.append(total / seconds)
                 told = f"{len(texts):,} documents, {total:.1f} MB: {seconds:.1f} s, {total / seconds:.2f} MB/s, peak {memory:,.0f} MB"
                 print(f"{name:<10} {told}", flush=True)
-    print(f"ratio {rates[0] / rates[1]:.2f} and, doubled, {rates[2] / rates[3]:.2f}")
+    if python:
+        print(f"ratio {rates[0] / rates[1]:.2f} and, doubled, {rates[2] / rates[3]:.2f}")
 
 
 def sized(texts: Iterator[str], size: int) -> list[str]:

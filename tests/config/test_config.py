@@ -38,6 +38,7 @@ def test_words_stand_above_the_file() -> None:
         ('train.prompts=["a, b", c]', ["a, b", "c"]),
         ("train.prompts=Hello, world", ["Hello, world"]),
         ("corpus.split=949,50,1", [949.0, 50.0, 1.0]),
+        ("corpus.sides=held.jsonl:test, dev-*:valid", {"held.jsonl": "test", "dev-*": "valid"}),
         ("train.length=", None),
         ("train.warmup=0.1", 0.1),
         ("train.warmup=100", 100),

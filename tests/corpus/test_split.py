@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from textmill.corpus.document import SPLITS
-from textmill.corpus.split import digest_of, side_of, sides_of
+from textmill.corpus.split import declared_sides, digest_of, side_of, sides_of
+from textmill.errors import TextmillError
 
 TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("  \t\nab")))
 
@@ -62,3 +63,29 @@ def test_all_in_train() -> None:
     edge = np.array([[255] * 16, [0] * 16], np.uint8)
     assert sides_of(edge, [1.0, 0.0, 0.0]).tolist() == [0, 0]
     assert sides_of(edge, [1.0, 1.0, 0.0]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("data/a.jsonl", [0]),
+        ("a.jsonl", [0]),
+        ("./data/a.jsonl", [0]),
+        ("data", [0, 1, 2]),
+        ("held", [1, 2]),
+        ("data/held/*", [1, 2]),
+        ("*.txt", [2]),
+    ],
+)
+def test_sides_are_declared_by_file_folder_and_pattern(word: str, named: list[int]) -> None:
+    names = ["data/a.jsonl", "data/held/b.jsonl", "data/held/c.txt", "database/x.jsonl"]
+    for prefix in ("", "../", "/elsewhere/"):
+        assert declared_sides([prefix + name for name in names], {word: "test"}) == [
+            "test" if place in named else None for place in range(4)
+        ]
+
+
+@pytest.mark.parametrize("word", ["", ".", "atabase", "b", "data/*.txt"])
+def test_a_side_of_no_source_is_refused(word: str) -> None:
+    with pytest.raises(TextmillError, match="no source is"):
+        declared_sides(["data/a.jsonl"], {word: "test"})

@@ -120,6 +120,18 @@ class CorpusConfig(Section):
                 raise TextmillError(f"corpus.split: {value!r} is not a list of shares; say corpus.split=90,5,5") from None
         return value
 
+    @field_validator("sides", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            parts = [part.rpartition(":") for part in value.strip("{} ").split(",") if part.strip()]
+            if not all(colon for _, colon, _ in parts):
+                raise TextmillError(
+                    f"corpus.sides: {value!r} is no list of sources and sides; say corpus.sides=held-out.jsonl:test,dev.jsonl:valid"
+                )
+            value = {source.strip(): side.strip() for source, _, side in parts}
+        return value
+
     @field_validator("split", mode="after")
     @classmethod
     def _three(cls, value: list[float]) -> list[float]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import unicodedata
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from fractions import Fraction
+from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +57,9 @@ def declared_sides(names: Sequence[str], sides: Mapping[str, Split]) -> list[Spl
 
 
 def _named_by(name: str, word: str) -> bool:
-    word = os.path.normpath(word)
-    return name == word or fnmatchcase(name, word) or name.startswith(word + os.sep)
+    """Held against the end of the name, or of a folder above: the file that says `sides` may stand elsewhere than the user."""
+    path = PurePath(name)
+    return bool(PurePath(word).name) and any(one.match(word) for one in (path, *path.parents))
 
 
 def _bounds(shares: Sequence[float]) -> NDArray[np.uint64]:
