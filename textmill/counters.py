@@ -9,10 +9,13 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: every output bit depends on every input bit."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    """A bijection of 64 bits after which every bit depends on all bits: SplitMix64's finaliser."""
+    values = values ^ (values >> np.uint64(30))
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
 
 
 def keys_of(counters: NDArray[np.int64], *numbers: int) -> NDArray[np.uint64]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 
 from textmill.errors import TextmillError
@@ -33,6 +36,11 @@ def precision_of(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def arithmetic(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:
+    """Matrix products in a precision while weights stay fp32; training and evaluation share it, so that their losses agree."""
+    return torch.autocast(device.type, precision) if precision != torch.float32 else nullcontext()
 
 
 def peak_flops_of(device: torch.device) -> float | None:

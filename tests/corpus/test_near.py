@@ -28,7 +28,8 @@ from textmill.corpus.dedup import Clusters, drop_from_clusters, keep_masks
 from textmill.corpus.minhash import RECALL, VALUES, band_hashes, bands_for, recall_at, sketch
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_documents, shards_of
-from textmill.corpus.shingles import distinct, jaccard, mix, shingle, shingle_set
+from textmill.corpus.shingles import distinct, jaccard, shingle, shingle_set
+from textmill.counters import mix
 from textmill.errors import TextmillError
 
 TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs", "Cc"]), st.sampled_from("  \t\nabAB가\u3000İß")), max_size=60)

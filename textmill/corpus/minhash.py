@@ -7,7 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.corpus.shingles import Hashes, mix
+from textmill.corpus.shingles import Hashes
+from textmill.counters import mix
 
 RECALL = 0.995
 """The chance that two documents exactly at the threshold agree in a band; those above it have a better one."""

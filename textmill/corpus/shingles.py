@@ -9,22 +9,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.counters import mix
+
 Unit = Literal["characters", "words"]
 Hashes = NDArray[np.uint64]
 STRETCH = 1 << 20
 """Characters of a document that are shingled at a time; shingles across such a border, n-1 in a million, are left out."""
 
 _BASE = 0xD6E8FEB86659FD93
-
-
-def mix(values: Hashes) -> Hashes:
-    """A bijection of 64 bits after which every bit depends on all bits (the finaliser of SplitMix64)."""
-    values = values ^ (values >> np.uint64(30))
-    values *= np.uint64(0xBF58476D1CE4E5B9)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return values
 
 
 def shingle(texts: Sequence[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[np.int64]]:

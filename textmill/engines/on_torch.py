@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from textmill.config import RunConfig, TrainConfig
-from textmill.devices import open_device, peak_flops_of, precision_of
+from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
 from textmill.engines import Named, Sums
 from textmill.engines.torch_parts import decay_groups, on_device, token_losses, token_shares
 from textmill.models.dropout_torch import dropout_keys
@@ -74,7 +73,7 @@ class TorchOnOneDevice:
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             inputs, labels, share = (on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares))
-            with self._autocast():
+            with arithmetic(self.device, self.precision):
                 losses, _ = self.forward(self.net, inputs, labels, None if keys_N is None else keys_N[rows].to(self.device))
             loss = (losses * share).sum()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -103,7 +102,7 @@ class TorchOnOneDevice:
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
-            with self._autocast():
+            with arithmetic(self.device, self.precision):
                 losses, logits = token_losses(self.net, inputs, labels, None)
             sums.append(losses.sum())
             correct.append(((logits.argmax(-1) == labels) & (labels != IGNORED)).sum())
@@ -153,9 +152,6 @@ class TorchOnOneDevice:
     def _drops(self) -> bool:
         shape = self.net.shape
         return bool(shape.embedding_dropout or shape.attention_dropout or shape.residual_dropout)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.precision) if self.precision != torch.float32 else nullcontext()
 
 
 def new_engine(config: RunConfig, shape: Any) -> TorchOnOneDevice:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from textmill.devices import arithmetic
 from textmill.errors import TextmillError
 from textmill.models.nets_torch import Net
 from textmill.progress import progress
@@ -54,7 +53,7 @@ def _losses(net: Net, windows: Batch, device: torch.device, precision: torch.dty
     inputs_NT, labels_NT = (torch.from_numpy(array).to(device) for array in (windows.inputs, windows.labels))
     asked_NT = labels_NT != IGNORED
     labels_M = labels_NT[asked_NT].long()
-    with _arithmetic(device, precision):
+    with arithmetic(device, precision):
         hidden_ME = net(inputs_NT)[asked_NT]
         rows = max(1, LOGITS_AT_A_TIME // net.shape.padded_vocab)
         parts = [
@@ -62,11 +61,6 @@ def _losses(net: Net, windows: Batch, device: torch.device, precision: torch.dty
             for begin in range(0, len(labels_M), rows)
         ]
     return torch.cat(parts)
-
-
-def _arithmetic(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:
-    """Training's own arithmetic, so that a loss measured here is the one measured there."""
-    return torch.autocast(device.type, precision) if precision != torch.float32 else nullcontext()
 
 
 def _check_ids(windows: Batch, vocab: int, where: Path) -> None:
