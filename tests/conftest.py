@@ -7,6 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A check on a change must say the same of the same code; at a desk every run looks at new examples.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("desk", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 # Two workers on two cores: a second thread each would only make them wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -143,6 +143,8 @@ def remove_folder(folder: Path) -> None:
     """Take the name away first, so that a folder half removed is never taken for a damaged or a half-made one."""
     if folder.exists():
         aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+        if aside.exists():  # an earlier removal in this process, or under its number, was cut short
+            shutil.rmtree(aside)
         os.rename(folder, aside)
         shutil.rmtree(aside)
 

@@ -62,6 +62,11 @@ def test_shingles_against_the_plain_definition(unit: Any, n: int, texts: list[st
         assert jaccard(distinct(one), distinct(other)) == plain_jaccard(first, second)
 
 
+def test_white_space_is_pythons() -> None:
+    points = np.arange(0x3100, dtype=np.uint32)
+    assert shingles._is_space(points).tolist() == [chr(point).isspace() for point in range(0x3100)]
+
+
 def test_a_long_text_is_shingled_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"söz{number}" for number in range(3000))
     whole = shingle_set(text, "characters", 5)
