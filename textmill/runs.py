@@ -72,7 +72,7 @@ def begin(config: RunConfig, data: Data, force: Force, which: WhichStep) -> Star
         before = found.progress["made_from"]
         # Given weights may be gone by now; what they were stands in the checkpoint made of them.
         shape = _shape_of(config, data, found if config.model.init_from else None)
-        faults = differences(before, _made_from(config, data, shape, before["model.init_from"]))
+        faults = differences(before, _made_from(config, data, shape, _weights_now(config.model.init_from, before["model.init_from"])))
         if not faults:
             return _go_on(config, data, found)
         if force == "no":
@@ -99,7 +99,7 @@ def _anew(config: RunConfig, data: Data) -> Start:
     shape = _fitting(_shape_of(config, data, given), config, data, given)
     weights = given.weights() if given else open_family(shape.family).first_weights(shape, config.train.seed)
     where = str(given.folder) if given else "the first weights"
-    return Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, None))
+    return Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, fingerprint_of(given.folder) if given else None))
 
 
 def _go_on(config: RunConfig, data: Data, found: Checkpoint) -> Start:
@@ -143,18 +143,19 @@ def _fitting(shape: Any, config: RunConfig, data: Data, given: Checkpoint | None
     return shape
 
 
-def _made_from(config: RunConfig, data: Data, shape: Any, weights_before: str | None) -> dict[str, Any]:
+def _made_from(config: RunConfig, data: Data, shape: Any, given: str | None) -> dict[str, Any]:
     """All that decides what comes out; given weights count by what they are, not by where they stand."""
     settings = config.results("train")
     settings["train.length"] = config.train.length or shape.positions
     described = {f"model.{name}": value for name, value in vars(shape).items()}
-    given = _weights_now(config.model.init_from, weights_before) if config.model.init_from else None
     inputs = {"model.init_from": given, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     return {**settings, **described, **inputs}
 
 
-def _weights_now(init_from: str, before: str | None) -> str:
+def _weights_now(init_from: str | None, before: str | None) -> str | None:
     """A fingerprint of given weights; that of before, where they are gone since."""
+    if init_from is None:
+        return None
     try:
         return fingerprint_of(open_model(init_from).folder)
     except TextmillError:
