@@ -14,8 +14,9 @@ from textmill.checkpoint import Checkpoint, Snapshot, open_checkpoint, write_che
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
 from textmill.files import write_json
 from textmill.models import gpt2
-from textmill.tokens.store import StoreWriter, TokenStore, dtype_for, open_store
+from textmill.tokens.store import TokenStore, dtype_for, open_store
 from textmill.tokens.tokenizer import TextTokenizer, fit
+from textmill.tokens.writer import StoreWriter
 
 WORDS = ["the", "mill", "stands", "by", "a", "river", "and", "its", "wheel", "turns", "물레방아는", "강가에", "서", "있다", "çark", "döner"]
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from textmill.errors import TextmillError
 from textmill.evaluation import baselines
 from textmill.evaluation.baselines import count, losses_of
+from textmill.tokens.indexes import Index
 from textmill.tokens.store import TokenStore
 
 VOCAB, FIRST = 7, 0
@@ -22,7 +23,8 @@ streams = st.lists(st.integers(0, VOCAB - 1), max_size=60)
 
 
 def store_of(ids: list[int]) -> TokenStore:
-    return TokenStore(Path("some"), np.array(ids, np.uint16), np.array([len(ids)], np.int32), np.array([0, 1]))
+    index = Index(Path("some"), np.dtype(np.int32), np.array([len(ids)]), np.zeros(1, np.int64), 1, np.array([0, 1]))
+    return TokenStore(Path("some"), np.array(ids, np.int32), index, 0, 1)
 
 
 def slow_losses(train: list[int], valid: list[int]) -> dict[str, float]:
@@ -70,9 +72,7 @@ def test_no_more_than_the_most_is_counted() -> None:
 
 def test_a_vocabulary_of_two_million_needs_no_square() -> None:
     vocab = 2_000_000
-    ids = np.array([vocab - 1, vocab - 2, vocab - 1, vocab - 2, 5], np.int32)
-    store = TokenStore(Path("some"), ids, np.array([5], np.int32), np.array([0, 1]))
-    counts = count(store, vocab=vocab, first=0)
+    counts = count(store_of([vocab - 1, vocab - 2, vocab - 1, vocab - 2, 5]), vocab=vocab, first=0)
     chances = counts.bigram(np.array([vocab - 1]), np.array([vocab - 2]))
     unigram = 3 / (5 + vocab)
     assert chances[0] == pytest.approx((2 + unigram) / 3)

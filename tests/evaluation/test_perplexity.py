@@ -22,6 +22,7 @@ from textmill.evaluation.perplexity import perplexity
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.windows import window_batches
+from textmill.tokens.indexes import Index
 from textmill.tokens.store import TokenStore, open_store
 
 CPU = torch.device("cpu")
@@ -92,7 +93,8 @@ class Witness(nn.Module):
 def test_every_token_counts_once(tokens: int, length: int, data: st.DataObject) -> None:
     stride, batch = data.draw(st.integers(1, length)), data.draw(st.integers(1, 5))
     ids = np.arange(1, tokens + 1)
-    store = TokenStore(Path("some"), ids, np.array([tokens], np.int32), np.array([0, 1]))
+    index = Index(Path("some"), np.dtype(np.int64), np.array([tokens]), np.zeros(1, np.int64), 1, np.array([0, 1]))
+    store = TokenStore(Path("some"), ids, index, 0, 1)
     batches = window_batches(store, length=length, stride=stride, batch=batch, first=0)
     asked = np.concatenate([windows.labels[windows.labels != IGNORED] for windows in batches])
     assert sorted(asked.tolist()) == ids.tolist()

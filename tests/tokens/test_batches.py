@@ -14,7 +14,8 @@ from textmill.tokens.batches.ahead import ahead
 from textmill.tokens.batches.order import order_of
 from textmill.tokens.batches.packed import PackedBatches
 from textmill.tokens.batches.windows import window_batches, window_count
-from textmill.tokens.store import StoreWriter, TokenStore, open_store
+from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.writer import StoreWriter
 
 
 def store_of(folder: Path, lengths: list[int]) -> TokenStore:

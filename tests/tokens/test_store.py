@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from textmill.errors import TextmillError
-from textmill.tokens.store import StoreWriter, dtype_for, open_store
+from textmill.tokens.indexes import Format, faults_in_index, index_blocks
+from textmill.tokens.store import dtype_for, open_store
+from textmill.tokens.writer import StoreWriter
 
 # Two one-sequence documents of lengths 3 and 2 in uint16, as the format's description gives it.
 GOLDEN = (
@@ -40,7 +43,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
     store = open_store(prefix)
     assert store.ids.tolist() == [token for document in documents for token in document]
     assert store.lengths.tolist() == [len(document) for document in documents]
-    assert store.documents.tolist() == list(range(len(documents) + 1))
+    assert store.index.documents.tolist() == list(range(len(documents) + 1))
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,7 +84,9 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     for damaged, said in (
         (whole[:-1], "cut or damaged"),
         (whole[:20], "not a token index"),
-        (b"TNTIDX\0\0" + whole[8:], "not a token index"),
+        (b"TNTIDX\0\0" + whole[8:], "dtype code"),
+        (b"PK" + whole[2:], "not a token index"),
+        (whole[:-8] + (7).to_bytes(8, "little"), "documents cover"),
     ):
         index.write_bytes(damaged)
         with pytest.raises(TextmillError, match=said):
@@ -93,3 +98,74 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     ids.unlink()
     with pytest.raises(TextmillError, match="no such file"):
         open_store(tmp_path / "a")
+
+
+SENTENCES = st.lists(st.lists(st.lists(st.integers(0, 60000), max_size=5), max_size=4), max_size=12)
+
+
+def add_sentences(writer: StoreWriter, documents: list[list[list[int]]]) -> None:
+    flat = [token for document in documents for sentence in document for token in sentence]
+    lengths = [len(sentence) for document in documents for sentence in document]
+    writer.add_flat(np.array(flat, np.int64), np.array(lengths, np.int64), np.array([len(document) for document in documents], np.int64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=SENTENCES, form=st.sampled_from(["mmap", "lazy"]), data=st.data())
+def test_sentences_of_documents_in_both_formats(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]], form: Format, data: st.DataObject
+) -> None:
+    prefix = tmp_path_factory.mktemp("store") / "s"
+    cut = data.draw(st.integers(0, len(documents)))
+    with StoreWriter(prefix, np.dtype(np.uint16), form) as writer:
+        add_sentences(writer, documents[:cut])
+        add_sentences(writer, documents[cut:])
+    store = open_store(prefix)
+    wholes = [[token for sentence in document for token in sentence] for document in documents]
+    assert len(store) == len(documents)
+    assert store.lengths.tolist() == [len(sentence) for document in documents for sentence in document]
+    assert store.sizes().tolist() == list(map(len, wholes))
+    assert faults_in_index(store.index) == []
+    begin = data.draw(st.integers(0, len(documents)))
+    end = data.draw(st.integers(begin, len(documents)))
+    part = store.part(begin, end)
+    assert part.ids.tolist() == [token for whole in wholes[begin:end] for token in whole]
+    assert part.sizes().tolist() == [len(whole) for whole in wholes[begin:end]]
+    borders = part.borders(np.arange(end - begin + 1))
+    assert [part.ids[one:other].tolist() for one, other in pairwise(borders.tolist())] == wholes[begin:end]
+    with StoreWriter(prefix.with_name("p"), np.dtype(np.uint16)) as writer:
+        writer.add_store(part)
+    copied = open_store(prefix.with_name("p"))
+    assert copied.ids.tolist() == part.ids.tolist()
+    assert np.diff(copied.index.documents).tolist() == [len(document) for document in documents[begin:end]]
+
+
+def test_the_old_format_as_it_is_described(tmp_path: Path) -> None:
+    """Three items in two documents, laid out by hand: six words of head, the documents' count, four arrays of int64."""
+    words = [1, 8, 2, 3, 3, 3]  # version, uint16's code, its size, items, sizes, entries of the document index
+    arrays = [0, 1, 2, 3, 0, 2, 2, 5, 2, 0, 3, 0, 2, 3]
+    with StoreWriter(tmp_path / "a", np.dtype(np.uint16), "lazy") as writer:
+        add_sentences(writer, [[[7, 8], []], [[9, 10, 11]]])
+    assert (tmp_path / "a.idx").read_bytes() == b"TNTIDX\0\0" + np.array(words + arrays, "<i8").tobytes()
+    (tmp_path / "a.idx").write_bytes(b"TNTIDX\0\0" + np.array(words[:5] + arrays[:11], "<i8").tobytes())
+    assert open_store(tmp_path / "a").sizes().tolist() == [2, 0, 3], "without documents, as fairseq writes it, each item is one"
+
+
+def test_an_index_whose_inside_is_wrong_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2, 3], [4, 5], [6]])
+    whole = (tmp_path / "a.idx").read_bytes()
+    for place in range(34 + 4 * 3 + 8, 34 + 12 * 3 - 8):  # the offset in the middle
+        (tmp_path / "a.idx").write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
+        assert faults_in_index(open_store(tmp_path / "a").index)
+
+
+def test_more_tokens_than_31_bits_count(tmp_path: Path) -> None:
+    """Three sequences of two thousand million tokens each; the ids are a hole in the file."""
+    count = 2_000_000_000
+    lengths, documents = np.full(3, count, np.int32), np.arange(1, 4, dtype=np.int64)
+    (tmp_path / "a.idx").write_bytes(b"".join(index_blocks("mmap", np.dtype(np.uint16), lengths, documents)))
+    with open(tmp_path / "a.bin", "wb") as stream:
+        stream.truncate(6 * count)
+    store = open_store(tmp_path / "a")
+    assert store.tokens == 3 * count
+    assert store.borders(np.arange(4)).tolist() == [0, count, 2 * count, 3 * count]
+    assert store.part(2, 3).ids[-1] == 0

@@ -18,8 +18,9 @@ from textmill.progress import progress
 from textmill.runners import open_runner
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.fitting import fit_tokenizer
-from textmill.tokens.store import StoreWriter, dtype_for, open_store
+from textmill.tokens.store import dtype_for, open_store
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.writer import StoreWriter
 
 PARTS = "parts"
 COUNTED = ("documents", "tokens", "bytes", "words")
