@@ -116,11 +116,11 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = Tr
 
 
 @contextmanager
-def locked(path: Path, busy: str) -> Iterator[None]:
-    """Keep a second process out; the lock goes with the process, however it ends."""
+def locked(path: Path, busy: str | None) -> Iterator[None]:
+    """Keep a second process out, with what `busy` says, or let it wait; the lock goes with the process, however it ends."""
     with open(path, "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except OSError:
             raise TextmillError(busy) from None
         yield

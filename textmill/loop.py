@@ -14,13 +14,13 @@ from textmill.engines import Engine, Step, Sums, open_engine
 from textmill.errors import Stopped, TextmillError
 from textmill.files import locked, new_folder, shown, write_json, write_text
 from textmill.generation import samples_of
-from textmill.runs import SAMPLES, Data, Start, begin, files_of, make_room, open_data, snapshot_of
+from textmill.runs import INDEX, SAMPLES, Start, begin, files_of, make_room, snapshot_of
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
 from textmill.tokens.batches.ahead import ahead
-from textmill.tokens.batches.packed import PackedBatches
-from textmill.tokens.batches.windows import window_batches
+from textmill.tokens.batches.opening import open_batches, valid_batches
+from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers, open_trackers
 from textmill.track.jsonl import JsonLines
 
@@ -30,7 +30,7 @@ PATIENCE = 5
 
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
     """Train from the newest checkpoint, or from the beginning, to `train.steps`; return the run's folder."""
-    data, run = open_data(config), config.folder_of("train")
+    data, run = open_splits(config), config.folder_of("train")
     new_folder(run, "train.folder")
     with locked(run / ".lock", f"{run}: another process is training there; wait for it or set another train.folder"):
         start = begin(config, data, force, step)
@@ -50,7 +50,7 @@ def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") ->
 class Training:
     """One sitting of a run: what must be at hand from step to step."""
 
-    def __init__(self, config: RunConfig, data: Data, start: Start, engine: Engine, stopping: Stopping) -> None:
+    def __init__(self, config: RunConfig, data: Splits, start: Start, engine: Engine, stopping: Stopping) -> None:
         self.config, self.train, self.data, self.start = config, config.train, data, start
         self.engine, self.stopping, self.run = engine, stopping, config.folder_of("train")
         self.length = self.train.length or start.shape.positions
@@ -65,7 +65,7 @@ class Training:
         (self.run / "stopped.json").unlink(missing_ok=True)
         write_text(self.run / "run.yaml", self.config.to_yaml())
         self.trackers = self._open_trackers()
-        batches = PackedBatches(self.data.train, length=self.length, batch=self.train.batch, seed=self.train.seed)
+        batches = open_batches(self.train, self.data, length=self.length, folder=self.run / INDEX)
         part = self.engine.samples_of(self.train.batch)
         self.clock, self.clocked = time.perf_counter(), self.start.step
         try:
@@ -108,11 +108,10 @@ class Training:
         self.clock, self.clocked = time.perf_counter(), done
 
     def _evaluate(self, done: int) -> float | None:
-        if self.data.valid is None:
+        batches = itertools.islice(valid_batches(self.train, self.data, length=self.length), self.train.evaluate_batches)
+        sums = sum((self.engine.eval_step(batch) for batch in batches), Sums(0.0, 0, 0))
+        if not sums.asked:
             return None
-        size, first = self.length, self.data.tokenizer.end
-        windows = window_batches(self.data.valid, length=size, stride=size, batch=self.train.batch, first=first)
-        sums = sum((self.engine.eval_step(batch) for batch in itertools.islice(windows, self.train.evaluate_batches)), Sums(0.0, 0, 0))
         loss = sums.loss / sums.asked
         self.trackers.log(done, {"valid_loss": loss})
         return loss

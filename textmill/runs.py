@@ -1,4 +1,4 @@
-"""A run folder and what it goes on from: its data, its start, its lock, and what a checkpoint of it holds."""
+"""A run folder and what it goes on from: its start, its lock, and what a checkpoint of it holds."""
 
 from __future__ import annotations
 
@@ -16,24 +16,15 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
-from textmill.stages import Force, differences, open_manifest
+from textmill.stages import Force, differences
 from textmill.tensors import Named, fingerprint_of
-from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.splits import Splits
 from textmill.track import check_trackers
 from textmill.track.jsonl import cut_back
 
 SAMPLES = "samples.jsonl"
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a run learns from."""
-
-    train: TokenStore
-    valid: TokenStore | None
-    tokenizer: TextTokenizer
-    fingerprint: str
+INDEX = "index"
+"""Where large indexes of the data stand, one for all processes of a run."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +41,7 @@ class Start:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
 
-def open_data(config: RunConfig) -> Data:
-    """The token stores and the tokenizer they were made with."""
-    folder = config.folder_of("tokens")
-    manifest = open_manifest(folder)
-    tokenizer = open_tokenizer(config.folder_of("tokenizer"))
-    if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise TextmillError(
-            f"{folder}: was made with another tokenizer than {config.folder_of('tokenizer')}; make it anew with: textmill tokenize --force"
-        )
-    valid = open_store(folder / "valid")
-    return Data(open_store(folder / "train"), valid if valid.tokens else None, tokenizer, manifest["fingerprint"])
-
-
-def begin(config: RunConfig, data: Data, force: Force, which: WhichStep) -> Start:
+def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> Start:
     """Where to start: the run's checkpoint, given weights, or nothing. Only looks; `make_room` clears what is not gone on from."""
     run = config.folder_of("train")
     check_trackers(config.track)
@@ -94,7 +72,7 @@ def make_room(run: Path, step: int) -> None:
         remove_folder(run / "evaluation")
 
 
-def _anew(config: RunConfig, data: Data) -> Start:
+def _anew(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = _fitting(_shape_of(config, data, given), config, data, given)
     weights = given.weights() if given else open_family(shape.family).first_weights(shape, config.train.seed)
@@ -102,7 +80,7 @@ def _anew(config: RunConfig, data: Data) -> Start:
     return Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, fingerprint_of(given.folder) if given else None))
 
 
-def _go_on(config: RunConfig, data: Data, found: Checkpoint) -> Start:
+def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     shape = _shape_of(config, data, found)
     before = yaml.safe_load((found.folder / "run.yaml").read_text(encoding="utf-8"))
     after = {**config.model_dump(mode="json"), "textmill": __version__}
@@ -122,7 +100,7 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     return {"textmill": tree["textmill"], **{f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}}
 
 
-def _shape_of(config: RunConfig, data: Data, given: Checkpoint | None) -> Any:
+def _shape_of(config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
     """The shape of the net, from given weights where there are some; dropout is the config's to change."""
     if given is not None:
         shape, dropout = shape_in(given.folder), getattr(config.model.shape, "dropout", None)
@@ -131,7 +109,7 @@ def _shape_of(config: RunConfig, data: Data, given: Checkpoint | None) -> Any:
     return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
 
 
-def _fitting(shape: Any, config: RunConfig, data: Data, given: Checkpoint | None) -> Any:
+def _fitting(shape: Any, config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
     """The shape, when tokenizer and length fit it."""
     if data.tokenizer.vocab > shape.vocab:
         raise TextmillError(
@@ -143,7 +121,7 @@ def _fitting(shape: Any, config: RunConfig, data: Data, given: Checkpoint | None
     return shape
 
 
-def _made_from(config: RunConfig, data: Data, shape: Any, given: str | None) -> dict[str, Any]:
+def _made_from(config: RunConfig, data: Splits, shape: Any, given: str | None) -> dict[str, Any]:
     """All that decides what comes out; given weights count by what they are, not by where they stand."""
     settings = config.results("train")
     settings["train.length"] = config.train.length or shape.positions
@@ -173,7 +151,7 @@ def check_start(config: RunConfig) -> None:
         open_family(config.model.family).shape_of(config.model, vocab=1, end=0)
 
 
-def files_of(config: RunConfig, data: Data, shape: Any) -> dict[str, bytes]:
+def files_of(config: RunConfig, data: Splits, shape: Any) -> dict[str, bytes]:
     """What every checkpoint holds besides weights: the config transformers reads, our own, and the tokenizer."""
     hf = open_family(shape.family).hf_config_of(shape)
     texts = {"config.json": json.dumps(hf, indent=2) + "\n", "run.yaml": config.to_yaml(), **data.tokenizer.files(shape.positions)}

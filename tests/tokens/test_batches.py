@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from textmill.errors import TextmillError
+from textmill.tokens.batches import sums
 from textmill.tokens.batches.ahead import ahead
-from textmill.tokens.batches.order import order_of
-from textmill.tokens.batches.packed import PackedBatches
+from textmill.tokens.batches.batch import IGNORED
+from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.blend import Blend
+from textmill.tokens.batches.order import shuffled
+from textmill.tokens.batches.packed import Packed
+from textmill.tokens.batches.padded import Padded
 from textmill.tokens.batches.windows import window_batches, window_count
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.writer import StoreWriter
@@ -26,6 +34,10 @@ def store_of(folder: Path, lengths: list[int]) -> TokenStore:
     return open_store(folder / "s")
 
 
+def packed_batches(store: TokenStore, *, batch: int, **options: Any) -> Batches:
+    return Batches([Packed(store, **options)], [1], batch)
+
+
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) >= 2)
 
 
@@ -35,10 +47,11 @@ def test_an_epoch_asks_every_token_in_its_documents_order(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("packed"), lengths)
-    batches = PackedBatches(store, length=length, batch=1, seed=seed)
+    packed = Packed(store, length=length, seed=seed)
+    batches = Batches([packed], [1], 1)
     followers = {}
     asked = []
-    for step in range(batches.windows):
+    for step in range(packed.samples):
         batch = batches.batch_at(step)
         assert batch.inputs.shape == batch.labels.shape == (1, length)
         assert (batch.inputs[0, 1:] == batch.labels[0, :-1]).all()
@@ -54,8 +67,8 @@ def test_an_epoch_asks_every_token_in_its_documents_order(
 @given(lengths=LENGTHS, step=st.integers(0, 10**9), cut=st.integers(0, 6))
 def test_a_rank_sees_its_part_of_the_same_batch(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], step: int, cut: int) -> None:
     store = store_of(tmp_path_factory.mktemp("ranks"), lengths)
-    whole = PackedBatches(store, length=5, batch=6, seed=9).batch_at(step)
-    again = PackedBatches(store, length=5, batch=6, seed=9)
+    whole = packed_batches(store, length=5, batch=6, seed=9).batch_at(step)
+    again = packed_batches(store, length=5, batch=6, seed=9)
     for part in (slice(0, cut), slice(cut, 6)):
         mine = again.batch_at(step, part)
         assert (mine.inputs == whole.inputs[part]).all()
@@ -65,20 +78,42 @@ def test_a_rank_sees_its_part_of_the_same_batch(tmp_path_factory: pytest.TempPat
 
 def test_epochs_differ_and_seeds_differ(tmp_path: Path) -> None:
     store = store_of(tmp_path, [7] * 40)
-    first = PackedBatches(store, length=7, batch=40, seed=1)
+    first = packed_batches(store, length=7, batch=40, seed=1)
     assert (first.batch_at(0).inputs != first.batch_at(1).inputs).any()
-    assert (first.batch_at(0).inputs != PackedBatches(store, length=7, batch=40, seed=2).batch_at(0).inputs).any()
+    assert (first.batch_at(0).inputs != packed_batches(store, length=7, batch=40, seed=2).batch_at(0).inputs).any()
 
 
-def test_an_order_is_a_permutation_that_looks_random() -> None:
-    order = order_of(10_000, 3, 4)
-    assert sorted(order.tolist()) == list(range(10_000))
-    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+@settings(max_examples=60, deadline=None)
+@given(count=st.integers(1, 3000), numbers=st.tuples(st.integers(0, 2**62), st.integers(0, 99)))
+def test_an_order_is_a_permutation(count: int, numbers: tuple[int, int]) -> None:
+    assert sorted(shuffled(count, np.arange(count), *numbers).tolist()) == list(range(count))
+
+
+def evenly(counts: Any) -> bool:
+    """Whether counts are as even as chance makes them: chi-square within five standard deviations of its mean."""
+    counts = np.asarray(counts, float)
+    free, found = len(counts) - 1, float(((counts - counts.mean()) ** 2).sum() / counts.mean())
+    return abs(found - free) < 5 * (2 * free) ** 0.5
+
+
+def test_orders_look_random() -> None:
+    """Chi-square, seeded: every permutation of four about as often; neighbours about as far apart as any two."""
+    seen = Counter(tuple(shuffled(4, np.arange(4), seed).tolist()) for seed in range(4_800))
+    assert len(seen) == 24
+    assert evenly(list(seen.values()))
+    apart = np.zeros(499)
+    for seed in range(120):
+        order = shuffled(500, np.arange(500), seed, 7)
+        apart += np.bincount((np.diff(order) % 500) - 1, minlength=499)
+    assert evenly(apart)
+    big = shuffled(1_000_003, np.arange(1_000_003), 5)
+    assert abs(np.corrcoef(big, np.arange(len(big)))[0, 1]) < 0.005
+    assert abs(np.corrcoef(big[1:], big[:-1])[0, 1]) < 0.005
 
 
 def test_nothing_to_learn_from_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match="nothing to learn from"):
-        PackedBatches(store_of(tmp_path, [1]), length=4, batch=1, seed=0)
+        packed_batches(store_of(tmp_path, [1]), length=4, batch=1, seed=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,9 +135,169 @@ def test_windows_ask_every_token_once_with_its_true_context(
 
 
 def test_ahead_gives_every_step_in_order_and_passes_errors_on(tmp_path: Path) -> None:
-    batches = PackedBatches(store_of(tmp_path, [9, 9]), length=4, batch=2, seed=0)
+    batches = packed_batches(store_of(tmp_path, [9, 9]), length=4, batch=2, seed=0)
     steps = list(ahead(batches.batch_at, 3, 9))
     assert [step for step, _ in steps] == [3, 4, 5, 6, 7, 8]
     assert all((batch.inputs == batches.batch_at(step).inputs).all() for step, batch in steps)
     with pytest.raises(ZeroDivisionError):
         next(ahead(lambda step: 1 // 0, 0, 1))  # type: ignore[arg-type, return-value]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99), tail=st.sampled_from(["keep", "drop"]))
+def test_documents_kept_apart(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, tail: str) -> None:
+    store = store_of(tmp_path_factory.mktemp("apart"), lengths)
+    if sum(lengths) <= length:
+        tail = "keep"
+    packed = Packed(store, length=length, seed=seed, apart=True, tail=tail)
+    joined = Packed(store, length=length, seed=seed, tail=tail)
+    ends = np.cumsum(lengths)
+    rows = packed.rows(np.arange(2 * packed.samples))
+    assert rows.documents is not None
+    plain = joined.rows(np.arange(2 * packed.samples))
+    assert (rows.inputs == plain.inputs).all()
+    for inputs, labels, numbers in zip(rows.inputs.tolist(), rows.labels.tolist(), rows.documents.tolist(), strict=True):
+        owners = [int(np.searchsorted(ends, token, side="left")) for token in inputs]
+        for place, (one, other) in enumerate(pairwise(owners)):
+            follows = one == other and inputs[place + 1] == inputs[place] + 1
+            assert (numbers[place] == numbers[place + 1]) == follows
+        assert numbers[0] == 1
+        for token, label in zip(inputs, labels, strict=True):
+            assert label == IGNORED or (label == token + 1 and token not in ends)
+    crossing = rows.labels == IGNORED
+    assert (rows.labels[~crossing] == plain.labels[~crossing]).all()
+
+
+def test_a_tail_that_is_dropped_asks_no_token_twice(tmp_path: Path) -> None:
+    packed = Packed(store_of(tmp_path, [5, 9, 3, 6]), length=4, seed=3, tail="drop")
+    assert packed.samples == 5
+    labels = packed.rows(np.arange(5)).labels.ravel().tolist()
+    assert len(labels) == len(set(labels)) == 20
+    with pytest.raises(TextmillError, match="fill no window"):
+        Packed(store_of(tmp_path, [3]), length=4, seed=3, tail="drop")
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, length=st.integers(1, 15), batch=st.integers(1, 5), apart=st.booleans())
+def test_in_its_own_order_a_store_is_asked_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, batch: int, apart: bool
+) -> None:
+    store = store_of(tmp_path_factory.mktemp("order"), lengths)
+    labels = np.concatenate([one.labels.ravel() for one in in_order([Packed(store, length=length, seed=None, apart=apart)], batch)])
+    firsts = {1, *(np.cumsum(lengths) + 1).tolist()} if apart else {1}
+    assert labels[labels != IGNORED].tolist() == [token for token in range(2, sum(lengths) + 1) if token not in firsts]
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99), long=st.sampled_from(["cut", "split"]), close=st.booleans())
+def test_padded_samples_hold_one_document_each(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, long: str, close: bool
+) -> None:
+    if max(lengths) < 2:
+        lengths = [*lengths, 2]
+    store = store_of(tmp_path_factory.mktemp("padded"), lengths)
+    padded = Padded(store, length=length, seed=seed, pad=0, long=long, close=999 if close else None)
+    expected = []
+    for end, size in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
+        document = list(range(end - size + 1, end + 1))
+        starts = range(0, size - 1, length) if long == "split" else range(min(1, size - 1))
+        for start in starts:
+            row = document[start : start + length + 1]
+            if close and size - start > length + 1:
+                row[-1] = 999
+            inputs, labels = row[:-1] if len(row) == length + 1 else row, row[1:]
+            expected.append((inputs + [0] * (length - len(inputs)), labels + [IGNORED] * (length - len(labels))))
+    rows = padded.rows(np.arange(padded.samples, 2 * padded.samples))
+    found = list(zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True))
+    assert sorted(found) == sorted(expected)
+    natural = Padded(store, length=length, seed=None, pad=0, long=long, close=999 if close else None).rows(np.arange(padded.samples))
+    assert list(zip(natural.inputs.tolist(), natural.labels.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "draws"),
+    [([3, 7], [1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1]), ([5, 3, 2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0] * 2)],
+)
+def test_blends_as_megatron_draws_them(weights: list[float], draws: list[int]) -> None:
+    assert Blend(weights).drawn(np.arange(20))[0].tolist() == draws
+    assert Blend([weight / 10 for weight in weights]).drawn(np.arange(20))[0].tolist() == draws
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_blends_follow_the_rule_to_any_length(weights: list[int]) -> None:
+    """The rule in whole numbers, written out: the largest of w_k * max(i, 1) - used_k * sum(w), the first of equals."""
+    used, total = [0] * len(weights), sum(weights)
+    expected = []
+    for sample in range(4 * total):
+        behind = [weight * max(sample, 1) - total * count for weight, count in zip(weights, used, strict=True)]
+        chosen = behind.index(max(behind))
+        expected.append((chosen, used[chosen]))
+        used[chosen] += 1
+    stores, numbers = Blend([float(weight) for weight in weights]).drawn(np.arange(4 * total))
+    assert list(zip(stores.tolist(), numbers.tolist(), strict=True)) == expected
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=6), st.integers(0, 10**12))
+def test_any_weights_keep_to_their_shares_for_ever(weights: list[float], start: int) -> None:
+    blend = Blend(weights)
+    stores, numbers = blend.drawn(np.arange(start, start + 200))
+    for place, (store, number) in enumerate(zip(stores.tolist(), numbers.tolist(), strict=True)):
+        share = blend.parts[store] / blend.period
+        assert abs(number - share * (start + place)) <= len(weights)
+        assert abs(share - weights[store] / sum(weights)) < 2e-5
+
+
+def test_a_blend_takes_each_store_by_its_own_samples(tmp_path: Path) -> None:
+    stores = []
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        stores.append(store_of(tmp_path / str(number), [40 + number] * 5))
+    layouts = [Packed(store, length=8, seed=number, apart=True) for number, store in enumerate(stores)]
+    batches = Batches(layouts, [1, 3], 12)
+    which, numbers = Blend([1, 3]).drawn(np.arange(60, 72))
+    batch = batches.batch_at(5)
+    for row, (store, number) in enumerate(zip(which.tolist(), numbers.tolist(), strict=True)):
+        alone = layouts[store].rows(np.array([number]))
+        assert (batch.inputs[row] == alone.inputs[0]).all()
+        assert (batch.labels[row] == alone.labels[0]).all()
+        assert alone.documents is not None
+        assert batch.documents is not None
+        assert (batch.documents[row] == alone.documents[0]).all()
+    mine = batches.batch_at(5, slice(3, 7))
+    assert (mine.inputs == batch.inputs[3:7]).all()
+    assert (mine.samples == np.arange(63, 67)).all()
+    joined = Batches([Packed(store, length=8, seed=number) for number, store in enumerate(stores)], [1, 3], 12)
+    batch = joined.batch_at(5)
+    for sample, store, document in joined.seen_at(5):
+        ids, size = np.append(batch.inputs[sample - 60], batch.labels[sample - 60, -1]), 40 + store
+        assert ((ids > document * size) & (ids <= (document + 1) * size)).any(), "a document that is named stands in the sample"
+
+
+def test_sums_in_a_file_are_made_once_and_give_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path, [7, 3, 0, 12, 5] * 30)
+
+    def made(folder: Path | None) -> list[Any]:
+        return [Packed(store, length=6, seed=4, folder=folder), Padded(store, length=6, seed=4, pad=0, folder=folder)]
+
+    wanted = [layout.rows(np.arange(2 * layout.samples)).inputs for layout in made(None)]
+    monkeypatch.setattr(sums, "FEW", 10)
+    for _ in range(2):
+        for layout, rows in zip(made(tmp_path / "index"), wanted, strict=True):
+            assert (layout.rows(np.arange(2 * layout.samples)).inputs == rows).all()
+        monkeypatch.setattr(sums, "_fill", lambda *_: pytest.fail("made again"))
+    assert len(list((tmp_path / "index").glob("*.sums"))) == 3, "two epochs of one layout, one of the other"
+    monkeypatch.undo()
+    monkeypatch.setattr(sums, "FEW", 10)
+    packed = made(tmp_path / "index")[0]
+    packed.rows(np.arange(4 * packed.samples, 5 * packed.samples))
+    assert len(list((tmp_path / "index").glob("*.sums"))) == 2, "epochs that are over are let go"
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    store = store_of(tmp_path, [30])
+    assert Packed(store, length=4, seed=1, vocab=31).rows(np.arange(8)).inputs.max() <= 30
+    for layout in (Packed(store, length=4, seed=1, vocab=30), Padded(store, length=4, seed=1, pad=0, vocab=30)):
+        with pytest.raises(TextmillError, match="token id 30, the tokenizer has 30 pieces"):
+            layout.rows(np.arange(8))

@@ -157,6 +157,15 @@ class TokenizerConfig(Section):
     """More special tokens, after the end-of-text token."""
 
 
+class UsedTokens(Section):
+    """An existing token store, and its weight in a blend."""
+
+    path: str
+    """A prefix of .bin and .idx files, or a folder that `textmill tokenize` made."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of the samples, against the other stores' weights."""
+
+
 class TokensConfig(Section):
     """Documents in, token ids out."""
 
@@ -164,6 +173,14 @@ class TokensConfig(Section):
     """Where the token stores stand; `tokens` under `folder` if not said."""
     append_end: bool = True
     """Put the end-of-text token after each document."""
+    use: list[UsedTokens] = source([])
+    """Existing token stores to train on instead of making one: prefixes or folders, or {path: PREFIX, weight: 3} to blend several.
+    A prefix is split by `corpus.split`, its documents as they stand."""
+
+    @field_validator("use", mode="before")
+    @classmethod
+    def _as_used(cls, value: Any) -> Any:
+        return [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
 
 
 class LocalRunner(Section):

@@ -77,7 +77,7 @@ def anchor(tree: Tree, base: Path, names: set[str] | None = None) -> Tree:
             full = _under(base, value)
             holder[name] = full if mark.get("place") or os.path.exists(full) else value
         elif isinstance(value, list):
-            holder[name] = [_source_under(base, item, names) if isinstance(item, str) else item for item in value]
+            holder[name] = [_item_under(base, item, names) for item in value]
     corpus = anchored.setdefault("corpus", {})
     if in_file and isinstance(corpus, dict) and "corpora" not in corpus and (base / NAMED).is_file():
         corpus["corpora"] = str(base / NAMED)
@@ -94,6 +94,12 @@ def named_corpora(tree: Tree, base: Path) -> set[str]:
 
 def _under(base: Path, value: str) -> str:
     return os.path.normpath(base / os.path.expanduser(value))
+
+
+def _item_under(base: Path, item: Any, names: set[str]) -> Any:
+    if isinstance(item, dict) and isinstance(item.get("path"), str):
+        return {**item, "path": _under(base, item["path"])}
+    return _source_under(base, item, names) if isinstance(item, str) else item
 
 
 def _source_under(base: Path, value: str, names: set[str]) -> str:

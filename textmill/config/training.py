@@ -49,8 +49,16 @@ class TrainConfig(Section):
 
     folder: str | None = place()
     """Where checkpoints and metrics go; `run` under `folder` if not said."""
-    layout: Literal["packed"] = "packed"
-    """packed: documents shuffled, joined and cut into windows of `train.length`."""
+    layout: Literal["packed", "padded"] = "packed"
+    """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document a sample."""
+    apart: bool = False
+    """packed: keep documents apart: attention and positions begin anew with each, and none asks for the next one's first token."""
+    tail: Literal["keep", "drop"] = "keep"
+    """packed: whether the tokens after the last whole window of an epoch are kept, filled up from its beginning, or dropped."""
+    long: Literal["split", "cut"] = "split"
+    """padded: what becomes of a document longer than `train.length`: several samples, or its beginning alone."""
+    close: bool = False
+    """padded: end a cut sample with the end-of-text token, as dsGPT2 does."""
     length: int | None = Field(None, ge=2)
     """Tokens in a sample; the model's positions if not said. A named size trained on less has no more positions than this."""
     batch: int = Field(32, ge=1)

@@ -73,8 +73,9 @@ class TorchOnOneDevice:
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             inputs, labels, share = (on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares))
+            keys = None if keys_N is None else keys_N[rows].to(self.device)
             with arithmetic(self.device, self.precision):
-                losses, _ = self.forward(self.net, inputs, labels, None if keys_N is None else keys_N[rows].to(self.device))
+                losses, _ = self.forward(self.net, inputs, labels, keys, self._documents(batch, rows))
             loss = (losses * share).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -103,12 +104,15 @@ class TorchOnOneDevice:
             rows = slice(start, start + self.micro_batch)
             inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
             with arithmetic(self.device, self.precision):
-                losses, logits = token_losses(self.net, inputs, labels, None)
+                losses, logits = token_losses(self.net, inputs, labels, None, self._documents(batch, rows))
             sums.append(losses.sum())
             correct.append(((logits.argmax(-1) == labels) & (labels != IGNORED)).sum())
         # Doubles are for the host: not every device has them.
         total = float(torch.stack(sums).cpu().double().sum())
         return Sums(total, int((batch.labels != IGNORED).sum()), int(torch.stack(correct).sum()))
+
+    def _documents(self, batch: Batch, rows: slice) -> Tensor | None:
+        return None if batch.documents is None else on_device(batch.documents[rows], self.device)
 
     def weights(self) -> Iterator[Named]:
         """Host copies of the weights."""

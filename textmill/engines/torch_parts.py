@@ -36,9 +36,9 @@ def token_shares(batch: Batch, loss: str) -> NDArray[np.float32]:
     return shares
 
 
-def token_losses(net: Net, inputs: Tensor, labels: Tensor, keys_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loss of every token, 0 where nothing is asked, and the logits."""
-    logits = net.logits(net(inputs, keys_N)).float()
+def token_losses(net: Net, inputs: Tensor, labels: Tensor, keys_N: Tensor | None, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The loss of every token, 0 where nothing is asked, and the logits; documents are kept apart if given."""
+    logits = net.logits(net(inputs, keys_N, documents_NT=documents)).float()
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape), logits
 

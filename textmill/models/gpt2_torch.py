@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(shape.width, shape.width)
         self.shape, self.layer = shape, layer
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask_N1TT: Tensor | None) -> Tensor:
         N, T, _ = x_NTE.shape
         qkv = self.c_attn(x_NTE).view(N, T, self.shape.heads, 3, -1)
         q_NHTD, k_NHTD, v_NHTD = (part.transpose(1, 2) for part in qkv.unbind(3))
@@ -44,7 +44,9 @@ class Attention(nn.Module):
             k_NHTD, v_NHTD = cache.extend(self.layer, k_NHTD, v_NHTD)
         share = self.shape.attention_dropout
         if keys_N is not None and share:
-            y_NHTD = self._plain(q_NHTD, k_NHTD, share, keys_N) @ v_NHTD
+            y_NHTD = self._plain(q_NHTD, k_NHTD, share, keys_N, mask_N1TT) @ v_NHTD
+        elif mask_N1TT is not None:
+            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=mask_N1TT)
         elif k_NHTD.shape[2] == T:
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, is_causal=True)
         else:
@@ -53,10 +55,10 @@ class Attention(nn.Module):
         out: Tensor = self.c_proj(y_NHTD.transpose(1, 2).reshape(N, T, -1))
         return out
 
-    def _plain(self, q_NHTD: Tensor, k_NHTD: Tensor, share: float, keys_N: Tensor) -> Tensor:
+    def _plain(self, q_NHTD: Tensor, k_NHTD: Tensor, share: float, keys_N: Tensor, mask_N1TT: Tensor | None) -> Tensor:
         """Attention weights written out, for dropout on them."""
         scores = (q_NHTD @ k_NHTD.transpose(2, 3)) * q_NHTD.shape[-1] ** -0.5
-        mask = _causal(scores.shape[2], scores.shape[3], scores.device)
+        mask = _causal(scores.shape[2], scores.shape[3], scores.device) if mask_N1TT is None else mask_N1TT
         scores = scores.masked_fill(~mask, float("-inf"))
         return drop(scores.softmax(-1, dtype=torch.float32), share, keys_N, 3 * self.layer + 1).to(q_NHTD.dtype)
 
@@ -64,6 +66,19 @@ class Attention(nn.Module):
 def _causal(asking: int, seen: int, device: torch.device) -> Tensor:
     """Which of the seen tokens each asking one, the last of them, may look at."""
     return torch.ones(asking, seen, dtype=torch.bool, device=device).tril(seen - asking)
+
+
+def _apart(documents_NT: Tensor) -> Tensor:
+    """Which tokens each one may look at when attention stays inside its document."""
+    same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
+    return (same_NTT & _causal(same_NTT.shape[1], same_NTT.shape[2], same_NTT.device))[:, None]
+
+
+def _begins(documents_NT: Tensor) -> Tensor:
+    """The place at which each token's document begins."""
+    places_T = torch.arange(documents_NT.shape[1], device=documents_NT.device)
+    new_NT = F.pad(documents_NT[:, 1:] != documents_NT[:, :-1], (1, 0), value=False)
+    return torch.where(new_NT, places_T, 0).cummax(1).values
 
 
 class MLP(nn.Module):
@@ -91,8 +106,8 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.share, self.layer = shape.residual_dropout, layer
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None) -> Tensor:
-        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache), self.share, keys_N, 3 * self.layer + 2)
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask_N1TT: Tensor | None) -> Tensor:
+        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask_N1TT), self.share, keys_N, 3 * self.layer + 2)
         return x_NTE + drop(self.mlp(self.ln_2(x_NTE)), self.share, keys_N, 3 * self.layer + 3)
 
 
@@ -107,13 +122,19 @@ class Net(nn.Module):
         self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
 
-    def forward(self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """Hidden states of every token; `keys_N` asks for dropout, `cache` holds what came before."""
+    def forward(
+        self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Cache | None = None, documents_NT: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states of every token; `keys_N` asks for dropout, `cache` holds what came before, documents are kept apart if given."""
         before = cache.used if cache is not None else 0
         positions = torch.arange(before, before + ids_NT.shape[1], device=ids_NT.device)
+        mask_N1TT = None
+        if documents_NT is not None:
+            mask_N1TT = _apart(documents_NT)
+            positions = positions - _begins(documents_NT)
         x_NTE = drop(self.wte(ids_NT) + self.wpe(positions), self.shape.embedding_dropout, keys_N, 0)
         for block in self.h:
-            x_NTE = block(x_NTE, keys_N, cache)
+            x_NTE = block(x_NTE, keys_N, cache, mask_N1TT)
         if cache is not None:
             cache.used += ids_NT.shape[1]
         out: Tensor = self.ln_f(x_NTE)
