@@ -97,6 +97,30 @@ def test_dropout_changes_training_and_not_evaluation(kind: str) -> None:
     assert with_it.train_step(batch_of(0), 0, 0.0).loss != without.train_step(batch_of(0), 0, 0.0).loss
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_documents_kept_apart_give_the_losses_they_give_alone(kind: str, dropout: float) -> None:
+    """Two documents in one window: each asks the same as in a window of its own, whatever stands beside it."""
+    engine = started(config_of(kind, dropout=dropout))
+    ids = batch_of(3, unequal=False).inputs
+    cut = LENGTH // 3
+    numbers = np.repeat([1, 2], [cut, LENGTH - cut])[None].repeat(ROWS, 0).astype(np.int32)
+    labels = np.roll(ids, -1, 1)
+    labels[:, [cut - 1, LENGTH - 1]] = IGNORED
+    samples = np.arange(ROWS)
+    whole = engine.eval_step(Batch(ids, labels, samples, documents=numbers))
+    alone = [engine.eval_step(Batch(ids[:, part], labels[:, part], samples)) for part in (slice(0, cut), slice(cut, LENGTH))]
+    assert whole.loss == pytest.approx(sum(one.loss for one in alone), rel=1e-6)
+    assert whole.asked == sum(one.asked for one in alone)
+    other = ids.copy()
+    other[:, :cut] = (other[:, :cut] + 7) % VOCAB
+    second = labels.copy()
+    second[:, :cut] = IGNORED
+    losses = [engine.train_step(Batch(given, second, samples, documents=numbers), 0, 0.0).loss for given in (ids, other)]
+    assert losses[0] == losses[1], "a changed document changes nothing in the other"
+    joined = [engine.train_step(Batch(given, second, samples), 0, 0.0).loss for given in (ids, other)]
+    assert joined[0] != joined[1], "without documents it does"
+
+
 def test_saved_and_loaded_it_goes_on_bit_for_bit(kind: str) -> None:
     config = config_of(kind, dropout=0.1)
     straight = started(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +15,7 @@ ROUNDS = 6
 def shuffled(count: int, places: NDArray[np.int64], *numbers: int) -> NDArray[np.int64]:
     """Where each of `places` goes in a permutation of range(count) that the numbers name."""
     bits = max(1, (count - 1).bit_length())
-    keys = [key_of(*numbers, number) for number in range(ROUNDS)]
+    keys = _keys(*numbers)
     found = _scattered(places.astype(np.uint64), bits, keys)
     # The scattering permutes a power of two; a place outside the count walks on until it is inside again.
     outside = np.flatnonzero(found >= count)
@@ -21,6 +23,11 @@ def shuffled(count: int, places: NDArray[np.int64], *numbers: int) -> NDArray[np
         found[outside] = _scattered(found[outside], bits, keys)
         outside = outside[found[outside] >= count]
     return found.astype(np.int64)
+
+
+@lru_cache(maxsize=64)
+def _keys(*numbers: int) -> list[int]:
+    return [key_of(*numbers, number) for number in range(ROUNDS)]
 
 
 def _scattered(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:
