@@ -33,6 +33,7 @@ VERBS = {
     "prepare": Verb("textmill.corpus.prepare:prepare", "text in, clean documents out", ("corpus", "runner"), ("--force",)),
     "fit-tokenizer": Verb("textmill.tokens.fitting:fit_tokenizer", "a vocabulary for the corpus", ("tokenizer",), ("--force",)),
     "tokenize": Verb("textmill.tokens.tokenize:tokenize", "documents in, token ids out", ("tokens", "tokenizer", "runner"), ("--force",)),
+    "merge": Verb("textmill.tokens.merge:merge", "join token stores: merge OUT A B ...", (), ("--force",)),
     "train": Verb("textmill.loop:train", "train, or go on", ("model", "train", "engine", "sample", "track"), ("--force", "--step")),
     "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "train", "engine"), ("--step", "--json")),
     "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),
@@ -140,6 +141,10 @@ def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: 
     elif name == "new":
         _one_place(places, name, "DIR --text 'texts/*.txt'")
         call(places[0], flags.get("--text"), settings)
+    elif name == "merge":
+        if not places:
+            raise TextmillError("merge: wants a place to write and stores to join, found none; say: textmill merge OUT A B ...")
+        call(places[0], places[1:], "yes" if "--force" in flags else "no")
     elif name == "check":
         _one_place(places, name, "WHERE")
         call(places[0], settings)
@@ -190,7 +195,7 @@ def verb_help(name: str, verb: Verb) -> str:
     """What `textmill VERB --help` prints: the verb, its flags, and the sections it reads."""
     from textmill.config.help import section_help
 
-    place = {"new": "DIR", "recipes": ""}.get(name, "WHERE")
+    place = {"new": "DIR", "recipes": "", "merge": "OUT A B ..."}.get(name, "WHERE")
     lines = [f"textmill {name} {place}".rstrip() + (" [section.key=value ...]" if verb.sections else ""), f"  {verb.summary}", ""]
     told = {**FLAGS, "--force": "make anew what was made from something else"} if name == "run" else FLAGS
     lines += [f"  {flag:<10} {told[flag]}" for flag in (*verb.flags, "--help")]

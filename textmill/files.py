@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ from typing import Any, BinaryIO
 from textmill.errors import TextmillError
 
 BLOCK = 1 << 20
+PART = 1 << 26
+"""Bytes of a long file that have a checksum of their own."""
 
 
 def hash_file(path: Path) -> str:
@@ -97,8 +100,18 @@ def read_json(path: Path) -> Any:
 
 
 def account_of(path: Path) -> dict[str, Any]:
-    """A file's length and SHA-256, as a manifest records them."""
-    return {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    """A file's length and SHA-256, as a manifest records them; of a long file also those of its parts, to say where damage is."""
+    digest, parts = hashlib.sha256(), [hashlib.sha256()]
+    with open(path, "rb") as stream:
+        for number in itertools.count(1):
+            if not (block := stream.read(BLOCK)):
+                break
+            digest.update(block)
+            parts[-1].update(block)
+            if number * BLOCK % PART == 0:
+                parts.append(hashlib.sha256())
+    account: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {**account, "parts": [part.hexdigest()[:16] for part in parts]} if len(parts) > 1 else account
 
 
 def faults_of(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = True) -> list[str]:
@@ -110,9 +123,15 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = Tr
             faults.append(f"{name} is missing")
         elif (length := path.stat().st_size) != account["bytes"]:
             faults.append(f"{name} has {length:,} bytes instead of {account['bytes']:,}")
-        elif deep and hash_file(path) != account["sha256"]:
-            faults.append(f"{name} does not match its checksum")
+        elif deep and (now := account_of(path))["sha256"] != account["sha256"]:
+            faults.append(f"{name} does not match its checksum{_place_of(now.get('parts', []), account.get('parts', []))}")
     return faults
+
+
+def _place_of(now: list[str], before: list[str]) -> str:
+    """Where a long file differs from what it was."""
+    changed = [number for number, (one, other) in enumerate(zip(now, before, strict=False)) if one != other]
+    return f" (between bytes {changed[0] * PART:,} and {(changed[0] + 1) * PART:,})" if changed else ""
 
 
 @contextmanager

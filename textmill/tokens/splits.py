@@ -12,7 +12,7 @@ from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.files import hash_file, hash_json
 from textmill.stages import MANIFEST, open_manifest
-from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.store import TokenStore, open_store, prefix_of
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
 
 
@@ -49,9 +49,10 @@ def open_splits(config: RunConfig) -> Splits:
         weights = [one.weight for one in config.tokens.use]
         mark = hash_json([[part[1], weight] for part, weight in zip(parts, weights, strict=True)])
         return Splits(_shares([part for part, _ in parts], weights), tokenizer, mark, {})
-    tokens, tokenizer = config.folder_of("tokens"), open_tokenizer(folder)
+    tokens = config.folder_of("tokens")
+    facts, tokenizer = open_manifest(tokens), open_tokenizer(folder)
     stores, mark = _made(tokens, tokenizer, folder)
-    return Splits(_shares([stores], [1.0]), tokenizer, mark, open_manifest(tokens))
+    return Splits(_shares([stores], [1.0]), tokenizer, mark, facts)
 
 
 def _shares(parts: list[dict[str, TokenStore]], weights: list[float]) -> dict[str, list[Share]]:
@@ -70,8 +71,7 @@ def _used(path: Path, shares: Sequence[float], tokenizer: TextTokenizer) -> tupl
     """An existing store: a folder of ours as it is split, a Megatron prefix split here."""
     if (path / MANIFEST).is_file():
         return _made(path, tokenizer, Path("the tokenizer of this run"))
-    prefix = path.with_name(path.name.removesuffix(".bin").removesuffix(".idx"))
-    store = open_store(prefix)
+    store = open_store(prefix_of(path))
     edges = contiguous(shares, len(store))
     parts: dict[str, TokenStore] = {split: store.part(edges[number], edges[number + 1]) for number, split in enumerate(SPLITS)}
     return parts, hash_json([hash_file(store.index.path), store.tokens, edges])

@@ -100,3 +100,8 @@ def open_store(prefix: Path) -> TokenStore:
 def paths_of(prefix: Path) -> tuple[Path, Path]:
     """The index and the ids of a prefix; a name may hold dots, so no suffix is replaced."""
     return prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
+
+
+def prefix_of(path: Path) -> Path:
+    """A store's prefix, when one of its two files was named."""
+    return path.with_name(path.name.removesuffix(".bin").removesuffix(".idx"))

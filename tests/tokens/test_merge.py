@@ -1,0 +1,94 @@
+"""Joined stores hold what their parts hold, in order, and only what belongs together is joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from textmill.cli import main
+from textmill.errors import TextmillError
+from textmill.files import account_of, read_json, write_json
+from textmill.stages import open_manifest
+from textmill.tokens.merge import merge
+from textmill.tokens.store import open_store
+from textmill.tokens.writer import StoreWriter
+from textmill.wholeness import check
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: object = np.uint16) -> Path:
+    with StoreWriter(prefix, np.dtype(dtype)) as store:  # type: ignore[call-overload]
+        store.add(documents)
+    return prefix
+
+
+def token_folder(folder: Path, documents: dict[str, list[list[int]]], tokenizer: str = "abc") -> Path:
+    """A folder as `tokenize` leaves it."""
+    folder.mkdir()
+    (folder / "run.yaml").write_text("folder: .\n")
+    files, splits = {}, {}
+    for split, rows in documents.items():
+        write(folder / split, rows)
+        files |= {f"{split}.{end}": account_of(folder / f"{split}.{end}") for end in ("bin", "idx")}
+        splits[split] = {"documents": len(rows), "tokens": sum(map(len, rows)), "bytes": 7, "words": 3}
+    facts = {"tokenizer": tokenizer, "vocab": 99, "end": 0, "splits": splits}
+    write_json(folder / "manifest.json", {"verb": "tokenize", "fingerprint": folder.name, **facts, "files": files, "made_from": {}})
+    return folder
+
+
+def test_prefixes_join_in_order_and_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [write(tmp_path / name, rows) for name, rows in (("b", [[1, 2], [3]]), ("a", []), ("c.x", [[], [4, 5, 6]]))]
+    assert main(["merge", str(tmp_path / "out" / "all"), f"{parts[0]}.bin", str(parts[1]), f"{parts[2]}.idx"]) == 0
+    whole = write(tmp_path / "whole", [[1, 2], [3], [], [4, 5, 6]])
+    for end in (".bin", ".idx"):
+        assert (tmp_path / "out" / f"all{end}").read_bytes() == Path(f"{whole}{end}").read_bytes()
+    assert main(["check", str(tmp_path / "out" / "all")]) == 0
+    assert "no checksums" in capsys.readouterr().out
+    assert main(["merge", str(tmp_path / "out" / "all"), str(parts[0]), str(parts[1])]) == 2
+    assert "stands there already" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "out" / "all"), str(parts[0]), str(parts[1]), "--force"]) == 0
+    assert open_store(tmp_path / "out" / "all").tokens == 3
+
+
+def test_folders_join_split_by_split(tmp_path: Path) -> None:
+    one = token_folder(tmp_path / "one", {"train": [[1, 2], [3]], "valid": [[9]], "test": []})
+    two = token_folder(tmp_path / "two", {"train": [[4]], "valid": [], "test": [[7, 8]]})
+    out = merge(str(tmp_path / "out"), [str(one), str(two)])
+    assert [open_store(out / split).ids.tolist() for split in ("train", "valid", "test")] == [[1, 2, 3, 4], [9], [7, 8]]
+    assert open_manifest(out)["splits"]["train"] == {"documents": 3, "tokens": 4, "bytes": 14, "words": 6}
+    assert check(str(out)) == [out]
+    before = (out / "manifest.json").stat().st_mtime_ns
+    merge(str(out), [str(one), str(two)])
+    assert (out / "manifest.json").stat().st_mtime_ns == before, "done already"
+    with pytest.raises(TextmillError, match="made from something else"):
+        merge(str(out), [str(two), str(one)])
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+    one = token_folder(tmp_path / "one", {"train": [[1]], "valid": [], "test": []})
+    other = token_folder(tmp_path / "other", {"train": [[1]], "valid": [], "test": []}, tokenizer="xyz")
+    with pytest.raises(TextmillError, match="another tokenizer than"):
+        merge(str(tmp_path / "out"), [str(one), str(other)])
+    with pytest.raises(TextmillError, match="join like with like"):
+        merge(str(tmp_path / "out"), [str(one), str(one / "train")])
+    wide = write(tmp_path / "wide", [[1]], np.int32)
+    with pytest.raises(TextmillError, match="one dtype"):
+        merge(str(tmp_path / "out"), [str(one / "train"), str(wide)])
+    with pytest.raises(TextmillError, match="no such file"):
+        merge(str(tmp_path / "out"), [str(wide), str(tmp_path / "nowhere")])
+    assert main(["merge"]) == main(["merge", "x"]) == main(["merge", "x", "y"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_in_a_long_file_is_placed(tmp_path: Path) -> None:
+    path = tmp_path / "long"
+    with open(path, "wb") as stream:
+        stream.truncate(200 << 20)
+    write_json(tmp_path / "manifest.json", {"verb": "x", "files": {"long": account_of(path)}, "made_from": {}})
+    assert len(read_json(tmp_path / "manifest.json")["files"]["long"]["parts"]) == 4
+    with open(path, "r+b") as stream:
+        stream.seek(150 << 20)
+        stream.write(b"\x01")
+    with pytest.raises(TextmillError, match="between bytes 134,217,728 and 201,326,592"):
+        check(str(tmp_path))

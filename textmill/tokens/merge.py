@@ -1,0 +1,78 @@
+"""The verb merge: several token stores joined into one, in the order given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from textmill.corpus.document import SPLITS
+from textmill.errors import TextmillError
+from textmill.files import account_of, new_folder, shown
+from textmill.progress import progress
+from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.tokens.store import TokenStore, open_store, paths_of, prefix_of
+from textmill.tokens.writer import StoreWriter
+
+SHARED = ("tokenizer", "vocab", "end")
+"""What stores must have in common to be one."""
+
+
+def merge(out: str, parts: list[str], force: Force = "no") -> Path:
+    """Join folders that `tokenize` made, split by split, or bare .bin/.idx prefixes; return what was made."""
+    folders = [Path(part) for part in parts if (Path(part) / MANIFEST).is_file()]
+    if len(parts) < 2:
+        raise TextmillError(f"merge: found {len(parts)} store to join; say: textmill merge OUT A B ...")
+    if not folders:
+        return _merge_prefixes(prefix_of(Path(out)), [prefix_of(Path(part)) for part in parts], force)
+    if len(folders) != len(parts):
+        bare = next(part for part in parts if Path(part) not in folders)
+        raise TextmillError(f"{bare}: is no folder that 'textmill tokenize' made, and others are; join like with like")
+    return _merge_folders(Path(out), folders, force)
+
+
+def _merge_prefixes(out: Path, parts: list[Path], force: Force) -> Path:
+    stores = [open_store(part) for part in parts]
+    if paths_of(out)[0].exists() and force == "no":
+        raise TextmillError(f"{paths_of(out)[0]}: stands there already; name another, or make it anew with --force")
+    new_folder(out.parent, "OUT")
+    _join(out, stores)
+    made = open_store(out)
+    print(f"merge: {shown(out)}: {len(made):,} documents, {made.tokens:,} tokens of {len(stores)} stores")
+    return out
+
+
+def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
+    manifests = [open_manifest(part) for part in parts]
+    for part, manifest in zip(parts, manifests, strict=True):
+        if differs := [name for name in SHARED if manifest.get(name) != manifests[0].get(name)]:
+            raise TextmillError(f"{part}: has another {differs[0]} than {parts[0]}; only stores of one tokenizer can be joined")
+    made_from = {f"part {number}": manifest["fingerprint"] for number, manifest in enumerate(manifests)}
+    # The joined store is a stage of the same chain, so it knows the config that its first part came from.
+    stage = Stage("tokenize", out, {"merged": made_from}, (parts[0] / "run.yaml").read_text(encoding="utf-8"))
+    if stage.done(force):
+        print(f"merge: done already: {shown(out)}")
+        return out
+    with stage.building() as part:
+        files: dict[str, dict[str, Any]] = {}
+        for split in SPLITS:
+            _join(part / split, [open_store(folder / split) for folder in parts])
+            files |= {path.name: account_of(path) for path in reversed(paths_of(part / split))}
+        splits = {split: _summed([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
+        stage.finish(part, files, {**{name: manifests[0][name] for name in SHARED}, "splits": splits})
+    spoken = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
+    print(f"merge: {shown(out)}: {spoken}")
+    return out
+
+
+def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(one[name] for one in counts) for name in counts[0]}
+
+
+def _join(prefix: Path, stores: list[TokenStore]) -> None:
+    with (
+        progress("merge", total=sum(store.tokens for store in stores), unit="tokens") as bar,
+        StoreWriter(prefix, stores[0].ids.dtype) as out,
+    ):
+        for store in stores:
+            out.add_store(store)
+            bar.advance(store.tokens)
