@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from textmill.cli import main
+from textmill.config import TokenizerConfig
+from textmill.tokens.tokenizer import fit
+from textmill.views.tokens import pieces_of
 
 
 def test_show_a_corpus(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +31,36 @@ def test_show_a_corpus(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys
         lengths = re.findall(r"^  [\d,]+ to [\d,]+ +([\d,]+) ", out, re.M)
         assert sum(int(count.replace(",", "")) for count in lengths) == account["kept"], "every document has a length"
         assert out.count("--- texts/") == 3
+
+
+def test_show_tokens_and_what_a_step_saw(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    assert main(["new", "mine", "--text", "texts"]) == 0
+    quick = ["train.steps=3", "train.batch=2", "train.length=32", "train.warmup=0", "model.size=nano", "train.evaluate_batches=1"]
+    for verb in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([verb, "mine"]) == 0
+    assert main(["train", "mine", *quick]) == 0
+    counts = json.loads((tiny_texts.parent / "mine" / "tokens" / "manifest.json").read_text())["splits"]
+    capsys.readouterr()
+    assert main(["show", "mine/tokens"]) == 0
+    out = capsys.readouterr().out
+    for split, one in counts.items():
+        assert re.search(rf"{split} +{one['documents']:,} documents +{one['tokens']:,} tokens", out)
+    lengths = re.findall(r"^  [\d,]+ to [\d,]+ +([\d,]+) ", out, re.M)
+    assert sum(int(count.replace(",", "")) for count in lengths) == sum(one["documents"] for one in counts.values())
+    assert out.count("--- document ") == 3
+    assert main(["show", "mine"]) == 0
+    assert "what became of the records" in capsys.readouterr().out
+    assert main(["show", "mine/run", "--step", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2: 2 samples of 32 tokens" in out
+    assert set(re.findall(r"sample (\d+):", out)) == {"2", "3"}
+    assert main(["show", "mine/run", "--step", "0"]) == main(["show", "mine/run", "--step", "best"]) == 2
+
+
+def test_the_pieces_of_a_document_are_its_text() -> None:
+    tokenizer = fit(iter([["aaa bbb aaa bbb"]]), TokenizerConfig(vocab=280))
+    text = "aaa 한국어 çark 😀 bbb"
+    pieces = list(pieces_of(tokenizer.encode(text), tokenizer))
+    assert "".join(pieces) == text
+    assert "한" in pieces

@@ -17,6 +17,7 @@ _PLACES = {
     "train": "textmill.loop",
     "evaluate": "textmill.evaluation",
     "generate": "textmill.generation",
+    "merge": "textmill.tokens.merge",
     "check": "textmill.wholeness",
     "show": "textmill.views",
     "open_corpus": "textmill.corpus.sequence",

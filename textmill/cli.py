@@ -37,14 +37,14 @@ VERBS = {
     "train": Verb("textmill.loop:train", "train, or go on", ("model", "train", "engine", "sample", "track"), ("--force", "--step")),
     "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "train", "engine"), ("--step", "--json")),
     "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),
-    "show": Verb("textmill.views:show", "look at a corpus: sizes, sources, lengths, scripts, documents", (), ()),
+    "show": Verb("textmill.views:show", "look at a corpus, at token stores, or at what a step saw", (), ("--step",)),
     "check": Verb("textmill.wholeness:check", "prove a folder whole, every bit of it", (), ()),
     "recipes": Verb("textmill.recipes_list:recipes", "list the recipes that come with textmill", (), ()),
 }  # fmt: skip
 
 FLAGS = {
     "--force": "start this stage anew in the same place",
-    "--step": "N, latest or best: which checkpoint",
+    "--step": "N, latest or best: which checkpoint; show: whose documents",
     "--json": "print JSON instead of text",
     "--text": "your text: files, a folder or a quoted glob",
     "--help": "this help",
@@ -145,6 +145,12 @@ def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: 
         if not places:
             raise TextmillError("merge: wants a place to write and stores to join, found none; say: textmill merge OUT A B ...")
         call(places[0], places[1:], "yes" if "--force" in flags else "no")
+    elif name == "show":
+        _one_place(places, name, "WHERE")
+        step = _step_of(flags["--step"]) if "--step" in flags else None
+        if isinstance(step, str):
+            raise TextmillError(f"--step: found '{step}'; show wants the number of a step")
+        call(places[0], settings, step)
     elif name == "check":
         _one_place(places, name, "WHERE")
         call(places[0], settings)

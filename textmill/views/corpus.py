@@ -1,4 +1,4 @@
-"""The verb show: what is in a folder, as a person would look at it."""
+"""A corpus as a person would look at it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from textmill.corpus.sequence import Corpus, open_corpus
 from textmill.corpus.shards import open_shard, shards_of
 from textmill.counters import uniform_at
 from textmill.files import read_json, shown
+from textmill.views.shares import show_shares
 
-BAR = 40
 LOOKED_AT = 300
 """Documents whose letters are counted for the scripts, evenly spread over the corpus."""
 SHOWN_DOCUMENTS, SHOWN_CHARACTERS = 3, 400
 
 
-def show(config: RunConfig) -> None:
+def show_corpus(config: RunConfig) -> None:
     """Print the corpus of a config: sizes, sources, rules, lengths, scripts and a few documents."""
     folder = config.folder_of("corpus")
     corpus = open_corpus(folder)
@@ -32,31 +32,16 @@ def show(config: RunConfig) -> None:
         print(
             f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  {counts['characters']:>14,} characters"
         )
-    _shares("sources, by documents kept", {shown(Path(name)): one["kept"] for name, one in account["by_source"].items()})
+    show_shares("sources, by documents kept", {shown(Path(name)): one["kept"] for name, one in account["by_source"].items()})
     fates = {"kept": account["kept"], **account["dropped"], "quarantined": account["quarantined"]}
-    _shares("what became of the records", {name: count for name, count in fates.items() if count})
-    _shares("characters a document", _lengths(folder))
-    _shares(f"scripts, by letters of {min(LOOKED_AT, len(corpus))} documents", _scripts(corpus))
+    show_shares("what became of the records", {name: count for name, count in fates.items() if count})
+    show_shares("characters a document", _lengths(folder))
+    show_shares(f"scripts, by letters of {min(LOOKED_AT, len(corpus))} documents", _scripts(corpus))
     print("\na few documents")
     for number in range(min(SHOWN_DOCUMENTS, len(corpus))):
         document = corpus[int(uniform_at(config.train.seed, number) * len(corpus))]
         text = document.text if len(document.text) <= SHOWN_CHARACTERS else document.text[:SHOWN_CHARACTERS] + " ..."
         print(f"--- {shown(Path(document.source))}, {document.id}\n{text}")
-
-
-def _shares(title: str, counts: dict[str, int], most: int = 12) -> None:
-    """A bar for each count, the order kept; what is beyond `most` is summed up."""
-    total = sum(counts.values())
-    if not total:
-        return
-    rows = list(counts.items())
-    if len(rows) > most:
-        rows = sorted(rows, key=lambda row: -row[1])
-        rows = [*rows[: most - 1], (f"{len(rows) - most + 1} more", sum(count for _, count in rows[most - 1 :]))]
-    width = max(len(name) for name, _ in rows)
-    print(f"\n{title}")
-    for name, count in rows:
-        print(f"  {name:<{width}} {count:>12,} {count / total:>6.1%} {'█' * round(BAR * count / total)}")
 
 
 def _lengths(folder: Path) -> dict[str, int]:

@@ -1,0 +1,99 @@
+"""Token stores as a person would look at them: sizes, lengths, frequent tokens, and documents with their tokens' borders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from textmill.config import RunConfig
+from textmill.counters import uniform_at
+from textmill.files import shown
+from textmill.tokens.indexes import BLOCK
+from textmill.tokens.splits import Splits, open_splits
+from textmill.tokens.store import TokenStore
+from textmill.tokens.tokenizer import TextTokenizer
+from textmill.views.shares import show_shares
+
+COUNTED = 20_000_000
+"""Tokens that are counted for the frequent ones."""
+FREQUENT, SHOWN_DOCUMENTS, SHOWN_TOKENS = 20, 3, 80
+
+
+def show_tokens(config: RunConfig) -> None:
+    """Print the token stores of a config."""
+    splits = open_splits(config)
+    train = splits.of("train")
+    print(f"{shown(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} pieces, {train[0].ids.dtype if train else 'no train split'}")
+    for split in splits.stores:
+        stores = splits.of(split)
+        documents, tokens = sum(map(len, stores)), sum(store.tokens for store in stores)
+        print(f"  {split:<6} {documents:>12,} documents {tokens:>16,} tokens {_bytes_a_token(splits, split, tokens)}")
+    show_shares("tokens a document", _lengths([store for split in splits.stores for store in splits.of(split)]))
+    if not train:
+        return
+    counted = min(COUNTED, sum(store.tokens for store in train))
+    show_shares(f"most frequent of {counted:,} train tokens", _frequent(train, splits.tokenizer), most=FREQUENT + 1)
+    print("\na few documents, token by token")
+    for number in range(min(SHOWN_DOCUMENTS, len(train[0]))):
+        _show_document(train[0], int(uniform_at(config.train.seed, number) * len(train[0])), splits.tokenizer)
+
+
+def _bytes_a_token(splits: Splits, split: str, tokens: int) -> str:
+    counts = splits.facts.get("splits", {}).get(split)
+    return f"{counts['bytes'] / tokens:>6.2f} bytes a token" if counts and tokens else ""
+
+
+def _lengths(stores: list[TokenStore]) -> dict[str, int]:
+    """How many documents have how many tokens, in powers of four."""
+    counts = np.zeros(32, np.int64)
+    for store in stores:
+        for start in range(0, len(store), BLOCK):
+            places = np.arange(start, min(start + BLOCK, len(store)) + 1, dtype=np.int64)
+            sizes = np.maximum(np.diff(store.borders(places)), 1)
+            counts += np.bincount((np.log2(sizes) // 2).astype(int), minlength=32)
+    filled = np.flatnonzero(counts)
+    powers = range(int(filled[0]), int(filled[-1]) + 1) if len(filled) else range(0)
+    return {f"{4**power:,} to {4 ** (power + 1) - 1:,}": int(counts[power]) for power in powers}
+
+
+def _frequent(stores: list[TokenStore], tokenizer: TextTokenizer) -> dict[str, int]:
+    """The most frequent tokens, and all others together."""
+    counts, left = np.zeros(tokenizer.vocab, np.int64), COUNTED
+    for store in stores:
+        for start in range(0, min(left, store.tokens), BLOCK):
+            ids = np.asarray(store.ids[start : min(start + BLOCK, left)], np.int64)
+            counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
+        left -= min(left, store.tokens)
+    top = np.argsort(-counts, kind="stable")[:FREQUENT].tolist()
+    named = {repr(tokenizer.decode([token])): int(counts[token]) for token in top if counts[token]}
+    return {**named, "all others": int(counts.sum()) - sum(named.values())}
+
+
+def _show_document(store: TokenStore, number: int, tokenizer: TextTokenizer) -> None:
+    begin, end = store.borders(np.array([number, number + 1])).tolist()
+    ids = np.asarray(store.ids[begin : min(end, begin + SHOWN_TOKENS)]).tolist()
+    print(f"--- document {number:,}, {end - begin:,} tokens")
+    pieces = list(pieces_of(ids, tokenizer))
+    if not sys.stdout.isatty():
+        print("|".join(pieces))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    styles = ("black on bright_cyan", "black on bright_yellow")
+    Console(highlight=False).print(Text.assemble(*((piece, styles[place % 2]) for place, piece in enumerate(pieces))), soft_wrap=True)
+
+
+def pieces_of(ids: list[int], tokenizer: TextTokenizer) -> Iterator[str]:
+    """The text of each token; tokens that share a character are shown as one piece."""
+    waiting: list[int] = []
+    for token in ids:
+        waiting.append(token)
+        text = tokenizer.decode(waiting)
+        if not text.endswith("\ufffd") or len(waiting) > 8:
+            yield text
+            waiting = []
+    if waiting:
+        yield tokenizer.decode(waiting)
