@@ -1,0 +1,46 @@
+"""check finds every flipped bit of a corpus and of token stores; a reader of the format alone finds none in the ids."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from textmill.cli import main
+from textmill.errors import TextmillError
+from textmill.tokens.indexes import faults_in_index
+from textmill.tokens.store import open_store
+from textmill.wholeness import check
+
+FLIPS = 1000
+
+
+def test_a_thousand_flipped_bits(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    assert main(["new", "mine", "--text", "texts"]) == 0
+    for verb in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([verb, "mine"]) == 0
+    corpus, tokens = tiny_texts.parent / "mine" / "corpus", tiny_texts.parent / "mine" / "tokens"
+    paths = [path for folder in (corpus, tokens) for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".idx", ".parquet")]
+    paths = [path for path in paths if path.stat().st_size]
+    assert {path.suffix for path in paths} == {".bin", ".idx", ".parquet"}
+    check("mine/corpus")
+    check("mine/tokens")
+    dice, found, seen_by_reader = random.Random(11), 0, 0
+    for number in range(FLIPS):
+        path = paths[number % len(paths)]
+        whole = path.read_bytes()
+        place = dice.randrange(len(whole))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << dice.randrange(8))]) + whole[place + 1 :])
+        with pytest.raises(TextmillError, match=f"{path.name} does not match its checksum"):
+            check(str(path.parent))
+        found += 1
+        if path.suffix == ".bin":
+            with suppress(TextmillError):
+                seen_by_reader += bool(faults_in_index(open_store(path.with_suffix("")).index))
+        path.write_bytes(whole)
+    assert found == FLIPS
+    assert seen_by_reader == 0, "the format itself has no checksum: this is what the manifest is for"
+    capsys.readouterr()
