@@ -1,12 +1,24 @@
-"""Exact duplicates against a plain set."""
+"""Exact duplicates against a plain set, clusters and who stays of them against the plain definition, and what they take of memory."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from textmill.corpus.dedup import keep_masks
+from textmill.config import CorpusConfig
+from textmill.corpus import dedup, passes
+from textmill.corpus.dedup import keep_masks, least_members, stay_of_clusters
+from textmill.corpus.passes import Work, read_piece
+from textmill.corpus.sources import find_sources, pieces_of
 
 # Few different halves, so that rows often agree in one half only.
 HALF = st.sampled_from([bytes(8), b"\x00" * 7 + b"\x01", b"\xff" * 8, b"\x01" + bytes(7)])
@@ -31,3 +43,71 @@ def test_many() -> None:
     rows = np.stack([numbers * np.uint64(0x9E3779B97F4A7C15), numbers], axis=1).view(np.uint8).reshape(-1, 16)
     (mask,) = keep_masks([rows])
     assert sorted(np.flatnonzero(mask)) == sorted(np.unique(numbers, return_index=True)[1])
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, max_size=8)
+
+
+@given(st.lists(PAIRS, max_size=5))
+def test_clusters_of_pairs_that_come_in_blocks(blocks: list[list[tuple[int, int]]]) -> None:
+    """Against sets that are merged until nothing changes."""
+    groups = [{number} for number in range(15)]
+    for pair in (pair for block in blocks for pair in block):
+        touched = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if not group & set(pair)] + [set().union(*touched)]
+    least = least_members(15, (np.array(block) for block in blocks))
+    assert least.tolist() == [min(group) for number in range(15) for group in groups if number in group]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4))
+def test_who_stays(pieces: list[list[tuple[int, int, int]]]) -> None:
+    rows = [row for piece in pieces for row in piece]
+    least = [min(number for number, other in enumerate(rows) if other[0] == row[0]) for row in rows]
+    given_to = [(np.array([row[1] for row in piece], np.int64), np.array([row[2] for row in piece], np.int8)) for piece in pieces]
+    stays = stay_of_clusters(np.array(least, np.uint32), given_to)
+    best = {min((row[2] > 0, -row[1], number) for number, row in enumerate(rows) if row[0] == cluster)[2] for cluster, _, _ in rows}
+    assert set(np.flatnonzero(stays).tolist()) == best
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_of_clusters_is_a_few_bytes_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million documents, every one the copy of another: at most 24 bytes each beyond a block."""
+    count, pieces = 1_000_000, 50
+    monkeypatch.setattr(dedup, "BLOCK", 1 << 14)
+    numbers = np.arange(count).reshape(pieces, -1)
+    blocks = (np.stack((part, part ^ 1), axis=1) for half in numbers for part in np.split(half, 10))
+    sizes = ((np.ones(len(part), np.int64), np.zeros(len(part), np.int8)) for part in numbers)
+    least = np.zeros(0, np.uint32)
+
+    def work() -> None:
+        nonlocal least
+        least = least_members(count, blocks)
+        assert stay_of_clusters(least, sizes).sum() == count // 2
+
+    assert peak_of(work) < 24 * count
+
+
+def test_memory_of_reading_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be cut is one piece however long it is."""
+    monkeypatch.setattr(passes, "HELD", 1 << 14)
+    monkeypatch.setattr("textmill.corpus.shards.GROUP_BYTES", 1 << 14)
+    peaks = []
+    for count in (10, 9_000, 18_000):  # what is imported is counted for the first
+        folder = tmp_path / str(count)
+        (folder / "work").mkdir(parents=True)
+        with gzip.open(folder / "texts.jsonl.gz", "wt") as stream:
+            stream.writelines(json.dumps({"text": f"{number:500}"}) + "\n" for number in range(count))
+        config = CorpusConfig(sources=[str(folder / "texts.jsonl.gz")])
+        (piece,) = pieces_of(find_sources(config.sources), config.documents)
+        work = Work(piece, config, folder)
+        peaks.append(peak_of(lambda work=work: read_piece(work)))  # type: ignore[misc]
+        assert len(work.digests()) == count
+    assert peaks[2] < peaks[1] + 9_000 * 16

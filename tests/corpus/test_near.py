@@ -24,7 +24,7 @@ from bench.near_duplicates import measure, truth_set
 from textmill.config import RunConfig
 from textmill.corpus import candidates, near, shingles
 from textmill.corpus.candidates import bands_of, find_pairs, merge_pairs
-from textmill.corpus.dedup import Clusters, drop_from_clusters, keep_masks
+from textmill.corpus.dedup import Clusters, keep_masks
 from textmill.corpus.minhash import RECALL, VALUES, band_hashes, bands_for, recall_at, sketch
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_documents, shards_of
@@ -171,17 +171,6 @@ def test_clusters(pairs: list[tuple[int, int]], dice: random.Random) -> None:
     clusters = Clusters(shuffled)
     assert clusters.members() == sorted({number for pair in pairs for number in pair})
     assert all(clusters.of(number) == min(group) for group in groups for number in group)
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), min_size=1))
-def test_who_stays(rows: list[tuple[int, int, int]]) -> None:
-    numbers = np.arange(len(rows))
-    clusters, lengths, sides = (np.array(column) for column in zip(*rows, strict=True))
-    going = set(drop_from_clusters(numbers, clusters, lengths, sides).tolist())
-    for cluster in set(clusters.tolist()):
-        members = [number for number in numbers.tolist() if clusters[number] == cluster]
-        (stays,) = set(members) - going
-        assert stays == min(members, key=lambda number: (sides[number] > 0, -lengths[number], number))
 
 
 @given(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.corpus.dedup import parts_of
 from textmill.corpus.shingles import Hashes
 from textmill.files import write_bytes, writing
 
@@ -50,7 +51,7 @@ class Bands:
 
 def bands_of(folder: Path, counts: Sequence[int], bands: int, memory: int) -> list[Bands]:
     """The work of finding all pairs, so cut that each part fits into `memory`; few documents are searched for several bands at a time."""
-    parts = 1 + sum(counts) * ROW // memory
+    parts = parts_of(sum(counts), ROW, memory)
     several = max(TOGETHER // max(sum(counts), 1), 1)
     firsts = range(0, bands, several)
     return [Bands(folder, tuple(counts), first, min(first + several, bands), part, parts) for first in firsts for part in range(parts)]

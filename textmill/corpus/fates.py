@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.candidates import bands_of, find_pairs, merge_pairs
-from textmill.corpus.dedup import Clusters, drop_from_clusters, keep_masks
+from textmill.corpus.dedup import keep_masks, least_members, stay_of_clusters
 from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.minhash import bands_for
-from textmill.corpus.near import PAIR, PAIRS, Confirm, Spill, confirm_pairs, sketch_piece, spill_sets
+from textmill.corpus.near import HELD, PAIR, PAIRS, Confirm, Spill, confirm_pairs, sketch_piece, spill_sets
 from textmill.corpus.passes import Work
 from textmill.corpus.shards import open_shard
 from textmill.corpus.sources import Source
@@ -30,6 +30,8 @@ SHOWN = 100
 """Pairs of near-duplicates that are written for a person to look at."""
 BEGINNING = 200
 """Characters of each text that are shown there."""
+FEW = 64
+"""Documents that are read at a time to show some."""
 MOST = 2**32
 """Documents that near-duplicates are sought among."""
 
@@ -62,12 +64,13 @@ def decide_fates(works: Sequence[Work], declared: Mapping[Source, Split | None],
         write_bytes(work.path("exact"), [mask.tobytes()])
     confirmed = _near_pairs(works, config, run)
     numbering = _Numbering(works, [int(mask.sum()) for mask in keep])
-    going = _going(confirmed, numbering, sides)
-    for piece, places in numbering.by_piece(going):
-        rows = np.flatnonzero(keep[piece])[places]
+    stays = _staying(confirmed, numbering, keep, sides)
+    for piece, (start, stop) in enumerate(pairwise(numbering.starts.tolist())):
+        rows = np.flatnonzero(keep[piece])[~stays[start:stop]]
         sides[piece][rows] = -1
-        dropped[piece]["near_duplicate"] = len(rows)
-    return Fates(sides, dropped, list(_shown(confirmed[:SHOWN], numbering, keep, set(going.tolist()))))
+        if len(rows):
+            dropped[piece]["near_duplicate"] = len(rows)
+    return Fates(sides, dropped, list(_shown(_first_pairs(confirmed), numbering, keep, stays)))
 
 
 def _sides(work: Work, declared: Split | None) -> NDArray[np.int8]:
@@ -106,8 +109,8 @@ class _Numbering:
                 yield piece, part - self.starts[piece]
 
 
-def _near_pairs(works: Sequence[Work], config: CorpusConfig, run: Run) -> NDArray[Any]:
-    """Pairs of near-duplicates that join all that belong together."""
+def _near_pairs(works: Sequence[Work], config: CorpusConfig, run: Run) -> list[Path]:
+    """Files of pairs of near-duplicates that join all that belong together."""
     folder, memory = works[0].folder / "work", config.dedup_memory << 20
     counts = run(sketch_piece, works, "prepare: sketch for near-duplicates", "bytes")
     if sum(counts) > MOST:
@@ -117,24 +120,34 @@ def _near_pairs(works: Sequence[Work], config: CorpusConfig, run: Run) -> NDArra
     pairs = merge_pairs(bands, folder / "pairs", folder / "marks")
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     run(spill_sets, [Spill(work, start) for work, start in zip(works, starts, strict=True)], "prepare: shingle candidates", "bytes")
-    tasks = [Confirm(folder, tuple(counts), number, pairs, config.dedup_threshold, memory) for number in range(-(-pairs // PAIRS))]
+    limits = config.dedup_threshold, min(memory, HELD)
+    tasks = [Confirm(folder, tuple(counts), number, pairs, *limits) for number in range(-(-pairs // PAIRS))]
     run(confirm_pairs, tasks, "prepare: confirm candidates", "pairs")
-    return np.concatenate([np.zeros(0, PAIR), *(np.fromfile(task.path, PAIR) for task in tasks)])
+    return [task.path for task in tasks]
 
 
-def _going(confirmed: NDArray[Any], numbering: _Numbering, sides: Sequence[NDArray[np.int8]]) -> NDArray[np.int64]:
-    """The numbers of the near-duplicates that go."""
-    clusters = Clusters(zip(confirmed["first"].tolist(), confirmed["second"].tolist(), strict=True))
-    members = np.array(clusters.members(), np.int64)
-    roots = np.array([clusters.of(number) for number in members.tolist()], np.int64)
-    lengths, standing = [np.zeros(0, np.int64)], [np.zeros(0, np.int8)]
-    for piece, places in numbering.by_piece(members):
-        lengths.append(np.fromfile(numbering.works[piece].path("lengths"), np.int64)[places])
-        standing.append(sides[piece][sides[piece] >= 0][places])
-    return drop_from_clusters(members, roots, np.concatenate(lengths), np.concatenate(standing))
+def _staying(
+    confirmed: Sequence[Path], numbering: _Numbering, keep: Sequence[NDArray[np.bool_]], sides: Sequence[NDArray[np.int8]]
+) -> NDArray[np.bool_]:
+    """For each document that is no exact copy whether it stays."""
+    pairs = (np.fromfile(path, PAIR) for path in confirmed)
+    blocks = (np.stack((block["first"], block["second"]), axis=1).astype(np.int64) for block in pairs)
+    lengths = (np.fromfile(work.path("lengths"), np.int64) for work in numbering.works)
+    standing = (side[mask] for side, mask in zip(sides, keep, strict=True))
+    return stay_of_clusters(least_members(int(numbering.starts[-1]), blocks), zip(lengths, standing, strict=True))
 
 
-def _shown(pairs: NDArray[Any], numbering: _Numbering, keep: Sequence[NDArray[np.bool_]], going: set[int]) -> Iterator[dict[str, Any]]:
+def _first_pairs(confirmed: Sequence[Path]) -> NDArray[Any]:
+    found = np.zeros(0, PAIR)
+    for path in confirmed:
+        if len(found) < SHOWN:
+            found = np.concatenate((found, np.fromfile(path, PAIR, SHOWN - len(found))))
+    return found
+
+
+def _shown(
+    pairs: NDArray[Any], numbering: _Numbering, keep: Sequence[NDArray[np.bool_]], stays: NDArray[np.bool_]
+) -> Iterator[dict[str, Any]]:
     numbers = np.unique(np.concatenate((pairs["first"], pairs["second"]))).astype(np.int64)
     told: dict[int, dict[str, Any]] = {}
     for piece, places in numbering.by_piece(numbers):
@@ -142,18 +155,19 @@ def _shown(pairs: NDArray[Any], numbering: _Numbering, keep: Sequence[NDArray[np
         rows = _rows(work.path("parquet"), np.flatnonzero(keep[piece])[places])
         for place, (text, where) in zip(places.tolist(), rows, strict=True):
             number = place + int(numbering.starts[piece])
-            told[number] = {"file": work.piece.source.name, "place": where, "kept": number not in going, "text": text[:BEGINNING]}
+            told[number] = {"file": work.piece.source.name, "place": where, "kept": bool(stays[number]), "text": text}
     for first, second, similarity in pairs.tolist():
         yield {"jaccard": round(similarity, 4), "first": told[first], "second": told[second]}
 
 
 def _rows(path: Path, wanted: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
+    """The beginning and the place of some documents of a piece; few are looked at a time, since this process does it."""
     done = 0
     with open_shard(path) as cleaned:
-        for group in range(cleaned.num_row_groups):
-            rows = cleaned.metadata.row_group(group).num_rows
-            here = wanted[(wanted >= done) & (wanted < done + rows)] - done
-            done += rows
-            if len(here):
-                table = cleaned.read_row_group(group, use_threads=False).take(pa.array(here))
-                yield from zip(table.column("text").to_pylist(), table.column("id").to_pylist(), strict=True)
+        for batch in cleaned.iter_batches(FEW, columns=["text", "id"], use_threads=False):
+            here = wanted[(wanted >= done) & (wanted < done + batch.num_rows)] - done
+            done += batch.num_rows
+            for place in here.tolist():
+                yield batch.column(0)[place].as_py()[:BEGINNING], batch.column(1)[place].as_py()
+            if done > wanted[-1]:
+                break

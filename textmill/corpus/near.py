@@ -26,6 +26,8 @@ BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 17, 1 << 10
 """Documents that are sketched at a time: few enough for the processor's cache, many enough for numpy."""
 PAIRS = 1 << 15
 """Pairs that are confirmed at a time; pairs that these make needless are left out."""
+HELD = 32 << 20
+"""Bytes of shingle sets that a process holds at most: the pairs come in order, and the system holds the files besides."""
 OPEN = 16
 """Pieces of which a process knows at a time where their sets stand."""
 PAIR = np.dtype([("first", "<u4"), ("second", "<u4"), ("jaccard", "<f8")])
@@ -38,18 +40,17 @@ def sketch_piece(work: Work) -> int:
     if work.path("lengths").is_file():
         return count
     bands, rows = bands_for(work.config.dedup_threshold)
-    lengths: list[NDArray[np.int64]] = []
     done = 0
-    with writing(band_path(work.folder / "work", work.piece.number)) as stream:
+    # The lengths appear last, and say that both files are whole.
+    with writing(work.path("lengths")) as lengths, writing(band_path(work.folder / "work", work.piece.number)) as stream:
         for texts in _blocks(_texts(work, keep)):
             hashes, counts = _shingles(texts, work.config.dedup_shingles, work.config.dedup_n)
             found = band_hashes(hashes, counts, bands, rows)
             for band in range(bands):
                 stream.seek((band * count + done) * 8)
                 stream.write(np.ascontiguousarray(found[:, band]).tobytes())
-            lengths.append(np.array([len(text) for text in texts], np.int64))
+            lengths.write(np.array([len(text) for text in texts], np.int64).tobytes())
             done += len(texts)
-    write_bytes(work.path("lengths"), [part.tobytes() for part in lengths])
     return count
 
 

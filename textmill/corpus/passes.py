@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import SCHEMA, ShardWriter, new_shard, open_shard, shard_name
 from textmill.corpus.sources import Piece
 from textmill.corpus.split import DIGEST, digest_of
-from textmill.files import account_of, read_json, write_bytes, write_json, writing
+from textmill.files import account_of, read_json, write_json, writing
 
 CLEANED = pa.schema([("text", pa.string()), ("id", pa.string()), ("meta", pa.string())])
 SENTENCES = {"split": split_sentences, "lines": keep_lines}
@@ -67,18 +67,18 @@ class Gatherer:
     """Cleaned documents on their way to a shard."""
 
     writer: ShardWriter
+    digests: BinaryIO
     composed: bool
     texts: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     metas: list[str | None] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
     held: int = 0
 
     def add(self, text: str, place: str, meta: str | None) -> None:
         self.texts.append(text)
         self.places.append(place)
         self.metas.append(meta)
-        self.digests.append(digest_of(text, composed=self.composed))
+        self.digests.write(digest_of(text, composed=self.composed))
         self.held += len(text) + len(meta or "")
         if self.held >= HELD:
             self.flush()
@@ -96,8 +96,9 @@ def read_piece(work: Work) -> dict[str, Any]:
         return counts
     cleaner, into_lines = Cleaner(work.config), SENTENCES.get(work.config.sentences)
     records = quarantined = 0
-    with writing(work.path("bad")) as bad, new_shard(work.path("parquet"), CLEANED, "lz4") as shard:
-        kept = Gatherer(shard, composed=not {"unicode", "compatibility"}.isdisjoint(work.config.rules))
+    files = writing(work.path("bad")), writing(work.path("digests")), new_shard(work.path("parquet"), CLEANED, "lz4")
+    with files[0] as bad, files[1] as digests, files[2] as shard:
+        kept = Gatherer(shard, digests, composed=not {"unicode", "compatibility"}.isdisjoint(work.config.rules))
         for record in read_records(work.piece, work.config):
             records += 1
             if isinstance(record, Bad):
@@ -108,7 +109,6 @@ def read_piece(work: Work) -> dict[str, Any]:
             if text is not None:
                 kept.add(into_lines(text) if into_lines else text, record.id, record.meta)
         kept.flush()
-    write_bytes(work.path("digests"), [b"".join(kept.digests)])
     changed, dropped = dict(sorted(cleaner.changed.items())), dict(sorted(cleaner.dropped.items()))
     counts = {"records": records, "changed": changed, "dropped": dropped, "quarantined": quarantined}
     write_json(work.path("read.json"), counts)
