@@ -131,7 +131,9 @@ import shard_jobs
 from textmill.config import LocalRunner
 from textmill.runners import open_runner
 if __name__ == "__main__":
-    list(open_runner(LocalRunner(workers=2)).map(shard_jobs.sleep_long, [(number, {folder!r}) for number in (1, 2, 3)]))
+    with open_runner(LocalRunner(workers=2)) as runner:
+        list(runner.map(shard_jobs.double, range(4)))
+        list(runner.map(shard_jobs.sleep_long, [(number, {folder!r}) for number in (1, 2, 3)]))
 """
 
 
@@ -166,3 +168,34 @@ def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "if __name__ == '__main__':" in done.stderr
+
+
+def test_workers_are_kept_from_map_to_map(jobs: Any) -> None:
+    with open_runner(LocalRunner(workers=2)) as runner:
+        first, second = (set(runner.map(jobs.process_of, range(8))) for _ in range(2))
+        assert set(runner.map(jobs.process_of, [1])) <= first | second
+        assert len(first | second) == 2
+        assert all(map(alive, first))
+    assert not any(map(alive, first))
+
+
+def test_kept_worker_that_was_killed_is_replaced(jobs: Any) -> None:
+    with open_runner(LocalRunner(workers=2)) as runner:
+        (*_, victim) = runner.map(jobs.process_of, range(8))
+        os.kill(victim, signal.SIGKILL)
+        after = set(runner.map(jobs.process_of, range(8)))
+        assert victim not in after
+        assert list(runner.map(jobs.double, range(5))) == [0, 2, 4, 6, 8]
+
+
+def test_workers_of_a_map_that_failed_are_not_kept(jobs: Any) -> None:
+    with open_runner(LocalRunner(workers=2)) as runner:
+        before = set(runner.map(jobs.process_of, range(8)))
+        with pytest.raises(TextmillError, match="shard 3"):
+            list(runner.map(jobs.refuse_three, range(8)))
+        assert not any(map(alive, before))
+        assert list(runner.map(jobs.double, range(5))) == [0, 2, 4, 6, 8]
+
+
+def test_without_a_with_block_workers_end_with_their_map(jobs: Any) -> None:
+    assert not any(map(alive, set(open_runner(LocalRunner(workers=2)).map(jobs.process_of, range(8)))))

@@ -40,7 +40,7 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     if stage.done(force):
         print(f"prepare: done already: {shown(folder)} ({open_manifest(folder)['documents']:,} documents)")
         return folder
-    with stage.building() as part:
+    with stage.building() as part, runner:
         counts, files = _build(config, runner, [one.source for one in inputs], part)
         _check_unchanged(inputs)
         _sweep(part, files)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 Shard = TypeVar("Shard")
 Result = TypeVar("Result")
 
 
 class Runner(Protocol):
-    """Maps a pure, picklable function over shards; the function writes its own files whole or not at all."""
+    """Maps a pure, picklable function over shards; the function writes its own files whole or not at all.
+
+    In a `with` block what one map has started is kept for the next, and ended with the block.
+    """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
         """Results in the order of the shards, each as soon as it and all before it are there."""

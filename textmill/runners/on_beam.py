@@ -16,7 +16,7 @@ from multiprocessing import connection, current_process, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
 from textmill.errors import TextmillError
@@ -54,6 +54,13 @@ class PipelineRunner:
 
     options: tuple[str, ...]
     folder: str | None = None
+
+    def __enter__(self) -> Self:
+        """Nothing is kept from one pipeline to the next: the engine behind Beam has its own workers."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
         """Results in the order of the shards; they come when a whole wave is through."""

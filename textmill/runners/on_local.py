@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from multiprocessing import connection, current_process, get_context
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from textmill.errors import TextmillError
 from textmill.runners import Result, Shard
@@ -42,20 +42,40 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProcessRunner:
-    """Maps over shards with `workers` processes; one worker, or one shard, is this process itself."""
+    """Maps over shards with `workers` processes; one worker, or one shard before there are any, is this process itself."""
 
     workers: int
+    _kept: _Pool | None = field(default=None, init=False, repr=False)
+    """The processes between two maps, which none of the two uses."""
+    _open: bool = field(default=False, init=False, repr=False)
+
+    def __enter__(self) -> Self:
+        """From here on the processes of one map are kept for the next: to start one takes a second."""
+        self._open = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+        if self._kept:
+            self._kept.stop()
+        self._kept = None
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
         """Results in the order of the shards, each as soon as it and all before it are there."""
         stream = iter(shards)
-        first = list(islice(stream, self.workers))
-        if len(first) <= 1:
+        first = list(islice(stream, min(self.workers, 2)))
+        if not first or (len(first) == 1 and not self._kept):
             yield from map(function, chain(first, stream))
+            return
+        pool, self._kept = self._kept or _Pool(self.workers), None
+        crew = _Crew(function, self.workers, pool)
+        yield from crew.work(chain(first, stream))
+        if self._open and not self._kept:
+            self._kept = crew.pool
         else:
-            yield from _Crew(function, len(first)).work(chain(first, stream))
+            crew.pool.finish()
 
 
 @dataclass
@@ -65,14 +85,14 @@ class _Task(Generic[Shard, Result]):
 
 
 class _Crew(Generic[Shard, Result]):
-    """One map: the shards in flight, and what to do when a worker dies under them."""
+    """One map: the shards in flight, and what to do when a worker dies under them; at its end the pool is left to the caller."""
 
-    def __init__(self, function: Callable[[Shard], Result], workers: int) -> None:
+    def __init__(self, function: Callable[[Shard], Result], workers: int, pool: _Pool) -> None:
         self.function, self.workers = function, workers
         self.waiting: deque[_Task[Shard, Result]] = deque()
         self.crashes = 0
         self.suspects = 0  # how many of the shards at the front were in flight when the pool last broke
-        self.pool = _Pool(workers)
+        self.pool = pool
 
     def work(self, shards: Iterator[Shard]) -> Iterator[Result]:
         try:
@@ -85,9 +105,9 @@ class _Crew(Generic[Shard, Result]):
                 self.waiting.popleft()
                 self._clear_one()
                 yield result
-            self.pool.finish()
-        finally:
+        except BaseException:  # also when the caller wants no more
             self.pool.stop()
+            raise
 
     def _fill(self, shards: Iterator[Shard]) -> bool:
         if not self.suspects:
@@ -124,7 +144,7 @@ class _Crew(Generic[Shard, Result]):
 
 
 class _Pool:
-    """Worker processes that end when this process closes its end of a pipe, or ends in whatever way."""
+    """At most so many worker processes, begun as shards come; they end when this process closes its end of a pipe, or ends itself."""
 
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")  # fork copies locks that another thread may hold
