@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from textmill.config import CorpusConfig
+from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.clean import Cleaner
 from textmill.corpus.clean.cleaner import check_needs
 from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
 from textmill.corpus.clean.languages import language_of
 from textmill.corpus.clean.urls import is_blocked, registered_name
-from textmill.corpus.document import Document
-from textmill.corpus.passes import url_of
+from textmill.corpus.prepare import prepare
+from textmill.corpus.shards import read_documents, shards_of
 from textmill.errors import TextmillError
 
 TEXTS = {
@@ -125,11 +128,22 @@ def test_url_is_counted() -> None:
     assert Cleaner(CorpusConfig()).clean("text", "no address") == "text"
 
 
-def test_url_comes_from_the_further_fields() -> None:
-    page = SimpleNamespace(meta='{"url": "https://a.b/c", "n": 1}')
-    assert url_of(page) == "https://a.b/c"  # type: ignore[arg-type]
-    assert [url_of(SimpleNamespace(meta=meta)) for meta in (None, '{"n": 1}', '{"url": 5}')] == [None] * 3  # type: ignore[arg-type]
-    assert url_of(Document("text", "a", "line 1")) is None
+PAGES = [{"text": "kept", "url": "https://good.org/a"}, {"text": "gone", "url": "https://bad.com/b"}, {"text": "no address", "url": None}]
+
+
+@pytest.mark.parametrize("name", ["pages.jsonl", "pages.json", "pages.parquet"])
+@pytest.mark.parametrize("keep", [[], ["url"]])
+def test_url_is_seen_whether_it_is_kept_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keep: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(PAGES), name)
+    else:
+        Path(name).write_text("\n".join(map(json.dumps, PAGES)))
+    corpus = {"sources": [name], "block_domains": ["bad.com"], "keep_fields": keep, "split": [1.0, 0.0, 0.0]}
+    folder = prepare(RunConfig.model_validate({"folder": "out", "corpus": corpus, "runner": {"workers": 1}}))
+    found = [(document.text, document.meta) for shard in shards_of(folder, "train") for document in read_documents(shard)]
+    assert found == [("kept", '{"url": "https://good.org/a"}' if keep else None), ("no address", None)]
+    assert json.loads((folder / "account.json").read_text())["dropped"] == {"url": 1}
 
 
 @pytest.mark.parametrize(

@@ -20,3 +20,5 @@ class Document:
     """Its place there: 'line 17', 'section 3', 'page 1234'."""
     meta: str | None = None
     """Further fields of its record that were asked for, as a JSON object."""
+    url: str | None = None
+    """The address of a web page, where its record has one and a filter asks for it; not kept."""

@@ -28,6 +28,8 @@ class Fields:
     """What is joined, from the innermost element."""
     join: str | None
     keep: tuple[str, ...]
+    url: bool = False
+    """Whether a filter asks for the field `url`."""
 
     def documents(self, value: object, place: str, raw: bytes) -> Iterator[Document | Bad]:
         """The documents of one record; one without any match is an empty document, so that it is counted."""
@@ -68,7 +70,7 @@ class Fields:
             else:
                 text = self.text_of(value)
             text.encode()
-            return Document(text, self.source, place, self.meta_of(holder))
+            return Document(text, self.source, place, self.meta_of(holder), self.url_of(holder))
         except Unreadable as error:
             reason = str(error)[:RAW]
         except UnicodeEncodeError as error:
@@ -113,11 +115,16 @@ class Fields:
             text = json.dumps(kept, default=str)
         return text
 
+    def url_of(self, value: object) -> str | None:
+        """The address of a web page, kept or not."""
+        found = value.get("url") if self.url and isinstance(value, dict) else None
+        return found if isinstance(found, str) else None
+
     def columns(self, names: list[str]) -> list[str]:
         """Of a table's columns those that are needed."""
         paths = [self.lists[0]] if self.lists else list(self.leaves)
         wanted = {self.key, *self.keep} | {word for path in paths for word in (".".join(path), path[0] if path else "")}
-        wanted |= {name.partition(".")[0] for name in self.keep}
+        wanted |= {name.partition(".")[0] for name in self.keep} | ({"url"} if self.url else set())
         return [name for name in names if name in wanted]
 
 
@@ -126,7 +133,8 @@ def fields_of(source: Source, config: CorpusConfig, keep: tuple[str, ...] = ()) 
     key = source.text_key or config.text_key
     *lists, leaf = key.split("[]")
     ways = tuple(_path(part) for part in lists)
-    return Fields(source.name, key, ways, tuple(_path(part) for part in leaf.split("+")), config.join, tuple(config.keep_fields) or keep)
+    leaves, kept = tuple(_path(part) for part in leaf.split("+")), tuple(config.keep_fields) or keep
+    return Fields(source.name, key, ways, leaves, config.join, kept, bool(config.block_domains or config.block_extensions))
 
 
 def _path(text: str) -> Path:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.clean import Cleaner
-from textmill.corpus.document import SPLITS, Document
+from textmill.corpus.document import SPLITS
 from textmill.corpus.records import Bad, read_records
 from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import SCHEMA, ShardWriter, new_shard, open_shard, shard_name
@@ -105,7 +105,7 @@ def read_piece(work: Work) -> dict[str, Any]:
                 quarantined += 1
                 bad.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
                 continue
-            text = cleaner.clean(record.text, url_of(record))
+            text = cleaner.clean(record.text, record.url)
             if text is not None:
                 kept.add(into_lines(text) if into_lines else text, record.id, record.meta)
         kept.flush()
@@ -113,13 +113,6 @@ def read_piece(work: Work) -> dict[str, Any]:
     counts = {"records": records, "changed": changed, "dropped": dropped, "quarantined": quarantined}
     write_json(work.path("read.json"), counts)
     return counts
-
-
-def url_of(document: Document) -> str | None:
-    """The address of a web page, where its source gave one among its further fields."""
-    meta = getattr(document, "meta", None)
-    url = json.loads(meta).get("url") if meta and '"url"' in meta else None
-    return url if isinstance(url, str) else None
 
 
 def write_piece(work: Work) -> dict[str, Any]:
