@@ -28,6 +28,10 @@ def test_show_a_corpus(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys
             assert f"texts/{name}.txt" in out
         assert re.search(r"Hangul +[\d,]+ +\d", out)
         assert re.search(r"Latin +[\d,]+ +\d", out)
+        languages = out.split(f"languages of a sample of {account['kept']} documents\n")[1].split("\n\n")[0]
+        told = {name: int(count) for name, count in re.findall(r"^  (\w+) +(\d+) ", languages, re.M)}
+        codes = {"english": "en", "korean": "ko", "turkish": "tr"}
+        assert told == {codes[Path(name).stem]: one["kept"] for name, one in account["by_source"].items()}
         lengths = re.findall(r"^  [\d,]+ to [\d,]+ +([\d,]+) ", out, re.M)
         assert sum(int(count.replace(",", "")) for count in lengths) == account["kept"], "every document has a length"
         assert out.count("--- texts/") == 3
@@ -64,3 +68,14 @@ def test_the_pieces_of_a_document_are_its_text() -> None:
     pieces = list(pieces_of(tokenizer.encode(text), tokenizer))
     assert "".join(pieces) == text
     assert "한" in pieces
+
+
+def test_show_without_language_identification(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    assert main(["new", "mine", "--text", "texts"]) == 0
+    assert main(["prepare", "mine"]) == 0
+    monkeypatch.setattr("textmill.views.corpus.find_spec", lambda name: None)
+    assert main(["show", "mine"]) == 0
+    assert "pip install 'textmill[clean]'" in capsys.readouterr().out

