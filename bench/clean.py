@@ -1,9 +1,8 @@
-"""MB/s of each cleaning rule and filter on one core, and of datatrove's on the same text in the same run where it is installed.
+"""MB/s of each cleaning rule and filter on one core, in four languages; some of them beside datatrove's: bench/corpus.py.
 
     python bench/clean.py [megabytes]
 
 The text is ../shared/data/LANGUAGE.jsonl.xz beside the repository, else the corpus that comes with textmill.
-Peers: pip install datatrove ftfy. Its repetition filter looks at runs of 2 to 10 words, ours at runs of ten.
 """
 
 from __future__ import annotations
@@ -68,36 +67,13 @@ def ours() -> dict[str, Callable[[str], Any]]:
     }  # fmt: skip
 
 
-def peers() -> dict[str, Callable[[str], Any]]:
-    """datatrove's work of the same kind, under our names; what is not installed is said and left out."""
-    found: dict[str, Callable[[str], Any]] = {}
-    try:
-        from datatrove.data import Document
-        from datatrove.pipeline.filters import gopher_repetition_filter
-        from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter
-
-        found["repair"] = FTFYFormatter(unescape_html=False, remove_terminal_escapes=False, remove_control_chars=False).format
-        found["emails"] = PIIFormatter(remove_ips=False).format
-        # Words split at white space, as ours are: its own way needs spacy and is slower.
-        gopher_repetition_filter.split_into_words = lambda text, language: text.split()
-        repetition = gopher_repetition_filter.GopherRepetitionFilter()
-        found["repetition"] = lambda text: repetition.filter(Document(text=text, id="0"))
-    except ImportError as error:
-        print(f"without some of datatrove: {str(error).splitlines()[0]}")
-    return found
-
-
 def main(megabytes: int = 4) -> None:
     """Print a row for each rule."""
     texts = {language: texts_of(language, megabytes << 20) for language in LANGUAGES}
-    others = peers()
     print(f"MB/s on one core{'':<6}" + "".join(f"{language:>8}" for language in LANGUAGES))
     for name, function in ours().items():
         mine = [rate(function, texts[language]) for language in LANGUAGES]
         note = f"   {min(docs for _, docs in mine):,.0f} to {max(docs for _, docs in mine):,.0f} documents/s" if name == "language" else ""
-        if name in others:
-            peer = rate(others[name], texts["en"])[0]
-            note = f"   datatrove {peer:.2f} (en), ratio {mine[0][0] / peer:.1f}"
         print(f"{name:<22}" + "".join(f"{mb:8.1f}" for mb, _ in mine) + note, flush=True)
     for language in LANGUAGES if SHARED.is_dir() else ():
         sample = [text for text in texts[language] if len(text) > 20][:500]

@@ -1,23 +1,17 @@
-"""Near-duplicates: precision and recall against brute force on real text with planted copies; speed and memory against datatrove.
+"""Near-duplicates: precision and recall against brute force on real text with planted copies.
 
-    python bench/near_duplicates.py truth [documents] [threshold]
-    python bench/near_duplicates.py speed [MB] [workers] [python that has datatrove and spacy]
+    python bench/near_duplicates.py [documents] [threshold]
 
-`truth` plants copies in English, Korean, Turkish and Chinese text of ../shared/data and holds what `prepare` keeps against the
-Jaccard similarity of every pair. `speed` runs `prepare corpus.dedup=near` and datatrove's MinHash pipeline, with as many
-processes, on the same English documents, then on twice as many, and prints MB/s, peak memory of a process and the ratio.
-Without a python that has datatrove, textmill alone is measured.
+Copies are planted in English, Korean, Turkish and Chinese text of ../shared/data, and what `prepare` keeps is held against the
+Jaccard similarity of every pair.
 """
 
 from __future__ import annotations
 
 import json
 import lzma
-import multiprocessing
 import os
 import random
-import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -175,93 +169,6 @@ def truth(documents: int = 10_000, threshold: float = 0.8) -> None:
     assert min(found.precision, found.recall) >= 0.98
 
 
-PEER = """
-import sys
-from datatrove.executor import LocalPipelineExecutor
-from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
-from datatrove.pipeline.dedup.minhash import MinhashConfig
-from datatrove.pipeline.readers import JsonlReader
-from datatrove.pipeline.writers.parquet import ParquetWriter
-from datatrove.utils.hashing import HashConfig
-if __name__ == "__main__":
-    texts, place, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    config = MinhashConfig(hash_config=HashConfig(precision=64), num_buckets=14, hashes_per_bucket=8)
-    signatures = [JsonlReader(texts), MinhashDedupSignature(output_folder=place + "/signatures", config=config)]
-    LocalPipelineExecutor(signatures, tasks=workers, workers=workers, logging_dir=place + "/logs1").run()
-    buckets = [MinhashDedupBuckets(input_folder=place + "/signatures", output_folder=place + "/buckets", config=config)]
-    LocalPipelineExecutor(buckets, tasks=14, workers=workers, logging_dir=place + "/logs2").run()
-    clusters = [MinhashDedupCluster(input_folder=place + "/buckets", output_folder=place + "/remove", config=config)]
-    LocalPipelineExecutor(clusters, tasks=1, logging_dir=place + "/logs3").run()
-    keep = [JsonlReader(texts), MinhashDedupFilter(input_folder=place + "/remove"), ParquetWriter(place + "/kept")]
-    LocalPipelineExecutor(keep, tasks=workers, workers=workers, logging_dir=place + "/logs4").run()
-"""
-OURS = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[4])
-from near_duplicates import prepared
-if __name__ == "__main__":
-    prepared(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
-"""
-
-
-def timed(python: str, script: str, texts: Path, place: Path, workers: int) -> tuple[float, float]:
-    """Seconds, and MB of the largest process, of one script."""
-    place.mkdir()
-    (place / "script.py").write_text(script)
-    command = [python, str(place / "script.py"), str(texts), str(place / "out"), str(workers), str(Path(__file__).parent)]
-
-    def child(results: multiprocessing.Queue[tuple[float, float]]) -> None:  # a process of its own, so that its children alone are counted
-        start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        results.put((time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024))
-
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue[tuple[float, float]] = context.Queue()
-    process = context.Process(target=child, args=(results,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    return results.get()
-
-
-def speed(megabytes: int = 60, workers: int = 2, python: str | None = None) -> None:
-    """MB/s and peak memory, on an input and on twice that."""
-    rates = []
-    with tempfile.TemporaryDirectory() as place:
-        for size in (megabytes, 2 * megabytes):
-            folder, pieces = Path(place, f"{size}"), 2 * workers * size // megabytes
-            texts = sized(documents_of(DATA, "en"), size * 1_000_000)
-            total = sum(len(text.encode()) for text in texts) / 1e6
-            for piece in range(pieces):
-                write_lines(folder / f"{piece:03d}.jsonl", texts[piece::pieces])
-            sides = [("textmill", sys.executable, OURS)] + ([("datatrove", python, PEER)] if python else [])
-            for name, command, script in sides:
-                seconds, memory = timed(command, script, folder, Path(place, f"{name}-{size}"), workers)
-                rates.append(total / seconds)
-                told = f"{len(texts):,} documents, {total:.1f} MB: {seconds:.1f} s, {total / seconds:.2f} MB/s, peak {memory:,.0f} MB"
-                print(f"{name:<10} {told}", flush=True)
-    if python:
-        print(f"ratio {rates[0] / rates[1]:.2f} and, doubled, {rates[2] / rates[3]:.2f}")
-
-
-def sized(texts: Iterator[str], size: int) -> list[str]:
-    """Documents up to so many bytes in all, long ones cut to 20,000 characters."""
-    found, total = [], 0
-    for text in texts:
-        for start in range(0, len(text), 20_000):
-            found.append(text[start : start + 20_000])
-            total += len(found[-1].encode())
-            if total >= size:
-                return found
-    return found
-
-
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    verb, *words = sys.argv[1:] or ["truth"]
-    if verb == "truth":
-        truth(*(kind(word) for kind, word in zip((int, float), words, strict=False)))
-    else:
-        speed(*(kind(word) for kind, word in zip((int, int, str), words, strict=False)))
+    truth(*(kind(word) for kind, word in zip((int, float), sys.argv[1:], strict=False)))

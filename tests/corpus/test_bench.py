@@ -1,0 +1,35 @@
+"""What bench/corpus.py rests on: text that doubles without copies, and the memory of a whole family of processes."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from bench import corpus
+
+CHILD = "import subprocess, sys; data = b'x' * {size}; sys.exit(subprocess.call([sys.executable, '-c', {inner!r}]))"
+
+
+def test_more_text_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "CUT", 60)
+    texts = [" ".join(f"word{number}" for number in range(start, start + 7)) for start in (0, 100, 200)]
+    with lzma.open(tmp_path / "en.jsonl.xz", "wt") as stream:
+        stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    found, again = (list(islice(corpus.documents(tmp_path / "en.jsonl.xz"), 9)) for _ in range(2))
+    assert found == again
+    assert found[:3] == texts
+    assert len(set(found)) == 9
+    assert all(sorted(one.split()) == sorted(texts[number % 3].split()) for number, one in enumerate(found))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="needs /proc to see memory")
+def test_memory_is_that_of_all_processes() -> None:
+    size = 60 << 20
+    inner = f"import time; data = b'x' * {size}; time.sleep(0.6)"
+    seen = corpus.run([sys.executable, "-c", CHILD.format(size=size, inner=inner)], pause=0.05)
+    assert 120 <= seen.peak < 180
