@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,30 @@ def read_texts(path: Path) -> Iterator[list[str]]:
         yield batch.column(0).to_pylist()
 
 
+def group_rows(path: Path) -> list[int]:
+    """How many rows each group of a shard has."""
+    with open_shard(path) as shard:
+        return [shard.metadata.row_group(group).num_rows for group in range(shard.num_row_groups)]
+
+
+def group_bytes(path: Path) -> list[int]:
+    """How many bytes each group of a shard has in memory."""
+    with open_shard(path) as shard:
+        return [shard.metadata.row_group(group).total_byte_size for group in range(shard.num_row_groups)]
+
+
+def read_groups(path: Path, groups: Iterable[int], columns: list[str], most: int | None = None) -> Iterator[pa.Table]:
+    """Columns of some groups of a shard, a table a group, each column in one piece; `most`: only so many rows of each."""
+    with open_shard(path) as shard:
+        _check_columns(path, shard, columns)
+        for group in groups:
+            if most is None:
+                yield shard.read_row_group(group, columns, use_threads=False).combine_chunks()
+            else:
+                batches = shard.iter_batches(most, [group], columns, use_threads=False)
+                yield pa.Table.from_batches([next(batches)])
+
+
 @contextmanager
 def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
     """A Parquet file whose pages are checked as they are read; whatever is wrong with it names the file."""
@@ -59,11 +83,16 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
 
 def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
     with open_shard(path) as shard:
-        names = shard.schema_arrow.names
-        missing = set(columns) - {*names, "meta"}  # shards of the first version have none
-        if missing:
-            raise TextmillError(f"{path}: not a shard of ours; found the columns {names}, not {sorted(missing)}")
+        names = _check_columns(path, shard, columns)
         yield from shard.iter_batches(batch_size=BATCH, columns=[name for name in columns if name in names], use_threads=False)
+
+
+def _check_columns(path: Path, shard: pq.ParquetFile, columns: list[str]) -> list[str]:
+    names: list[str] = shard.schema_arrow.names
+    missing = set(columns) - {*names, "meta"}  # shards of the first version have none
+    if missing:
+        raise TextmillError(f"{path}: not a shard of ours; found the columns {names}, not {sorted(missing)}")
+    return names
 
 
 class ShardWriter:
