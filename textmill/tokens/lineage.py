@@ -1,0 +1,74 @@
+"""Lineage: the source and id of every document of a store, in a Parquet file beside it, a row a document."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from textmill.corpus.shards import group_rows, new_shard, read_groups
+
+SCHEMA = pa.schema([("source", pa.string()), ("id", pa.string())])
+
+
+def lineage_path(prefix: Path) -> Path:
+    """The lineage of the store with this prefix."""
+    return prefix.with_name(prefix.name + ".lineage.parquet")
+
+
+class LineageWriter:
+    """Writes rows as a stream; the file appears only when closed without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._stack = ExitStack()
+        self._shard = self._stack.enter_context(new_shard(path, SCHEMA))
+
+    def add(self, sources: Any, ids: Any) -> None:
+        """Add documents: Arrow columns or lists."""
+        self._shard.add(pa.table([sources, ids], schema=SCHEMA))
+
+    def add_file(self, path: Path) -> None:
+        """Add all rows of another lineage."""
+        for table in read_groups(path, range(len(group_rows(path))), SCHEMA.names):
+            self._shard.add(table)
+
+    def __enter__(self) -> LineageWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+class Lineage:
+    """Where each document of a store came from; one group of rows is in memory at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ends = np.cumsum(group_rows(path), dtype=np.int64)
+        self._group = lru_cache(maxsize=1)(self._read)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, document: int) -> tuple[str, str]:
+        """(source, id) of a document."""
+        if not 0 <= document < len(self):
+            raise IndexError(f"{self.path}: no document {document}; there are {len(self):,}")
+        group = int(np.searchsorted(self._ends, document, side="right"))
+        table = self._group(group)
+        row = document - int(self._ends[group]) + table.num_rows
+        return table.column(0)[row].as_py(), table.column(1)[row].as_py()
+
+    def _read(self, group: int) -> pa.Table:
+        (table,) = read_groups(self.path, range(group, group + 1), SCHEMA.names)
+        return table
+
+
+def open_lineage(path: Path) -> Lineage:
+    """The lineage in a file."""
+    return Lineage(path)
