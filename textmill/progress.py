@@ -15,19 +15,19 @@ EVERY = 10.0
 class Bar(Protocol):
     """What the work tells of itself."""
 
-    def advance(self, amount: float = 1) -> None:
-        """This much more is done."""
+    def advance(self, amount: float = 1, also: float = 0) -> None:
+        """This much more is done, and so much of what is also counted."""
         ...
 
 
 @contextmanager
-def progress(name: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
-    """Show the progress of the work inside, on stderr; the unit 'bytes' is shown as MB."""
+def progress(name: str, total: float | None = None, unit: str = "", also: str = "") -> Iterator[Bar]:
+    """Show the progress of the work inside, on stderr; the unit 'bytes' is shown as MB, `also` is a second unit whose rate is shown."""
     if sys.stderr.isatty():
-        with _rich_bar(name, total, unit) as bar:
+        with _rich_bar(name, total, unit, also) as bar:
             yield bar
         return
-    lines = PlainLines(name, total, unit, sys.stderr)
+    lines = PlainLines(name, total, unit, sys.stderr, also)
     yield lines
     lines.end()
 
@@ -35,13 +35,14 @@ def progress(name: str, total: float | None = None, unit: str = "") -> Iterator[
 class PlainLines:
     """Progress as lines of text, at most one every EVERY seconds and one at the end."""
 
-    def __init__(self, name: str, total: float | None, unit: str, stream: TextIO) -> None:
-        self.name, self.total, self.unit, self.stream = name, total, unit, stream
-        self.done = 0.0
+    def __init__(self, name: str, total: float | None, unit: str, stream: TextIO, also: str = "") -> None:
+        self.name, self.total, self.unit, self.stream, self.also = name, total, unit, stream, also
+        self.done = self.more = 0.0
         self.start = self.said = time.monotonic()
 
-    def advance(self, amount: float = 1) -> None:
+    def advance(self, amount: float = 1, also: float = 0) -> None:
         self.done += amount
+        self.more += also
         now = time.monotonic()
         if now - self.said >= EVERY:
             self.said = now
@@ -60,11 +61,12 @@ class PlainLines:
             told = f"{so_far} of {amount_of(self.total, self.unit)} ({self.done / self.total:.0%}), {left} left"
         else:
             told = so_far
-        print(f"{self.name}: {told}, {amount_of(rate, self.unit)}/s", file=self.stream, flush=True)
+        rates = [amount_of(rate, self.unit)] + ([amount_of(self.more / max(seconds, 1e-9), self.also)] if self.also else [])
+        print(f"{self.name}: {told}, {', '.join(f'{one}/s' for one in rates)}", file=self.stream, flush=True)
 
 
 @contextmanager
-def _rich_bar(name: str, total: float | None, unit: str) -> Iterator[Bar]:
+def _rich_bar(name: str, total: float | None, unit: str, also: str) -> Iterator[Bar]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
@@ -72,17 +74,21 @@ def _rich_bar(name: str, total: float | None, unit: str) -> Iterator[Bar]:
     class Amount(ProgressColumn):
         def render(self, task: Task) -> Text:
             # The average since the start: a guess from the last moments is nonsense for work that comes in few large pieces.
-            elapsed = task.finished_time or task.elapsed or 0
-            return Text(f"{amount_of(task.completed, unit)}, {amount_of(task.completed / max(elapsed, 1e-3), unit)}/s")
+            elapsed = max(task.finished_time or task.elapsed or 0, 1e-3)
+            told = f"{amount_of(task.completed, unit)}, {amount_of(task.completed / elapsed, unit)}/s"
+            return Text(told + (f", {amount_of(task.fields['more'] / elapsed, also)}/s" if also else ""))
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Amount())
     remaining = TimeRemainingColumn(elapsed_when_finished=True)
     with Progress(*columns, remaining, console=Console(stderr=True)) as shown:
-        task = shown.add_task(name, total=total)
+        task = shown.add_task(name, total=total, more=0.0)
+        more = 0.0
 
         class Handle:
-            def advance(self, amount: float = 1) -> None:
-                shown.advance(task, amount)
+            def advance(self, amount: float = 1, also: float = 0) -> None:
+                nonlocal more
+                more += also
+                shown.update(task, advance=amount, more=more)
 
         yield Handle()
 
