@@ -171,8 +171,12 @@ class TokensConfig(Section):
 
     folder: str | None = place()
     """Where the token stores stand; `tokens` under `folder` if not said."""
+    level: Literal["document", "sentence"] = "document"
+    """What a sequence of the store is: a document, or a line of it in a corpus made with `corpus.sentences`."""
     append_end: bool = True
     """Put the end-of-text token after each document."""
+    prepend_begin: bool = False
+    """Put the begin token before each document; a tokenizer without one, such as GPT-2's, has its end-of-text token stand for it."""
     use: list[UsedTokens] = source([])
     """Existing token stores to train on instead of making one: prefixes or folders, or {path: PREFIX, weight: 3} to blend several.
     A prefix is split by `corpus.split`, its documents as they stand."""

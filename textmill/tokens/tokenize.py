@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from textmill.config import RunConfig
-from textmill.corpus.document import SPLITS
-from textmill.corpus.shards import read_texts, shards_of
-from textmill.files import account_of, read_json, remove_folder, shown, write_json
+from textmill.corpus.document import SPLITS, Split
+from textmill.corpus.shards import group_bytes, read_groups, shards_of
+from textmill.errors import TextmillError, warn
+from textmill.files import account_of, read_json, remove_folder, shown, write_bytes
 from textmill.progress import progress
 from textmill.runners import open_runner
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.tokens.encoders import FAST, REFERENCE, Encoder, ReferenceEncoder, Sample, doubt_of, first_difference, open_encoder_in
 from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.lineage import LineageWriter, lineage_path
+from textmill.tokens.pieces import COLUMNS, COUNTED, Form, Piece, encode_piece
 from textmill.tokens.store import dtype_for, open_store
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
 from textmill.tokens.writer import StoreWriter
 
 PARTS = "parts"
-COUNTED = ("documents", "tokens", "bytes", "words")
+PIECE = 32 << 20
+"""Bytes of the corpus, about, that one worker takes at a time: small, so that none waits long for the last."""
+ENDINGS = ("bin", "idx", "lineage.parquet")
+SAMPLED = (256 << 10, 4 << 20)
+"""Bytes of the corpus on which encoders are compared, at least and at most; a thousandth in between."""
+WINDOW = 2000
+"""Characters of a document that are compared; many documents say more than one long one."""
+ROWS = 16
+"""Documents in a row that are looked at in one place of the corpus."""
 
-
-@dataclass(frozen=True)
-class Piece:
-    """One shard of the corpus and the store that comes of it."""
-
-    split: str
-    shard: Path
-    prefix: Path
-    tokenizer: Path
-    append_end: bool
+Facts = dict[str, int]
+Pieces = dict[Split, list[Piece]]
 
 
 def tokenize(config: RunConfig, force: Force = "no") -> Path:
     """Make the token stores of all splits; return their folder."""
     folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
     source = open_manifest(corpus)
+    _check_sentences(config, source)
     if not (config.folder_of("tokenizer") / MANIFEST).is_file():
         print("tokenize: no tokenizer yet; fitting one first")
         fit_tokenizer(config)
@@ -51,72 +56,154 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         print(f"tokenize: done already: {shown(folder)} ({_spoken(open_manifest(folder)['splits'])})")
         return folder
     with stage.building() as part:
-        facts = _encode_all(config, part)
-        _join(part, facts, dtype_for(tokenizer["vocab"]))
-        files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in ("bin", "idx")}
-        splits: dict[str, dict[str, int]] = {
-            split: {name: sum(one[name] for one in facts[split].values()) for name in COUNTED} for split in SPLITS
-        }
+        pieces, facts = _encode_all(config, part / PARTS)
+        splits: dict[str, Facts] = {split: _sum([facts[piece] for piece in pieces[split]]) for split in SPLITS}
+        quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(facts))
+        _check_quarantine(config, splits, part)
+        _join(part, pieces, dtype_for(tokenizer["vocab"]))
+        files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in ENDINGS}
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
-        stage.finish(part, files, {**shared, "splits": splits})
+        stage.finish(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
     print(f"tokenize: {shown(folder)}: {_spoken(splits)}")
     return folder
 
 
-def _encode_all(config: RunConfig, part: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Encode every shard on the runner; the facts of each, in shard order."""
-    corpus = config.folder_of("corpus")
-    (part / PARTS).mkdir(exist_ok=True)
-    pieces = [
-        Piece(split, shard, part / PARTS / shard.stem, config.folder_of("tokenizer"), config.tokens.append_end)
+def _check_sentences(config: RunConfig, source: dict[str, Any]) -> None:
+    if config.tokens.level == "sentence" and source["made_from"].get("corpus.sentences", "none") == "none":
+        raise TextmillError(
+            f"tokens.level=sentence: the corpus in {shown(config.folder_of('corpus'))} has no sentence a line; "
+            "make it anew with corpus.sentences=split (or lines, if it comes so), or set tokens.level=document"
+        )
+
+
+def _encode_all(config: RunConfig, folder: Path) -> tuple[Pieces, dict[Piece, Facts]]:
+    """Encode with the fast encoder while its ids are compared with the reference's; if they differ, with the reference."""
+    tokenizer = open_tokenizer(config.folder_of("tokenizer"))
+    reference = ReferenceEncoder(tokenizer)
+    if doubt := doubt_of(tokenizer):
+        print(f"tokenize: with {reference.name}, the slow way, because of {FAST}: {doubt}")
+    else:
+        pieces = _pieces(config, folder, tokenizer, FAST)
+        shards = [shard for split in SPLITS for shard in shards_of(config.folder_of("corpus"), split)]
+        with ThreadPoolExecutor(1) as thread:
+            verdict = thread.submit(_compare, config.folder_of("tokenizer"), reference, shards)
+            facts = _run(config, pieces, verdict)
+        if (different := verdict.result()) is None:
+            return pieces, facts
+        warn(f"{different}; {reference.name} is used instead, and takes longer")
+    pieces = _pieces(config, folder, tokenizer, REFERENCE)
+    return pieces, _run(config, pieces)
+
+
+def _compare(folder: Path, reference: Encoder, shards: list[Path]) -> str | None:
+    """What is wrong with the fast encoder, found on hard texts and on a sample of this very corpus; None: nothing."""
+    try:
+        fast = open_encoder_in(folder, FAST)
+    except (ImportError, ValueError) as error:
+        return f"{FAST} does not open this tokenizer ({error})"
+    other = first_difference(fast, reference, _samples(shards))
+    return None if other is None else f"{fast.name} encodes {other.name} otherwise than {reference.name}"
+
+
+def _pieces(config: RunConfig, folder: Path, tokenizer: TextTokenizer, encoder: str) -> Pieces:
+    """The corpus in pieces of about PIECE bytes, in its order; what another encoder made is not taken up."""
+    parts = folder / f"{encoder}-{metadata.version(encoder)}"
+    parts.mkdir(parents=True, exist_ok=True)
+    begin = begin_of(tokenizer) if config.tokens.prepend_begin else None
+    end = tokenizer.end if config.tokens.append_end else None
+    form = Form(config.tokens.level, begin, end, dtype_for(tokenizer.vocab).name)
+    opened = (config.folder_of("tokenizer"), tokenizer.fingerprint, encoder)
+    return {
+        split: [
+            Piece(shard, groups, parts / f"{shard.stem}-{groups.start:05d}", *opened, form)
+            for shard in shards_of(config.folder_of("corpus"), split)
+            for groups in _spans(group_bytes(shard))
+        ]
         for split in SPLITS
-        for shard in shards_of(corpus, split)
-    ]
-    facts: dict[str, dict[str, dict[str, int]]] = {split: {} for split in SPLITS}
-    total = sum(split["bytes"] for split in read_json(corpus / "account.json")["by_split"].values())
-    with progress("tokenize", total=total, unit="bytes") as bar:
-        for piece, counts in zip(pieces, open_runner(config.runner).map(encode_piece, pieces), strict=True):
-            facts[piece.split][piece.prefix.name] = counts
-            bar.advance(counts["bytes"])
+    }
+
+
+def begin_of(tokenizer: TextTokenizer) -> int:
+    """The token before a document: its own, or the end-of-text token, which serves as both in GPT-2."""
+    begin: int | None = getattr(tokenizer, "begin", None)
+    return tokenizer.end if begin is None else begin
+
+
+def _spans(sizes: list[int]) -> Iterator[range]:
+    """Groups in a row that have about PIECE bytes together."""
+    start = held = 0
+    for group, size in enumerate(sizes):
+        if held and held + size > PIECE:
+            yield range(start, group)
+            start, held = group, 0
+        held += size
+    if sizes:
+        yield range(start, len(sizes))
+
+
+def _samples(shards: list[Path]) -> Iterator[Sample]:
+    """Stretches of documents from places spread evenly over the corpus, the same at every run."""
+    places = [(shard, group) for shard in shards for group in range(len(group_bytes(shard)))]
+    least, most = SAMPLED
+    wanted = min(max(sum(shard.stat().st_size for shard in shards) // 1000, least), most)
+    count = min(len(places), max(1, wanted // (ROWS * WINDOW)))
+    for number in range(count):
+        shard, group = places[number * len(places) // count]
+        (table,) = read_groups(shard, [group], COLUMNS, most=ROWS)
+        for row, (text, source, name) in enumerate(zip(*(column.to_pylist() for column in table.columns), strict=True)):
+            start = (len(text) - WINDOW) * row // ROWS if len(text) > WINDOW else 0
+            yield Sample(f"{source}, {name},", text[start : start + WINDOW])
+
+
+def _run(config: RunConfig, pieces: Pieces, verdict: Future[str | None] | None = None) -> dict[Piece, Facts]:
+    """Encode every piece on the runner; the facts of each, in order. A verdict against the encoder ends it early."""
+    facts: dict[Piece, Facts] = {}
+    todo = [piece for split in pieces.values() for piece in split]
+    total = sum(split["bytes"] for split in read_json(config.folder_of("corpus") / "account.json")["by_split"].values())
+    try:
+        with progress("tokenize", total=total, unit="bytes", also="tokens") as bar:
+            for piece, counts in zip(todo, open_runner(config.runner).map(encode_piece, todo), strict=True):
+                facts[piece] = counts
+                bar.advance(counts["bytes"], counts["tokens"])
+                if verdict and verdict.done() and verdict.result() is not None:
+                    break
+    except OSError as error:  # a full disk, a file that went away
+        raise TextmillError(f"tokenize: {error}; mend that and run it again: what is finished is kept") from None
     return facts
 
 
-def encode_piece(piece: Piece) -> dict[str, int]:
-    """Encode one shard into its own store; done already, if its facts stand there."""
-    done = piece.prefix.with_name(piece.prefix.name + ".json")
-    if done.exists():
-        found: dict[str, int] = read_json(done)
-        return found
-    tokenizer = _open(piece.tokenizer)
-    counts = dict.fromkeys(COUNTED, 0)
-    with StoreWriter(piece.prefix, dtype_for(tokenizer.vocab)) as store:
-        for texts in read_texts(piece.shard):
-            ending = np.full(int(piece.append_end), tokenizer.end, np.int64)
-            rows = [np.concatenate([ids, ending]) for ids in tokenizer.encode_many(texts)]
-            store.add(rows)
-            counts["documents"] += len(rows)
-            counts["tokens"] += sum(map(len, rows))
-            counts["bytes"] += sum(len(text.encode()) for text in texts)
-            counts["words"] += sum(len(text.split()) for text in texts)
-    write_json(done, counts)
-    return counts
+def _sum(facts: list[Facts]) -> Facts:
+    return {name: sum(one[name] for one in facts) for name in COUNTED}
 
 
-@lru_cache(maxsize=1)
-def _open(folder: Path) -> TextTokenizer:
-    # One worker a core already: the library's own threads would only get in each other's way.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return open_tokenizer(folder)
+def _quarantine_lines(facts: dict[Piece, Facts]) -> Iterator[bytes]:
+    for piece, counts in facts.items():
+        if counts["quarantined"]:
+            yield piece.path("quarantine.jsonl").read_bytes()
 
 
-def _join(part: Path, facts: dict[str, dict[str, dict[str, int]]], dtype: np.dtype[Any]) -> None:
-    """Join each split's pieces, in shard order, into one store."""
-    for split in SPLITS:
-        with StoreWriter(part / split, dtype) as store:
-            for name in facts[split]:
-                store.add_store(open_store(part / PARTS / name))
+def _check_quarantine(config: RunConfig, splits: dict[str, Facts], part: Path) -> None:
+    bad, good = (sum(counts[name] for counts in splits.values()) for name in ("quarantined", "documents"))
+    if bad > config.corpus.stop_at * (bad + good):
+        with open(part / "quarantine.jsonl", encoding="utf-8") as lines:
+            first = next(lines).strip()
+        raise TextmillError(
+            f"tokenize: {bad:,} of {bad + good:,} documents cannot be encoded, above corpus.stop_at={config.corpus.stop_at:g}; the first: "
+            f"{first}; all stand in {part / 'quarantine.jsonl'}; take another tokenizer, or raise corpus.stop_at"
+        )
 
 
-def _spoken(splits: dict[str, dict[str, int]]) -> str:
-    return ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items() if counts["tokens"])
+def _join(part: Path, pieces: Pieces, dtype: np.dtype[Any]) -> None:
+    """Join each split's pieces, in the corpus's order, into one store and one lineage."""
+    for split, ones in pieces.items():
+        with StoreWriter(part / split, dtype) as store, LineageWriter(lineage_path(part / split)) as lineage:
+            for piece in ones:
+                store.add_store(open_store(piece.prefix))
+                lineage.add_file(lineage_path(piece.prefix))
+
+
+def _spoken(splits: dict[str, Facts]) -> str:
+    told = [f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items() if counts["tokens"]]
+    bad = sum(counts["quarantined"] for counts in splits.values())
+    return ", ".join(told + ([f"{bad:,} documents quarantined"] if bad else []))

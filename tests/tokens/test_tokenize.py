@@ -1,0 +1,214 @@
+"""The verb from end to end: ids as tokenizers gives them, nothing lost, the same bytes however it ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from textmill.config import RunConfig
+from textmill.corpus import shards
+from textmill.corpus.document import SPLITS, Document
+from textmill.corpus.prepare import prepare
+from textmill.corpus.shards import read_documents, shards_of
+from textmill.errors import TextmillError
+from textmill.stages import open_manifest
+from textmill.tokens import tokenize as verb
+from textmill.tokens.encoders import FastEncoder
+from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.lineage import open_lineage
+from textmill.tokens.store import open_store
+from textmill.tokens.tokenize import tokenize
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture
+def world(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three texts and some lines that look like something else, in groups of a few rows."""
+    lines = [f"a {END} in the text", "x", "  two  spaces\u3000wide ", "don't 12345 👩‍👧 e\u0301"]
+    (tiny_texts / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    monkeypatch.setattr(shards, "GROUP_ROWS", 8)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config_of(folder: str = "out", workers: int = 1, corpus: Any = None, tokenizer: Any = None, **tokens: Any) -> RunConfig:
+    sections = {
+        "corpus": {"sources": ["texts"], "section": 150, "split": [8.0, 1.0, 1.0], **(corpus or {})},
+        "tokenizer": {"vocab": 400, **(tokenizer or {})},
+        "tokens": tokens,
+        "runner": {"workers": workers},
+    }
+    return RunConfig.model_validate({"folder": folder, **sections})
+
+
+def made(config: RunConfig) -> Path:
+    if config.tokenizer.use:
+        fit_tokenizer(config)  # its report, on a corpus that stands there, would meet what the tokenizer refuses
+    prepare(config)
+    return tokenize(config)
+
+
+def documents(root: str, split: Any) -> list[Document]:
+    return [row for path in shards_of(Path(root) / "corpus", split) for row in read_documents(path)]
+
+
+def reference(root: str) -> Tokenizer:
+    """The library itself on the folder's file."""
+    inner = Tokenizer.from_file(str(Path(root) / "tokenizer" / "tokenizer.json"))
+    inner.encode_special_tokens = True
+    return inner
+
+
+def ids_of(inner: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = inner.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("run.yaml", "manifest.json")}
+
+
+@pytest.mark.parametrize("append_end", [True, False])
+@pytest.mark.parametrize("prepend_begin", [True, False])
+def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bool) -> None:
+    folder = made(config_of(append_end=append_end, prepend_begin=prepend_begin))
+    inner = reference("out")
+    end = inner.token_to_id(END)
+    for split in SPLITS:
+        rows, store, lineage = documents("out", split), open_store(folder / split), open_lineage(folder / f"{split}.lineage.parquet")
+        wanted = [[end] * prepend_begin + ids_of(inner, row.text) + [end] * append_end for row in rows]
+        assert store.ids.tolist() == [token for one in wanted for token in one]
+        assert store.lengths.tolist() == [len(one) for one in wanted]
+        assert store.documents.tolist() == list(range(len(rows) + 1))
+        assert [lineage[document] for document in range(len(lineage))] == [(row.source, row.id) for row in rows]
+        assert open_manifest(folder)["splits"][split] == {
+            "documents": len(rows),
+            "tokens": sum(map(len, wanted)),
+            "bytes": sum(len(row.text.encode()) for row in rows),
+            "words": sum(len(row.text.split()) for row in rows),
+            "quarantined": 0,
+        }
+    assert len(documents("out", "train")) > 20
+
+
+def test_sentences_are_sequences_as_in_megatron(world: Path) -> None:
+    folder = made(config_of(corpus={"sentences": "split"}, level="sentence", prepend_begin=True))
+    inner = reference("out")
+    end = inner.token_to_id(END)
+    rows, store = documents("out", "train"), open_store(folder / "train")
+    wanted, bounds = [], [0]
+    for row in rows:
+        sentences = [ids for line in row.text.split("\n") if (ids := ids_of(inner, line))]
+        sentences[0] = [end, *sentences[0]]
+        sentences[-1] = [*sentences[-1], end]
+        wanted += sentences
+        bounds.append(len(wanted))
+    assert store.lengths.tolist() == [len(one) for one in wanted]
+    assert store.ids.tolist() == [token for one in wanted for token in one]
+    assert store.documents.tolist() == bounds
+    assert len(wanted) > len(rows)
+
+
+def test_sentences_want_a_corpus_of_sentences(world: Path) -> None:
+    config = config_of(level="sentence")
+    prepare(config)
+    with pytest.raises(TextmillError, match=r"make it anew with corpus\.sentences=split"):
+        tokenize(config)
+
+
+def test_same_bytes_however_many_workers_and_pieces(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = content(made(config_of("one")))
+    assert content(made(config_of("three", workers=3))) == whole
+    monkeypatch.setattr(verb, "PIECE", 1)
+    assert content(made(config_of("small"))) == whole
+
+
+def test_going_on_after_a_stop(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = content(made(config_of("whole")))
+    monkeypatch.setattr(verb, "PIECE", 1)
+    encode, seen = verb.encode_piece, []
+
+    def fail_late(piece: Any) -> Any:
+        if len(seen) == 5:
+            raise OSError(28, "No space left on device")
+        seen.append(piece.prefix.name)
+        return encode(piece)
+
+    monkeypatch.setattr(verb, "encode_piece", fail_late)
+    with pytest.raises(TextmillError, match="No space left on device; mend that and run it again"):
+        made(config_of("stopped"))
+    assert len(list((world / "stopped" / "tokens.part").rglob("*.json"))) == 5 + 1
+    again = []
+    monkeypatch.setattr(verb, "encode_piece", lambda piece: (again.append(piece.path("json").exists()), encode(piece))[1])
+    assert content(tokenize(config_of("stopped"))) == whole
+    assert again[:6] == [True] * 5 + [False]
+
+
+def test_another_answer_falls_back_to_the_reference(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fastokens", reason="no fastokens: pip install fastokens")
+    config = config_of("right")
+    wanted = content(made(config))
+    assert capsys.readouterr().err.count("otherwise") == 0
+    encode = FastEncoder.encode
+
+    def slip(self: FastEncoder, texts: list[str]) -> Any:
+        ids, lengths = encode(self, texts)
+        return (ids[::-1] if any("in the text" in text for text in texts) else ids), lengths
+
+    monkeypatch.setattr(FastEncoder, "encode", slip)
+    assert content(made(config_of("wrong"))) == wanted
+    said = capsys.readouterr().err
+    assert "encodes texts/lines.jsonl, line 1, otherwise than tokenizers" in said
+
+
+def use_words(folder: Path, words: list[str]) -> str:
+    """A tokenizer that knows these words only, and raises at any other."""
+    inner = Tokenizer(models.WordLevel({END: 0, **{word: number for number, word in enumerate(words, 1)}}, unk_token="none"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens([END])
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_what_cannot_be_encoded_is_quarantined(world: Path) -> None:
+    texts = ["a b", "a c b", "b", "\u00ad", "a a", "z"]
+    (world / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "stop_at": 0.9}
+    folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
+    bad = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    assert [(one["file"], one["place"]) for one in bad] == [("few.jsonl", "line 2"), ("few.jsonl", "line 4"), ("few.jsonl", "line 6")]
+    assert "UNK" in bad[0]["reason"]
+    store, lineage = open_store(folder / "train"), open_lineage(folder / "train.lineage.parquet")
+    assert store.ids.tolist() == [1, 2, 0, 2, 0, 1, 1, 0]
+    assert [lineage[document][1] for document in range(len(lineage))] == ["line 1", "line 3", "line 5"]
+    counts = open_manifest(folder)["splits"]["train"]
+    assert (counts["documents"], counts["quarantined"], counts["words"], counts["bytes"]) == (3, 3, 5, 7)
+    strict = config_of("strict", corpus={**setting, "stop_at": 0.2}, tokenizer={"use": "words"})
+    with pytest.raises(TextmillError, match=r"3 of 6 documents cannot be encoded.*few\.jsonl.*line 2"):
+        made(strict)
+
+
+def test_a_document_of_no_tokens_is_quarantined(world: Path) -> None:
+    (world / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a b", " \t ", "b"]))
+    setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "stop_at": 0.9}
+    folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
+    kept = [row.id for row in documents("out", "train")]
+    lineage = open_lineage(folder / "train.lineage.parquet")
+    told = [lineage[document][1] for document in range(len(lineage))]
+    bad = [json.loads(line)["place"] for line in (folder / "quarantine.jsonl").read_text().splitlines()]
+    assert sorted(told + bad) == sorted(kept)
+    assert open_store(folder / "train").ids.tolist() == [1, 2, 0, 2, 0]
+
+
+def test_rates_are_told(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(config_of())
+    assert " MB/s, " in (line := [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenize: ")][-1])
+    assert line.endswith(" tokens/s")
