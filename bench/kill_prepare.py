@@ -2,7 +2,8 @@
 
     python bench/kill_prepare.py [kills] [seed] [local or beam]
 
-Half of the blows hit the parent, half a process below it. Besides, 1, 2 and 4 workers and shuffled sources must give the same bytes.
+Each start has 1, 2 or 4 workers, drawn anew, so that one goes on with what another left. Half of the blows hit the parent, half a process
+below it. Besides, 1, 2 and 4 workers left alone and shuffled sources must give the same bytes.
 With `beam` the blows hit Beam's direct runner with two processes, over fewer texts; what it must give are the bytes of the local runner.
 """
 
@@ -106,7 +107,8 @@ def main(kills: int = 50, seed: int = 1, runner: str = "local") -> int:
             for verb in ("prepare", "tokenize"):
                 through = False
                 while not through:
-                    hit, through = struck(command(verb, root, sources, runner=runner), dice, duration, PATIENCE[runner])
+                    words = command(verb, root, sources, dice.choice((1, 2, 4)), runner)
+                    hit, through = struck(words, dice, duration, PATIENCE[runner])
                     hits += hit
             equal += (content(root / "corpus"), content(root / "tokens")) == wanted
             rounds += 1
