@@ -82,6 +82,15 @@ def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monke
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_worker_killed_before_it_begins_is_replaced(jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_beam, "GRACE", 2.0)
+    runner = open_runner(BeamRunner(options=PROCESSES, folder=str(tmp_path / "shared")))
+    assert list(runner.map(jobs.DieOnArrival(str(tmp_path)), range(6))) == [0, 2, 4, 6, 8, 10]
+    assert (tmp_path / "died-on-arrival").exists()
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
 def test_shard_that_always_kills_is_named(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "TRIES", 1)
     with pytest.raises(TextmillError, match=r"runner: a worker died .*; \d was not done"):

@@ -8,14 +8,15 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing import connection, current_process, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
@@ -98,6 +99,8 @@ class PipelineRunner:
 
 
 DIED = "a worker died (killed, or out of memory?)"
+DEAD = "dead"
+"""The file that says so when the worker itself left no trace."""
 
 
 def _supervise(step: _Step, todo: list[tuple[int, bytes]], options: list[str]) -> str:
@@ -126,11 +129,13 @@ def _supervise(step: _Step, todo: list[tuple[int, bytes]], options: list[str]) -
         for path in Path(step.folder).glob("*.worker"):
             _end(path)
         failure.unlink(missing_ok=True)
+        (Path(step.folder) / DEAD).unlink(missing_ok=True)
 
 
 def _run_pipeline(step: _Step, todo: list[tuple[int, bytes]], options: list[str], reader: connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides what Ctrl-C means
-    Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
+    threading.excepthook = partial(_note_death, step.folder)
     logging.getLogger().setLevel(logging.ERROR)
     try:
         with beam.Pipeline(options=PipelineOptions(options)) as pipeline:
@@ -140,13 +145,21 @@ def _run_pipeline(step: _Step, todo: list[tuple[int, bytes]], options: list[str]
         (Path(step.folder) / "failure").write_text(_short(error), encoding="utf-8")
 
 
+def _note_death(folder: str, _: object) -> None:
+    """Beam's thread that waits for a worker ends in an error when the worker dies; it may have died before it could say that it lives."""
+    if os.path.isdir(folder):
+        (Path(folder) / DEAD).touch()
+
+
 def _end_with_parent(reader: connection.Connection) -> None:
     connection.wait([reader])  # nothing is ever sent: it wakes when the other end is closed
     os._exit(1)
 
 
 def _lost(folder: str, process: BaseProcess) -> bool:
-    """Whether a worker of this machine is gone that did not say goodbye."""
+    """Whether a worker of this machine is gone that did not say goodbye, or never came so far as to say that it lives."""
+    if (Path(folder) / DEAD).exists():
+        return True
     for path in Path(folder).glob("*.worker"):
         host, _, pid = path.stem.rpartition("-")
         if host == socket.gethostname() and int(pid) != process.pid and not _alive(int(pid)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -63,3 +64,20 @@ def break_once(shard: tuple[int, str]) -> int:
     if number == 2 and not before:
         raise OSError("shard 2: the disk went away")
     return number
+
+
+class DieOnArrival:
+    """A function that kills the first of Beam's own workers that it is sent to, before that has begun."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__dict__.update(state)
+        mark = Path(self.folder) / "died-on-arrival"
+        if "sdk_worker_main" in sys.argv[0] and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __call__(self, shard: int) -> int:
+        return 2 * shard
