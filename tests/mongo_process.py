@@ -6,18 +6,35 @@ secantusdb is under the GPL and is run as a process, never imported.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = "secantusdb==0.7.0b3"
 VARIABLE = "TEXTMILL_TEST_MONGO"
+SIZES = {"web": 3000, "books": 2000, "news": 1000}
+
+
+def text_of(name: str, idx: int) -> str:
+    """The truth about a document."""
+    return f"{name} number {idx} 한국어"
+
+
+TRUTH = [text_of(name, idx) for name, size in SIZES.items() for idx in range(size)]
 
 
 class NoServer(Exception):
@@ -87,3 +104,49 @@ def _free_port() -> int:
 def named_server() -> str | None:
     """The connection string of a real server, where one is named."""
     return os.environ.get(VARIABLE)
+
+
+@dataclass
+class World:
+    """A server, a database of its own, and the db_config.json that leads there."""
+
+    address: str
+    db: Any
+    config: Path
+    process: MongoProcess | None
+
+    def write_config(self, name: str, **settings: Any) -> Path:
+        path = self.config.with_name(name)
+        own = {"MONGO_CONNECTION_STRING": self.address, "MONGO_CONNECTION_DB": self.db.name, "COLLECTIONS": list(SIZES)}
+        path.write_text(json.dumps({**own, **settings}))
+        return path
+
+    def fill(self, name: str, forms: Sequence[str]) -> None:
+        """A collection of these texts, with its index and its count."""
+        self.db[name].create_index("idx", unique=True)
+        self.db[name].insert_many([{"idx": idx, "form": form} for idx, form in enumerate(forms)], ordered=False)
+        self.db["meta_info"].insert_one({"collection_name": name, "num_docs": len(forms)})
+
+
+@contextmanager
+def open_world(folder: Path) -> Iterator[World]:
+    """An empty database of a server; where there is none, the test is left out."""
+    import pymongo
+
+    process = None
+    if not (address := named_server()):
+        try:
+            process = MongoProcess(folder / "data")
+        except NoServer as reason:
+            pytest.skip(f"no MongoDB server: {reason}; {VARIABLE} may name one")
+        address = process.address
+    client: Any = pymongo.MongoClient(address)
+    world = World(address, client[f"textmill_test_{random.SystemRandom().randrange(10**9)}"], folder / "db_config.json", process)
+    world.write_config("db_config.json")
+    try:
+        yield world
+        client.drop_database(world.db.name)
+    finally:
+        client.close()
+        if process:
+            process.stop()

@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -156,17 +156,26 @@ def test_hub_name_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 # MongoDB
 
 
+class Stretch(NamedTuple):
+    size: int
+
+
+BOUNDS = (Stretch(30), Stretch(220))
+
+
 @pytest.fixture
 def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_range(path: str, start: int, stop: int, config: CorpusConfig) -> Iterator[Document | Bad]:
+    def read_range(path: str, start: int, stop: int, config: CorpusConfig, bounds: Any, text_key: Any) -> Iterator[Document | Bad]:
         assert path.endswith("db_config.json")
+        assert bounds == BOUNDS
         for number in range(start, stop):
             yield Bad("c", f"idx {number}", "gone", b"") if number == 3 else Document(f"document {number}", "c", f"idx {number}")
 
     fake = types.ModuleType("textmill.corpus.mongo")
-    fake.open_index = lambda path: range(250)  # type: ignore[attr-defined]
+    fake.open_index = lambda path: types.SimpleNamespace(bounds=BOUNDS, close=lambda: None)  # type: ignore[attr-defined]
     fake.read_range = read_range  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "textmill.corpus.mongo", fake)
+    monkeypatch.setattr(mongo_format, "state_of", lambda source: (250, "mark"))
     monkeypatch.setattr(mongo_format, "DOCUMENTS", 100)
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ import pytest
 
 pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
 
-import pymongo
-
-from tests.mongo_process import MongoProcess, NoServer, named_server
+from tests.mongo_process import SIZES, TRUTH, World, open_world, text_of
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus import mongo, mongo_server, mongo_write
 from textmill.corpus.document import Document
@@ -33,50 +30,13 @@ from textmill.corpus.records import Bad
 from textmill.corpus.shards import read_documents, shards_of
 from textmill.errors import TextmillError
 
-SIZES = {"web": 3000, "books": 2000, "news": 1000}
-TRUTH = [f"{name} number {idx} 한국어" for name, size in SIZES.items() for idx in range(size)]
-
-
-@dataclass
-class World:
-    """A server, a database of its own, and the db_config.json that leads there."""
-
-    address: str
-    db: Any
-    config: Path
-    process: MongoProcess | None
-
-    def write_config(self, name: str, **settings: Any) -> Path:
-        path = self.config.with_name(name)
-        own = {"MONGO_CONNECTION_STRING": self.address, "MONGO_CONNECTION_DB": self.db.name, "COLLECTIONS": list(SIZES)}
-        path.write_text(json.dumps({**own, **settings}))
-        return path
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("mongo")
-    process = None
-    if not (address := named_server()):
-        try:
-            process = MongoProcess(folder / "data")
-        except NoServer as reason:
-            pytest.skip(f"no MongoDB server: {reason}; TEXTMILL_TEST_MONGO may name one")
-        address = process.address
-    client: Any = pymongo.MongoClient(address)
-    world = World(address, client[f"textmill_test_{random.SystemRandom().randrange(10**9)}"], folder / "db_config.json", process)
-    world.write_config("db_config.json")
-    try:
+    with open_world(tmp_path_factory.mktemp("mongo")) as world:
         for name, size in reversed(SIZES.items()):  # meta_info gets another order than COLLECTIONS has
-            world.db[name].create_index("idx", unique=True)
-            world.db[name].insert_many([{"idx": idx, "form": f"{name} number {idx} 한국어"} for idx in range(size)], ordered=False)
-            world.db["meta_info"].insert_one({"collection_name": name, "num_docs": size})
+            world.fill(name, [text_of(name, idx) for idx in range(size)])
         yield world
-        client.drop_database(world.db.name)
-    finally:
-        client.close()
-        if process:
-            process.stop()
 
 
 def forms(rows: list[Any]) -> list[str | None]:
@@ -104,6 +64,22 @@ def test_random_batches_come_in_the_order_asked(world: World) -> None:
         assert forms(index.batch(places)) == [TRUTH[place] for place in places]
     assert index.batch([]) == []
     index.close()
+
+
+@pytest.mark.parametrize(
+    ("speeds", "tried", "best"),
+    [({24: 9, 96: 5, 384: 99, 1536: 99}, [24, 96], 24), ({24: 1, 96: 2, 384: 3, 1536: 4}, [24, 96, 384, 1536], 1536),
+     ({24: 1, 96: 8, 384: 3, 1536: 4}, [24, 96, 384], 96)],
+)  # fmt: skip
+def test_questions_grow_as_long_as_the_server_gets_faster(speeds: dict[int, float], tried: list[int], best: int) -> None:
+    portion, sizes = mongo.Portion(), []
+    for _ in range(20):
+        sizes.append(portion.size)
+        portion.learn(speeds[portion.size])
+    assert sizes == tried + [best] * (20 - len(tried))
+    for _ in range(mongo.LEARNT - 20):
+        portion.learn(speeds[portion.size])
+    assert portion.size == tried[0]  # sought anew
 
 
 def test_ranges_together_are_everything_once(world: World) -> None:

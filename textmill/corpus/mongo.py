@@ -7,37 +7,30 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from time import perf_counter
+from typing import overload
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.mongo_server import META, Server, check_collections, open_server
+from textmill.corpus.mongo_bounds import Row, Stretch, bounds_of, notes_on, text_fields
+from textmill.corpus.mongo_server import Server, check_collections, open_server
 from textmill.corpus.records import RAW, Bad
 from textmill.errors import warn
 
-Row = dict[str, Any]
 BLOCK = 1000
 """Positions that a scan asks for at a time."""
-ASKED = 64
-"""Positions of one `$in`: a round trip is spread over many, and no server searches a long list for each document."""
 AHEAD = 3
 """Questions under way while the caller works."""
-TEXT_FIELDS = ("filt_text", "form", "text")
-"""Where the text is, the first that is there, unless corpus.text_key names a field."""
-HOW_INDEX = "make one: textmill.corpus.mongo_write.index_by_idx"
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """The positions that a collection has in the index: `first` + idx."""
-
-    collection: str
-    first: int
-    size: int
+PORTIONS = (24, 96, 384, 1536)
+"""Positions of one `$in`, from which every index finds the best for its server."""
+TELLING = 256
+"""Positions of a batch that is long enough to learn from."""
+LEARNT = 500
+"""Batches after which the best portion is sought anew."""
 
 
 def open_index(path: str | Path, bounds: Sequence[Stretch] | None = None) -> MongoIndex:
@@ -45,21 +38,22 @@ def open_index(path: str | Path, bounds: Sequence[Stretch] | None = None) -> Mon
     server = open_server(path)
     if bounds is None:
         check_collections(server)
-        bounds = _bounds_of(server)
-        for note in _notes_on(server, bounds):
+        bounds = bounds_of(server)
+        for note in notes_on(server, bounds):
             warn(f"{path}: {note}")
     return MongoIndex(server, bounds)
 
 
 def read_range(
-    path: str | Path, start: int, stop: int, config: CorpusConfig, bounds: Sequence[Stretch] | None = None
+    path: str | Path, start: int, stop: int, config: CorpusConfig, bounds: Sequence[Stretch] | None = None, text_key: str | None = None
 ) -> Iterator[Document | Bad]:
     """The documents at positions start to stop, in order; `bounds` of the first look keeps the positions when collections grow."""
     server = _shared(open_server(path), os.getpid())
-    index = MongoIndex(server, _bounds_of(server) if bounds is None else bounds)
+    index = MongoIndex(server, bounds_of(server) if bounds is None else bounds)
+    names = text_fields(text_key or config.text_key)
     try:
         for collection, row in index.scan(start, stop):
-            yield _document_of(collection, row, f"mongo:{path}", config.text_key)
+            yield _document_of(collection, row, f"mongo:{path}", names)
     finally:
         index.rest()
 
@@ -70,11 +64,35 @@ def _shared(server: Server, pid: int) -> Server:
     return server
 
 
+@dataclass
+class Portion:
+    """How many positions one question holds: many where the way is long, few where the server searches the list for each document."""
+
+    size: int = PORTIONS[0]
+    rates: dict[int, float] = field(default_factory=dict)
+    batches: int = 0
+
+    def learn(self, rate: float) -> None:
+        """Note the documents a second of a batch; go to the next size as long as that helps."""
+        self.batches += 1
+        if self.batches % LEARNT == 0:
+            self.size, self.rates = PORTIONS[0], {}
+        elif len(self.rates) < len(PORTIONS):
+            self.rates[self.size] = rate
+            best = max(self.rates, key=lambda size: self.rates[size])
+            untried = [size for size in PORTIONS if size not in self.rates]
+            if best == self.size and untried:
+                self.size = untried[0]
+            else:
+                self.size = best
+                self.rates |= dict.fromkeys(untried, 0.0)
+
+
 class MongoIndex:
     """A lazy sequence over the collections in the order of COLLECTIONS; a position without a document gives None."""
 
     def __init__(self, server: Server, bounds: Sequence[Stretch]) -> None:
-        self.server, self.bounds = server, tuple(bounds)
+        self.server, self.bounds, self.portion = server, tuple(bounds), Portion()
         self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="mongo")
 
     def __repr__(self) -> str:
@@ -111,14 +129,16 @@ class MongoIndex:
         places = [self._place(position) for position in positions]
         for collection, idx in places:
             wanted.setdefault(collection, set()).add(idx)
-        parts = []
+        parts, size, begin = [], self.portion.size, perf_counter()
         for collection, numbers in wanted.items():
             ordered = sorted(numbers)
-            parts += [(collection, {"$in": ordered[at : at + ASKED]}) for at in range(0, len(ordered), ASKED)]
+            parts += [(collection, {"$in": ordered[at : at + size]}) for at in range(0, len(ordered), size)]
         found: dict[tuple[str, int], Row] = {}
         for (collection, _), rows in zip(parts, self._ahead(parts), strict=True):
             for row in rows:
                 found.setdefault((collection, int(row["idx"])), row)
+        if len(positions) >= TELLING:
+            self.portion.learn(len(found) / (perf_counter() - begin))
         return [found.get(place) for place in places]
 
     def scan(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Row]]:
@@ -135,7 +155,7 @@ class MongoIndex:
     def close(self) -> None:
         """Let the connection go."""
         self.rest()
-        self.server.db.client.close()
+        self.server.close()
 
     def _place(self, position: int) -> tuple[str, int]:
         at = position + len(self) if position < 0 else position
@@ -172,46 +192,12 @@ class MongoIndex:
         return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
 
 
-def _bounds_of(server: Server) -> list[Stretch]:
-    """Where each collection begins: idx is the place in its collection, so a deleted document moves no other."""
-    bounds: list[Stretch] = []
-    first = 0
-    for name in server.collections:
-        last = server.ask(lambda db, name=name: db[name].find_one({"idx": {"$gte": 0}}, {"idx": 1}, sort=[("idx", -1)]))  # type: ignore[misc]
-        size = int(last["idx"]) + 1 if last else 0
-        bounds.append(Stretch(name, first, size))
-        first += size
-    return bounds
-
-
-def _notes_on(server: Server, bounds: Sequence[Stretch]) -> Iterator[str]:
-    told = {row.get("collection_name"): row.get("num_docs") for row in server.ask(lambda db: list(db[META].find()))}
-    for one in bounds:
-        name, size = one.collection, one.size
-        count = server.ask(lambda db, name=name: db[name].estimated_document_count())  # type: ignore[misc]
-        if count < size:
-            yield f"{name}: {size - count:,} of {size:,} positions hold no document (deleted?); they are passed over"
-        if count > size:
-            yield f"{name}: {count - size:,} of {count:,} documents have no idx of their own; those without any are not read"
-        if name in told and told[name] != count:
-            yield f"{name}: {META} says {told[name]} documents, the collection has {count:,}; the collection counts"
-        if not has_idx(server, name):
-            yield f"{name}: no index on idx, so reading is slow; {HOW_INDEX}('{server.path}')"
-
-
-def has_idx(server: Server, collection: str) -> bool:
-    """Whether the collection can be searched by idx."""
-    kept = server.ask(lambda db: db[collection].index_information())
-    return any(one["key"] and one["key"][0][0] == "idx" for one in kept.values())
-
-
 def place_of(collection: str, row: Row) -> str:
     """The way back: the collection, idx and _id of a document."""
     return f"{collection} {row.get('idx')} {row.get('_id')}"
 
 
-def _document_of(collection: str, row: Row, source: str, text_key: str) -> Document | Bad:
-    names = TEXT_FIELDS if text_key == "text" else (text_key,)
+def _document_of(collection: str, row: Row, source: str, names: Sequence[str]) -> Document | Bad:
     text = next((row[name] for name in names if row.get(name) is not None), None)
     if isinstance(text, str):
         return Document(text, source, place_of(collection, row))

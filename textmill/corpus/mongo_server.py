@@ -25,10 +25,11 @@ except ImportError:
 Answer = TypeVar("Answer")
 VARIABLE = "TEXTMILL_MONGO"
 PATIENCE = 120.0
-"""Seconds that a server may be away before the work ends."""
+"""Seconds that a server may be away before the work ends, unless MONGO_PATIENCE in db_config.json says another number."""
 FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0
 """Seconds between two tries; the wait doubles."""
-SELECTION_MS = 5000
+TIMEOUTS = {"serverSelectionTimeoutMS": 5_000, "socketTimeoutMS": 300_000}
+"""Unless the connection string says others: a server that took a question and never answers is not waited for without end."""
 META = "meta_info"
 
 
@@ -41,19 +42,26 @@ class Server:
     collections: tuple[str, ...]
     address: str = field(repr=False)
     """The connection string: never written, never said."""
+    patience: float | None = None
+    """Seconds that the server may be away."""
 
     @cached_property
     def db(self) -> Any:
         """The database; every process must open its own."""
-        own = {} if "serverselectiontimeoutms" in self.address.lower() else {"serverSelectionTimeoutMS": SELECTION_MS}
+        own: dict[str, Any] = {name: value for name, value in TIMEOUTS.items() if name.lower() not in self.address.lower()}
         try:
             return pymongo.MongoClient(self.address, appname="textmill", **own)[self.database]
         except (PyMongoError, ValueError) as error:
             raise TextmillError(f"{self.path}: not a connection to MongoDB ({self.clean(error)}); mend the connection string") from None
 
+    def close(self) -> None:
+        """Let the connection go; what is asked later opens it again."""
+        if "db" in self.__dict__:
+            self.__dict__.pop("db").client.close()
+
     def ask(self, question: Callable[[Any], Answer]) -> Answer:
         """Ask the database something that may be asked twice; a server that is away is waited for."""
-        begin, wait = time.monotonic(), FIRST_WAIT
+        begin, wait, patience = time.monotonic(), FIRST_WAIT, PATIENCE if self.patience is None else self.patience
         while True:
             try:
                 return question(self.db)
@@ -61,10 +69,10 @@ class Server:
                 raise TextmillError(f"{self.path}: MongoDB refused to write ({_codes(error)})") from None
             except (ConnectionFailure, CursorNotFound) as error:
                 reason, away = self.clean(error), time.monotonic() - begin
-                if away > PATIENCE:
+                if away > patience:
                     raise TextmillError(f"{self.path}: no MongoDB server for {away:.0f} s ({reason}); start it and run again") from None
                 if wait == FIRST_WAIT:
-                    warn(f"{self.path}: the MongoDB server does not answer ({reason}); trying again for {PATIENCE:.0f} s")
+                    warn(f"{self.path}: the MongoDB server does not answer ({reason}); trying again for {patience:g} s")
                 time.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
             except PyMongoError as error:
@@ -105,7 +113,10 @@ def open_server(path: str | Path) -> Server:
         raise TextmillError(f"{path}: COLLECTIONS is not a list of names; give at least one collection")
     if len(set(names)) < len(names):
         raise TextmillError(f"{path}: COLLECTIONS names a collection twice; keep one")
-    return Server(path, database, tuple(names), _address(path, settings))
+    patience = settings.get("MONGO_PATIENCE")
+    if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience < 1e9):
+        raise TextmillError(f"{path}: MONGO_PATIENCE: found {patience!r}; give the seconds that the server may be away, such as 120")
+    return Server(path, database, tuple(names), _address(path, settings), patience)
 
 
 def check_collections(server: Server) -> None:

@@ -12,7 +12,7 @@ from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
 from textmill.corpus.document import Document
-from textmill.corpus.mongo import HOW_INDEX, has_idx
+from textmill.corpus.mongo_bounds import HOW_INDEX, has_idx
 from textmill.corpus.mongo_server import META, Server, check_collections, open_server
 from textmill.errors import TextmillError
 from textmill.files import hash_file

@@ -45,6 +45,10 @@ class Source:
     format: str
     text_key: str | None = None
     """Its own `corpus.text_key`, where a named corpus says one."""
+    bounds: tuple[Any, ...] = ()
+    """Of a MongoDB index: where each collection began and ended when it was looked at."""
+    raw: bool = False
+    """Of a MongoDB index: cleaned text goes back there, so what an earlier cleaning left is not read."""
 
     @property
     def path(self) -> Path:
@@ -69,10 +73,10 @@ class Piece:
         return f"{self.source.name} (bytes {self.start:,} to {self.stop:,})"
 
 
-def find_sources(words: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None) -> list[Source]:
+def find_sources(words: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None, raw: bool = False) -> list[Source]:
     """Every file that the words name, each once, sorted by name; folders in `skip` (our own output) are not looked into.
 
-    `corpora` is a file of named corpora."""
+    `corpora` is a file of named corpora; `raw`: read MongoDB's documents as they were before any cleaning."""
     if not words:
         raise TextmillError(
             f"corpus.sources: nothing there; name files, globs or folders of {EXTENSIONS}, "
@@ -85,6 +89,7 @@ def find_sources(words: Sequence[str], skip: Iterable[Path] = (), corpora: str |
         if not sources:
             raise TextmillError(f"corpus.sources: no file to read in '{word}'; textmill reads {EXTENSIONS}")
         for source in sources:
+            source = replace(source, raw=raw and source.format == "mongo")
             real = source.address if is_remote(source.address) else os.path.realpath(source.address)
             other = found.get(real, source)
             if source.text_key != other.text_key:
@@ -123,9 +128,10 @@ class State:
 
 
 def state_of(source: Source) -> State:
-    """A file's length and time; a URL's size and ETag or date; the number of a Mongo index's documents."""
+    """A file's length and time; a URL's size and ETag or date; a Mongo index's positions and a mark of some documents."""
     if source.format == "mongo":
-        return State(format_of(source).count(source), 0, "documents of the index")
+        size, mark = format_of(source).state_of(source)
+        return State(size, 0, mark)
     if is_remote(source.address):
         size, mark = import_module("textmill.corpus.remote").state_of(source.address)
         return State(size, 0, mark)
@@ -156,7 +162,7 @@ def _named_sources(word: str, skipped: list[str], named: dict[str, Named]) -> It
 
 def _files_of(word: str, skipped: list[str], named: list[str]) -> Iterable[Source]:
     if word.startswith("mongo:"):
-        return [Source(word, os.path.expanduser(word.removeprefix("mongo:")), "mongo")]
+        return import_module("textmill.corpus.formats.mongo").sources_of(word)  # type: ignore[no-any-return]
     if word.startswith("hf:"):
         return import_module("textmill.corpus.hf").sources_of(word)  # type: ignore[no-any-return]
     if is_remote(word) and not word.startswith("file://"):

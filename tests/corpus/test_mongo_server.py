@@ -1,0 +1,95 @@
+"""A server that is there and does not answer: said once, waited for as long as was said, and no word of the connection string."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
+
+from tests.mongo_process import open_world
+from textmill.config import CorpusConfig
+from textmill.corpus import mongo
+from textmill.corpus.document import Document
+from textmill.corpus.mongo_server import open_server
+from textmill.errors import TextmillError
+
+
+@contextmanager
+def mute_server(closes: bool) -> Iterator[int]:
+    """A port that takes connections and closes them at once, or never says a word."""
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            while True:
+                try:
+                    taken = listener.accept()[0]
+                except OSError:
+                    return
+                taken.close() if closes else held.append(taken)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield int(listener.getsockname()[1])
+    for taken in held:
+        taken.close()
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closes", "says nothing"])
+def test_server_that_does_not_answer_ends_in_one_sentence(closes: bool, tmp_path: Path, root: Path) -> None:
+    config = tmp_path / "db_config.json"
+    with mute_server(closes) as port:
+        address = f"mongodb://millername:s3cretword@127.0.0.1:{port}/?authSource=hidden&serverSelectionTimeoutMS=400&connectTimeoutMS=300"
+        settings = {"MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"], "MONGO_PATIENCE": 1}
+        config.write_text(json.dumps({**settings, "MONGO_CONNECTION_STRING": address}))
+        words = ["prepare", "quickstart", f"folder={tmp_path / 'out'}", f"corpus.sources=mongo:{config}"]
+        done = subprocess.run([sys.executable, "-m", "textmill", *words], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert f"{config}: the MongoDB server does not answer (ServerSelectionTimeoutError: " in lines[0]
+    assert lines[0].endswith("); trying again for 1 s")
+    assert f"{config}: no MongoDB server for " in lines[1]
+    assert lines[1].endswith("); start it and run again")
+    for secret in ("millername", "s3cretword", "hidden", "127.0.0.1", str(port)):
+        assert secret not in done.stderr.replace(str(config), "") + done.stdout
+    assert not (tmp_path / "out" / "corpus").exists()
+
+
+def test_server_that_stops_answering_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    with open_world(tmp_path) as world:
+        if not (process := world.process):
+            pytest.skip("a named server is not ours to stop")
+        world.fill("web", [f"web {idx}" for idx in range(600)])
+        address = f"{world.address}/?socketTimeoutMS=500&serverSelectionTimeoutMS=500"
+        path = world.write_config("db_config.json", COLLECTIONS=["web"], MONGO_CONNECTION_STRING=address)
+        monkeypatch.setattr(mongo, "BLOCK", 50)
+        seen: list[str] = []
+        for row in mongo.read_range(path, 0, 600, CorpusConfig()):
+            assert isinstance(row, Document)
+            seen.append(row.text)
+            if len(seen) == 200:
+                assert process.process
+                process.process.send_signal(signal.SIGSTOP)
+                threading.Timer(2.0, process.process.send_signal, [signal.SIGCONT]).start()
+        assert seen == [f"web {idx}" for idx in range(600)]
+        assert "the MongoDB server does not answer (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("patience", [-1, "long", True, [3]])
+def test_wrong_patience_is_named(patience: Any, tmp_path: Path) -> None:
+    path = tmp_path / "db_config.json"
+    settings = {"MONGO_CONNECTION_DB": "x", "COLLECTIONS": ["a"], "MONGO_CONNECTION_STRING": "mongodb://h", "MONGO_PATIENCE": patience}
+    path.write_text(json.dumps(settings))
+    with pytest.raises(TextmillError, match=r"MONGO_PATIENCE: found .*; give the seconds"):
+        open_server(path)
