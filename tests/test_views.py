@@ -59,6 +59,7 @@ def test_show_tokens_and_what_a_step_saw(tiny_texts: Path, monkeypatch: pytest.M
     out = capsys.readouterr().out
     assert "step 2: 2 samples of 32 tokens" in out
     assert set(re.findall(r"sample (\d+):", out)) == {"2", "3"}
+    assert re.search(r"sample 2: texts/(english|korean|turkish)\.txt, section \d+, [\d,]+ tokens: ", out)
     assert main(["show", "mine/run", "--step", "0"]) == main(["show", "mine/run", "--step", "best"]) == 2
 
 

@@ -84,7 +84,7 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
         wanted = [[end] * prepend_begin + ids_of(inner, row.text) + [end] * append_end for row in rows]
         assert store.ids.tolist() == [token for one in wanted for token in one]
         assert store.lengths.tolist() == [len(one) for one in wanted]
-        assert store.documents.tolist() == list(range(len(rows) + 1))
+        assert store.index.documents.tolist() == list(range(len(rows) + 1))
         assert [lineage[document] for document in range(len(lineage))] == [(row.source, row.id) for row in rows]
         assert open_manifest(folder)["splits"][split] == {
             "documents": len(rows),
@@ -110,7 +110,7 @@ def test_sentences_are_sequences_as_in_megatron(world: Path) -> None:
         bounds.append(len(wanted))
     assert store.lengths.tolist() == [len(one) for one in wanted]
     assert store.ids.tolist() == [token for one in wanted for token in one]
-    assert store.documents.tolist() == bounds
+    assert store.index.documents.tolist() == bounds
     assert len(wanted) > len(rows)
 
 

@@ -10,6 +10,7 @@ from textmill.errors import TextmillError
 from textmill.files import account_of, new_folder, shown
 from textmill.progress import progress
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.store import TokenStore, open_store, paths_of, prefix_of
 from textmill.tokens.writer import StoreWriter
 
@@ -56,7 +57,8 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
         files: dict[str, dict[str, Any]] = {}
         for split in SPLITS:
             _join(part / split, [open_store(folder / split) for folder in parts])
-            files |= {path.name: account_of(path) for path in reversed(paths_of(part / split))}
+            _join_lineages(part / split, [folder / split for folder in parts])
+            files |= {path.name: account_of(path) for path in (*reversed(paths_of(part / split)), lineage_path(part / split))}
         splits = {split: _summed([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
         stage.finish(part, files, {**{name: manifests[0][name] for name in SHARED}, "splits": splits})
     spoken = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
@@ -66,6 +68,12 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
 
 def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
     return {name: sum(one[name] for one in counts) for name in counts[0]}
+
+
+def _join_lineages(prefix: Path, parts: list[Path]) -> None:
+    with LineageWriter(lineage_path(prefix)) as lineage:
+        for part in parts:
+            lineage.add_file(lineage_path(part))
 
 
 def _join(prefix: Path, stores: list[TokenStore]) -> None:

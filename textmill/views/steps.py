@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from textmill.checkpoint import find_checkpoint
@@ -10,7 +12,10 @@ from textmill.errors import TextmillError
 from textmill.files import shown
 from textmill.runs import INDEX
 from textmill.tokens.batches.opening import open_batches
-from textmill.tokens.splits import Splits, open_splits
+from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
+from textmill.tokens.splits import open_splits
+from textmill.tokens.store import TokenStore
+from textmill.tokens.tokenizer import TextTokenizer
 
 BEGINNING = 60
 """Characters of a document that are shown."""
@@ -27,13 +32,19 @@ def show_step(config: RunConfig, step: int) -> None:
         raise TextmillError(f"{run}: has no checkpoint yet, so the samples' length is not known; set train.length")
     batches = open_batches(config.train, splits, length=length, folder=run / INDEX)
     print(f"{shown(run)}: step {step:,}: {config.train.batch:,} samples of {length:,} tokens")
-    for sample, store, document in sorted(batches.seen_at(step - 1), key=lambda found: found[0]):
-        print(f"  sample {sample:,}: {_told(splits, store, document)}")
+    paths = [lineage_path(share.store.prefix) for share in splits.stores["train"]]
+    lineages = [open_lineage(path) if path.is_file() else None for path in paths]
+    for sample, number, document in sorted(batches.seen_at(step - 1), key=lambda found: found[0]):
+        told = _told(splits.stores["train"][number].store, document, splits.tokenizer, lineages[number])
+        print(f"  sample {sample:,}: {told}")
 
 
-def _told(splits: Splits, number: int, document: int) -> str:
-    """A document's place in its store, its origin, and how it begins."""
-    store = splits.stores["train"][number].store
+def _told(store: TokenStore, document: int, tokenizer: TextTokenizer, lineage: Lineage | None) -> str:
+    """Where a document came from, or where it stands in its store, and how it begins."""
     begin, end = store.borders(np.array([document, document + 1])).tolist()
-    text = splits.tokenizer.decode(np.asarray(store.ids[begin : min(end, begin + BEGINNING)]).tolist())
-    return f"{shown(store.prefix)} document {store.first + document:,}, {end - begin:,} tokens: {text[:BEGINNING]!r}"
+    text = tokenizer.decode(np.asarray(store.ids[begin : min(end, begin + BEGINNING)]).tolist())
+    place = f"{shown(store.prefix)} document {store.first + document:,}"
+    if lineage is not None:
+        source, id_ = lineage[store.first + document]
+        place = f"{shown(Path(source))}, {id_}"
+    return f"{place}, {end - begin:,} tokens: {text[:BEGINNING]!r}"
