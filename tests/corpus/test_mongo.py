@@ -175,12 +175,12 @@ def test_loading_is_whole_after_a_kill(world: World, tmp_path: Path, monkeypatch
     monkeypatch.setattr(mongo_write, "BLOCK", 10)
     real, calls = mongo_write._insert, []
 
-    def insert(collection: Any, rows: list[Any]) -> int:
+    def insert(collection: Any, rows: list[Any], field: str) -> int:
         calls.append(len(rows))
         if len(calls) == 4:
-            real(collection, rows[:5])
+            real(collection, rows[:5], field)
             raise Killed
-        return real(collection, rows)
+        return real(collection, rows, field)
 
     monkeypatch.setattr(mongo_write, "_insert", insert)
     with pytest.raises(Killed):

@@ -79,6 +79,25 @@ class CorpusConfig(Section):
     """Sources that stand on one side as a whole: a file, folder or pattern as in `corpus.sources`, and train, valid or test."""
     stop_at: float = how(0.1, ge=0, le=1)
     """The share of unreadable records above which `prepare` stops and shows the first of them."""
+    mongo_write_back: bool = how(False)
+    """Put cleaned text into `filt_text` of the MongoDB documents that it came from, and nothing into that of dropped ones."""
+    mongo_load: str | None = how(None)
+    """Load the kept documents of all sources into this MongoDB collection, one of those that `corpus.mongo_config` names."""
+    mongo_config: str | None = place()
+    """The db_config.json of `corpus.mongo_load`."""
+    mongo_field: str = how("filt_text")
+    """The field that `corpus.mongo_load` puts the text into."""
+
+    @model_validator(mode="after")
+    def _mongo(self) -> CorpusConfig:
+        if bool(self.mongo_load) != bool(self.mongo_config):
+            said, other = ("mongo_load", "mongo_config") if self.mongo_load else ("mongo_config", "mongo_load")
+            raise TextmillError(f"corpus.{said}: needs corpus.{other} beside it; name the collection and the db_config.json, or neither")
+        if self.mongo_field in ("_id", "idx", "split", "source", "place", "meta", "") or not self.mongo_field.isidentifier():
+            raise TextmillError(f"corpus.mongo_field: found {self.mongo_field!r}; give a name of letters that is not taken, such as form")
+        if self.mongo_write_back and self.text_key == "filt_text":
+            raise TextmillError("corpus.mongo_write_back: would write over corpus.text_key=filt_text; read another field, such as form")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -50,7 +50,7 @@ def read_range(
     """The documents at positions start to stop, in order; `bounds` of the first look keeps the positions when collections grow."""
     server = _shared(open_server(path), os.getpid())
     index = MongoIndex(server, bounds_of(server) if bounds is None else bounds)
-    names = text_fields(text_key or config.text_key)
+    names = text_fields(text_key or config.text_key, raw=config.mongo_write_back)
     try:
         for collection, row in index.scan(start, stop):
             yield _document_of(collection, row, f"mongo:{path}", names)

@@ -1,4 +1,4 @@
-"""Writing to MongoDB: cleaned text back to its documents, JSON lines into a collection, and the order that reading needs."""
+"""Writing to MongoDB: cleaned text back to its documents, new documents into a collection, and the order that reading needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
 from textmill.corpus.document import Document
-from textmill.corpus.mongo_bounds import HOW_INDEX, has_idx
+from textmill.corpus.mongo_bounds import CLEANED, HOW_INDEX, has_idx
 from textmill.corpus.mongo_server import META, Server, check_collections, open_server
 from textmill.errors import TextmillError
 from textmill.files import hash_file
@@ -35,22 +35,31 @@ def mend_meta_info(path: str | Path) -> dict[str, int]:
     """Count every collection, set num_docs of meta_info right, and give the counts."""
     server = open_server(path)
     check_collections(server)
-    return {name: _count(server, name) for name in server.collections}
+    return {name: set_count(server, name) for name in server.collections}
+
+
+def check_to_write(server: Server) -> None:
+    """Refuse a collection that is not there, or cannot be searched by idx."""
+    check_collections(server)
+    for name in server.collections:
+        if not has_idx(server, name):
+            raise TextmillError(f"{server.path}: {name}: no index on idx; {HOW_INDEX}('{server.path}')")
 
 
 def write_back(path: str | Path, documents: Iterable[Document]) -> dict[str, int]:
     """Put the text of documents that were read from here into their `filt_text`; done twice, it changes nothing more."""
     server = open_server(path)
-    check_collections(server)
-    for name in server.collections:
-        if not has_idx(server, name):
-            raise TextmillError(f"{path}: {name}: no index on idx; {HOW_INDEX}('{path}')")
+    check_to_write(server)
+    return write_texts(server, ((*place_in(server, document.id), document.text) for document in documents))
+
+
+def write_texts(server: Server, texts: Iterable[tuple[str, int, str]]) -> dict[str, int]:
+    """Set `filt_text` of documents by (collection, idx, text); how many were named, changed, and not there."""
     counts = {"documents": 0, "changed": 0, "missing": 0}
-    places = ((*_place_of(server, document), document.text) for document in documents)
-    for block in _blocks(places):
+    for block in _blocks(texts):
         changes: dict[str, list[Any]] = {}
         for name, idx, text in block:
-            changes.setdefault(name, []).append(UpdateOne({"idx": idx}, {"$set": {"filt_text": text}}))
+            changes.setdefault(name, []).append(UpdateOne({"idx": idx}, {"$set": {CLEANED: text}}))
         for name, updates in changes.items():
             done = server.ask(lambda db, name=name, updates=updates: db[name].bulk_write(updates, ordered=False))  # type: ignore[misc]
             counts["documents"] += len(updates)
@@ -64,37 +73,60 @@ def load_lines(
 ) -> dict[str, int]:
     """Load JSON lines, their text as `field`, at the next free idx; a file that is loaded already, or in part, is not doubled."""
     server = open_server(path)
-    if collection not in server.collections:
-        raise TextmillError(
-            f"{path}: COLLECTIONS does not name '{collection}'; add it there, or choose one of {', '.join(server.collections)}"
-        )
-    _make_index(server, collection)
+    check_to_load(server, collection)
     counts = {"records": 0, "loaded": 0, "there": 0, "bad": 0}
     for file in map(Path, files):
         records, texts = _count_lines(file, text_key)
-        first = _reserve(server, collection, {"sha256": hash_file(file), "field": field, "text_key": text_key, "documents": texts})
+        mark = {"sha256": hash_file(file), "field": field, "text_key": text_key, "documents": texts}
+        first = reserve(server, collection, mark)
         counts["records"] += records
         counts["bad"] += records - texts
-        rows = ({"idx": first + number, field: text} for number, text in enumerate(_texts(file, text_key)))
-        for block in _blocks(rows):
-            new = server.ask(lambda db, block=block: _insert(db[collection], block))  # type: ignore[misc]
-            counts["loaded"] += new
-            counts["there"] += len(block) - new
-    _count(server, collection)
+        new = insert_rows(server, collection, ({field: text} for text in _texts(file, text_key)), first, field)
+        counts["loaded"] += new
+        counts["there"] += texts - new
+    set_count(server, collection)
     return counts
 
 
-def _insert(collection: Any, rows: list[dict[str, Any]]) -> int:
+def check_to_load(server: Server, collection: str) -> None:
+    """Refuse a collection that the db_config.json does not name; one that it does gets its index on idx."""
+    if collection not in server.collections:
+        raise TextmillError(
+            f"{server.path}: COLLECTIONS does not name '{collection}'; add it there, or choose one of {', '.join(server.collections)}"
+        )
+    _make_index(server, collection)
+
+
+def insert_rows(server: Server, collection: str, rows: Iterable[dict[str, Any]], first: int, field: str) -> int:
+    """Insert documents at idx `first` and on, but for those that are there; how many were new."""
+    numbered = ({"idx": first + number, **row} for number, row in enumerate(rows))
+    return sum(server.ask(lambda db, block=block: _insert(db[collection], block, field)) for block in _blocks(numbered))  # type: ignore[misc]
+
+
+def _insert(collection: Any, rows: list[dict[str, Any]], field: str) -> int:
     """Insert what is not there yet: after a kill, or when the answer to the first try was lost."""
     try:
         return len(collection.insert_many([dict(row) for row in rows], ordered=False).inserted_ids)
     except BulkWriteError as error:
         if any(one.get("code") != TAKEN for one in error.details.get("writeErrors", [])):
             raise
+        _check_ours(collection, rows, field)
         return int(error.details.get("nInserted", 0))
 
 
-def _reserve(server: Server, collection: str, load: dict[str, Any]) -> int:
+def _check_ours(collection: Any, rows: list[dict[str, Any]], field: str) -> None:
+    """Refuse when an idx that was reserved for us holds the document of someone who did not ask."""
+    wanted = {row["idx"]: row[field] for row in rows}
+    span = {"idx": {"$gte": min(wanted), "$lte": max(wanted)}}
+    for row in collection.find(span, {"_id": 0, "idx": 1, field: 1}):
+        if row.get(field) != wanted.get(row["idx"]):
+            raise TextmillError(
+                f"{collection.name}: idx {row['idx']} holds another document than the one to be loaded; "
+                f"something else writes there; load into another collection"
+            )
+
+
+def reserve(server: Server, collection: str, load: dict[str, Any]) -> int:
     """The first idx of a file's documents: where it was put before, else a stretch after all others, taken in one step."""
     server.ask(lambda db: db[META].update_one({"collection_name": collection}, {"$setOnInsert": {"num_docs": 0}}, upsert=True))
     while True:
@@ -119,21 +151,20 @@ def _make_index(server: Server, collection: str) -> None:
             raise TextmillError(f"{collection}: no index on idx can be made ({error}); two documents may share an idx") from None
 
 
-def _count(server: Server, collection: str) -> int:
+def set_count(server: Server, collection: str) -> int:
+    """Count a collection, and set its num_docs of meta_info right."""
     count: int = server.ask(lambda db: db[collection].count_documents({}))
     server.ask(lambda db: db[META].update_one({"collection_name": collection}, {"$set": {"num_docs": count}}, upsert=True))
     return count
 
 
-def _place_of(server: Server, document: Document) -> tuple[str, int]:
+def place_in(server: Server, place: str) -> tuple[str, int]:
     """Collection and idx out of a document's id."""
     for name in server.collections:
-        idx = document.id.removeprefix(name + " ").partition(" ")[0]
-        if document.id.startswith(name + " ") and idx.isdigit():
+        idx = place.removeprefix(name + " ").partition(" ")[0]
+        if place.startswith(name + " ") and idx.isdigit():
             return name, int(idx)
-    raise TextmillError(
-        f"{document.source}, {document.id}: not a document of {server.path}; its collections are {', '.join(server.collections)}"
-    )
+    raise TextmillError(f"'{place}': not a document of {server.path}; its collections are {', '.join(server.collections)}")
 
 
 def _blocks(rows: Iterable[Any]) -> Iterator[list[Any]]:

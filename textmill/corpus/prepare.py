@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     stage = Stage("prepare", folder, _made_from(config, inputs), config.to_yaml())
     if stage.done(force):
         print(f"prepare: done already: {shown(folder)} ({open_manifest(folder)['documents']:,} documents)")
-        return folder
+        return _deliver(config, folder, inputs)
+    _deliver(config, folder, inputs, check=True)
     with stage.building() as part, runner:
         counts, files = _build(config, runner, [one.source for one in inputs], part)
         _check_unchanged(inputs)
@@ -47,7 +49,7 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
         facts = {"documents": counts["kept"], "mtimes": {one.name: one.mtime_ns for one in inputs}}
         stage.finish(part, files, facts)
     print("\n".join(describe(counts, folder, config.corpus.split)))
-    return folder
+    return _deliver(config, folder, inputs)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,16 @@ class _Input:
 
 
 def _find(config: RunConfig) -> list[Source]:
-    return find_sources(config.corpus.sources, skip=_own_folders(config), corpora=config.corpus.corpora)
+    corpus = config.corpus
+    return find_sources(corpus.sources, skip=_own_folders(config), corpora=corpus.corpora, raw=corpus.mongo_write_back)
+
+
+def _deliver(config: RunConfig, folder: Path, inputs: Sequence[_Input], check: bool = False) -> Path:
+    """Bring the finished corpus to MongoDB, where that is asked; `check`: only refuse what cannot be."""
+    if config.corpus.mongo_write_back or config.corpus.mongo_load:
+        deliveries, sources = import_module("textmill.corpus.deliveries"), [one.source for one in inputs]
+        deliveries.check_deliveries(config.corpus, sources) if check else deliveries.deliver(config.corpus, folder, sources)
+    return folder
 
 
 def _look_at(sources: list[Source], folder: Path, force: Force) -> list[_Input]:

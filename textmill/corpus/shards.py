@@ -68,6 +68,18 @@ def read_groups(path: Path, groups: Iterable[int], columns: list[str], most: int
                 yield pa.Table.from_batches([next(batches)])
 
 
+def count_documents(path: Path) -> int:
+    """How many documents a shard has."""
+    with open_shard(path) as shard:
+        return int(shard.metadata.num_rows)
+
+
+def read_places(path: Path) -> Iterator[tuple[str, str]]:
+    """Source and id of each document of a shard; the texts are not read."""
+    for batch in _batches(path, ["source", "id"]):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
 @contextmanager
 def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
     """A Parquet file whose pages are checked as they are read; whatever is wrong with it names the file."""

@@ -1,0 +1,195 @@
+"""What prepare brings to MongoDB: right, once, and the same whether it was killed on the way or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
+
+from tests.mongo_process import World, open_world
+from textmill.cli import main
+from textmill.corpus import deliveries, mongo_write
+from textmill.corpus.shards import read_documents, shards_of
+from textmill.errors import TextmillError
+
+SIZE = 3000
+DUPLICATES, EMPTY = 7, 11
+
+
+def form_of(idx: int) -> str:
+    """Every seventh is a copy, every eleventh has no text; what cleaning changes is the line end and the spaces before it."""
+    return " \r\n" if idx % EMPTY == 0 else f"the mill  \r\nnumber {0 if idx % DUPLICATES == 0 else idx}"
+
+
+def wanted_texts() -> list[str]:
+    """By hand: what is left of each document."""
+    first = next(idx for idx in range(SIZE) if idx % EMPTY and idx % DUPLICATES == 0)
+    texts = []
+    for idx in range(SIZE):
+        kept = idx % EMPTY and (idx % DUPLICATES or idx == first)
+        texts.append(f"the mill\nnumber {0 if idx == first else idx}" if kept else "")
+    return texts
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with open_world(tmp_path_factory.mktemp("deliveries")) as world:
+        yield world
+
+
+def new_corpus(world: World, tmp_path: Path, name: str) -> list[str]:
+    """A dirty collection and an empty one beside it; the words that prepare one and fill the other."""
+    world.fill(name, [form_of(idx) for idx in range(SIZE)])
+    source = world.write_config(f"{name}.json", COLLECTIONS=[name], MONGO_CONNECTION_STRING=None)
+    target = world.write_config(f"{name}_to.json", COLLECTIONS=["other", f"{name}_clean"], MONGO_CONNECTION_STRING=None)
+    return [
+        "prepare", "quickstart", f"folder={tmp_path / name}", f"corpus.sources=mongo:{source}", "runner.workers=1", "corpus.split=8,1,1",
+        "corpus.mongo_write_back=true", f"corpus.mongo_load={name}_clean", f"corpus.mongo_config={target}",
+    ]  # fmt: skip
+
+
+def rows_of(world: World, name: str) -> list[dict[str, Any]]:
+    rows = [{key: value for key, value in row.items() if key not in ("_id", "source")} for row in world.db[name].find()]
+    return sorted(rows, key=lambda row: int(row["idx"]))
+
+
+def test_written_back_and_loaded_once(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"{world.address}/?authSource=hiddenword"
+    monkeypatch.setenv("TEXTMILL_MONGO", address)
+    words, texts = new_corpus(world, tmp_path, "dirty"), wanted_texts()
+    kept = sum(map(bool, texts))
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"({world.db.name}): {kept:,} written, 0 gone, {SIZE - kept:,} emptied; {SIZE:,} changed now" in out
+    assert f"{kept:,} loaded; {kept:,} changed now" in out
+    rows = rows_of(world, "dirty")
+    assert [row["filt_text"] for row in rows] == texts
+    assert [row["form"] for row in rows] == [form_of(idx) for idx in range(SIZE)]
+    loaded, folder = rows_of(world, "dirty_clean"), tmp_path / "dirty" / "corpus"
+    assert [row["idx"] for row in loaded] == list(range(kept))
+    assert sorted(row["filt_text"] for row in loaded) == sorted(filter(None, texts))
+    for split in ("train", "valid", "test"):
+        shards = [document for path in shards_of(folder, split) for document in read_documents(path)]
+        assert [(row["filt_text"], row["place"]) for row in loaded if row["split"] == split] == [(one.text, one.id) for one in shards]
+    assert world.db["meta_info"].find_one({"collection_name": "dirty_clean"})["num_docs"] == kept
+    notes = (folder / "mongo.json").read_bytes()
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert out.count("done already") == 3
+    assert "changed now" not in out
+    assert (rows_of(world, "dirty"), rows_of(world, "dirty_clean")) == (rows, loaded)
+    assert (folder / "mongo.json").read_bytes() == notes
+    assert main([*words, "--force"]) == 0  # read from form again, though filt_text is there now
+    out = capsys.readouterr().out
+    assert out.count("; 0 changed now") == 2
+    assert (rows_of(world, "dirty"), rows_of(world, "dirty_clean")) == (rows, loaded)
+    assert (folder / "mongo.json").read_bytes() == notes
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert not any(secret in path.read_bytes() for secret in (b"hiddenword", world.address.partition("://")[2].encode())), path
+
+
+SCRIPT = """
+import sys
+from textmill.corpus import mongo_write
+mongo_write.BLOCK = 100
+from textmill.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_killed_on_the_way_it_ends_as_if_it_had_not_been(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setenv("TEXTMILL_MONGO", world.address)
+    quiet, struck = new_corpus(world, tmp_path, "quiet"), new_corpus(world, tmp_path, "struck")
+    assert main(quiet) == 0
+    places = [("struck", {"filt_text": {"$exists": True}}, share) for share in (0.03, 0.5, 0.95)]
+    places += [("struck_clean", {}, share) for share in (0.03, 0.6)]
+    hits = 0
+    for name, question, share in places:
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT, *struck], cwd=root, stdout=subprocess.DEVNULL)
+        while process.poll() is None and world.db[name].count_documents(question) < share * SIZE:
+            time.sleep(0.02)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            hits += 1
+        process.wait()
+    assert hits >= 3
+    assert main(struck) == 0
+    assert rows_of(world, "struck") == rows_of(world, "quiet")
+    loaded = [
+        [{**row, "place": row["place"].split()[1]} for row in rows_of(world, f"{name}_clean")] for name in ("struck", "quiet")
+    ]  # but for the names and _ids of two collections
+    assert loaded[0] == loaded[1]
+    counts = [world.db["meta_info"].find_one({"collection_name": f"{name}_clean"}) for name in ("quiet", "struck")]
+    assert counts[0]["num_docs"] == counts[1]["num_docs"] == world.db["quiet_clean"].count_documents({})
+    notes = [json.loads((tmp_path / name / "corpus" / "mongo.json").read_text())["tasks"] for name in ("quiet", "struck")]
+    assert list(notes[0].values()) == list(notes[1].values())
+
+
+def test_what_cannot_be_delivered_is_refused_before_any_work(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_texts: Path
+) -> None:
+    monkeypatch.setenv("TEXTMILL_MONGO", world.address)
+    world.fill("plain", ["a", "b"])
+    world.db["unindexed"].insert_one({"idx": 0, "form": "a"})
+    plain = world.write_config("plain.json", COLLECTIONS=["plain", "plain_to"])
+    unindexed = world.write_config("unindexed.json", COLLECTIONS=["unindexed"])
+    mongo, back = f"corpus.sources=mongo:{plain}", "corpus.mongo_write_back=true"
+    world.db["plain_to"].create_index("idx", unique=True)
+    cases = [
+        ([f"corpus.sources={tiny_texts}", back], "corpus.mongo_write_back: no source to write back to"),
+        ([mongo, back, "corpus.text_key=filt_text"], "corpus.mongo_write_back: would write over corpus.text_key=filt_text"),
+        ([f"corpus.sources=mongo:{unindexed}", back], "unindexed: no index on idx; make one"),
+        ([mongo, "corpus.mongo_load=plain"], "corpus.mongo_load: needs corpus.mongo_config beside it"),
+        ([mongo, f"corpus.mongo_config={plain}"], "corpus.mongo_config: needs corpus.mongo_load beside it"),
+        ([mongo, "corpus.mongo_load=nowhere", f"corpus.mongo_config={plain}"], "COLLECTIONS does not name 'nowhere'"),
+        ([mongo, "corpus.mongo_load=plain", f"corpus.mongo_config={plain}"], "corpus.mongo_load: 'plain' is a source too"),
+        ([mongo, "corpus.mongo_load=x", f"corpus.mongo_config={tmp_path / 'none.json'}"], "none.json: no such file"),
+        ([mongo, "corpus.mongo_field=idx"], "corpus.mongo_field: found 'idx'"),
+        ([mongo, "corpus.mongo_field=$text"], "corpus.mongo_field: found '$text'"),
+        ([mongo, "corpus.mongo_write_back=perhaps"], "corpus.mongo_write_back: found 'perhaps'; give true or false"),
+    ]
+    for words, told in cases:
+        assert main(["prepare", "quickstart", f"folder={tmp_path / 'out'}", *words]) == 2
+        said = capsys.readouterr().err
+        assert told in said
+        assert "Traceback" not in said
+        assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_idx_taken_by_another_writer_is_told(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": f"a {number}"}) + "\n" for number in range(10)))
+    path = world.write_config("taken.json", COLLECTIONS=["taken"])
+    mongo_write.load_lines(path, "taken", [file])
+    world.db["taken"].update_one({"idx": 4}, {"$set": {"form": "someone else"}})
+    with pytest.raises(TextmillError, match="taken: idx 4 holds another document than the one to be loaded"):
+        mongo_write.load_lines(path, "taken", [file])
+
+
+def test_documents_that_are_gone_are_counted(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("TEXTMILL_MONGO", world.address)
+    world.fill("leaving", [f"leaving {idx}" for idx in range(50)])
+    path = world.write_config("leaving.json", COLLECTIONS=["leaving"])
+    real = deliveries.deliver
+
+    def lose_one(*rest: Any) -> None:
+        world.db["leaving"].delete_one({"idx": 9})
+        real(*rest)
+
+    monkeypatch.setattr(deliveries, "deliver", lose_one)
+    words = [f"folder={tmp_path}", f"corpus.sources=mongo:{path}", "corpus.mongo_write_back=true", "runner.workers=1"]
+    assert main(["prepare", "quickstart", *words]) == 0
+    assert "49 written, 1 gone, 0 emptied; 49 changed now" in capsys.readouterr().out
