@@ -40,6 +40,19 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_second_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 20.0, 40.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    lines = PlainLines("read", 100e6, "bytes", stream, also="tokens")
+    lines.advance(50e6, 10_000_000)
+    lines.end()
+    assert stream.getvalue().splitlines() == [
+        "read: 50.0 MB of 100.0 MB (50%), 20 s left, 2.5 MB/s, 500,000 tokens/s",
+        "read: 50.0 MB in 40 s, 1.2 MB/s, 250,000 tokens/s",
+    ]
+
+
 def test_nothing_is_said_of_work_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError), progress("count"):
         raise RuntimeError
