@@ -184,6 +184,6 @@ def _check_unchanged(inputs: Sequence[_Input]) -> None:
 
 def _sweep(part: Path, files: dict[str, Any]) -> None:
     """Take out the intermediate files and what a killed run left half written."""
-    for path in part.iterdir():
-        if path.name not in files and path.name != MADE_FROM:
-            remove_folder(path) if path.is_dir() else path.unlink()
+    for path in sorted(part.iterdir()):
+        if path.name not in files and path.name != MADE_FROM:  # with a folder goes what an earlier removal of it left
+            remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
