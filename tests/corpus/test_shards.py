@@ -11,7 +11,17 @@ import pytest
 
 from textmill.corpus import shards
 from textmill.corpus.document import Document
-from textmill.corpus.shards import SCHEMA, new_shard, read_documents, read_texts, shard_name, shards_of
+from textmill.corpus.shards import (
+    SCHEMA,
+    group_bytes,
+    group_rows,
+    new_shard,
+    read_documents,
+    read_groups,
+    read_texts,
+    shard_name,
+    shards_of,
+)
 from textmill.errors import TextmillError
 
 
@@ -94,3 +104,19 @@ def test_missing_and_foreign(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(TextmillError, match=r"not a shard of ours; found the columns \['body'\]"):
         list(read_texts(tmp_path / "b.parquet"))
+
+
+def test_groups_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "GROUP_ROWS", 200)
+    rows = documents(500)
+    write(tmp_path / "a.parquet", rows)
+    assert group_rows(tmp_path / "a.parquet") == [200, 200, 100]
+    sizes = [sum(len(row.text.encode()) for row in rows[start : start + 200]) for start in (0, 200, 400)]
+    assert all(found > size for found, size in zip(group_bytes(tmp_path / "a.parquet"), sizes, strict=True))
+    middle, last = read_groups(tmp_path / "a.parquet", [1, 2], ["text", "id"])
+    assert middle.column("text").to_pylist() == [row.text for row in rows[200:400]]
+    assert last.column("id").to_pylist() == [row.id for row in rows[400:]]
+    (few,) = read_groups(tmp_path / "a.parquet", [1], ["text"], most=3)
+    assert few.column(0).to_pylist() == [row.text for row in rows[200:203]]
+    with pytest.raises(TextmillError, match="not a shard of ours"):
+        next(read_groups(tmp_path / "a.parquet", [0], ["body"]))
