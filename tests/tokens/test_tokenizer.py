@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import lzma
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,14 +15,41 @@ from hypothesis import strategies as st
 
 from textmill.config import TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.tokens.tokenizer import END, TextTokenizer, fit, open_tokenizer
+from textmill.tokens.tokenizer import END, TextTokenizer, fit, open_named, open_tokenizer
 from textmill.where import PACKAGE
+
+KINDS = ("bpe", "wordpiece", "unigram")
+LANGUAGES = ("en", "ko", "tr", "zh")
+DSGPT2 = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>", "<unused{0..99}>"]
+TRICKY = [
+    "  two  spaces\n\n\n",
+    "물레방아 İstanbul 🙂",
+    "e\u0301 \u200b\u200d 👩\u200d👩\u200d👧",
+    "x" * 5000,
+    "tab\there\r\n",
+    "天地玄黃1234",
+]
+
+
+def texts_of(shared_data: Path, language: str, count: int) -> list[str]:
+    with lzma.open(shared_data / f"{language}.jsonl.xz", "rt", encoding="utf-8") as stream:
+        return [json.loads(line)["text"] for line in itertools.islice(stream, count)]
+
+
+def fitted(kind: str, **settings: Any) -> TextTokenizer:
+    text = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:200_000]
+    foreign = ["물레방아는 강가에 서 있다. Değirmen ırmağın kıyısında. 天地玄黃，宇宙洪荒。 3 + 14"] * 30
+    return fit(iter([text.split("\n\n"), foreign]), TokenizerConfig.model_validate({"kind": kind, "vocab": 700, **settings}))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> TextTokenizer:
-    text = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:200_000]
-    return fit(iter([text.split("\n\n"), ["물레방아는 강가에 서 있다. Değirmen ırmağın kıyısında."] * 3]), TokenizerConfig(vocab=700))
+    return fitted("bpe")
+
+
+@pytest.fixture(scope="module")
+def unigram() -> TextTokenizer:
+    return fitted("unigram")
 
 
 @settings(max_examples=200, deadline=None)
@@ -30,6 +62,98 @@ def test_decode_undoes_encode(tokenizer: TextTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.end not in ids, "text that looks like a special token is plain text"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(st.characters(codec="utf-8", exclude_characters="\u2581"), max_size=60)
+    | st.sampled_from(["<s>", "a</s>b", "<0x41>", "<unk>", *TRICKY])
+)
+def test_unigram_spells_what_it_lacks_in_bytes(unigram: TextTokenizer, text: str) -> None:
+    ids = unigram.encode(text)
+    assert unigram.decode(ids) == text
+    assert not set(ids) & {unigram.inner.token_to_id(token) for token in ("<unk>", "<s>", "</s>", "<pad>")}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_real_documents_come_back_whole(shared_data: Path, language: str) -> None:
+    documents = texts_of(shared_data, language, 1000)
+    paragraphs = [text for document in documents for text in document.split("\n\n")][:2000]
+    gpt2 = open_tokenizer(shared_data / "gpt2_bpe")
+    own = fit(iter([paragraphs[::20]]), TokenizerConfig(vocab=2000, digits=True, cjk=True))
+    for tokenizer in (gpt2, own):
+        assert [tokenizer.decode(ids) for ids in tokenizer.encode_many(paragraphs)] == paragraphs
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings_"),
+    [*((kind, {}) for kind in KINDS), ("wordpiece", {"lowercase": True, "digits": True}),
+     ("unigram", {"byte_fallback": False, "cjk": True}), ("bpe", {"digits": True, "cjk": True}),
+     ("bpe", {"special_tokens": DSGPT2, "end": "</s>"})],
+)  # fmt: skip
+def test_transformers_opens_every_kind(kind: str, settings_: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = fitted(kind, **settings_)
+    tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("KING RICHARD:\nNow is the winter of 1483", *TRICKY):
+        assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
+    assert (theirs.pad_token_id, theirs.mask_token_id) == (tokenizer.pad, tokenizer.mask)
+    assert tokenizer.end == (theirs.sep_token_id if kind == "wordpiece" else theirs.eos_token_id)
+    assert tokenizer.begin == (theirs.cls_token_id if kind == "wordpiece" else theirs.bos_token_id)
+    assert tokenizer.unknown == (theirs.unk_token_id if theirs.unk_token_id != tokenizer.end else None)
+    assert (len(theirs), open_tokenizer(tmp_path).fingerprint) == (tokenizer.vocab, tokenizer.fingerprint)
+    if kind == "wordpiece":
+        assert theirs("Now").input_ids == [theirs.cls_token_id, *tokenizer.encode("Now"), theirs.sep_token_id]
+
+
+def test_special_tokens_of_dsgpt2_keep_their_ids(tmp_path: Path) -> None:
+    tokenizer = fitted("bpe", special_tokens=DSGPT2, end="</s>")
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>", "<unused0>", "<unused99>"]
+    assert [tokenizer.inner.token_to_id(name) for name in names] == [0, 1, 2, 3, 4, 5, 6, 7, 106]
+    assert tokenizer.inner.token_to_id(END) is None
+    assert (tokenizer.end, tokenizer.begin, tokenizer.pad, tokenizer.unknown, tokenizer.mask) == (2, 0, 1, 3, 4)
+    tokenizer.inner.model.save(str(tmp_path), "web")
+    again = open_tokenizer(tmp_path)  # dsGPT2's own names: web-vocab.json and web-merges.txt
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["web-merges.txt", "web-vocab.json"]
+    assert (again.vocab, again.end, again.pad) == (700, 2, 1)
+    assert again.encode("Now is <usr> the winter") == tokenizer.encode("Now is <usr> the winter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_looks_special_is_plain(kind: str) -> None:
+    tokenizer = fitted(kind, special_tokens=["<usr>"])
+    special = {token_id for token_id, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special} - {tokenizer.unknown}
+    text = " ".join(["<usr>", "[SEP]", "</s>", END, "[PAD]", "<s>"])
+    assert special >= {tokenizer.end, tokenizer.inner.token_to_id("<usr>")}
+    assert not special & set(tokenizer.encode(text))
+
+
+def test_options_cut_words() -> None:
+    def pieces(kind: str, text: str, **settings_: Any) -> list[str]:
+        words = fitted(kind, **settings_).inner
+        cut = words.pre_tokenizer.pre_tokenize_str(words.normalizer.normalize_str(text) if words.normalizer else text)
+        return [word for word, _ in cut]
+
+    assert pieces("bpe", "in 1483 AD") == ["in", "Ġ1483", "ĠAD"]
+    assert pieces("bpe", "in 1483 AD", digits=True) == ["in", "Ġ", "1", "4", "8", "3", "ĠAD"]
+    assert len(pieces("bpe", "天地", cjk=True)) == 2
+    assert len(pieces("bpe", "天地")) == 1
+    assert pieces("wordpiece", "天地 İyi CAFÉ") == ["天", "地", "İyi", "CAFÉ"]
+    assert pieces("wordpiece", "天地 CAFÉ", cjk=False, lowercase=True, strip_accents=True) == ["天地", "cafe"]
+    assert pieces("unigram", "Now, 12\nA", lowercase=True, digits=True) == ["now", ",", "▁", "1", "2", "\n", "a"]
+
+
+def test_rare_characters_are_bytes_or_unknown() -> None:
+    texts = ["the mill stands by the river"] * 500 + ["字"]
+    alphabet = {"vocab": 400, "coverage": 0.999}
+    known = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "unigram", **alphabet}))
+    lost = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "unigram", "byte_fallback": False, **alphabet}))
+    assert [known.inner.id_to_token(id_) for id_ in known.encode("字")] == ["<0xE5>", "<0xAD>", "<0x97>"]
+    assert lost.encode("字") == [lost.unknown]
+    piece = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "wordpiece", **alphabet}))
+    assert piece.encode("the 字 mill")[1] == piece.unknown
 
 
 def test_transformers_opens_the_folder(tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -60,6 +184,67 @@ def test_gpt2s_own_files(shared_data: Path) -> None:
     assert gpt2.encode("Hello world") == [15496, 995]
 
 
+def test_berts_own_vocabulary(shared_data: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, BertTokenizer
+
+    bert = open_tokenizer(shared_data / "bert_vocab" / "vocab.txt")
+    theirs = BertTokenizer(str(shared_data / "bert_vocab" / "vocab.txt"), do_lower_case=True)
+    texts = [text for language in LANGUAGES for text in texts_of(shared_data, language, 150)]
+    assert all(bert.encode(text) == theirs(text, add_special_tokens=False).input_ids for text in texts)
+    assert bert.inner.encode(texts[0]).ids == theirs(texts[0]).input_ids
+    assert (bert.vocab, bert.end, bert.begin, bert.pad, bert.unknown, bert.mask) == (30522, 102, 101, 0, 100, 103)
+    cased = open_tokenizer(shared_data / "bert_vocab" / "vocab.txt", lowercase=False)
+    theirs = BertTokenizer(str(shared_data / "bert_vocab" / "vocab.txt"), do_lower_case=False)
+    assert all(cased.encode(text) == theirs(text, add_special_tokens=False).input_ids for text in texts[::5])
+    bert.save(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(texts[0]).input_ids == bert.inner.encode(texts[0]).ids
+    assert (again.cls_token, again.sep_token, again.mask_token, again.eos_token) == ("[CLS]", "[SEP]", "[MASK]", None)
+
+
+def test_names_that_others_gave(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    tree = json.loads(tokenizer.inner.to_str())
+    tree["pre_tokenizer"]["add_prefix_space"] = True  # as RoBERTa has it
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": END}, "pad_token": "Ġthe", "unk_token": None}))
+    opened = open_tokenizer(tmp_path)
+    assert (opened.pad, opened.begin, opened.unknown) == (opened.inner.token_to_id("Ġthe"), None, None)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "named").mkdir()
+    opened.save(tmp_path / "again")
+    from transformers import AutoTokenizer
+
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again("the end").input_ids == opened.encode("the end") != tokenizer.encode("the end")
+    assert (again.pad_token, again.bos_token) == ("Ġthe", None)
+    named = open_tokenizer(tmp_path, end="Ġthe")
+    named.save(tmp_path / "named")
+    assert open_tokenizer(tmp_path / "named").end == named.end == opened.pad
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [({"byte_fallback": True}, "byte_fallback: is for unigram"), ({"strip_accents": True}, "strip_accents: is for wordpiece"),
+     ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
+     ({"special_tokens": ["usr"]}, "plain text could spell"), ({"special_tokens": ["<|>"]}, "plain text could spell"),
+     ({"special_tokens": ["<a b>"]}, "plain text could spell"), ({"special_tokens": ["<a>", "<a>"]}, "twice"),
+     ({"sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
+     ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"), ({"end": "nothing"}, "tokenizer.end")],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_refused(mistake: dict[str, Any], told: str) -> None:
+    with pytest.raises(TextmillError, match=re.escape(told)):
+        TokenizerConfig.model_validate(mistake)
+
+
+def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
+    texts = ["".join(map(chr, range(0x4E00, 0x4E00 + 400)))] * 3
+    for kind in ("wordpiece", "unigram"):
+        with pytest.raises(TextmillError, match=r"tokenizer\.vocab: 600 is too small"):
+            fit(iter([texts]), TokenizerConfig.model_validate({"kind": kind, "vocab": 600, "coverage": 1.0, "cjk": False}))
+    with pytest.raises(TextmillError, match="no text to fit on"):
+        fit(iter([[]]), TokenizerConfig())
+
+
 def test_special_tokens_come_after_the_end() -> None:
     tokenizer = fit(iter([["some text"]]), TokenizerConfig(vocab=300, special_tokens=["<usr>", "<sys>"]))
     assert [tokenizer.inner.token_to_id(token) for token in (END, "<usr>", "<sys>")] == [0, 1, 2]
@@ -71,3 +256,12 @@ def test_what_is_no_tokenizer_is_said(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TextmillError, match=r"not a tokenizer\.json"):
         open_tokenizer(tmp_path)
+    (tmp_path / "vocab.txt").write_text("just\nwords\n")
+    with pytest.raises(TextmillError, match=r"vocab\.txt: no \[UNK\]"):
+        open_tokenizer(tmp_path / "vocab.txt")
+    (tmp_path / "a-vocab.json").write_text('{"a": 0}')
+    (tmp_path / "a-merges.txt").write_text("a b\n")
+    with pytest.raises(TextmillError, match="not a vocabulary with merges"):
+        open_tokenizer(tmp_path / "a-vocab.json")
+    with pytest.raises(TextmillError, match="no such folder"):
+        open_named(str(tmp_path / "nowhere"))

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Encoding, Tokenizer
 
 from textmill.config import TokenizerConfig
+from textmill.config.data import ENDS
 from textmill.errors import TextmillError
-from textmill.files import hash_json, read_json, write_text
+from textmill.files import hash_json, write_text
+from textmill.hub import open_folder
+from textmill.tokens.foreign import END, open_files, roles_of
+from textmill.tokens.training import WordCounter, merge_counts, new_inner, train
 
-END = "<|endoftext|>"
-GPT2_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+__all__ = ["END", "FILES", "TextTokenizer", "fit", "fit_words", "open_named", "open_tokenizer"]
+
 FILES = ("tokenizer.json", "tokenizer_config.json")
+WANTED = ["tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "encoder.json", "*.model"]
+"""A tokenizer's files on the hub."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +35,45 @@ class TextTokenizer:
     inner: Tokenizer
     end: int
     """The end-of-text token."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Special tokens by the names that transformers has for them: bos_token, pad_token and so on."""
 
-    @property
+    @cached_property
     def vocab(self) -> int:
         """Ids in the vocabulary: one more than the largest."""
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Equal for equal tokenizers, wherever they stand."""
-        return hash_json(json.loads(self.inner.to_str()))
+        return hash_json(json.loads(self.inner.to_str(), parse_float=_rounded))
+
+    @property
+    def begin(self) -> int | None:
+        """The token that begins a text, where there is one."""
+        found = self._id_of("bos_token")
+        return self._id_of("cls_token") if found is None else found
+
+    @property
+    def pad(self) -> int | None:
+        """The token that fills up, where there is one."""
+        return self._id_of("pad_token")
+
+    @property
+    def unknown(self) -> int | None:
+        """The token for what the vocabulary lacks, where such a thing can be."""
+        found = self._id_of("unk_token")
+        return None if found == self.end else found
+
+    @property
+    def mask(self) -> int | None:
+        """The token that hides another, where there is one."""
+        return self._id_of("mask_token")
+
+    def _id_of(self, role: str) -> int | None:
+        token = self.roles.get(role)
+        id_: int | None = None if token is None else self.inner.token_to_id(token)
+        return id_
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text, nothing added."""
@@ -61,71 +97,73 @@ class TextTokenizer:
 
     def files(self, longest: int | None = None) -> dict[str, str]:
         """tokenizer.json and what transformers wants beside it."""
-        end = self.inner.id_to_token(self.end)
+        roles, end = dict(self.roles), str(self.inner.id_to_token(self.end))
+        if _end_of(roles) != end:
+            roles["eos_token"] = end
+        tree = self.inner.to_str(pretty=True)
         settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "unk_token": end,
-            "clean_up_tokenization_spaces": False, "add_prefix_space": False,
+            "tokenizer_class": "PreTrainedTokenizerFast", **roles,
+            "clean_up_tokenization_spaces": False, "add_prefix_space": _adds_space(json.loads(tree)["pre_tokenizer"]),
         }  # fmt: skip
         if longest:
             settings["model_max_length"] = longest
-        return {"tokenizer.json": self.inner.to_str(pretty=True), "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+        return {"tokenizer.json": tree, "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
 
 
 def fit(texts: Iterator[list[str]], config: TokenizerConfig) -> TextTokenizer:
-    """Fit byte-level BPE on texts; every byte is in the vocabulary, so nothing is unknown."""
-    inner = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab,
-        min_frequency=config.min_frequency,
-        special_tokens=[END, *config.special_tokens],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, trainer)
-    return _wrapped(inner, END, "the fitted tokenizer")
+    """Fit a tokenizer of the kind that the config names on texts."""
+    counter = WordCounter(new_inner(config))
+    for batch in texts:
+        for text in batch:
+            counter.add(text)
+    return fit_words([counter.counts()], config)
 
 
-def open_tokenizer(where: Path) -> TextTokenizer:
-    """A folder or file of tokenizer.json, or a folder with GPT-2's vocabulary and merges."""
-    path = where / "tokenizer.json" if where.is_dir() else where
-    if path.is_file():
-        try:
-            inner = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise TextmillError(f"{path}: not a tokenizer.json ({error})") from None
-        return _wrapped(inner, _end_named_in(path.parent), str(path))
-    for vocab, merges in GPT2_PAIRS:
-        if (where / vocab).is_file() and (where / merges).is_file():
-            inner = _byte_level(models.BPE.from_file(str(where / vocab), str(where / merges)))
-            return _wrapped(inner, END, str(where))
-    raise TextmillError(
-        f"{where}: no tokenizer there; a tokenizer is a tokenizer.json, or vocab.json with merges.txt, or encoder.json with vocab.bpe"
-    )
+def fit_words(parts: Iterable[Mapping[str, int]], config: TokenizerConfig) -> TextTokenizer:
+    """Fit a tokenizer on words that were counted in parts."""
+    inner = train(merge_counts(parts), config)
+    end = config.end or ENDS[config.kind]
+    known = {"eos_token": end} if config.kind != "wordpiece" or end != ENDS[config.kind] else {}
+    return _wrapped(inner, roles_of(inner, roles_of(inner, {}) | known), end, "the fitted tokenizer")
 
 
-def _byte_level(model: models.Model) -> Tokenizer:
-    inner = Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.ByteLevel(trim_offsets=False)
-    return inner
+def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
+    """A folder or file with tokenizer.json, GPT-2's vocabulary and merges, a BERT vocab.txt or a sentencepiece model."""
+    inner, roles = open_files(where, lowercase)
+    return _wrapped(inner, roles, end, str(where))
 
 
-def _wrapped(inner: Tokenizer, end: str | None, where: str) -> TextTokenizer:
+def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
+    """What `tokenizer.use` names: a folder or file on this machine, or a tokenizer of the Hugging Face hub."""
+    path = Path(name)
+    return open_tokenizer(path if path.exists() else open_folder(name, WANTED), end, lowercase)
+
+
+def _wrapped(inner: Tokenizer, roles: dict[str, str], end: str | None, where: str) -> TextTokenizer:
+    end = end or _end_of(roles)
     if end is None or (id_ := inner.token_to_id(end)) is None:
-        raise TextmillError(f"{where}: has no end-of-text token ({end or END}); name one as eos_token in tokenizer_config.json")
-    if end not in {token.content for token in inner.get_added_tokens_decoder().values()}:
-        inner.add_special_tokens([end])
+        raise TextmillError(
+            f"{where}: has no end-of-text token ({end or END}); name one with tokenizer.end, or as eos_token in tokenizer_config.json"
+        )
+    known = {token.content for token in inner.get_added_tokens_decoder().values()}
+    inner.add_special_tokens([token for token in dict.fromkeys([end, *roles.values()]) if token not in known])
     inner.encode_special_tokens = True
     inner.no_truncation()
     inner.no_padding()
-    return TextTokenizer(inner, id_)
+    return TextTokenizer(inner, id_, roles)
 
 
-def _end_named_in(folder: Path) -> str | None:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return END
-    named = read_json(path).get("eos_token", END)
-    name: str | None = named["content"] if isinstance(named, dict) else named
-    return name
+def _rounded(number: str) -> float:
+    """A score without its last digits, which the library does not keep when it reads them."""
+    return round(float(number), 6)
+
+
+def _end_of(roles: Mapping[str, str]) -> str | None:
+    return roles.get("eos_token") or roles.get("sep_token")
+
+
+def _adds_space(cut: Any) -> bool:
+    """Whether the tokenizer puts a space before a text: transformers would set it otherwise."""
+    if not isinstance(cut, dict):
+        return False
+    return bool(cut.get("add_prefix_space")) or any(map(_adds_space, cut.get("pretokenizers", [])))
