@@ -2,61 +2,70 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from textmill.config import RunConfig
-from textmill.corpus.shards import read_texts, shards_of
-from textmill.files import account_of, shown
-from textmill.progress import progress
-from textmill.stages import Force, Stage, open_manifest
-from textmill.tokens.tokenizer import FILES, TextTokenizer, fit, open_tokenizer
+from textmill.errors import TextmillError
+from textmill.files import account_of, read_json, shown, write_json
+from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.tokens.readings import count_words, mark_of, parts_of, pick_texts
+from textmill.tokens.tokenizer import FILES, TextTokenizer, fit_words, open_named
+from textmill.tokens.vocab_report import measure, table_of
 
-REPORT_TEXTS = 2000
+REPORT = "report.json"
 
 
 def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
-    """Fit a tokenizer on the train split, or copy the one that `tokenizer.use` names; return its folder."""
-    folder, corpus = config.folder_of("tokenizer"), config.folder_of("corpus")
-    made_from = config.results("tokenizer")
-    used = open_tokenizer(Path(config.tokenizer.use)) if config.tokenizer.use else None
-    if used is not None:
-        made_from = {"tokenizer.use": used.fingerprint}
-    else:
-        made_from["corpus"] = open_manifest(corpus)["fingerprint"]
-    stage = Stage("fit-tokenizer", folder, made_from, config.to_yaml())
+    """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
+    folder, section = config.folder_of("tokenizer"), config.tokenizer
+    used = open_named(section.use, section.end, section.lowercase) if section.use else None
+    other = open_named(section.compare_with) if section.compare_with else None
+    stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
     if stage.done(force):
         print(f"fit-tokenizer: done already: {shown(folder)} ({open_manifest(folder)['vocab']:,} pieces)")
         return folder
     with stage.building() as part:
-        tokenizer = used or fit(_texts(corpus), config.tokenizer)
+        tokenizer = used or fit_words(count_words(parts_of(config), config), section)
         tokenizer.save(part)
-        stage.finish(part, {name: account_of(part / name) for name in FILES}, _facts(tokenizer))
-    _report(tokenizer, config, corpus, folder)
+        report = _report(config, tokenizer, other)
+        write_json(part / REPORT, report)
+        files = {name: account_of(part / name) for name in (*FILES, REPORT)}
+        stage.finish(part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end})
+    _tell(config, folder, tokenizer)
     return folder
 
 
-def _facts(tokenizer: TextTokenizer) -> dict[str, object]:
-    return {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end}
+def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:
+    if used is not None:
+        end = {"tokenizer.end": config.tokenizer.end} if config.tokenizer.end else {}
+        return {"tokenizer.use": used.fingerprint, **end}
+    if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():
+        raise TextmillError(
+            f"{config.folder_of('corpus')}: no prepared corpus to fit a tokenizer on; run textmill prepare first, "
+            f"or read the sources as they are: tokenizer.fit_on=sources"
+        )
+    return {**config.results("tokenizer"), **mark_of(config)}
 
 
-def _texts(corpus: Path) -> Iterator[list[str]]:
-    shards = shards_of(corpus, "train")
-    with progress("fit-tokenizer", total=sum(path.stat().st_size for path in shards), unit="bytes") as bar:
-        for path in shards:
-            yield from read_texts(path)
-            bar.advance(path.stat().st_size)
+def _report(config: RunConfig, tokenizer: TextTokenizer, other: TextTokenizer | None) -> dict[str, Any]:
+    """Measured on the valid split, which the vocabulary has not seen, where there is one."""
+    if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():
+        return {}
+    if config.tokenizer.use and config.tokenizer.fit_on == "sources":
+        return {}
+    parts = parts_of(config, "valid") or parts_of(config)
+    named = {"this one": tokenizer}
+    if other is not None:
+        named[Path(str(config.tokenizer.compare_with)).name] = other
+    texts = pick_texts(parts, config) if parts else []
+    return measure(texts, named) if texts else {}
 
 
-def _report(tokenizer: TextTokenizer, config: RunConfig, corpus: Path, folder: Path) -> None:
-    """One line on what the vocabulary does with this corpus."""
+def _tell(config: RunConfig, folder: Path, tokenizer: TextTokenizer) -> None:
     line = f"fit-tokenizer: {tokenizer.vocab:,} pieces in {shown(folder)}"
     if config.tokenizer.use is None and tokenizer.vocab < config.tokenizer.vocab:
-        line += f" (the corpus has no more pairs worth merging; {config.tokenizer.vocab:,} were asked)"
-    shards = shards_of(corpus, "train") if corpus.exists() else []
-    texts = [text for path in shards[:1] for text in itertools.chain.from_iterable(itertools.islice(read_texts(path), 1))][:REPORT_TEXTS]
-    if texts:
-        tokens = sum(len(ids) for ids in tokenizer.encode_many(texts))
-        line += f"; {sum(len(text.encode()) for text in texts) / max(1, tokens):.2f} bytes a token on a sample"
+        line += f" (the text has no more pieces worth having; {config.tokenizer.vocab:,} were asked)"
     print(line)
+    if report := read_json(folder / REPORT):
+        print("\n".join(table_of(report)))

