@@ -17,7 +17,7 @@ from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerCon
 from textmill.corpus.clean import Cleaner
 from textmill.corpus.clean.cleaner import check_needs
 from textmill.corpus.document import Split
-from textmill.corpus.passes import SENTENCES, url_of
+from textmill.corpus.passes import SENTENCES
 from textmill.corpus.records import Bad, read_records
 from textmill.corpus.shards import open_shard, shards_of
 from textmill.corpus.sources import Piece, Source, find_sources, names_wherever, pieces_of, state_of
@@ -61,7 +61,7 @@ class Raw:
         """The texts of its records; what cannot be read is passed over: `prepare` accounts for it."""
         cleaner, into_lines = Cleaner(self.config), SENTENCES.get(self.config.sentences)
         for record in read_records(self.piece, self.config):
-            text = None if isinstance(record, Bad) else cleaner.clean(record.text, url_of(record))
+            text = None if isinstance(record, Bad) else cleaner.clean(record.text, record.url)
             if text is not None:
                 yield into_lines(text) if into_lines else text
 
