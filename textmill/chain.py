@@ -16,8 +16,9 @@ from textmill.files import read_json, shown, write_json
 from textmill.generation import generate
 from textmill.loop import train
 from textmill.runs import check_start
-from textmill.stages import MANIFEST, Force, open_manifest
+from textmill.stages import MANIFEST, Force
 from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.splits import open_splits, tokenizer_of
 from textmill.tokens.tokenize import tokenize
 
 SUMMARY = "summary.json"
@@ -29,8 +30,11 @@ def run(config: RunConfig, force: Force = "no") -> Path:
     if config.engine.device not in ("auto", "cpu"):
         open_device(config.engine.device)
     for number, (verb, stage) in enumerate((("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1):
-        _headline(number, verb)
-        stage(config, force)
+        if why := _not_needed(config, verb):
+            _headline(number, f"{verb}: not needed: {why}")
+        else:
+            _headline(number, verb)
+            stage(config, force)
     _headline(4, "train")
     folder = train(config, force)
     checkpoint = list(steps_of(folder).values())[-1]
@@ -49,6 +53,16 @@ def run(config: RunConfig, force: Force = "no") -> Path:
     return folder
 
 
+def _not_needed(config: RunConfig, verb: str) -> str | None:
+    """Why a stage is left out: existing tokens need no corpus, and only the tokenizer that they were made with."""
+    if config.tokens.use and verb == "prepare":
+        tokenizer_of(config)  # without one nothing of the chain can be done
+        return "tokens.use names existing tokens"
+    if config.tokens.use and verb == "fit-tokenizer" and not config.tokenizer.use:
+        return f"{shown(config.folder_of('tokenizer'))} is taken as it is"
+    return None
+
+
 def _from_nothing(config: RunConfig) -> RunConfig:
     """Without a prompt the model starts from nothing: a chain that runs by itself asks nobody for one."""
     sample = config.sample.model_copy(update={"prompt": config.sample.prompt or ""})
@@ -60,7 +74,7 @@ def _headline(number: int, verb: str) -> None:
 
 
 def _has(config: RunConfig, split: str) -> bool:
-    if open_manifest(config.folder_of("tokens"))["splits"][split]["tokens"]:
+    if open_splits(config).of(split):
         return True
     print(f"the {split} split is empty, so there is nothing to measure on; give it more text or a larger share")
     return False

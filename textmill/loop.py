@@ -108,7 +108,8 @@ class Training:
         self.clock, self.clocked = time.perf_counter(), done
 
     def _evaluate(self, done: int) -> float | None:
-        batches = itertools.islice(valid_batches(self.train, self.data, length=self.length), self.train.evaluate_batches)
+        whole = valid_batches(self.train, self.data, length=self.length, folder=self.run / INDEX)
+        batches = itertools.islice(whole, self.train.evaluate_batches)
         sums = sum((self.engine.eval_step(batch) for batch in batches), Sums(0.0, 0, 0))
         if not sums.asked:
             return None

@@ -8,11 +8,13 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig, TokenizerConfig, TokensConfig
+from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
 from textmill.config.section import Section, marks, place
 from textmill.config.sizes import SIZES
+from textmill.config.tokens import TokensConfig
 from textmill.config.training import ModelConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.usage import EvaluateConfig, SampleConfig, TrackConfig
+from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [

@@ -49,8 +49,9 @@ class TrainConfig(Section):
 
     folder: str | None = place()
     """Where checkpoints and metrics go; `run` under `folder` if not said."""
-    layout: Literal["packed", "padded"] = "packed"
-    """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document a sample."""
+    layout: Literal["packed", "padded", "features"] = "packed"
+    """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document a sample;
+    features: the rows that `tokens.kind=features` made, or existing ones that `tokens.use` names."""
     apart: bool = False
     """packed: keep documents apart: attention and positions begin anew with each, and none asks for the next one's first token."""
     tail: Literal["keep", "drop"] = "keep"

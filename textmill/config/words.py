@@ -45,6 +45,9 @@ OTHER_WORDS = {
     "max_new_tokens": "sample.max_tokens", "out_seq_length": "sample.max_tokens", "max_length": "sample.max_tokens",
     "min_length": "sample.min_tokens", "num_samples": "sample.count", "num_return_sequences": "sample.count",
     "do_sample": "sample.temperature", "report_to": "track.kinds", "wandb": "track.kinds", "wandb_project": "track.project",
+    "max_sequence_length": "tokens.features.max", "min_sequence_length": "tokens.features.min",
+    "num_special_token_reserved": "tokens.features.reserved", "ignore_label": "tokens.features.ignore",
+    "tokenized_datasets": "tokens.use", "grouped_tokenized_datasets": "tokens.use",
     "seed": "train.seed", "prompt": "sample.prompt", "per_device_eval_batch_size": "evaluate.batch",
 }  # fmt: skip
 

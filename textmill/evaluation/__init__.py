@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,25 @@ from textmill.errors import TextmillError
 from textmill.evaluation.figures import figures_of, protocol_of, table_of
 from textmill.files import shown, write_json
 from textmill.stages import open_manifest
+from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
 
 ROWS = ("model", "unigram", "bigram")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a model is measured on."""
+
+    stores: list[TokenStore]
+    train: list[TokenStore]
+    """What the baselines are counted on."""
+    counts: dict[str, int]
+    """Documents and tokens, and words and bytes where they are known."""
+    vocab: int
+    facts: dict[str, Any]
+    """What else one must know of the tokens."""
 
 
 def evaluate(config: RunConfig, step: WhichStep = "latest", as_json: bool = False) -> dict[str, Any]:
@@ -41,9 +57,8 @@ def _measured(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from textmill.evaluation.perplexity import perplexity
     from textmill.models.nets_torch import open_net
 
-    folder, split = config.folder_of("tokens"), config.evaluate.split
-    manifest, tokenizer = open_manifest(folder), open_tokenizer(checkpoint.folder)
-    store, counts = _open_split(folder, split, manifest, tokenizer, checkpoint)
+    tokenizer = open_tokenizer(checkpoint.folder)
+    measure = _open_used(config, tokenizer) if config.tokens.use else _open_made(config, tokenizer, checkpoint)
     device = open_device(config.engine.device)
     precision = precision_of(config.engine.precision, device)
     net = open_net(checkpoint.folder, device)
@@ -53,14 +68,39 @@ def _measured(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     stride = config.evaluate.stride or window
     if stride > window:
         raise TextmillError(f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it")
-    losses = perplexity(net, store, length=window, stride=stride, batch=config.evaluate.batch, first=tokenizer.end, precision=precision)
+    loss = sum(
+        perplexity(net, store, length=window, stride=stride, batch=config.evaluate.batch, first=tokenizer.end, precision=precision).loss
+        for store in measure.stores
+    )
     return {
-        "checkpoint": str(checkpoint.folder), "step": checkpoint.step, "split": split, **counts, "window": window, "stride": stride,
-        "precision": str(precision).removeprefix("torch."), "device": str(device),
-        "append_end": bool(manifest["made_from"].get("tokens.append_end", True)),
-        "model": figures_of(losses.loss, counts, str(checkpoint.folder)),
-        **(_baselines(folder, store, counts, manifest["vocab"], tokenizer.end) if config.evaluate.baselines else {}),
+        "checkpoint": str(checkpoint.folder), "step": checkpoint.step, "split": config.evaluate.split, **measure.counts, "window": window,
+        "stride": stride, "precision": str(precision).removeprefix("torch."), "device": str(device), **measure.facts,
+        "model": figures_of(loss, measure.counts, str(checkpoint.folder)),
+        **(_baselines(measure, tokenizer.end) if config.evaluate.baselines else {}),
     }  # fmt: skip
+
+
+def _open_made(config: RunConfig, tokenizer: TextTokenizer, checkpoint: Checkpoint) -> Measure:
+    """What `tokenize` made of a corpus."""
+    folder = config.folder_of("tokens")
+    manifest = open_manifest(folder)
+    store, counts = _open_split(folder, config.evaluate.split, manifest, tokenizer, checkpoint)
+    facts = {"append_end": bool(manifest["made_from"].get("tokens.append_end", True))}
+    return Measure([store], [open_store(folder / "train")], counts, manifest["vocab"], facts)
+
+
+def _open_used(config: RunConfig, tokenizer: TextTokenizer) -> Measure:
+    """Existing tokens, one store after the other, whatever their weights; their words and bytes are not known."""
+    splits, split = open_splits(config, tokenizer), config.evaluate.split
+    stores = splits.of(split)
+    if not stores:
+        filled = [name for name in splits.stores if splits.of(name)]
+        raise TextmillError(
+            f"tokens.use: the {split} split there is empty; measure another (evaluate.split={filled[0] if filled else 'train'}), "
+            f"or give it a share in corpus.split"
+        )
+    counts = {"documents": sum(map(len, stores)), "tokens": sum(store.tokens for store in stores)}
+    return Measure(stores, splits.of("train"), counts, tokenizer.vocab, {"stores": len(stores)})
 
 
 def _open_split(
@@ -88,13 +128,13 @@ def _open_split(
     return store, counts
 
 
-def _baselines(folder: Path, store: TokenStore, counts: dict[str, int], vocab: int, first: int) -> dict[str, Any]:
+def _baselines(measure: Measure, first: int) -> dict[str, Any]:
     from textmill.evaluation.baselines import count, losses_of
 
-    train = open_store(folder / "train")
-    seen = count(train, vocab=vocab, first=first)
-    figures = {name: figures_of(loss, counts, f"the {name}") for name, loss in losses_of(seen, store, first=first).items()}
-    return {**figures, "counted": seen.counted, "train_tokens": train.tokens}
+    seen = count(*measure.train, vocab=measure.vocab, first=first)
+    losses = losses_of(seen, *measure.stores, first=first)
+    figures = {name: figures_of(loss, measure.counts, f"the {name}") for name, loss in losses.items()}
+    return {**figures, "counted": seen.counted, "train_tokens": sum(store.tokens for store in measure.train)}
 
 
 def _keep(config: RunConfig, checkpoint: Checkpoint, result: dict[str, Any]) -> Path | None:

@@ -71,26 +71,28 @@ class Counts:
         return np.where(after > 0, (times + kinds * unigram) / np.maximum(after + kinds, 1), unigram)
 
 
-def count(store: TokenStore, *, vocab: int, first: int, most: int = MOST_COUNTED) -> Counts:
-    """Count the tokens and pairs of a store's beginning, the whole of it if it has no more than `most` tokens."""
-    counted = min(store.tokens, most)
+def count(*stores: TokenStore, vocab: int, first: int, most: int = MOST_COUNTED) -> Counts:
+    """Count the tokens and pairs of the beginning of stores, one after the other; the whole of them if they have no more than `most`."""
+    counted = min(sum(store.tokens for store in stores), most)
     tokens_V, pairs = np.zeros(vocab, np.int64), np.empty(counted, np.int64)
     filled = 0
-    for before, tokens in _blocks(store, vocab, first, counted):
-        tokens_V += np.bincount(tokens, minlength=vocab)
-        pairs[filled : filled + len(tokens)] = before * vocab + tokens
-        filled += len(tokens)
+    for store in stores:
+        for before, tokens in _blocks(store, vocab, first, min(store.tokens, counted - filled)):
+            tokens_V += np.bincount(tokens, minlength=vocab)
+            pairs[filled : filled + len(tokens)] = before * vocab + tokens
+            filled += len(tokens)
     pairs.sort()
     starts = np.flatnonzero(np.concatenate([[True], pairs[1:] != pairs[:-1]])) if counted else np.zeros(0, np.int64)
     return Counts(vocab, counted, tokens_V, pairs[starts], np.diff(starts, append=counted))
 
 
-def losses_of(counts: Counts, store: TokenStore, *, first: int) -> dict[str, float]:
-    """The summed loss in nats of every token of a store under each of the two models."""
+def losses_of(counts: Counts, *stores: TokenStore, first: int) -> dict[str, float]:
+    """The summed loss in nats of every token of stores under each of the two models."""
     losses = {"unigram": 0.0, "bigram": 0.0}
-    for before, tokens in _blocks(store, counts.vocab, first, store.tokens):
-        losses["unigram"] -= float(np.log(counts.unigram(tokens)).sum())
-        losses["bigram"] -= float(np.log(counts.bigram(before, tokens)).sum())
+    for store in stores:
+        for before, tokens in _blocks(store, counts.vocab, first, store.tokens):
+            losses["unigram"] -= float(np.log(counts.unigram(tokens)).sum())
+            losses["bigram"] -= float(np.log(counts.bigram(before, tokens)).sum())
     return losses
 
 

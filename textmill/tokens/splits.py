@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from textmill.config import RunConfig
+from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.files import hash_file, hash_json
 from textmill.stages import MANIFEST, open_manifest
-from textmill.tokens.store import TokenStore, open_store, prefix_of
+from textmill.tokens.store import TokenStore, open_store, paths_of, prefix_of
+from textmill.tokens.tables import Table, find_tables, is_dataset, open_tables, rows_of
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+
+
+@dataclass(frozen=True)
+class Features:
+    """Rows of one length that were cut from a store, or that the store was made of."""
+
+    table: Table
+    rule: FeaturesConfig | None = None
+    """How they were cut; none: a row is a document of the store."""
+    closed: bool = False
+    """Whether the store's documents end with a token that was not counted in cutting."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,8 @@ class Share:
 
     store: TokenStore
     weight: float
+    features: Features | None = None
+    """Its rows, where `train.layout` asks for them."""
 
 
 @dataclass(frozen=True)
@@ -35,46 +51,122 @@ class Splits:
     facts: dict[str, Any]
     """The manifest of what `tokenize` made; nothing of existing stores."""
 
+    def shares(self, split: str) -> list[Share]:
+        """A split's shares that hold anything."""
+        return [share for share in self.stores[split] if share.store.tokens]
+
     def of(self, split: str) -> list[TokenStore]:
         """A split's stores that hold anything."""
-        return [share.store for share in self.stores[split] if share.store.tokens]
+        return [share.store for share in self.shares(split)]
 
 
-def open_splits(config: RunConfig) -> Splits:
-    """The splits of a config, after checking that tokens and tokenizer belong together."""
-    folder = config.folder_of("tokenizer")
+@dataclass(frozen=True)
+class _Part:
+    """What one existing store, or the stage before, gives to each split."""
+
+    stores: dict[str, TokenStore]
+    mark: str
+    features: dict[str, Features] | None = None
+
+
+def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Splits:
+    """The splits of a config, after checking that tokens and tokenizer, the config's own if none is given, belong together."""
     if config.tokens.use:
-        tokenizer = open_tokenizer(folder if (folder / MANIFEST).is_file() or not config.tokenizer.use else Path(config.tokenizer.use))
-        parts = [_used(Path(one.path), config.corpus.split, tokenizer) for one in config.tokens.use]
+        tokenizer = tokenizer or tokenizer_of(config)
+        parts = [_used(config, number, tokenizer) for number in range(len(config.tokens.use))]
         weights = [one.weight for one in config.tokens.use]
-        mark = hash_json([[part[1], weight] for part, weight in zip(parts, weights, strict=True)])
-        return Splits(_shares([part for part, _ in parts], weights), tokenizer, mark, {})
-    tokens = config.folder_of("tokens")
-    facts, tokenizer = open_manifest(tokens), open_tokenizer(folder)
-    stores, mark = _made(tokens, tokenizer, folder)
-    return Splits(_shares([stores], [1.0]), tokenizer, mark, facts)
+        mark = hash_json([[part.mark, weight] for part, weight in zip(parts, weights, strict=True)])
+        return Splits(_shares(parts, weights), tokenizer, mark, {})
+    folder, tokens = config.folder_of("tokenizer"), config.folder_of("tokens")
+    facts, tokenizer = open_manifest(tokens), tokenizer or open_tokenizer(folder)
+    part = _made(tokens, tokenizer, folder, config.train.layout == "features")
+    return Splits(_shares([part], [1.0]), tokenizer, part.mark, facts)
 
 
-def _shares(parts: list[dict[str, TokenStore]], weights: list[float]) -> dict[str, list[Share]]:
-    return {split: [Share(part[split], weight) for part, weight in zip(parts, weights, strict=True)] for split in SPLITS}
+def tokenizer_of(config: RunConfig) -> TextTokenizer:
+    """The tokenizer of existing tokens: that of the stage before, or the one that is named."""
+    folder = config.folder_of("tokenizer")
+    if not (folder / MANIFEST).is_file() and not config.tokenizer.use:
+        raise TextmillError("tokenizer.use: nothing is named; tokens.use names existing tokens, so say which tokenizer they were made with")
+    return open_tokenizer(folder if (folder / MANIFEST).is_file() or not config.tokenizer.use else Path(config.tokenizer.use))
 
 
-def _made(folder: Path, tokenizer: TextTokenizer, named: Path) -> tuple[dict[str, TokenStore], str]:
-    """A folder that `tokenize` or `merge` made: its splits stand in it."""
+def _shares(parts: list[_Part], weights: list[float]) -> dict[str, list[Share]]:
+    return {
+        split: [
+            Share(part.stores[split], weight, part.features[split] if part.features else None)
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        for split in SPLITS
+    }
+
+
+def _made(folder: Path, tokenizer: TextTokenizer, named: Path | str, rows: bool) -> _Part:
+    """A folder that `tokenize` or `merge` made: its splits stand in it, and its rows where it has some."""
     manifest = open_manifest(folder)
     if tokenizer.fingerprint != manifest["tokenizer"]:
         raise TextmillError(f"{folder}: was made with another tokenizer than {named}; make it anew with: textmill tokenize --force")
-    return {split: open_store(folder / split) for split in SPLITS}, manifest["fingerprint"]
+    stores: dict[str, TokenStore] = {split: open_store(folder / split) for split in SPLITS}
+    made_from = manifest["made_from"]
+    if not rows or made_from.get("tokens.kind") != "features":
+        return _Part(stores, manifest["fingerprint"])
+    rule, closed = FeaturesConfig(**made_from["tokens.features"]), bool(made_from["tokens.append_end"])
+    names = {split: sorted(name for name in manifest["files"] if name.startswith(f"features/{split}-")) for split in SPLITS}
+    tables = {split: _whole(tuple(folder / name for name in names[split])) for split in SPLITS}
+    return _Part(stores, manifest["fingerprint"], {split: Features(tables[split], rule, closed) for split in SPLITS})
 
 
-def _used(path: Path, shares: Sequence[float], tokenizer: TextTokenizer) -> tuple[dict[str, TokenStore], str]:
-    """An existing store: a folder of ours as it is split, a Megatron prefix split here."""
+def _whole(files: tuple[Path, ...]) -> Table:
+    return Table(files, 0, sum(map(rows_of, files)))
+
+
+def kind_of(path: Path) -> Literal["folder", "prefix", "table"]:
+    """What existing tokens are: a folder of ours, a prefix of .bin and .idx, or rows of a dataset."""
     if (path / MANIFEST).is_file():
-        return _made(path, tokenizer, Path("the tokenizer of this run"))
+        return "folder"
+    if paths_of(prefix_of(path))[0].is_file():
+        return "prefix"
+    if is_dataset(path) or find_tables(path):
+        return "table"
+    raise TextmillError(
+        f"tokens.use: {path}: no tokens there; name a prefix of .bin and .idx files, a folder that textmill or datasets.save_to_disk made, "
+        f"or Parquet files with a column input_ids"
+    )
+
+
+def place_of(config: RunConfig, number: int) -> Path:
+    """Where `tokenize` puts the stores of an existing dataset: the tokens folder, or one in it for each of several."""
+    folder = config.folder_of("tokens")
+    return folder if len(config.tokens.use) == 1 else folder / f"used-{number}"
+
+
+def _used(config: RunConfig, number: int, tokenizer: TextTokenizer) -> _Part:
+    """Existing tokens: a folder of ours as it is split, a Megatron prefix split here, a dataset as it was converted."""
+    path, rows = Path(config.tokens.use[number].path), config.train.layout == "features"
+    kind = kind_of(path)
+    if kind == "folder":
+        return _made(path, tokenizer, "the tokenizer of this run", rows)
+    if kind == "table":
+        return _converted(config, number, path, tokenizer)
     store = open_store(prefix_of(path))
-    edges = contiguous(shares, len(store))
+    edges = contiguous(config.corpus.split, len(store))
     parts: dict[str, TokenStore] = {split: store.part(edges[number], edges[number + 1]) for number, split in enumerate(SPLITS)}
-    return parts, hash_json([hash_file(store.index.path), store.tokens, edges])
+    return _Part(parts, hash_json([hash_file(store.index.path), store.tokens, edges]))
+
+
+def _converted(config: RunConfig, number: int, path: Path, tokenizer: TextTokenizer) -> _Part:
+    folder = config.folder_of("tokens")
+    manifest = open_manifest(folder) if (folder / MANIFEST).is_file() else {}
+    if manifest.get("used", {}).get(str(number)) != path.name:
+        raise TextmillError(f"tokens.use: {path}: its rows are not converted yet; run: textmill tokenize")
+    if tokenizer.fingerprint != manifest["tokenizer"]:
+        raise TextmillError(f"{folder}: was made for another tokenizer; make it anew with: textmill tokenize --force")
+    stores: dict[str, TokenStore] = {split: open_store(place_of(config, number) / split) for split in SPLITS}
+    mark = hash_json([manifest["fingerprint"], manifest["made_from"], number])
+    if config.train.layout != "features":
+        return _Part(stores, mark)
+    tables = open_tables(path, partial(contiguous, config.corpus.split))
+    return _Part(stores, mark, {split: Features(tables[split]) for split in SPLITS})
 
 
 def contiguous(shares: Sequence[float], count: int) -> list[int]:

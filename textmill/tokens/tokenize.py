@@ -19,6 +19,8 @@ from textmill.progress import progress
 from textmill.runners import open_runner
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.encoders import FAST, REFERENCE, Encoder, ReferenceEncoder, Sample, doubt_of, first_difference, open_encoder_in
+from textmill.tokens.existing import tokenize_used
+from textmill.tokens.features import write_features
 from textmill.tokens.fitting import fit_tokenizer
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.pieces import COLUMNS, COUNTED, Form, Piece, encode_piece
@@ -43,6 +45,8 @@ Pieces = dict[Split, list[Piece]]
 
 def tokenize(config: RunConfig, force: Force = "no") -> Path:
     """Make the token stores of all splits; return their folder."""
+    if config.tokens.use:
+        return tokenize_used(config, force)
     folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
     source = open_manifest(corpus)
     _check_sentences(config, source)
@@ -62,6 +66,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         _check_quarantine(config, splits, part)
         _join(part, pieces, dtype_for(tokenizer["vocab"]))
         files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in ENDINGS}
+        files |= write_features(config, part)
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
         stage.finish(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from textmill.config import TokenizerConfig
-from textmill.config.data import ENDS
+from textmill.config.vocabulary import ENDS
 from textmill.errors import TextmillError
 from textmill.files import hash_json, write_text
 from textmill.hub import open_folder

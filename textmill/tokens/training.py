@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from textmill.config import TokenizerConfig
-from textmill.config.data import UNKNOWN, special_tokens_of
+from textmill.config.vocabulary import UNKNOWN, special_tokens_of
 from textmill.errors import TextmillError
 
 BOUNDARY = re.compile(r"(?<=\S)(?=[ \n]\S)")

@@ -6,38 +6,48 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from textmill.config import TrainConfig
+from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.features import FeatureRows
 from textmill.tokens.batches.layout import Layout
 from textmill.tokens.batches.packed import Packed
 from textmill.tokens.batches.padded import Padded
 from textmill.tokens.batches.windows import window_batches
-from textmill.tokens.splits import Splits
-from textmill.tokens.store import TokenStore
+from textmill.tokens.splits import Share, Splits
 from textmill.tokens.tokenizer import TextTokenizer
 
 
 def open_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None) -> Batches:
     """The train split's batches, blended by weight; large indexes stand in `folder`."""
     shares = splits.stores["train"]
-    layouts = [_layout(train, share.store, splits.tokenizer, length, train.seed, folder) for share in shares]
+    layouts = [_layout(train, share, splits.tokenizer, length, train.seed, folder) for share in shares]
     return Batches(layouts, [share.weight for share in shares], train.batch)
 
 
-def valid_batches(train: TrainConfig, splits: Splits, *, length: int) -> Iterator[Batch]:
+def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
     """The valid split in its own order, every token asked once, laid out as it is trained on."""
-    stores, end = splits.of("valid"), splits.tokenizer.end
+    shares, tokenizer = splits.shares("valid"), splits.tokenizer
     if train.layout == "packed" and not train.apart:
-        for store in stores:
-            yield from window_batches(store, length=length, stride=length, batch=train.batch, first=end)
+        for share in shares:
+            yield from window_batches(
+                share.store, length=length, stride=length, batch=train.batch, first=tokenizer.end, vocab=tokenizer.vocab
+            )  # fmt: skip
     else:
-        yield from in_order([_layout(train, store, splits.tokenizer, length, None, None) for store in stores], train.batch)
+        filled = [share for share in shares if share.features is None or share.features.table.count]
+        yield from in_order([_layout(train, share, tokenizer, length, None, folder) for share in filled], train.batch)
 
 
-def _layout(train: TrainConfig, store: TokenStore, tokenizer: TextTokenizer, length: int, seed: int | None, folder: Path | None) -> Layout:
+def _layout(train: TrainConfig, share: Share, tokenizer: TextTokenizer, length: int, seed: int | None, folder: Path | None) -> Layout:
+    store, vocab = share.store, tokenizer.vocab
+    if train.layout == "features":
+        if share.features is None:
+            raise TextmillError(
+                f"{store.prefix.parent}: holds no rows, and train.layout=features trains on rows; make them with tokens.kind=features, "
+                f"name Parquet files that have them in tokens.use, or set train.layout=packed"
+            )
+        return FeatureRows(share.features, store, length=length, seed=seed, vocab=vocab, folder=folder)
     if train.layout == "packed":
-        return Packed(store, length=length, seed=seed, apart=train.apart, tail=train.tail, vocab=tokenizer.vocab, folder=folder)
+        return Packed(store, length=length, seed=seed, apart=train.apart, tail=train.tail, vocab=vocab, folder=folder)
     close = tokenizer.end if train.close else None
-    return Padded(
-        store, length=length, seed=seed, pad=tokenizer.end, long=train.long, close=close, vocab=tokenizer.vocab, folder=folder
-    )  # fmt: skip
+    return Padded(store, length=length, seed=seed, pad=tokenizer.end, long=train.long, close=close, vocab=vocab, folder=folder)

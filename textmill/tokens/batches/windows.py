@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.tokens.batches.layout import check_ids
 from textmill.tokens.store import TokenStore
 
 
@@ -15,7 +16,7 @@ def window_count(store: TokenStore, *, length: int, stride: int) -> int:
     return 1 + max(0, -(-(store.tokens - length) // stride)) if store.tokens else 0
 
 
-def window_batches(store: TokenStore, *, length: int, stride: int, batch: int, first: int) -> Iterator[Batch]:
+def window_batches(store: TokenStore, *, length: int, stride: int, batch: int, first: int, vocab: int | None = None) -> Iterator[Batch]:
     """Windows of `length`, `stride` apart, over the stream that begins with the token `first`.
 
     The first window asks all its tokens, later ones only the tokens no window before has asked, so each
@@ -34,4 +35,5 @@ def window_batches(store: TokenStore, *, length: int, stride: int, batch: int, f
             if sample:
                 inputs[row, 0] = store.ids[start - 1]
                 labels[row, : length - stride] = IGNORED
+        check_ids(labels[labels != IGNORED], vocab, store.prefix)
         yield Batch(inputs=inputs, labels=labels, samples=samples)

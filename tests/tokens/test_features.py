@@ -1,0 +1,299 @@
+"""Rows of one length: the rule of jax-lm-training to the number, in Parquet that datasets opens, and as a layout to train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from textmill.cli import main
+from textmill.config import BeamRunner, LocalRunner, RunConfig
+from textmill.config.tokens import FeaturesConfig
+from textmill.corpus.document import SPLITS
+from textmill.corpus.shards import read_texts, shards_of
+from textmill.errors import TextmillError
+from textmill.files import faults_of, read_json
+from textmill.tokens import features as features_module
+from textmill.tokens.batches import features as layout_module
+from textmill.tokens.batches.batch import IGNORED
+from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.features import FeatureRows
+from textmill.tokens.features import SCHEMA, chunks_of, packed_rows, rows_in
+from textmill.tokens.splits import Features, Share, contiguous, open_splits
+from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.tables import Table
+from textmill.tokens.tokenize import tokenize
+from textmill.tokens.tokenizer import open_tokenizer
+from textmill.tokens.writer import StoreWriter
+from textmill.where import open_where
+
+END = 50256
+SMALL = ["max=16", "min=6", "stride=5"]
+
+
+def rows_of(documents: list[list[int]], rule: FeaturesConfig, special: int = END) -> list[dict[str, list[Any]]]:
+    """Our rows of documents, as lists."""
+    sizes = np.array([len(document) for document in documents], np.int64)
+    chunks = chunks_of(sizes, rule)
+    cut = [
+        documents[number][start : start + count]
+        for number, start, count in zip(*map(np.ndarray.tolist, vars(chunks).values()), strict=True)
+    ]
+    made = packed_rows(np.array([token for chunk in cut for token in chunk], np.int64), chunks.counts, rule, special)
+    assert np.bincount(chunks.documents, minlength=len(documents)).tolist() == rows_in(sizes, rule).tolist()
+    return [{name: made[name][row].tolist() for name in SCHEMA.names} for row in range(len(chunks.counts))]
+
+
+def slow_rows(documents: list[list[int]], rule: FeaturesConfig, special: int) -> list[dict[str, list[Any]]]:
+    """The description, sentence by sentence, one token at a time."""
+    rows = []
+    for document in documents:
+        for start in range(0, len(document), rule.stride):
+            chunk = document[start : start + rule.max - rule.reserved + 1]
+            if len(chunk) <= rule.min - rule.reserved:
+                continue
+            row, real = [special, *chunk, special], len(chunk) + 2
+            while len(row) < rule.max + 1:
+                row.append(0 if rule.pad_zero else special)
+            inputs, labels, mask = [], [], []
+            for place in range(rule.max):
+                inputs.append(row[place])
+                mask.append(1.0 if (row[place] > 0 if rule.pad_zero else place < real) else 0.0)
+                asked = row[place + 1] != 0 if rule.pad_zero else place + 1 < real
+                labels.append(row[place + 1] if asked else rule.ignore)
+            rows.append({"input_ids": inputs, "attention_mask": mask, "labels": labels})
+    return rows
+
+
+def test_the_published_rows() -> None:
+    rows = rows_of([list(range(1, 21))], FeaturesConfig(max=8, min=4, reserved=2, stride=4, pad_zero=True))
+    chunks = [range(1, 8), range(5, 12), range(9, 16), range(13, 20)]
+    whole = [{"input_ids": [END, *chunk], "attention_mask": [1.0] * 8, "labels": [*chunk, END]} for chunk in chunks]
+    last = [END, 17, 18, 19, 20, END, 0, 0], [1.0] * 6 + [0.0] * 2, [17, 18, 19, 20, END, -100, -100, -100]
+    assert rows == [*whole, dict(zip(SCHEMA.names, last, strict=True))]
+    real = rows_of([list(range(1, 21))], FeaturesConfig(max=8, min=4, reserved=2, stride=4))
+    assert real == [*whole, {**rows[-1], "input_ids": [END, 17, 18, 19, 20, END, END, END]}]
+
+
+def test_the_published_chunks_of_the_defaults() -> None:
+    chunks = chunks_of(np.array([300]), FeaturesConfig())
+    assert list(zip(chunks.starts.tolist(), chunks.counts.tolist(), strict=True)) == [(0, 255), (128, 172)]
+    row = rows_of([list(range(1, 301))], FeaturesConfig())[1]
+    assert row["input_ids"][:3] == [END, 129, 130]
+    assert row["input_ids"][172:175] == [300, END, END]
+    assert sum(row["attention_mask"]) == 174
+
+
+def test_a_token_of_id_0_is_lost_only_where_the_quirk_is_asked_for() -> None:
+    rule = FeaturesConfig(max=8, min=2, stride=8)
+    (row,) = rows_of([[5, 0, 7]], rule)
+    assert row == {
+        "input_ids": [END, 5, 0, 7, END, *[END] * 3],
+        "attention_mask": [1.0] * 5 + [0.0] * 3,
+        "labels": [5, 0, 7, END, *[-100] * 4],
+    }
+    (row,) = rows_of([[5, 0, 7]], rule.model_copy(update={"pad_zero": True}))
+    assert row["attention_mask"] == [1, 1, 0, 1, 1, 0, 0, 0]
+    assert row["labels"] == [5, -100, 7, END, *[-100] * 4]
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), max_size=8), data=st.data(), pad_zero=st.booleans(), special=st.sampled_from([0, 9]))
+def test_rows_are_those_of_the_description(sizes: list[int], data: st.DataObject, pad_zero: bool, special: int) -> None:
+    longest = data.draw(st.integers(2, 20))
+    rule = FeaturesConfig(
+        max=longest, min=data.draw(st.integers(0, longest)), stride=data.draw(st.integers(1, 25)),
+        reserved=data.draw(st.integers(0, min(4, longest))), ignore=data.draw(st.sampled_from([-100, -1])), pad_zero=pad_zero,
+    )  # fmt: skip
+    documents = [data.draw(st.lists(st.integers(0, 12), min_size=size, max_size=size)) for size in sizes]
+    assert rows_of(documents, rule, special) == slow_rows(documents, rule, special)
+
+
+def config_for(folder: Path, *words: str) -> RunConfig:
+    (folder / "textmill.yaml").touch()
+    small = [f"tokens.features.{word}" for word in SMALL]
+    return open_where(
+        str(folder), [f"corpus.sources={folder / 'texts'}", "corpus.documents=block", "tokenizer.vocab=300", *small, *words]
+    ).config
+
+
+@pytest.fixture
+def life(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus, its tokenizer, and its tokens with rows in several files."""
+    monkeypatch.setattr(features_module, "SHARD", 2000)
+    monkeypatch.setattr(features_module, "CELLS", 400)
+    folder = tiny_texts.parent
+    config_for(folder)
+    words = [f"corpus.sources={tiny_texts}", "corpus.documents=block", "corpus.split=60,30,10", "tokenizer.vocab=300"]
+    words += ["tokens.kind=features", "runner.workers=1", *(f"tokens.features.{word}" for word in SMALL)]
+    for verb in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([verb, str(folder), *words]) == 0
+    return folder
+
+
+def test_rows_of_a_corpus_open_in_datasets(life: Path) -> None:
+    tokens, tokenizer = life / "tokens", open_tokenizer(life / "tokenizer")
+    files = read_json(tokens / "manifest.json")["files"]
+    assert faults_of(tokens, files) == []
+    for split in SPLITS:
+        paths = sorted((tokens / "features").glob(f"{split}-*.parquet"))
+        assert [path.name for path in paths] == [f"{split}-{number:05d}-of-{len(paths):05d}.parquet" for number in range(len(paths))]
+        assert {f"features/{path.name}" for path in paths} <= set(files)
+        found = datasets.Dataset.from_parquet([str(path) for path in paths], cache_dir=str(life / "cache"))
+        documents = [tokenizer.encode(text) for path in shards_of(life / "corpus", split) for texts in read_texts(path) for text in texts]
+        assert found.to_list() == slow_rows(documents, FeaturesConfig(max=16, min=6, stride=5), tokenizer.end)
+        assert pq.read_schema(paths[0]).equals(SCHEMA)
+    assert len(list((tokens / "features").iterdir())) > 3
+
+
+def tables_in(folder: Path) -> dict[str, pa.Table]:
+    return {path.name: pq.read_table(path) for path in (folder / "features").iterdir()}
+
+
+@pytest.mark.parametrize("runner", [LocalRunner(workers=2), BeamRunner()], ids=["two processes", "beam"])
+def test_files_are_the_same_on_any_runner(life: Path, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(runner, BeamRunner):
+        pytest.importorskip("apache_beam", reason="needs apache-beam: pip install 'textmill[beam]'")
+    monkeypatch.setattr(features_module, "CELLS", 1 << 20)  # as the runner's own processes have it
+    config = config_for(life, "tokens.kind=features")
+    found = []
+    for number, one in enumerate((LocalRunner(workers=1), runner)):
+        tokens = config.tokens.model_copy(update={"folder": str(life / str(number))})
+        tokenize(config.model_copy(update={"runner": one, "tokens": tokens}))
+        found.append({path.name: path.read_bytes() for path in (life / str(number) / "features").iterdir()})
+    assert len(found[0]) > 3
+    assert found[0] == found[1]
+
+
+def test_the_end_tokens_of_a_store_are_not_counted(life: Path) -> None:
+    tokenize(config_for(life, "tokens.kind=features", "tokens.append_end=false", "runner.workers=1", f"tokens.folder={life / 'open'}"))
+    found, wanted = (tables_in(life / name) for name in ("open", "tokens"))
+    for split in SPLITS:
+        whole = [pa.concat_tables(tables[name] for name in sorted(tables) if name.startswith(split)) for tables in (found, wanted)]
+        assert whole[0].equals(whole[1])
+
+
+def share_of(life: Path, split: str = "train") -> Share:
+    (share,) = open_splits(config_for(life, "train.layout=features")).stores[split]
+    return share
+
+
+def layout_of(share: Share, **options: Any) -> FeatureRows:
+    assert share.features is not None
+    return FeatureRows(share.features, share.store, **{"length": 16, "seed": None, **options})
+
+
+def read_rows(folder: Path, split: str = "train") -> list[tuple[list[int], list[int]]]:
+    tables = [pq.read_table(path) for path in sorted((folder / "tokens" / "features").glob(f"{split}-*"))]
+    return [(row["input_ids"], row["labels"]) for table in tables for row in table.to_pylist()]
+
+
+def pairs_of(rows: Any) -> list[tuple[list[int], list[int]]]:
+    return list(zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True))
+
+
+def test_rows_as_a_layout(life: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share, wanted = share_of(life), read_rows(life)
+    layout = layout_of(share, folder=life / "index")
+    assert layout.samples == len(wanted)
+    assert pairs_of(layout.rows(np.arange(len(wanted)))) == wanted
+    assert [pair for batch in in_order([layout], 7) for pair in pairs_of(batch)] == wanted
+    monkeypatch.setattr(layout_module, "_blocks", lambda *_: pytest.fail("made again"))
+    shuffled = layout_of(share, seed=5, folder=life / "index")
+    epochs = [pairs_of(shuffled.rows(np.arange(epoch * len(wanted), (epoch + 1) * len(wanted)))) for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(wanted)
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != wanted
+    batches = Batches([shuffled], [1], 10)
+    assert pairs_of(batches.batch_at(3, slice(2, 5))) == epochs[0][32:35]
+    monkeypatch.undo()
+    assert pairs_of(layout_of(share).rows(np.arange(5))) == wanted[:5], "and without a folder"
+
+
+def test_a_row_leads_back_to_its_document(life: Path) -> None:
+    share = share_of(life)
+    layout = layout_of(share, seed=3)
+    samples = np.arange(layout.samples, layout.samples + 40)
+    rows, seen = layout.rows(samples), layout.seen(samples)
+    assert seen.rows.tolist() == list(range(40))
+    for row, document in enumerate(seen.documents.tolist()):
+        edges = share.store.borders(np.array([document, document + 1]))
+        text = " ".join(map(str, share.store.ids[edges[0] : edges[1]].tolist()))
+        chunk = [token for token in rows.labels[row].tolist() if token != IGNORED][:-1]
+        assert " ".join(map(str, chunk)) in text
+
+
+def foreign(folder: Path, rows: list[dict[str, list[Any]]], files: int = 3) -> Table:
+    """Rows as Beam's WriteToParquet leaves them: shards without an ending."""
+    folder.mkdir()
+    for number in range(files):
+        pq.write_table(pa.Table.from_pylist(rows[number::files], SCHEMA), folder / f"wikitext-{number:05d}-of-{files:05d}")
+    paths = tuple(sorted(folder.iterdir()))
+    return Table(paths, 0, len(rows))
+
+
+def empty_store(folder: Path) -> TokenStore:
+    with StoreWriter(folder / "s", np.dtype(np.uint16)) as writer:
+        writer.add([[1]])
+    return open_store(folder / "s")
+
+
+def test_rows_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
+    store = empty_store(tmp_path)
+    rows = rows_of([list(range(1, 21))], FeaturesConfig(max=8, min=4, stride=4, pad_zero=True))
+    table = foreign(tmp_path / "good", rows)
+    layout = FeatureRows(Features(table), store, length=8, seed=None, vocab=END + 1)
+    assert sorted(pairs_of(layout.rows(np.arange(5)))) == sorted((row["input_ids"], row["labels"]) for row in rows)
+    assert layout.seen(np.arange(5)).documents.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(TextmillError, match=r"token id 50256, the tokenizer has 50,256 pieces"):
+        FeatureRows(Features(table), store, length=8, seed=None, vocab=END).rows(np.arange(5))
+    with pytest.raises(TextmillError, match=r"row of 8 tokens, train.length is 16; set train.length=8"):
+        FeatureRows(Features(table), store, length=16, seed=None, folder=tmp_path / "index")
+    assert [path.name for path in (tmp_path / "index").iterdir()] == ["lock"], "nothing half made is left"
+    grouped = foreign(tmp_path / "grouped", [{**row, "labels": row["input_ids"]} for row in rows])
+    with pytest.raises(TextmillError, match=r"labels of row 0 are not its next tokens.*train.layout=padded"):
+        FeatureRows(Features(grouped), store, length=8, seed=None)
+    with pytest.raises(TextmillError, match="no rows to learn from"):
+        FeatureRows(Features(Table((), 0, 0)), store, length=8, seed=None)
+
+
+TINY = [
+    "model.size=nano", "model.shape.layers=1", "model.shape.width=16", "model.shape.heads=2", "train.length=16", "train.batch=4",
+    "train.steps=2", "train.layout=features", "engine.device=cpu", "sample.max_tokens=2", "evaluate.baselines=false",
+]  # fmt: skip
+
+
+def test_rows_are_trained_on(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(life), *TINY]) == 0
+    assert "valid_loss" in (life / "run" / "metrics.jsonl").read_text()
+    assert main(["evaluate", str(life / "run")]) == 0
+    assert main(["train", str(life), *TINY, "train.length=32", f"train.folder={life / 'other'}"]) == 2
+    assert "set train.length=16" in capsys.readouterr().err
+
+
+def test_no_rows_made_is_said(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = f"tokens.folder={life / 'plain'}"
+    assert main(["tokenize", str(life), plain]) == 0
+    assert main(["train", str(life), plain, *TINY]) == 2
+    assert "holds no rows" in capsys.readouterr().err
+
+
+def test_rows_from_elsewhere_go_through_the_whole_chain(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = sorted((life / "tokens" / "features").glob("train-*"))
+    (life / "beam").mkdir()
+    for number, path in enumerate(paths):
+        path.rename(life / "beam" / f"wikitext-{number:05d}-of-{len(paths):05d}")
+    (life / "beam" / "mine.yaml").write_text(f"folder: out\ntokens: {{use: ['wikitext-*']}}\ntokenizer: {{use: {life / 'tokenizer'}}}\n")
+    assert main(["run", str(life / "beam" / "mine.yaml"), "runner.workers=1", "corpus.split=80,10,10", *TINY]) == 0
+    measured = read_json(life / "beam" / "out" / "run" / "evaluation" / "step-0000002-valid.json")
+    rows = [row for path in sorted((life / "beam").glob("wikitext-*")) for row in pq.read_table(path).to_pylist()]
+    edges = contiguous([80, 10, 10], len(rows))
+    valid = rows[edges[1] : edges[2]]
+    assert (measured["documents"], measured["tokens"]) == (len(valid), sum(map(sum, (row["attention_mask"] for row in valid))))
