@@ -70,3 +70,9 @@ class TokensConfig(Section):
     @classmethod
     def _as_used(cls, value: Any) -> Any:
         return [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _begun_once(self) -> TokensConfig:
+        if self.prepend_begin and self.kind == "features":
+            raise TextmillError("tokens.prepend_begin: the rows of tokens.kind=features begin with a special token already; take it out")
+        return self

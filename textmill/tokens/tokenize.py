@@ -131,8 +131,7 @@ def _pieces(config: RunConfig, folder: Path, tokenizer: TextTokenizer, encoder: 
 
 def begin_of(tokenizer: TextTokenizer) -> int:
     """The token before a document: its own, or the end-of-text token, which serves as both in GPT-2."""
-    begin: int | None = getattr(tokenizer, "begin", None)
-    return tokenizer.end if begin is None else begin
+    return tokenizer.end if tokenizer.begin is None else tokenizer.begin
 
 
 def _spans(sizes: list[int]) -> Iterator[range]:

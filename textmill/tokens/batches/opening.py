@@ -49,5 +49,5 @@ def _layout(train: TrainConfig, share: Share, tokenizer: TextTokenizer, length: 
         return FeatureRows(share.features, store, length=length, seed=seed, vocab=vocab, folder=folder)
     if train.layout == "packed":
         return Packed(store, length=length, seed=seed, apart=train.apart, tail=train.tail, vocab=vocab, folder=folder)
-    close = tokenizer.end if train.close else None
-    return Padded(store, length=length, seed=seed, pad=tokenizer.end, long=train.long, close=close, vocab=vocab, folder=folder)
+    pad, close = tokenizer.end if tokenizer.pad is None else tokenizer.pad, tokenizer.end if train.close else None
+    return Padded(store, length=length, seed=seed, pad=pad, long=train.long, close=close, vocab=vocab, folder=folder)
