@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,8 @@ from textmill.runners import Result, open_runner
 from textmill.stages import open_manifest
 from textmill.tokens.training import WordCounter, new_inner
 
-PICKED_PARTS, PICKED_TEXTS, PICKED_CHARACTERS = 16, 200, 4000
-"""The report looks at so many parts of the text, so many documents of each, and the beginning of each document."""
+PICKED_PARTS, PICKED_TEXTS, PICKED_CHARACTERS = 16, 1000, 2000
+"""The report looks at so many parts of the text at most, so many documents in all, and the beginning of each document."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,10 @@ def pick_texts(parts: Sequence[Part], config: RunConfig) -> list[str]:
     """A few texts from all over the parts, for a report."""
     count = min(len(parts), PICKED_PARTS)
     spread = [parts[number * len(parts) // count] for number in range(count)]
-    return list(itertools.chain.from_iterable(open_runner(config.runner).map(pick_from, spread)))
+    pick = partial(pick_from, count=PICKED_TEXTS // count)
+    return list(itertools.chain.from_iterable(open_runner(config.runner).map(pick, spread)))
 
 
-def pick_from(part: Part) -> list[str]:
-    """Texts from all over a row group, or the first of a source."""
-    if isinstance(part, Raw):
-        texts = list(itertools.islice(part.texts(), PICKED_TEXTS))
-    else:
-        held = list(part.texts())
-        texts = held[:: max(1, len(held) // PICKED_TEXTS)][:PICKED_TEXTS]
-    return [text[:PICKED_CHARACTERS] for text in texts]
+def pick_from(part: Part, count: int) -> list[str]:
+    """So many texts of a part, chosen by their hashes."""
+    return [text[:PICKED_CHARACTERS] for text in heapq.nsmallest(count, part.texts(), key=hash_of)]

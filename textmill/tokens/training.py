@@ -23,7 +23,8 @@ MOST_WORDS = 20_000_000
 """Different words that are held; when there are more, those seen once go."""
 LONGEST = 256
 """Characters of a word that unigram is fitted on; a longer one is cut."""
-REPEATS = 4096
+TOLD = 2048
+"""Characters that the library is told at a time; it holds a few hundred such texts, with 16 bytes for each character."""
 MARK = "##"
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -199,9 +200,10 @@ def _fed(model: models.Model, words: Iterable[tuple[str, int]], trainer: trainer
 
 def _told(words: Iterable[tuple[str, int]]) -> Iterator[str]:
     for word, count in words:
-        for _ in range(count // REPEATS):
-            yield (word + " ") * REPEATS
-        if rest := count % REPEATS:
+        often = max(1, TOLD // (len(word) + 1))
+        for _ in range(count // often):
+            yield (word + " ") * often
+        if rest := count % often:
             yield (word + " ") * rest
 
 
