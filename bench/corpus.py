@@ -130,22 +130,35 @@ class Run:
     seconds: float
     peak: float
     """MB of all its processes together, memory that they share counted once."""
+    cpu: float
+    """Seconds of processor time of all its processes, as last seen: nearly the same on a busy machine."""
     said: str
+
+
+def seconds_of(pid: int) -> float:
+    """A process's processor time; not the system's count of a parent's children, which leaves out those that nobody waited for."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run(command: list[str], pause: float = 0.1) -> Run:
     """Run a command and look at its memory every so many seconds."""
-    start, peak = time.perf_counter(), 0.0
+    start, peak, used = time.perf_counter(), 0.0, dict[int, float]()
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         while process.poll() is None:
-            peak = max(peak, sum(map(megabytes_of, family_of(process.pid))))
+            family = family_of(process.pid)
+            peak = max(peak, sum(map(megabytes_of, family)))
+            used.update((pid, max(seconds_of(pid), used.get(pid, 0.0))) for pid in family)
             time.sleep(pause)
         seconds = time.perf_counter() - start
         said.seek(0)
         words = said.read()
     assert process.returncode == 0, words[-3000:]
-    return Run(seconds, peak, words)
+    return Run(seconds, peak, sum(used.values()), words)
 
 
 def family_of(pid: int) -> list[int]:
@@ -196,12 +209,15 @@ def compare_near(place: Path, texts: Path, total: float, workers: int, python: s
     print(f"near-duplicates, {total:.1f} MB, {workers} workers, shingles of {WORDS} words, {bands} bands of {rows} values")
     settings: dict[str, Any] = {"dedup_shingles": "words", "dedup_n": WORDS, "dedup_threshold": THRESHOLD}
     ours = prepare(texts, place / "ours", workers, "near", **settings)
-    print(f"  textmill               {total / ours.seconds:7.2f} MB/s, peak {ours.peak:,.0f} MB", flush=True)
+    print(
+        f"  textmill               {total / ours.seconds:7.2f} MB/s, {ours.cpu:,.0f} s of processors, peak {ours.peak:,.0f} MB", flush=True
+    )
     script = written(place / "near.py", PEER_NEAR)
     for words in ("white space", "spacy") if python else ():
         folder = place / f"theirs {words}"
         theirs = run([str(python), script, str(texts), str(folder), *map(str, (workers, WORDS, bands, rows)), words])
-        told = f"{total / theirs.seconds:7.2f} MB/s, peak {theirs.peak:,.0f} MB: ratio {theirs.seconds / ours.seconds:.1f}"
+        ratios = f"ratio {theirs.seconds / ours.seconds:.1f}, of processor time {theirs.cpu / ours.cpu:.1f}"
+        told = f"{total / theirs.seconds:7.2f} MB/s, {theirs.cpu:,.0f} s of processors, peak {theirs.peak:,.0f} MB: {ratios}"
         print(f"  datatrove, {words:<11} {told}", flush=True)
 
 
