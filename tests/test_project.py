@@ -98,3 +98,8 @@ def test_ci_runs_the_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111, ".ci/run is executable"
     assert "make test" in script.read_text(encoding="utf-8")
+
+
+def test_no_script_is_named_like_a_module_of_python() -> None:
+    """Python puts a script's own folder before its library: a bench/tokenize.py would be taken for the module `tokenize`."""
+    assert {path.stem for path in (ROOT / "bench").glob("*.py")}.isdisjoint(sys.stdlib_module_names)

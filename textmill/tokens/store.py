@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.tokens.indexes import BLOCK, Index, open_index
+from textmill.tokens.maps import expect
 
 
 def dtype_for(vocab: int) -> np.dtype[Any]:
@@ -67,6 +68,11 @@ class TokenStore:
         borders = self.index.documents[self.first : self.first + self.count + 1]
         blocks = (borders[start : start + BLOCK + 1] for start in range(0, self.count, BLOCK))
         return all(bool((np.diff(block) == 1).all()) for block in blocks)
+
+    def expect(self, *, scattered: bool) -> None:
+        """Say how it will be read from now on: document by document all over it, or in order."""
+        for array in (self.ids, self.index.lengths, self.index.offsets, self.index.documents):
+            expect(array, scattered=scattered)
 
     def part(self, begin: int, end: int) -> TokenStore:
         """The documents from `begin` to before `end`, as a store of their own; nothing is copied."""

@@ -16,6 +16,7 @@ from textmill.tokens.batches.layout import Rows, Seen, check_ids
 from textmill.tokens.batches.order import shuffled
 from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
 from textmill.tokens.features import rows_in
+from textmill.tokens.maps import expect
 from textmill.tokens.splits import Features
 from textmill.tokens.store import TokenStore
 from textmill.tokens.tables import IDS, LABELS, Ragged, Table
@@ -34,6 +35,7 @@ class FeatureRows:
         if not self.samples:
             raise TextmillError(f"{store.prefix}: there are no rows to learn from; lower tokens.features.min, or add text")
         self.cells = opened_cells(features.table, length, folder)
+        expect(self.cells, scattered=seed is not None)
 
     def rows(self, samples: NDArray[np.int64]) -> Rows:
         """The rows of these numbers."""

@@ -85,7 +85,10 @@ class Packed:
             return lambda places: sizes[self._order(epoch, places)].astype(np.int64)
 
         path = sums_path(self.folder, self.store, epoch, "packed", "as it is" if self.seed is None else self.seed)
-        return running_sums(len(self.store), amounts, path)
+        self.store.expect(scattered=False)
+        ends = running_sums(len(self.store), amounts, path)
+        self.store.expect(scattered=self.seed is not None)
+        return ends
 
     def _pieces(self, epoch: int, places: NDArray[np.int64]) -> Pieces:
         """The documents' stretches that fill windows, found for all windows at once."""

@@ -32,6 +32,7 @@ class Padded:
             return lambda places: _samples_in(sizes[places].astype(np.int64), length, long)
 
         self.ends = running_sums(len(store), amounts, sums_path(folder, store, 0, "padded", length, long))
+        store.expect(scattered=seed is not None)
         self.samples = int(self.ends[-1]) if len(self.ends) else 0
         if not self.samples:
             raise TextmillError(f"{store.prefix}: no document has two tokens; there is nothing to learn from; add text")

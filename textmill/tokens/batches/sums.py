@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.files import hash_json, locked
+from textmill.tokens.maps import expect
 from textmill.tokens.store import TokenStore
 
 FEW = 1 << 20
@@ -36,7 +37,9 @@ def running_sums(count: int, amounts: Callable[[], Amounts], path: Path | None) 
             made.flush()
             os.replace(temporary, path)
             _prune(path)
-    return np.memmap(path, np.int64, "r", shape=(count,))
+    sums = np.memmap(path, np.int64, "r", shape=(count,))
+    expect(sums, scattered=True)
+    return sums
 
 
 def _fill(sums: NDArray[np.int64], amounts: Amounts) -> None:

@@ -1,6 +1,6 @@
 """End-to-end tokenize (read, encode, write) against tokenizers' encode_batch and against one tokenizer a process.
 
-    python bench/tokenize.py [MB for the peers]
+    python bench/tokenizing.py [MB for the peers]
 
 All three take the English text beside the repository with GPT-2's vocabulary, on all cores of this machine, and write the ids with an
 end-of-text token after each document; the bytes written must be the same. The peers read JSON lines, tokenize reads the prepared
