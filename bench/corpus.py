@@ -1,6 +1,6 @@
 """Speed of cleaning and near-deduplication against datatrove in the same run, and peak memory of `prepare` on 1, 2 and 4 times the input.
 
-    python bench/corpus.py [MB] [workers] [python that has datatrove, its processing extra, ftfy and spacy]
+    python bench/corpus.py [MB] [workers] [python that has datatrove with its extras io and processing, ftfy and spacy]
 
 The last may also stand in DATATROVE_PYTHON; without it textmill alone is measured. The text is ../shared/data/en.jsonl.xz,
 decompressed, in documents of at most 20,000 characters; where that is too little, it comes again with the words of each document shuffled.
