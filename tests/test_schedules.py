@@ -7,6 +7,7 @@ import math
 import pytest
 
 from textmill.config import TrainConfig
+from textmill.errors import TextmillError
 from textmill.schedules import lr_at
 
 
@@ -29,3 +30,58 @@ def test_the_ends() -> None:
     assert lr_at(9, train) == lr_at(10, train) == 2.0
     assert lr_at(100, train) == lr_at(5000, train) == 0.5
     assert lr_at(0, TrainConfig(steps=10, warmup=0, learning_rate=3.0)) == 3.0
+
+
+def test_a_horizon_other_than_the_runs_end() -> None:
+    short = TrainConfig(schedule="linear", steps=100, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
+    long = TrainConfig(schedule="linear", steps=100, decay_steps=210, warmup=10, learning_rate=1.0)
+    assert [lr_at(step, short) for step in (10, 25, 40, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert lr_at(110, long) == pytest.approx(0.5)
+
+
+def test_stable_falls_at_the_end_only() -> None:
+    train = TrainConfig(schedule="stable", steps=110, warmup=10, decay_share=0.2, learning_rate=1.0, min_learning_rate=0.2)
+    assert [lr_at(step, train) for step in (10, 50, 90, 100, 110)] == pytest.approx([1.0, 1.0, 1.0, 0.6, 0.2])
+
+
+def test_inverse_square_root() -> None:
+    train = TrainConfig(schedule="inverse_sqrt", steps=1000, warmup=100, learning_rate=0.5, min_learning_rate=0.2)
+    assert lr_at(99, train) == 0.5
+    for step in (100, 200, 399):
+        assert lr_at(step, train) == pytest.approx(0.5 * math.sqrt(100) / math.sqrt(step + 1))
+    assert lr_at(5000, train) == 0.2
+
+
+@pytest.mark.parametrize("warmup", [1, 2, 7, 100])
+def test_deepspeeds_warmup_and_decay(warmup: int) -> None:
+    """WarmupDecayLR as it is described: gamma = ln(i+1)/ln(max(2, warmup)), then (total - i)/max(1, total - warmup), to the minimum."""
+    low, high, total = 3.5e-5, 3.5e-4, 300
+    train = TrainConfig(
+        schedule="linear", warmup_shape="log", steps=total, warmup=warmup, learning_rate=high, min_learning_rate=low
+    )  # fmt: skip
+    for step in range(total + 20):
+        rise = math.log(step + 1) / math.log(max(2, warmup))
+        gamma = rise if step < warmup else max(0.0, (total - step) / max(1, total - warmup))
+        assert lr_at(step, train) == pytest.approx(low + (high - low) * gamma, rel=1e-12)
+
+
+@pytest.mark.parametrize("stairs", [False, True])
+def test_the_range_test(stairs: bool) -> None:
+    train = TrainConfig(schedule="range_test", steps=100, min_learning_rate=1e-3, range_steps=20, range_rate=2.0, range_stairs=stairs)
+    for step in range(100):
+        interval = math.floor((step + 1) / 20) if stairs else (step + 1) / 20
+        assert lr_at(step, train) == pytest.approx(1e-3 * (1 + 2.0 * interval), rel=1e-12)
+
+
+def test_megatrons_boundaries() -> None:
+    """lr(x), x updates done before: at the end of the warm-up the highest, past the decay the least, in the middle of a cosine the mean."""
+    train = TrainConfig(schedule="cosine", steps=400, decay_steps=300, warmup=100, learning_rate=1.5e-4, min_learning_rate=1e-5)
+    assert lr_at(100, train) == 1.5e-4
+    assert lr_at(200, train) == pytest.approx((1.5e-4 + 1e-5) / 2)
+    assert lr_at(300, train) == pytest.approx(1e-5)
+    assert lr_at(399, train) == pytest.approx(1e-5)
+
+
+def test_a_range_test_needs_somewhere_to_begin() -> None:
+    with pytest.raises(TextmillError, match="train.min_learning_rate"):
+        TrainConfig(schedule="range_test")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from textmill.config.section import Section, how, place, source, texts
 from textmill.errors import TextmillError
@@ -72,8 +72,21 @@ class TrainConfig(Section):
     """Where the schedule ends."""
     warmup: int | float = Field(0.05, ge=0)
     """Steps of warm-up, or a share of `train.steps` when below 1."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    warmup_shape: Literal["linear", "log"] = "linear"
+    """How the rate rises: in a line, or by the logarithm of the step from `train.min_learning_rate`, as DeepSpeed's WarmupLR does."""
+    schedule: Literal["cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test"] = "cosine"
+    """How the learning rate falls after the warm-up: stable: only in the last `train.decay_share` of the way (warmup-stable-decay);
+    inverse_sqrt: by one over the root of the step; range_test: it rises from `train.min_learning_rate` until the net bears no more."""
+    decay_steps: int | None = how(None, ge=1)
+    """The step at which the rate meets its minimum; `train.steps` if not said."""
+    decay_share: float = how(0.2, gt=0, le=1)
+    """stable: the share of the way in which the rate falls."""
+    range_steps: int = Field(2000, ge=1)
+    """range_test: steps in which the rate rises once by `train.range_rate` times the minimum."""
+    range_rate: float = Field(1.0, gt=0)
+    """range_test: how fast it rises."""
+    range_stairs: bool = False
+    """range_test: in steps of `train.range_steps` instead of a line."""
     optimizer: Literal["adamw"] = "adamw"
     """adamw: Adam with decoupled weight decay."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
@@ -102,6 +115,12 @@ class TrainConfig(Section):
     """Checkpoints whose step this divides are never pruned."""
     prompts: list[str] = texts([])
     """Texts that each saved checkpoint continues, into samples.jsonl, so that progress can be read."""
+
+    @model_validator(mode="after")
+    def _begins_somewhere(self) -> TrainConfig:
+        if self.schedule == "range_test" and not self.min_learning_rate:
+            raise TextmillError("train.min_learning_rate: train.schedule=range_test rises from it; set it above 0, such as 1e-6")
+        return self
 
     @field_validator("betas")
     @classmethod

@@ -20,6 +20,7 @@ OTHER_WORDS = {
     "lr": "train.learning_rate", "max_lr": "train.learning_rate", "min_lr": "train.min_learning_rate",
     "lr_decay_style": "train.schedule", "lr_scheduler_type": "train.schedule", "scheduler": "train.schedule",
     "warmup_steps": "train.warmup", "warmup_iters": "train.warmup", "lr_warmup_iters": "train.warmup",
+    "lr_decay_iters": "train.decay_steps", "lr_decay_steps": "train.decay_steps", "warmup_type": "train.warmup_shape",
     "lr_warmup_fraction": "train.warmup", "warmup_ratio": "train.warmup", "warmup_num_steps": "train.warmup",
     "max_steps": "train.steps", "max_iters": "train.steps", "train_iters": "train.steps", "iterations": "train.steps",
     "num_train_steps": "train.steps", "block_size": "train.length", "seq_length": "train.length", "seq_len": "train.length",
