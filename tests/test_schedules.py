@@ -83,5 +83,5 @@ def test_megatrons_boundaries() -> None:
 
 
 def test_a_range_test_needs_somewhere_to_begin() -> None:
-    with pytest.raises(TextmillError, match="train.min_learning_rate"):
+    with pytest.raises(TextmillError, match=r"train\.min_learning_rate"):
         TrainConfig(schedule="range_test")
