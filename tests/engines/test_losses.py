@@ -1,0 +1,102 @@
+"""The head and its cross-entropy in one, against torch's own in fp64; the Triton kernels where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textmill.engines import losses_torch
+from textmill.engines.losses_torch import scored, summed_loss
+from textmill.tokens.batches.batch import IGNORED
+
+WIDTH, VOCAB, PADDED = 48, 301, 384
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))]
+# Relative errors of gradients: fp32 sums, and operands and gradient of the scores rounded to bf16.
+BOUNDS = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (6e-3, 6e-3)}
+
+
+def given(tokens: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """States, head with noise in its padding rows, labels of which a part asks nothing, and unequal shares."""
+    dice = torch.Generator().manual_seed(7)
+    x = torch.randn(tokens, WIDTH, generator=dice).to(dtype)
+    head = (torch.randn(PADDED, WIDTH, generator=dice) * 0.3).to(dtype).float()
+    labels = torch.randint(0, VOCAB, (tokens,), generator=dice, dtype=torch.int32)
+    labels[::5] = IGNORED
+    shares = torch.rand(tokens, generator=dice) / tokens
+    return x.to(device), head.to(device), labels.to(device), shares.to(device)
+
+
+def exact(x: Tensor, head: Tensor, labels: Tensor, shares: Tensor, smoothing: float, z: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients by torch in fp64, over the real vocabulary alone."""
+    x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
+    scores = (x64 @ head64.T)[:, :VOCAB]
+    losses = F.cross_entropy(scores, labels.long(), ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+    losses = losses + torch.where(labels != IGNORED, z * scores.logsumexp(1).square(), 0)
+    loss = (losses * shares.double()).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert x64.grad is not None
+    assert head64.grad is not None
+    return loss.detach(), x64.grad, head64.grad
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+def test_loss_and_gradients(device: str, dtype: torch.dtype, smoothing: float, z: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses_torch, "CPU_SCORES", 20 * PADDED)
+    monkeypatch.setattr(losses_torch, "GPU_ROWS", 20)
+    x, head, labels, shares = given(73, dtype, device)
+    x.requires_grad_()
+    head.requires_grad_()
+    loss = summed_loss(x, head, labels, shares, VOCAB, smoothing, z)
+    (3 * loss).backward()  # type: ignore[no-untyped-call]
+    wanted, slope_x, slope_head = exact(x.detach(), head.detach(), labels, shares, smoothing, z)
+    assert x.grad is not None
+    assert head.grad is not None
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-6 if dtype == torch.float32 else 1e-3)
+    assert apart(x.grad, 3 * slope_x) < BOUNDS[dtype][0]
+    assert apart(head.grad, 3 * slope_head) < BOUNDS[dtype][1]
+    assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no part"
+    assert x.grad[::5].abs().max() == 0, "what asks nothing has no gradient"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [301, 383, 384, 2048, 5000])
+def test_any_vocabulary(device: str, vocab: int) -> None:
+    dice = torch.Generator().manual_seed(3)
+    padded = -(-vocab // 128) * 128
+    x, head = torch.randn(9, 16, generator=dice).to(device), torch.randn(padded, 16, generator=dice).to(device)
+    labels = torch.tensor([0, vocab - 1, vocab // 2, IGNORED, 7, 8, 9, 10, 11], dtype=torch.int32, device=device)
+    head.requires_grad_()
+    loss = summed_loss(x, head, labels, torch.ones(9, device=device), vocab)
+    (gradient,) = torch.autograd.grad(loss, head)
+    head64 = head.detach().double().requires_grad_()
+    wanted = F.cross_entropy((x.double() @ head64.T)[:, :vocab], labels.long(), ignore_index=IGNORED, reduction="sum")
+    (slope,) = torch.autograd.grad(wanted, head64)
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
+    assert apart(gradient, slope) < 2e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_count_what_is_right(device: str) -> None:
+    x, head, labels, _ = given(200, torch.float32, device)
+    scores = (x.double() @ head.double().T)[:, :VOCAB]
+    labels[1::3] = scores.argmax(1).int()[1::3]
+    labels[::5] = IGNORED
+    losses, right = scored(x, head, labels, VOCAB)
+    wanted = F.cross_entropy(scores, labels.long(), ignore_index=IGNORED, reduction="none")
+    assert apart(losses, wanted) < 1e-6
+    assert int(right.sum()) == int((scores.argmax(1) == labels).sum()) > 50
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_equal_scores_the_first_counts(device: str) -> None:
+    x, head = torch.ones(2, 8, device=device), torch.ones(256, 8, device=device)
+    _, right = scored(x, head, torch.tensor([0, 1], dtype=torch.int32, device=device), 200)
+    assert [bool(one) for one in right] == [True, False]

@@ -1,0 +1,113 @@
+"""The head and its cross-entropy in one: by pieces of a batch, so that its logits are never held.
+
+Shapes in names: M tokens, E width, V padded vocabulary. The gradient is made with the loss, while a piece's logits are at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from textmill.tokens.batches.batch import IGNORED
+
+CPU_SCORES = 1 << 24
+"""Logits at a time on a CPU."""
+GPU_ROWS = 32768
+"""Tokens at a time on a GPU: enough to fill it, and waves of tiles that end together."""
+
+
+def summed_loss(
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0
+) -> Tensor:
+    """The sum of each asked token's loss times its share, 0 or more; rows of the head from `vocab` on have no part.
+
+    `smoothing` is label smoothing as in torch's cross_entropy; `z` weighs the square of the log of the softmax's denominator.
+    """
+    loss: Tensor = _SummedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def scored(x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """The loss of each token, 0 where nothing is asked, and whether its label has the highest score."""
+    head = head_VE.to(x_ME.dtype)
+    parts = [_score(x_ME[rows] @ head.T, labels_M[rows], vocab) for rows in _pieces(x_ME, head)]
+    return torch.cat([losses for losses, _ in parts]), torch.cat([right for _, right in parts])
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float
+    ) -> Tensor:
+        head = head_VE.to(x_ME.dtype)
+        slope_x = torch.empty_like(x_ME)
+        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device)
+        total = torch.zeros((), device=x_ME.device)
+        for rows in _pieces(x_ME, head):
+            logits_MV = x_ME[rows] @ head.T
+            losses_M = _grade(logits_MV, labels_M[rows], shares_M[rows], vocab, smoothing, z)
+            total += (losses_M * shares_M[rows]).sum()
+            torch.mm(logits_MV, head, out=slope_x[rows])
+            _add_product(slope_head, logits_MV.T, x_ME[rows])
+        ctx.save_for_backward(slope_x, slope_head)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        slope_x, slope_head = ctx.saved_tensors
+        return slope_x.mul_(slope), slope_head.mul_(slope), None, None, None, None, None
+
+
+def _pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
+    rows = GPU_ROWS if x_ME.is_cuda else max(1, CPU_SCORES // len(head_VE))
+    return [slice(start, start + rows) for start in range(0, len(x_ME), rows)]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in total's precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _grade(logits_MV: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float) -> Tensor:
+    """The loss of each row; the logits become the gradient of their sum by shares."""
+    if logits_MV.is_cuda and _triton() is not None:
+        losses: Tensor = _triton().grade(logits_MV, labels_M, shares_M, vocab, smoothing, z)
+        return losses
+    scores = logits_MV[:, :vocab].float() if logits_MV.dtype.itemsize < 4 else logits_MV[:, :vocab]
+    asked_M = labels_M != IGNORED
+    targets_M1 = labels_M.where(asked_M, 0).long()[:, None]
+    spread_M1 = scores.logsumexp(1, keepdim=True)
+    picked_M1 = scores.gather(1, targets_M1)
+    losses_M1 = spread_M1 - (1 - smoothing) * picked_M1 - smoothing * scores.mean(1, keepdim=True) + z * spread_M1.square()
+    share_M1 = shares_M.where(asked_M, 0)[:, None].to(scores.dtype)
+    slopes = (scores - spread_M1).exp_().mul_(share_M1 * (1 + 2 * z * spread_M1)).sub_(share_M1 * (smoothing / vocab))
+    slopes.scatter_add_(1, targets_M1, -(1 - smoothing) * share_M1)
+    logits_MV[:, :vocab] = slopes
+    logits_MV[:, vocab:] = 0
+    return losses_M1[:, 0].where(asked_M, 0)
+
+
+def _score(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    if logits_MV.is_cuda and _triton() is not None:
+        both: tuple[Tensor, Tensor] = _triton().score(logits_MV, labels_M, vocab)
+        return both
+    scores = logits_MV[:, :vocab].float()
+    losses_M = torch.nn.functional.cross_entropy(scores, labels_M.long(), ignore_index=IGNORED, reduction="none")
+    return losses_M, scores.argmax(1) == labels_M
+
+
+def _triton() -> Any:
+    """The kernels, or nothing where Triton is not installed."""
+    try:
+        from textmill.engines import losses_triton
+    except ImportError:
+        return None
+    return losses_triton
