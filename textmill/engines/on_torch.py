@@ -12,15 +12,21 @@ from torch import Tensor
 from textmill.config import RunConfig, TrainConfig
 from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
 from textmill.engines import Named, Sums
-from textmill.engines.torch_parts import decay_groups, on_device, token_losses, token_shares
+from textmill.engines.losses_torch import scored, summed_loss
+from textmill.engines.torch_parts import attention_order, hidden_states, on_device, token_shares
+from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import IGNORED, Batch
 
-LOGIT_SHARE = 16
-"""`micro_batch: auto` lets the fp32 logits of a micro-batch take one part in so many of the device's memory."""
 CPU_LOGITS = 1 << 30
-"""Bytes of them on a CPU, whose caches are small."""
+"""`micro_batch: auto` on a CPU, whose caches are small: as many samples as would have so many bytes of logits."""
+GPU_ROOM = 0.6
+"""The share of a GPU's memory that `micro_batch: auto` fills with weights, moments and what backward needs."""
+WEIGHT_BYTES = 24
+"""Of a weight: itself, its gradient, two moments, and copies in passing."""
+STATE_BYTES = {True: 40, False: 72}
+"""Kept for backward, of a token in a layer for each channel, in bf16: compiled (35 seen) and not."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,9 @@ class TorchOnOneDevice:
     def __init__(self, net: Net, train: TrainConfig, micro_batch: int, precision: torch.dtype, compiled: bool) -> None:
         self.net, self.train, self.micro_batch, self.precision = net, train, micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
-        self.forward = torch.compile(token_losses) if compiled else token_losses
-        groups = decay_groups(net, train.weight_decay)
-        betas = (train.betas[0], train.betas[1])
-        self.optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon, fused=True)
-        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        self.states = torch.compile(hidden_states, dynamic=False) if compiled else hidden_states
+        self.optimizer = Updates(net, train, compiled=compiled)
+        self.one_pass = self._pass
 
     def samples_of(self, batch: int) -> slice:
         """One process takes the whole batch."""
@@ -68,33 +72,23 @@ class TorchOnOneDevice:
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Forward and backward by micro-batches, then one update; a non-finite gradient leaves the weights alone."""
         shares = token_shares(batch, self.train.loss)
-        keys_N = dropout_keys(self.train.seed, step, batch.samples) if self._drops() else None
+        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if self._drops() else None
         total = torch.zeros((), device=self.device)
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
+            keys = None if keys_N is None else on_device(keys_N[rows], self.device)
             inputs, labels, share = (on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares))
-            keys = None if keys_N is None else keys_N[rows].to(self.device)
-            with arithmetic(self.device, self.precision):
-                losses, _ = self.forward(self.net, inputs, labels, keys, self._documents(batch, rows))
-            loss = (losses * share).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        norm = self._update(lr)
+            total += self.one_pass(inputs, labels, share, keys, self._documents(batch, rows))
+        norm = self.optimizer.step(lr)
         return TorchStep(total, norm, int((batch.labels != IGNORED).sum()))
 
-    def _update(self, lr: float) -> Tensor:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.train.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.train.clip, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        # The fused update reads this flag on the device, so that skipping costs no wait.
-        self.optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+    def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
+        """The loss of a micro-batch; its gradients are added to those there are."""
+        with arithmetic(self.device, self.precision), attention_order(self.device):
+            x_ME = self.states(self.net, inputs, keys, documents, self.precision)
+        loss = summed_loss(x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
@@ -104,9 +98,10 @@ class TorchOnOneDevice:
             rows = slice(start, start + self.micro_batch)
             inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
             with arithmetic(self.device, self.precision):
-                losses, logits = token_losses(self.net, inputs, labels, None, self._documents(batch, rows))
+                x_ME = hidden_states(self.net, inputs, None, self._documents(batch, rows), self.precision)
+            losses, right = scored(x_ME, self.net.head, labels.flatten(), self.net.shape.vocab)
             sums.append(losses.sum())
-            correct.append(((logits.argmax(-1) == labels) & (labels != IGNORED)).sum())
+            correct.append(right.sum())
         # Doubles are for the host: not every device has them.
         total = float(torch.stack(sums).cpu().double().sum())
         return Sums(total, int((batch.labels != IGNORED).sum()), int(torch.stack(correct).sum()))
@@ -116,32 +111,25 @@ class TorchOnOneDevice:
 
     def weights(self) -> Iterator[Named]:
         """Host copies of the weights."""
-        return named_copies(self.net, {parameter: parameter for parameter in self.parameters})
+        return named_copies(self.net, {parameter: parameter for _, parameter in self.net.named_parameters()})
 
     def moments(self) -> Iterator[Named]:
-        """Host copies of Adam's two moments; none before the first update."""
-        if self.updates():
-            for prefix, key in (("m/", "exp_avg"), ("v/", "exp_avg_sq")):
-                state = {parameter: self.optimizer.state[parameter][key] for parameter in self.parameters}
-                yield from named_copies(self.net, state, prefix)
+        """Host copies of the optimizer's state; none before the first update."""
+        for kind, state in self.optimizer.states():
+            yield from named_copies(self.net, state, f"{kind}/")
 
     def updates(self) -> int:
-        """Updates done; Adam's own count."""
-        state = self.optimizer.state.get(self.parameters[0])
-        return int(state["step"]) if state else 0
+        """Updates done."""
+        return self.optimizer.count()
 
     def load(self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str) -> None:
         """Take weights and moments in checkpoint names and layout."""
         fill(self.net, weights, where)
-        if not updates:
-            return
-        known, keys = weights_of(self.net), {"m": "exp_avg", "v": "exp_avg_sq"}
-        for name, values in moments:
+        known = weights_of(self.net)
+        for name, values in moments if updates else []:
             kind, _, of = name.partition("/")
             weight, parameter = known[of]
-            state = self.optimizer.state[parameter]
-            state["step"] = torch.tensor(float(updates), device=self.device)
-            state[keys[kind]] = to_memory(self.net, weight, values, where).to(self.device)
+            self.optimizer.take(kind, parameter, to_memory(self.net, weight, values, where), updates)
 
     def facts(self) -> dict[str, Any]:
         """Device, arithmetic and size."""
@@ -166,9 +154,16 @@ def new_engine(config: RunConfig, shape: Any) -> TorchOnOneDevice:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    length = config.train.length or shape.positions
-    asked, batch = config.engine.micro_batch, config.train.batch
-    room = torch.cuda.get_device_properties(device).total_memory // LOGIT_SHARE if device.type == "cuda" else CPU_LOGITS
-    fits = max(1, room // (4 * length * shape.padded_vocab))
-    micro_batch = asked if asked != "auto" else max(size for size in range(1, batch + 1) if batch % size == 0 and size <= fits)
+    micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, device, precision)
     return TorchOnOneDevice(new_net(shape, device), config.train, micro_batch, precision, config.engine.compile)
+
+
+def _fitting(config: RunConfig, shape: Any, device: torch.device, precision: torch.dtype) -> int:
+    """The largest part of the batch that a simple rule lets through at once."""
+    length, batch = config.train.length or shape.positions, config.train.batch
+    fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
+    if device.type == "cuda":
+        room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters
+        layer = STATE_BYTES[config.engine.compile] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+        fits = int(room / (layer * shape.layers * length * precision.itemsize / 2))
+    return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))

@@ -1,16 +1,17 @@
-"""What torch engines share: the losses of a batch and the groups that decay."""
+"""What torch engines share: batches on the device, what each token counts for, the net's states."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from textmill.models.nets_torch import Net, weights_of
+from textmill.models.nets_torch import Net
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 
@@ -20,6 +21,14 @@ def on_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def attention_order(device: torch.device) -> AbstractContextManager[Any]:
+    """Which attention kernels are asked first: cuDNN's, the fastest for training where it can do the work."""
+    if device.type != "cuda":
+        return nullcontext()
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels, set_priority=True)
 
 
 def token_shares(batch: Batch, loss: str) -> NDArray[np.float32]:
@@ -36,16 +45,6 @@ def token_shares(batch: Batch, loss: str) -> NDArray[np.float32]:
     return shares
 
 
-def token_losses(net: Net, inputs: Tensor, labels: Tensor, keys_N: Tensor | None, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The loss of every token, 0 where nothing is asked, and the logits; documents are kept apart if given."""
-    logits = net.logits(net(inputs, keys_N, documents_NT=documents)).float()
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten().long(), ignore_index=IGNORED, reduction="none")
-    return losses.view(labels.shape), logits
-
-
-def decay_groups(net: Net, decay: float) -> list[dict[str, Any]]:
-    """Two groups for the optimizer: matrices and embeddings decay, biases and LayerNorms do not."""
-    members: dict[bool, list[Tensor]] = {True: [], False: []}
-    for weight, parameter in weights_of(net).values():
-        members[weight.decay].append(parameter)
-    return [{"params": members[True], "weight_decay": decay}, {"params": members[False], "weight_decay": 0.0}]
+def hidden_states(net: Net, inputs_NT: Tensor, keys_N: Tensor | None, documents_NT: Tensor | None, precision: torch.dtype) -> Tensor:
+    """The net's last states [tokens, width], in the precision of the products; documents are kept apart if given."""
+    return net(inputs_NT, keys_N, documents_NT=documents_NT).to(precision).flatten(0, 1)

@@ -81,6 +81,12 @@ def _begins(documents_NT: Tensor) -> Tensor:
     return torch.where(new_NT, places_T, 0).cummax(1).values
 
 
+def _narrow(x: Tensor) -> Tensor:
+    """The residual stream in the precision of the products: half the bytes between them."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 class MLP(nn.Module):
     """Two matrices and a GELU."""
 
@@ -132,7 +138,7 @@ class Net(nn.Module):
         if documents_NT is not None:
             mask_N1TT = _apart(documents_NT)
             positions = positions - _begins(documents_NT)
-        x_NTE = drop(self.wte(ids_NT) + self.wpe(positions), self.shape.embedding_dropout, keys_N, 0)
+        x_NTE = drop(_narrow(self.wte(ids_NT) + self.wpe(positions)), self.shape.embedding_dropout, keys_N, 0)
         for block in self.h:
             x_NTE = block(x_NTE, keys_N, cache, mask_N1TT)
         if cache is not None:
@@ -140,6 +146,11 @@ class Net(nn.Module):
         out: Tensor = self.ln_f(x_NTE)
         return out
 
+    @property
+    def head(self) -> Tensor:
+        """The matrix that scores a token's successors: the embedding, with its padding rows."""
+        return self.wte.weight
+
     def logits(self, x_NTE: Tensor) -> Tensor:
         """Scores of the real vocabulary; the padding rows never reach a softmax."""
-        return F.linear(x_NTE, self.wte.weight)[..., : self.shape.vocab]
+        return F.linear(x_NTE, self.head)[..., : self.shape.vocab]

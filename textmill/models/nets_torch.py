@@ -21,6 +21,8 @@ class Net(Protocol):
 
     shape: Any
 
+    @property
+    def head(self) -> Tensor: ...
     def __call__(self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Any = None, documents_NT: Tensor | None = None) -> Tensor: ...
     def logits(self, x_NTE: Tensor) -> Tensor: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
@@ -84,9 +86,11 @@ def to_memory(net: Net, weight: Weight, values: np.ndarray[Any, np.dtype[np.floa
 
 
 def named_copies(net: Net, tensors: dict[nn.Parameter, Tensor], prefix: str = "") -> Iterator[Named]:
-    """Host copies of what belongs to each parameter, in checkpoint names and layout."""
+    """Host copies of what belongs to each parameter given, in checkpoint names and layout."""
     family = family_of(net)
     for name, (weight, parameter) in weights_of(net).items():
+        if parameter not in tensors:
+            continue
         values = tensors[parameter].detach().to("cpu", torch.float32).numpy()
         laid = family.to_checkpoint(weight, values, net.shape)
         # On a CPU a layout that does not differ is still the net's own memory, which the next step changes.
