@@ -12,6 +12,7 @@ from torch import Tensor
 from textmill.config import RunConfig, TrainConfig
 from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
 from textmill.engines import Named, Sums
+from textmill.engines.graphs_torch import Recorded
 from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.torch_parts import attention_order, hidden_states, on_device, token_shares
 from textmill.engines.updates_torch import Updates
@@ -63,7 +64,8 @@ class TorchOnOneDevice:
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.states = torch.compile(hidden_states, dynamic=False) if compiled else hidden_states
         self.optimizer = Updates(net, train, compiled=compiled)
-        self.one_pass = self._pass
+        recorded = compiled and self.device.type == "cuda"
+        self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
 
     def samples_of(self, batch: int) -> slice:
         """One process takes the whole batch."""

@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from textmill.models.dropout_torch import drop
 from textmill.models.gpt2 import Shape
 
+try:
+    from textmill.models.gelu_triton import bias_gelu
+except ImportError:  # Triton comes with torch's builds for GPUs
+    bias_gelu = None  # type: ignore[assignment]
+
 
 class Cache:
     """Keys and values of the tokens seen so far, in memory taken once."""
@@ -97,8 +102,15 @@ class MLP(nn.Module):
         self.approximate = "tanh" if shape.activation == "gelu_new" else "none"
 
     def forward(self, x_NTE: Tensor) -> Tensor:
-        out: Tensor = self.c_proj(F.gelu(self.c_fc(x_NTE), approximate=self.approximate))
+        out: Tensor = self.c_proj(self._inner(x_NTE))
         return out
+
+    def _inner(self, x_NTE: Tensor) -> Tensor:
+        if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled():
+            x_NTF = F.linear(x_NTE, self.c_fc.weight)
+            y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.c_fc.bias, self.approximate == "tanh")
+            return y_MF.view(x_NTF.shape)
+        return F.gelu(self.c_fc(x_NTE), approximate=self.approximate)
 
 
 class Block(nn.Module):

@@ -1,0 +1,103 @@
+"""A bias and GELU in one Triton kernel, and their gradients in another that sums the bias's on the way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS, ROWS, WARPS = 512, 8, 4
+"""A program's columns, the rows it takes at a time, and its warps."""
+PROGRAMS = 264
+"""Programs down the rows in the backward pass, each with a sum of its own."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inner(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Phi(x), by the tanh form as a logistic function or by erf, and its derivative."""
+    if TANH:
+        x2 = x * x
+        phi = tl.sigmoid(x * (1.5957691216057308 + 0.07135481282553557 * x2))
+        slope = phi * (1 - phi) * (1.5957691216057308 + 0.2140644384766067 * x2)
+    else:
+        phi = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return phi, slope
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward(x, bias, y, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.program_id(1) * C + tl.arange(0, C)
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    inside = (columns < width)[None, :] & (row < rows)[:, None]
+    at = row[:, None] * width + columns[None, :]
+    given = tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + given[None, :]
+    phi, _ = _inner(values, TANH)
+    tl.store(y + at, (values * phi).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward(x, bias, dy, dx, sums, rows, width, each, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.program_id(1) * C + tl.arange(0, C)
+    given = tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * each
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(0, each, R):
+        row = first + start + tl.arange(0, R)
+        inside = (columns < width)[None, :] & ((row < rows) & (row < first + each))[:, None]
+        at = row[:, None] * width + columns[None, :]
+        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + given[None, :]
+        phi, slope = _inner(values, TANH)
+        out = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * (phi + values * slope)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+        total += out
+    tl.store(sums + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=columns < width)
+
+
+@torch.library.custom_op("textmill::bias_gelu", mutates_args=())
+def bias_gelu(x_MF: Tensor, bias_F: Tensor, tanh: bool) -> Tensor:
+    """GELU of x + bias."""
+    y_MF = torch.empty_like(x_MF)
+    rows, width = x_MF.shape
+    grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))
+    _forward[grid](x_MF, bias_F, y_MF, rows, width, TANH=tanh, R=ROWS, C=COLUMNS, num_warps=WARPS)
+    return y_MF
+
+
+@torch.library.custom_op("textmill::bias_gelu_backward", mutates_args=())
+def bias_gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the bias; the latter in fp32."""
+    dx_MF = torch.empty_like(x_MF)
+    rows, width = x_MF.shape
+    programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
+    sums = torch.empty(programs, width, device=x_MF.device)
+    each = triton.cdiv(rows, programs)
+    grid = (programs, triton.cdiv(width, COLUMNS))
+    _backward[grid](x_MF, bias_F, dy_MF, dx_MF, sums, rows, width, each, TANH=tanh, R=ROWS, C=COLUMNS, num_warps=WARPS)
+    return dx_MF, sums.sum(0)
+
+
+@bias_gelu.register_fake
+def _(x_MF: Tensor, bias_F: Tensor, tanh: bool) -> Tensor:
+    return torch.empty_like(x_MF)
+
+
+@bias_gelu_backward.register_fake
+def _(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_MF), torch.empty(x_MF.shape[1], device=x_MF.device)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x_MF, bias_F, ctx.tanh = inputs
+    ctx.save_for_backward(x_MF, bias_F)
+
+
+def _slopes(ctx, dy_MF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    x_MF, bias_F = ctx.saved_tensors
+    dx_MF, sums_F = bias_gelu_backward(dy_MF.contiguous(), x_MF, bias_F, ctx.tanh)
+    return dx_MF, sums_F.to(bias_F.dtype), None
+
+
+bias_gelu.register_autograd(_slopes, setup_context=_keep)
