@@ -1,0 +1,141 @@
+"""Tokens a second of the torch engine and of transformers' GPT-2, both compiled, on one GPU in one run; with memory and start-up.
+
+    python bench/train_gpu.py [SIZE:BATCH ...] [precision=bf16] [length=1024] [steps=30] [optimizer=adamw] [peer=1] [kernels=0]
+
+Without sizes: small:64 and medium:32. The peer is GPT2LMHeadModel under torch.compile with autocast, fused AdamW and clipping, on the
+same random tokens. `kernels=1` prints where the GPU's time goes. MFU counts 6N + 12LHQT operations a token.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.devices import open_device, peak_flops_of, precision_of
+from textmill.engines import open_engine
+from textmill.models import open_family
+from textmill.tokens.batches.batch import Batch
+
+VOCAB = 50257
+OPTIONS: dict[str, Any] = {"precision": "bf16", "length": 1024, "steps": 30, "optimizer": "adamw", "peer": 1, "kernels": 0}
+
+
+def measured(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
+    """Seconds of the first step, which compiles, and of one after it; `step` gives a loss, which is waited for when it is read."""
+    start = time.perf_counter()
+    float(step(0))
+    first = time.perf_counter() - start
+    for number in range(1, 6):
+        loss = step(number)
+    float(loss)
+    start = time.perf_counter()
+    for number in range(steps):
+        loss = step(number)
+    assert np.isfinite(float(loss))
+    return first, (time.perf_counter() - start) / steps
+
+
+def ours(shape: Any, size: str, batch: int, options: dict[str, Any]) -> Callable[[int], Any]:
+    """A step of the engine."""
+    train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4, optimizer=options["optimizer"])
+    engine = TorchEngine(compile=True, micro_batch=batch, precision=options["precision"])
+    opened = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=engine), shape)
+    opened.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
+    ids = ids_of(batch, options["length"])
+    made = Batch(ids[:, :-1], ids[:, 1:], np.arange(batch))
+
+    class Loss:
+        def __init__(self, number: int) -> None:
+            self.step = opened.train_step(made, number, 1e-4)
+
+        def __float__(self) -> float:
+            return self.step.loss
+
+    return Loss
+
+
+def theirs(shape: Any, batch: int, options: dict[str, Any]) -> Callable[[int], Any]:
+    """A step of transformers' model in a plain loop."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    device = open_device("auto")
+    precision = precision_of(options["precision"], device)
+    net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape))).to(device).train()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    inputs = torch.from_numpy(ids_of(batch, options["length"])[:, :-1]).long().to(device)
+    forward = torch.compile(net)
+
+    def step(number: int) -> Any:
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32):
+            loss = forward(inputs, labels=inputs).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def ids_of(batch: int, length: int) -> Any:
+    """Random tokens."""
+    return np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1), dtype=np.int32)
+
+
+def kernels(step: Callable[[int], Any], count: int = 3) -> None:
+    """Where the GPU's time goes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for number in range(count):
+            loss = step(number)
+        float(loss)
+    rows = sorted(((row.self_device_time_total / count / 1e3, row.count // count, row.key) for row in profile.key_averages()), reverse=True)
+    total = sum(row[0] for row in rows)
+    for spent, calls, name in rows[:30]:
+        print(f"  {spent:8.3f} ms {spent / total:6.1%} x{calls:<4d} {name[:110]}")
+
+
+def main(words: list[str]) -> None:
+    """Measure every size asked for and print a line each."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    options = {key: type(value)(given.get(key, value)) for key, value in OPTIONS.items()}
+    device, length = open_device("auto"), options["length"]
+    peak = peak_flops_of(device)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{card}, torch {torch.__version__}, {options['precision']}, length {length}, {options['optimizer']}")
+    for word in [word for word in words if "=" not in word] or ["small:64", "medium:32"]:
+        size, _, number = word.partition(":")
+        batch = int(number or 32)
+        shape = open_family("gpt2").shape_of(ModelConfig(size=size), vocab=VOCAB, end=0, length=length)
+        rates = {}
+        for who, make in (("textmill", ours), ("transformers + compile", theirs)):
+            if who != "textmill" and not options["peer"]:
+                continue
+            torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
+            step = make(shape, size, batch, options) if make is ours else theirs(shape, batch, options)
+            first, each = measured(step, options["steps"])
+            rates[who] = rate = batch * length / each
+            held = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
+            used = f"{rate * shape.flops_per_token(length) / peak:.1%} MFU" if peak else ""
+            ratio = f"{rates['textmill'] / rate:.2f}" if who != "textmill" else ""
+            print(
+                f"{size} {batch} x {length} | {who} | {rate:,.0f} tokens/s | {used} | {held:.1f} GiB | first step {first:.1f} s | {ratio}",
+                flush=True,
+            )
+            if options["kernels"] and who == "textmill":
+                kernels(step)
+            del step
+            gc.collect()
+            torch._dynamo.reset()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
