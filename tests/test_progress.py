@@ -7,8 +7,8 @@ import os
 import pty
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 4.0, 11.0, 15.0, 21.0, 22.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("textmill.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
     lines = PlainLines("read", 100e6, "bytes", stream)
     for _ in range(4):
@@ -42,7 +42,7 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 20.0, 40.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("textmill.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
     lines = PlainLines("read", 100e6, "bytes", stream, also="tokens")
     lines.advance(50e6, 10_000_000)

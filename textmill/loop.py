@@ -19,6 +19,7 @@ from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
 from textmill.tokens.batches.ahead import ahead
+from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers, open_trackers
@@ -37,11 +38,12 @@ def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") ->
         if start.step >= config.train.steps:
             print(f"train: done already: {shown(run)} (step {start.step:,})")
             return run
+        batches = open_batches(config.train, data, length=config.train.length or start.shape.positions, folder=run / INDEX)
         engine = open_engine(config, start.shape)
         try:
             engine.load(start.weights, start.moments, start.updates, start.where)
             with Stopping() as stopping:
-                Training(config, data, start, engine, stopping).go()
+                Training(config, data, start, engine, stopping).go(batches)
         finally:
             engine.close()
     return run
@@ -55,17 +57,15 @@ class Training:
         self.engine, self.stopping, self.run = engine, stopping, config.folder_of("train")
         self.length = self.train.length or start.shape.positions
         self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every)
-        self.files = files_of(config, data, start.shape)
+        self.files, self.bad_logs = files_of(config, data, start.shape), 0
         self.valid_loss: float | None = None
-        self.bad_logs = 0
 
-    def go(self) -> None:
+    def go(self, batches: Batches) -> None:
         """All steps that are left."""
         make_room(self.run, self.start.step)
         (self.run / "stopped.json").unlink(missing_ok=True)
         write_text(self.run / "run.yaml", self.config.to_yaml())
         self.trackers = self._open_trackers()
-        batches = open_batches(self.train, self.data, length=self.length, folder=self.run / INDEX)
         part = self.engine.samples_of(self.train.batch)
         self.clock, self.clocked = time.perf_counter(), self.start.step
         try:

@@ -90,10 +90,11 @@ class Stage:
 
     def finish(self, part: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
         """Write the manifest, as the very last thing: facts, every file's length and checksum, and what it was made from."""
-        write_text(part / "run.yaml", self.run_yaml)
         fingerprint = hash_json({name: account["sha256"] for name, account in files.items()})
-        manifest = {"verb": self.verb, "fingerprint": fingerprint, **facts, "files": files, "made_from": self.made_from}
-        write_json(part / MANIFEST, manifest)
+        # The config says where and how, too, so it has a checksum and no part in the fingerprint.
+        proved = {**files, "run.yaml": write_text(part / "run.yaml", self.run_yaml)}
+        manifest = {"verb": self.verb, "fingerprint": fingerprint, **facts, "files": proved, "made_from": self.made_from}
+        write_json(part / MANIFEST, {**manifest, "seal": hash_json(manifest)})
 
 
 def open_manifest(folder: Path) -> dict[str, Any]:
@@ -104,12 +105,23 @@ def open_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def faults_in_stage(folder: Path) -> list[str]:
+    """What is wrong with a stage's folder, its manifest among it."""
+    manifest = open_manifest(folder)
+    seal = manifest.pop("seal", None)
+    if seal != hash_json(manifest):
+        return [f"{MANIFEST} does not match its own checksum"]
+    return faults_of(folder, manifest["files"])
+
+
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What changed between two flat settings, a line each."""
     lines = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
-        if old != new:
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += [f"{key}.{line}" for line in differences(old, new)]
+        elif old != new:
             lines.append(f"{key} was {_short(old)}, is {_short(new)}")
     return lines
 

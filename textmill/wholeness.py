@@ -7,8 +7,7 @@ from pathlib import Path
 from textmill.checkpoint import faults_in, steps_of
 from textmill.config import STAGE_FOLDERS
 from textmill.errors import TextmillError
-from textmill.files import faults_of
-from textmill.stages import MANIFEST, open_manifest
+from textmill.stages import MANIFEST, faults_in_stage
 from textmill.tokens.indexes import faults_in_index
 from textmill.tokens.store import open_store, paths_of, prefix_of
 from textmill.where import open_where
@@ -32,7 +31,7 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
         raise TextmillError(f"{where}: nothing to check there; name a folder that textmill made")
     faults = []
     for folder in stages:
-        faults += _told(folder, faults_of(folder, open_manifest(folder)["files"]))
+        faults += _told(folder, faults_in_stage(folder))
     for folder in checkpoints:
         faults += _told(folder, faults_in(folder))
     if faults:

@@ -12,17 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from textmill.config import TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches import sums
 from textmill.tokens.batches.ahead import ahead
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.batches import Batches, in_order
 from textmill.tokens.batches.blend import Blend
+from textmill.tokens.batches.layout import check_ids
+from textmill.tokens.batches.opening import valid_batches
 from textmill.tokens.batches.order import shuffled
 from textmill.tokens.batches.packed import Packed
 from textmill.tokens.batches.padded import Padded
 from textmill.tokens.batches.windows import window_batches, window_count
+from textmill.tokens.splits import Share, Splits
 from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.tokenizer import fit
 from textmill.tokens.writer import StoreWriter
 
 
@@ -301,3 +306,37 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     for layout in (Packed(store, length=4, seed=1, vocab=30), Padded(store, length=4, seed=1, pad=0, vocab=30)):
         with pytest.raises(TextmillError, match="token id 30, the tokenizer has 30 pieces"):
             layout.rows(np.arange(8))
+    with pytest.raises(TextmillError, match="token id -2,"):
+        check_ids(np.array([1, -2, 3], np.int32), 9, "here")
+
+
+@pytest.mark.parametrize("train", [{"layout": "packed", "apart": True, "tail": "drop"}, {"layout": "padded", "long": "cut"}])
+def test_a_valid_split_that_fills_no_window_stops_no_run(tmp_path: Path, train: dict[str, Any]) -> None:
+    tokenizer = fit(iter([["aaa bbb aaa bbb"]]), TokenizerConfig(vocab=280))
+    for lengths in ([1], [5, 1], [1, 1]):
+        share = Share(store_of(tmp_path, lengths), 1.0)
+        splits = Splits({"train": [share], "valid": [share], "test": []}, tokenizer, "", {})
+        asked = sum(int((one.labels != IGNORED).sum()) for one in valid_batches(TrainConfig(**train), splits, length=64))
+        assert asked == sum(max(length - 1, 0) for length in lengths), "every token that follows another in its document, and no error"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"layout": "padded", "apart": True}, r"train\.apart: is for train\.layout=packed"),
+        ({"layout": "features", "tail": "drop"}, r"train\.tail: is for train\.layout=packed"),
+        ({"long": "cut"}, r"train\.long: is for train\.layout=padded"),
+        ({"layout": "padded", "close": True}, r"train\.close: .* set train\.long=cut"),
+    ],
+)
+def test_settings_that_a_layout_does_not_read_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(TextmillError, match=said):
+        TrainConfig(**settings)
+
+
+def test_a_blend_of_many_stores_is_quick_and_keeps_the_rule() -> None:
+    weights = [float(number % 97 + 1) for number in range(60)]
+    stores, numbers = Blend(weights).drawn(np.arange(20_000))
+    shares = np.array(weights) / sum(weights)
+    assert np.abs(np.bincount(stores, minlength=60) - shares * 20_000).max() < 3
+    assert all((numbers[stores == store] == np.arange((stores == store).sum())).all() for store in range(60))

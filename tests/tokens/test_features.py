@@ -280,7 +280,7 @@ def test_rows_are_trained_on(life: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_no_rows_made_is_said(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = f"tokens.folder={life / 'plain'}"
-    assert main(["tokenize", str(life), plain]) == 0
+    assert main(["tokenize", str(life), plain, "tokenizer.vocab=300"]) == 0
     assert main(["train", str(life), plain, *TINY]) == 2
     assert "holds no rows" in capsys.readouterr().err
 

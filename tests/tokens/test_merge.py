@@ -10,7 +10,7 @@ import pytest
 from textmill.cli import main
 from textmill.errors import TextmillError
 from textmill.files import account_of, read_json, write_json
-from textmill.stages import open_manifest
+from textmill.stages import Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path, open_lineage
 from textmill.tokens.merge import merge
 from textmill.tokens.store import open_store
@@ -90,10 +90,34 @@ def test_damage_in_a_long_file_is_placed(tmp_path: Path) -> None:
     path = tmp_path / "long"
     with open(path, "wb") as stream:
         stream.truncate(200 << 20)
-    write_json(tmp_path / "manifest.json", {"verb": "x", "files": {"long": account_of(path)}, "made_from": {}})
+    Stage("x", tmp_path, {}, "folder: .\n").finish(tmp_path, {"long": account_of(path)}, {})
     assert len(read_json(tmp_path / "manifest.json")["files"]["long"]["parts"]) == 4
     with open(path, "r+b") as stream:
         stream.seek(150 << 20)
         stream.write(b"\x01")
     with pytest.raises(TextmillError, match="between bytes 134,217,728 and 201,326,592"):
         check(str(tmp_path))
+
+
+def test_a_changed_manifest_is_found(tmp_path: Path) -> None:
+    one = token_folder(tmp_path / "one", {"train": [[1, 2]], "valid": [], "test": []})
+    out = merge(str(tmp_path / "out"), [str(one), str(one)])
+    text = (out / "manifest.json").read_text()
+    for damaged in (text.replace('"vocab": 99', '"vocab": 98'), text.replace("sha256", "sha257", 1)):
+        (out / "manifest.json").write_text(damaged)
+        with pytest.raises(TextmillError, match=r"manifest\.json does not match its own checksum"):
+            check(str(out))
+    (out / "manifest.json").write_text(text)
+    (out / "run.yaml").write_text("folder: ..\n")
+    with pytest.raises(TextmillError, match=r"run\.yaml"):
+        check(str(out))
+
+
+def test_rows_and_unlike_stores_are_not_joined_in_silence(tmp_path: Path) -> None:
+    folders = [token_folder(tmp_path / name, {"train": [[1]], "valid": [], "test": []}) for name in ("one", "two")]
+    for setting, said in (({"tokens.kind": "features"}, "holds rows"), ({"tokens.append_end": False}, "made alike")):
+        manifest = read_json(folders[1] / "manifest.json")
+        write_json(folders[1] / "manifest.json", {**manifest, "made_from": setting})
+        with pytest.raises(TextmillError, match=said):
+            merge(str(tmp_path / "out"), [str(folder) for folder in folders])
+    assert not list(tmp_path.glob("out*"))

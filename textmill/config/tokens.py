@@ -43,7 +43,7 @@ class UsedTokens(Section):
     path: str
     """A prefix of .bin and .idx files, a folder that `textmill tokenize` made, a folder of `datasets.save_to_disk`, or Parquet files
     (a file, folder or glob) with a column `input_ids`."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Its share of the samples, against the other stores' weights."""
 
 

@@ -44,6 +44,10 @@ class ModelConfig(Section):
     """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name."""
 
 
+LAYOUT_OF = {"apart": "packed", "tail": "packed", "long": "padded", "close": "padded"}
+"""Settings that only one layout reads."""
+
+
 class TrainConfig(Section):
     """What is trained, on what, for how long."""
 
@@ -117,6 +121,15 @@ class TrainConfig(Section):
     """Checkpoints whose step this divides are never pruned."""
     prompts: list[str] = texts([])
     """Texts that each saved checkpoint continues, into samples.jsonl, so that progress can be read."""
+
+    @model_validator(mode="after")
+    def _read_by_the_layout(self) -> TrainConfig:
+        for name, layout in LAYOUT_OF.items():
+            if self.layout != layout and getattr(self, name) != type(self).model_fields[name].default:
+                raise TextmillError(f"train.{name}: is for train.layout={layout}, found {self.layout}; take it out")
+        if self.close and self.long != "cut":
+            raise TextmillError("train.close: ends samples that were cut, and train.long=split cuts none off; set train.long=cut")
+        return self
 
     @model_validator(mode="after")
     def _begins_somewhere(self) -> TrainConfig:

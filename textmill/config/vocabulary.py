@@ -105,4 +105,6 @@ def special_tokens_of(config: TokenizerConfig) -> list[str]:
 def expanded(text: str) -> list[str]:
     """`<unused{0..99}>` as a hundred tokens; any other text as it is."""
     found = re.fullmatch(r"(.*)\{(\d{1,5})\.\.(\d{1,5})\}(.*)", text)
+    if found and int(found[2]) > int(found[3]):
+        raise TextmillError(f"tokenizer.special_tokens: {text!r} counts from {found[2]} to {found[3]}, which is nothing; turn it round")
     return [f"{found[1]}{number}{found[4]}" for number in range(int(found[2]), int(found[3]) + 1)] if found else [text]

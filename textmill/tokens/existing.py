@@ -19,7 +19,7 @@ from textmill.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.batches.layout import check_ids
 from textmill.tokens.splits import contiguous, kind_of, place_of, tokenizer_of
 from textmill.tokens.store import dtype_for, open_store, paths_of
-from textmill.tokens.tables import IDS, MASK, Table, files_in, open_tables, unpadded
+from textmill.tokens.tables import IDS, MASK, Table, named_files, open_tables, unpadded
 from textmill.tokens.writer import StoreWriter
 
 
@@ -44,7 +44,7 @@ def tokenize_used(config: RunConfig, force: Force = "no") -> Path:
         print("tokenize: nothing to do: tokens.use names token stores, and they are read where they stand")
         return folder
     tokenizer = tokenizer_of(config)
-    inputs = {f"{number}/{path.name}": path for number, where in tables.items() for path in files_in(where)}
+    inputs = {f"{number}/{name}": path for number, where in tables.items() for name, path in named_files(where).items()}
     accounts, mtimes = _look_at(inputs, folder)
     made_from = {"corpus.split": config.corpus.split, "tokenizer": tokenizer.fingerprint, **accounts}
     stage = Stage("tokenize", folder, made_from, config.to_yaml())

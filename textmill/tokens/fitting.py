@@ -8,7 +8,7 @@ from typing import Any
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.files import account_of, read_json, shown, write_json
-from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.stages import MANIFEST, Force, Stage, differences, open_manifest
 from textmill.tokens.readings import count_words, mark_of, parts_of, pick_texts
 from textmill.tokens.tokenizer import FILES, TextTokenizer, fit_words, open_named
 from textmill.tokens.vocab_report import measure, table_of
@@ -34,6 +34,20 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
         stage.finish(part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end})
     _tell(config, folder, tokenizer)
     return folder
+
+
+def check_fitted(config: RunConfig) -> None:
+    """Refuse a tokenizer folder that other settings made; which text it was fitted on is its own affair."""
+    folder, section = config.folder_of("tokenizer"), config.tokenizer
+    made_from = open_manifest(folder)["made_from"]
+    before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
+    used = open_named(section.use, section.end, section.lowercase) if section.use else None
+    now = config.results("tokenizer") if used is None else {**before, "tokenizer.use": used.fingerprint}
+    if changes := differences(before, now):
+        raise TextmillError(
+            f"{folder} was made from something else: {'; '.join(changes[:4])}; set it back, "
+            f"or make the tokenizer anew with: textmill fit-tokenizer --force"
+        )
 
 
 def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:

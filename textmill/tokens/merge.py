@@ -7,7 +7,7 @@ from typing import Any
 
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.files import account_of, new_folder, shown
+from textmill.files import account_of, new_folder, shown, write_bytes
 from textmill.progress import progress
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
@@ -16,6 +16,9 @@ from textmill.tokens.writer import StoreWriter
 
 SHARED = ("tokenizer", "vocab", "end")
 """What stores must have in common to be one."""
+ALIKE = ("tokens.level", "tokens.append_end", "tokens.prepend_begin")
+"""How they must have been made."""
+BAD = "quarantine.jsonl"
 
 
 def merge(out: str, parts: list[str], force: Force = "no") -> Path:
@@ -47,6 +50,12 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
     for part, manifest in zip(parts, manifests, strict=True):
         if differs := [name for name in SHARED if manifest.get(name) != manifests[0].get(name)]:
             raise TextmillError(f"{part}: has another {differs[0]} than {parts[0]}; only stores of one tokenizer can be joined")
+        if differs := [name for name in ALIKE if manifest["made_from"].get(name) != manifests[0]["made_from"].get(name)]:
+            raise TextmillError(f"{part}: has another {differs[0]} than {parts[0]}; only stores made alike can be joined")
+        if missing := [split for split in SPLITS if not (part / f"{split}.idx").is_file()]:
+            raise TextmillError(f"{part}: has no store of its {missing[0]} split; name the folders inside it that have")
+        if manifest["made_from"].get("tokens.kind") == "features":
+            raise TextmillError(f"{part}: holds rows, which are not joined; join folders made without tokens.kind=features")
     made_from = {f"part {number}": manifest["fingerprint"] for number, manifest in enumerate(manifests)}
     # The joined store is a stage of the same chain, so it knows the config that its first part came from.
     stage = Stage("tokenize", out, {"merged": made_from}, (parts[0] / "run.yaml").read_text(encoding="utf-8"))
@@ -57,8 +66,10 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
         files: dict[str, dict[str, Any]] = {}
         for split in SPLITS:
             _join(part / split, [open_store(folder / split) for folder in parts])
-            _join_lineages(part / split, [folder / split for folder in parts])
-            files |= {path.name: account_of(path) for path in (*reversed(paths_of(part / split)), lineage_path(part / split))}
+            made = [*reversed(paths_of(part / split)), *_join_lineages(part / split, [folder / split for folder in parts])]
+            files |= {path.name: account_of(path) for path in made}
+        lines = (line for folder in parts if (folder / BAD).is_file() for line in (folder / BAD).read_bytes().splitlines(keepends=True))
+        files[BAD] = write_bytes(part / BAD, lines)
         splits = {split: _summed([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
         stage.finish(part, files, {**{name: manifests[0][name] for name in SHARED}, "splits": splits})
     spoken = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
@@ -67,13 +78,19 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
 
 
 def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(one[name] for one in counts) for name in counts[0]}
+    """The sums of what all have counted; bytes and words are not known of every store."""
+    return {name: sum(one[name] for one in counts) for name in counts[0] if all(name in one for one in counts)}
 
 
-def _join_lineages(prefix: Path, parts: list[Path]) -> None:
+def _join_lineages(prefix: Path, parts: list[Path]) -> list[Path]:
+    """The joined lineage, where every part has one."""
+    paths = [lineage_path(part) for part in parts]
+    if not all(path.is_file() for path in paths):
+        return []
     with LineageWriter(lineage_path(prefix)) as lineage:
-        for part in parts:
-            lineage.add_file(lineage_path(part))
+        for path in paths:
+            lineage.add_file(path)
+    return [lineage_path(prefix)]
 
 
 def _join(prefix: Path, stores: list[TokenStore]) -> None:

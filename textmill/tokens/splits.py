@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from textmill.config import RunConfig
 from textmill.config.tokens import FeaturesConfig
@@ -15,8 +18,11 @@ from textmill.errors import TextmillError
 from textmill.files import hash_file, hash_json
 from textmill.stages import MANIFEST, open_manifest
 from textmill.tokens.store import TokenStore, open_store, paths_of, prefix_of
-from textmill.tokens.tables import Table, find_tables, is_dataset, open_tables, rows_of
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.tables import Table, find_tables, is_dataset, named_files, open_tables, rows_of
+from textmill.tokens.tokenizer import TextTokenizer, open_named, open_tokenizer
+
+STRETCHES, STRETCH = 64, 1 << 15
+"""Places of a store that are looked at to know it again, and tokens of each."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,12 @@ def tokenizer_of(config: RunConfig) -> TextTokenizer:
     folder = config.folder_of("tokenizer")
     if not (folder / MANIFEST).is_file() and not config.tokenizer.use:
         raise TextmillError("tokenizer.use: nothing is named; tokens.use names existing tokens, so say which tokenizer they were made with")
-    return open_tokenizer(folder if (folder / MANIFEST).is_file() or not config.tokenizer.use else Path(config.tokenizer.use))
+    named = open_named(config.tokenizer.use, config.tokenizer.end, config.tokenizer.lowercase) if config.tokenizer.use else None
+    if named is None:
+        return open_tokenizer(folder)
+    if (folder / MANIFEST).is_file() and open_manifest(folder)["tokenizer"] != named.fingerprint:
+        raise TextmillError(f"{folder}: is another tokenizer than tokenizer.use={config.tokenizer.use}; set one of them back")
+    return named
 
 
 def _shares(parts: list[_Part], weights: list[float]) -> dict[str, list[Share]]:
@@ -122,7 +133,7 @@ def _whole(files: tuple[Path, ...]) -> Table:
 
 def kind_of(path: Path) -> Literal["folder", "prefix", "table"]:
     """What existing tokens are: a folder of ours, a prefix of .bin and .idx, or rows of a dataset."""
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() and open_manifest(path).get("verb") == "tokenize":
         return "folder"
     if paths_of(prefix_of(path))[0].is_file():
         return "prefix"
@@ -151,7 +162,7 @@ def _used(config: RunConfig, number: int, tokenizer: TextTokenizer) -> _Part:
     store = open_store(prefix_of(path))
     edges = contiguous(config.corpus.split, len(store))
     parts: dict[str, TokenStore] = {split: store.part(edges[number], edges[number + 1]) for number, split in enumerate(SPLITS)}
-    return _Part(parts, hash_json([hash_file(store.index.path), store.tokens, edges]))
+    return _Part(parts, hash_json([hash_file(store.index.path), store.tokens, _sampled(store), edges]))
 
 
 def _converted(config: RunConfig, number: int, path: Path, tokenizer: TextTokenizer) -> _Part:
@@ -161,12 +172,34 @@ def _converted(config: RunConfig, number: int, path: Path, tokenizer: TextTokeni
         raise TextmillError(f"tokens.use: {path}: its rows are not converted yet; run: textmill tokenize")
     if tokenizer.fingerprint != manifest["tokenizer"]:
         raise TextmillError(f"{folder}: was made for another tokenizer; make it anew with: textmill tokenize --force")
+    if not _as_converted(manifest, number, path) or manifest["made_from"]["corpus.split"] != config.corpus.split:
+        raise TextmillError(f"{folder}: holds other rows than {path} has now, or another split; run: textmill tokenize --force")
     stores: dict[str, TokenStore] = {split: open_store(place_of(config, number) / split) for split in SPLITS}
     mark = hash_json([manifest["fingerprint"], manifest["made_from"], number])
     if config.train.layout != "features":
         return _Part(stores, mark)
     tables = open_tables(path, partial(contiguous, config.corpus.split))
     return _Part(stores, mark, {split: Features(tables[split]) for split in SPLITS})
+
+
+def _as_converted(manifest: dict[str, Any], number: int, path: Path) -> bool:
+    """Whether the files of a dataset are those that were converted; one with another time is read to see."""
+    known = {name: account for name, account in manifest["made_from"].items() if name.startswith(f"inputs.{number}/")}
+    files = {f"inputs.{number}/{name}": one for name, one in named_files(path).items()}
+    return known.keys() == files.keys() and all(_same(files[name], known[name], manifest["mtimes"], name) for name in files)
+
+
+def _same(path: Path, account: dict[str, Any], times: dict[str, int], name: str) -> bool:
+    state = path.stat()
+    if state.st_size != account["bytes"]:
+        return False
+    return times.get(name.removeprefix("inputs.")) == state.st_mtime_ns or hash_file(path) == account["sha256"]
+
+
+def _sampled(store: TokenStore) -> str:
+    """A hash of stretches all over the ids: a file that was replaced is noticed without reading it all."""
+    starts = np.linspace(0, max(0, store.tokens - STRETCH), STRETCHES, dtype=np.int64).tolist()
+    return hashlib.sha256(b"".join(store.ids[start : start + STRETCH].tobytes() for start in starts)).hexdigest()
 
 
 def contiguous(shares: Sequence[float], count: int) -> list[int]:

@@ -94,6 +94,14 @@ def files_in(where: Path) -> list[Path]:
     return [path for files in named.values() for path in files]
 
 
+def named_files(where: Path) -> dict[str, Path]:
+    """The files of a dataset by their places in it, so that two of one name are two."""
+    files = files_in(where)
+    if where.is_dir():
+        return {path.relative_to(where).as_posix() if path.is_relative_to(where) else path.name: path for path in files}
+    return {f"{number} {path.name}": path for number, path in enumerate(files)}
+
+
 def _saved(folder: Path) -> dict[str | None, tuple[Path, ...]]:
     if not (folder / DICT).is_file():
         return {None: _arrow_files(folder)}

@@ -21,7 +21,7 @@ from textmill.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.encoders import FAST, REFERENCE, Encoder, ReferenceEncoder, Sample, doubt_of, first_difference, open_encoder_in
 from textmill.tokens.existing import tokenize_used
 from textmill.tokens.features import write_features
-from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.fitting import check_fitted, fit_tokenizer
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.pieces import COLUMNS, COUNTED, Form, Piece, encode_piece
 from textmill.tokens.store import dtype_for, open_store
@@ -53,6 +53,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     if not (config.folder_of("tokenizer") / MANIFEST).is_file():
         print("tokenize: no tokenizer yet; fitting one first")
         fit_tokenizer(config)
+    check_fitted(config)
     tokenizer = open_manifest(config.folder_of("tokenizer"))
     made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"]}
     stage = Stage("tokenize", folder, made_from, config.to_yaml())

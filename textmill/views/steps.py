@@ -11,12 +11,15 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.files import shown
 from textmill.runs import INDEX
+from textmill.stages import differences
 from textmill.tokens.batches.opening import open_batches
 from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore
 from textmill.tokens.tokenizer import TextTokenizer
 
+DECIDING = ("tokens", "train.layout", "train.seed", "train.batch", "train.apart", "train.tail", "train.long", "train.close")
+"""What decides which documents a step sees."""
 BEGINNING = 60
 """Characters of a document that are shown."""
 
@@ -27,7 +30,12 @@ def show_step(config: RunConfig, step: int) -> None:
         raise TextmillError(f"--step: found {step}; the first step is 1")
     run, splits = config.folder_of("train"), open_splits(config)
     checkpoint = find_checkpoint(run, "latest")
-    length = checkpoint.progress["made_from"]["train.length"] if checkpoint else config.train.length
+    made_from = checkpoint.progress["made_from"] if checkpoint else {}
+    now = {**config.results("train"), "tokens": splits.fingerprint}
+    seen = {name: made_from[name] for name in DECIDING if name in made_from}
+    if changes := differences(seen, {name: now[name] for name in seen}):
+        raise TextmillError(f"{run}: was trained otherwise: {'; '.join(changes)}; ask the run's own folder: textmill show {shown(run)}")
+    length = made_from.get("train.length", config.train.length)
     if not length:
         raise TextmillError(f"{run}: has no checkpoint yet, so the samples' length is not known; set train.length")
     batches = open_batches(config.train, splits, length=length, folder=run / INDEX)

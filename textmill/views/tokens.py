@@ -67,8 +67,14 @@ def _frequent(stores: list[TokenStore], tokenizer: TextTokenizer) -> dict[str, i
             counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
         left -= min(left, store.tokens)
     top = np.argsort(-counts, kind="stable")[:FREQUENT].tolist()
-    named = {repr(tokenizer.decode([token])): int(counts[token]) for token in top if counts[token]}
+    named = {f"{token:>6} {_name(token, tokenizer)}": int(counts[token]) for token in top if counts[token]}
     return {**named, "all others": int(counts.sum()) - sum(named.values())}
+
+
+def _name(token: int, tokenizer: TextTokenizer) -> str:
+    """A token's text, or the piece itself where it is a part of a character."""
+    text = tokenizer.decode([token])
+    return repr(text) if "\ufffd" not in text else str(tokenizer.inner.id_to_token(token))
 
 
 def _show_document(store: TokenStore, number: int, tokenizer: TextTokenizer) -> None:

@@ -24,12 +24,13 @@ class Blend:
         parts = _whole(weights)
         self.period = sum(parts)
         draws = np.empty(2 * self.period, np.int64)
-        used = [0] * len(parts)
-        for sample in range(len(draws)):
-            behind = [part * max(sample, 1) - self.period * count for part, count in zip(parts, used, strict=True)]
-            draws[sample] = chosen = behind.index(max(behind))
-            used[chosen] += 1
         self.draws, self.parts = draws, np.array(parts, np.int64)
+        behind = self.parts.copy()  # how far each is behind its share, in parts of a sample
+        for sample in range(len(draws)):
+            if sample > 1:
+                behind += self.parts
+            draws[sample] = chosen = int(behind.argmax())
+            behind[chosen] -= self.period
         self.before = np.empty(len(draws), np.int64)
         for store in range(len(parts)):
             mine = np.flatnonzero(draws == store)

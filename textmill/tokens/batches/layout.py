@@ -58,6 +58,6 @@ def check_ids(ids: NDArray[np.int32], vocab: int | None, where: object) -> None:
     """Refuse ids that the model has no vector for, before an engine meets them."""
     if vocab is not None and len(ids) and (int(ids.max()) >= vocab or int(ids.min()) < 0):
         raise TextmillError(
-            f"{where}: holds the token id {max(int(ids.max()), -int(ids.min()))}, the tokenizer has {vocab:,} pieces; "
+            f"{where}: holds the token id {int(ids.min()) if int(ids.min()) < 0 else int(ids.max())}, the tokenizer has {vocab:,} pieces; "
             f"name the tokenizer it was made with: tokenizer.use=FOLDER"
         )

@@ -34,8 +34,16 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
                 share.store, length=length, stride=length, batch=train.batch, first=tokenizer.end, vocab=tokenizer.vocab
             )  # fmt: skip
     else:
-        filled = [share for share in shares if share.features is None or share.features.table.count]
-        yield from in_order([_layout(train, share, tokenizer, length, None, folder) for share in filled], train.batch)
+        kept = train.model_copy(update={"tail": "keep"})
+        layouts = [_layout(kept, share, tokenizer, length, None, folder) for share in shares if _asks(train, share)]
+        yield from in_order(layouts, train.batch)
+
+
+def _asks(train: TrainConfig, share: Share) -> bool:
+    """Whether a store holds anything that its layout would ask."""
+    if train.layout == "features":
+        return share.features is None or bool(share.features.table.count)
+    return share.store.tokens > 1 if train.layout == "packed" else bool((share.store.sizes() > 1).any())
 
 
 def _layout(train: TrainConfig, share: Share, tokenizer: TextTokenizer, length: int, seed: int | None, folder: Path | None) -> Layout:
