@@ -1,6 +1,6 @@
 """Seconds of training that a loss on real text takes: GPT-2 124M, a corpus in JSON lines, GPT-2's vocabulary.
 
-    python bench/time_to_loss.py CORPUS.jsonl.xz BPE_FOLDER [seconds=60] [optimizer=muon] [rate=6e-3] [rest=0.5] [batch=64] ...
+    python bench/time_to_loss.py CORPUS.jsonl.xz BPE_FOLDER [seconds=60] [optimizer=muon] [rate=6e-3] [rest=1] [batch=32] ...
 
 Documents whose line number leaves 7 modulo 100 are validation, the rest training, an end-of-text after each. The loss is that of the first
 524,288 tokens of validation, in windows of 1,024. The clock counts training steps only; the schedule is a cosine over the seconds given
@@ -30,7 +30,7 @@ LENGTH, END, VALID = 1024, 50256, 524288
 TICKS = 100_000
 """The schedule's steps: the clock is read into so many."""
 SETTINGS: dict[str, Any] = {
-    "seconds": 60.0, "target": 4.416, "optimizer": "muon", "rate": 6e-3, "rest": 0.5, "batch": 64, "decay": 0.1, "beta2": 0.95,
+    "seconds": 60.0, "target": 4.416, "optimizer": "muon", "rate": 6e-3, "rest": 1.0, "batch": 32, "decay": 0.1, "beta2": 0.95,
     "size": "small", "precision": "auto", "seed": 1,
 }  # fmt: skip
 

@@ -93,7 +93,7 @@ class TrainConfig(Section):
     """range_test: in steps of `train.range_steps` instead of a line."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw: Adam with decoupled weight decay; muon: orthogonal momentum on the blocks' matrices, AdamW on the rest."""
-    rest_rate: float = Field(0.5, gt=0)
+    rest_rate: float = Field(1.0, gt=0)
     """muon: the rate of embeddings, biases and LayerNorms, as a multiple of `train.learning_rate`."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
     """Adam's two decay rates."""
