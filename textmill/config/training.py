@@ -105,6 +105,10 @@ class TrainConfig(Section):
     """Largest global gradient norm; 0: no clipping."""
     loss: Literal["token_mean", "sample_mean"] = "token_mean"
     """token_mean: summed loss over all asked tokens of the step; sample_mean: the mean of each sample's mean."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """The share of each label that is spread over the whole vocabulary; training's loss alone."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of the squared logarithm of the softmax's denominator, which keeps scores from drifting; training's loss alone."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Decides the first weights, the order of the data and dropout."""
     log_every: int = how(10, ge=1)
@@ -158,6 +162,8 @@ class TorchEngine(Section):
     """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on a GPU that has it, else fp32."""
     compile: bool = how(False)
     """Compile the net with torch.compile: slower to start, faster after."""
+    recompute: int = how(0, ge=0)
+    """Make inner states again in backward instead of keeping them, so many blocks at a time; 0: keep all. Same numbers, less memory."""
     deterministic: bool = how(False)
     """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
 

@@ -88,7 +88,8 @@ class TorchOnOneDevice:
         """The loss of a micro-batch; its gradients are added to those there are."""
         with arithmetic(self.device, self.precision), attention_order(self.device):
             x_ME = self.states(self.net, inputs, keys, documents, self.precision)
-        loss = summed_loss(x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
+        smoothing, z = self.train.label_smoothing, self.train.z_loss
+        loss = summed_loss(x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab, smoothing, z)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -157,7 +158,9 @@ def new_engine(config: RunConfig, shape: Any) -> TorchOnOneDevice:
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
     micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, device, precision)
-    return TorchOnOneDevice(new_net(shape, device), config.train, micro_batch, precision, config.engine.compile)
+    net = new_net(shape, device)
+    net.recompute = config.engine.recompute
+    return TorchOnOneDevice(net, config.train, micro_batch, precision, config.engine.compile)
 
 
 def _fitting(config: RunConfig, shape: Any, device: torch.device, precision: torch.dtype) -> int:

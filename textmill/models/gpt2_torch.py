@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from textmill.models.dropout_torch import drop
 from textmill.models.gpt2 import Shape
@@ -139,6 +140,7 @@ class Net(nn.Module):
         self.wpe = nn.Embedding(shape.positions, shape.width)
         self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
+        self.recompute = 0
 
     def forward(
         self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Cache | None = None, documents_NT: Tensor | None = None
@@ -151,12 +153,20 @@ class Net(nn.Module):
             mask_N1TT = _apart(documents_NT)
             positions = positions - _begins(documents_NT)
         x_NTE = drop(_narrow(self.wte(ids_NT) + self.wpe(positions)), self.shape.embedding_dropout, keys_N, 0)
-        for block in self.h:
-            x_NTE = block(x_NTE, keys_N, cache, mask_N1TT)
+        again = self.recompute if cache is None and torch.is_grad_enabled() else 0
+        for start in range(0, len(self.h), again or len(self.h)):
+            part = (start, start + (again or len(self.h)), x_NTE, keys_N, cache, mask_N1TT)
+            # Dropout is a hash of places, so that nothing random needs to be kept and replayed.
+            x_NTE = checkpoint(self._blocks, *part, use_reentrant=False, preserve_rng_state=False) if again else self._blocks(*part)
         if cache is not None:
             cache.used += ids_NT.shape[1]
         out: Tensor = self.ln_f(x_NTE)
         return out
+
+    def _blocks(self, start: int, stop: int, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask_N1TT: Tensor | None) -> Tensor:
+        for block in self.h[start:stop]:
+            x_NTE = block(x_NTE, keys_N, cache, mask_N1TT)
+        return x_NTE
 
     @property
     def head(self) -> Tensor:

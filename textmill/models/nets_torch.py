@@ -20,6 +20,8 @@ class Net(Protocol):
     """What a family's torch net offers besides being a module."""
 
     shape: Any
+    recompute: int
+    """Blocks at a time whose inner states are made again in backward; 0: none."""
 
     @property
     def head(self) -> Tensor: ...
