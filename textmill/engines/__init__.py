@@ -61,7 +61,7 @@ class Engine(Protocol):
         ...
 
     def moments(self) -> Iterator[Named]:
-        """Host copies of the optimizer's state: m/NAME, v/NAME."""
+        """Host copies of the optimizer's state: m/NAME and v/NAME of AdamW, momentum/NAME of Muon."""
         ...
 
     def load(self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str) -> None:

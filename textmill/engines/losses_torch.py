@@ -81,16 +81,21 @@ def _grade(logits_MV: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, sm
     if logits_MV.is_cuda and _triton() is not None:
         losses: Tensor = _triton().grade(logits_MV, labels_M, shares_M, vocab, smoothing, z)
         return losses
-    scores = logits_MV[:, :vocab].float() if logits_MV.dtype.itemsize < 4 else logits_MV[:, :vocab]
+    real = logits_MV[:, :vocab]
+    scores = real.float() if real.dtype.itemsize < 4 else real
     asked_M = labels_M != IGNORED
     targets_M1 = labels_M.where(asked_M, 0).long()[:, None]
     spread_M1 = scores.logsumexp(1, keepdim=True)
-    picked_M1 = scores.gather(1, targets_M1)
-    losses_M1 = spread_M1 - (1 - smoothing) * picked_M1 - smoothing * scores.mean(1, keepdim=True) + z * spread_M1.square()
+    losses_M1 = spread_M1 - (1 - smoothing) * scores.gather(1, targets_M1) + z * spread_M1.square()
+    if smoothing:
+        losses_M1 -= smoothing * scores.mean(1, keepdim=True)
     share_M1 = shares_M.where(asked_M, 0)[:, None].to(scores.dtype)
-    slopes = (scores - spread_M1).exp_().mul_(share_M1 * (1 + 2 * z * spread_M1)).sub_(share_M1 * (smoothing / vocab))
-    slopes.scatter_add_(1, targets_M1, -(1 - smoothing) * share_M1)
-    logits_MV[:, :vocab] = slopes
+    scores.sub_(spread_M1).exp_().mul_(share_M1 * (1 + 2 * z * spread_M1))
+    if smoothing:
+        scores.sub_(share_M1 * (smoothing / vocab))
+    scores.scatter_add_(1, targets_M1, -(1 - smoothing) * share_M1)
+    if scores is not real:
+        real.copy_(scores)
     logits_MV[:, vocab:] = 0
     return losses_M1[:, 0].where(asked_M, 0)
 
