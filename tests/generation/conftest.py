@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 from textmill.checkpoint import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
 from textmill.config import TokenizerConfig, TorchEngine
@@ -20,6 +23,47 @@ TEXT = [
     "물레방아는 강가에 서 있다. 아침마다 바퀴가 천천히 돌기 시작한다.",
     "Değirmen köprünün üstünde duruyor; çark yavaş yavaş döner.",
 ]
+
+
+class Parrot(nn.Module):
+    """A net that has a shape and no thought."""
+
+    def __init__(self, shape: gpt2.Shape) -> None:
+        super().__init__()
+        self.shape, self.weight = shape, nn.Parameter(torch.zeros(1))
+
+
+class ParrotSlots:
+    """Slots in which the token at a place decides nothing: what is said next depends on the place alone."""
+
+    def __init__(self, net: Parrot, ids: list[int], slots: int, length: int) -> None:
+        self.net, self.ids, self.slots, self.length, self.device = net, ids, slots, length, torch.device("cpu")
+
+    def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
+        return torch.zeros(len(contexts), max(map(len, contexts)), 1)
+
+    def decode(self, ids: list[int], places: list[int]) -> Tensor:
+        return nn.functional.one_hot(torch.tensor([self.ids[place] for place in places]), self.net.shape.vocab) * 100.0
+
+    def move(self, source: int, target: int, used: int) -> None:
+        pass
+
+
+class ParrotGenerator(Generator):
+    """Says a given text whatever it is asked, from the second position on, and then ends."""
+
+    def __init__(self, shape: gpt2.Shape, tokenizer: TextTokenizer, text: str) -> None:
+        self.told = tokenizer.encode(text)
+        super().__init__(Parrot(dataclasses.replace(shape, positions=len(self.told) + 8)), tokenizer)
+
+    def new_slots(self, slots: int, length: int) -> ParrotSlots:
+        return ParrotSlots(self.net, [*self.told, *[self.tokenizer.end] * 8], slots, length)
+
+
+@pytest.fixture(scope="session")
+def parrot_of(shape: gpt2.Shape, tokenizer: TextTokenizer) -> Callable[[str], Generator]:
+    """A generator that says a text."""
+    return lambda text: ParrotGenerator(shape, tokenizer, text)
 
 
 def _write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from textmill.checkpoint import Checkpoint, open_checkpoint
 from textmill.config import SampleConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.generator import BROKEN, Generator, TextStream, open_generator
+from textmill.generation.generator import Generator, open_generator
+from textmill.generation.texts import BROKEN, TextStream
 from textmill.models import gpt2
 from textmill.tokens.tokenizer import TextTokenizer
 
@@ -27,24 +27,7 @@ WriteModel = Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]
 GREEDY = SampleConfig(temperature=0, max_tokens=64)
 
 
-class Parrot(nn.Module):
-    """A net that says a given text whatever it is asked, from the second position on, and then ends."""
-
-    def __init__(self, shape: gpt2.Shape, ids: list[int]) -> None:
-        super().__init__()
-        self.shape, self.ids, self.weight = shape, [*ids, shape.end], nn.Parameter(torch.zeros(1))
-
-    def forward(self, ids_NT: Tensor, keys_N: Tensor | None, cache: Any) -> Tensor:
-        cache.used += ids_NT.shape[1]
-        return torch.full((*ids_NT.shape, 1), float(cache.used - 1))
-
-    def logits(self, x_NTE: Tensor) -> Tensor:
-        return nn.functional.one_hot(torch.tensor(self.ids)[x_NTE[..., 0].long()], self.shape.vocab) * 100.0
-
-
-def parrot_of(text: str, shape: gpt2.Shape, tokenizer: TextTokenizer) -> Generator:
-    ids = tokenizer.encode(text)
-    return Generator(Parrot(dataclasses.replace(shape, positions=len(ids) + 8), ids), tokenizer)
+ParrotOf = Callable[[str], Generator]
 
 
 @pytest.mark.parametrize("prompt", ["The mill", "물레방아는", "", "a"])
@@ -64,8 +47,8 @@ def test_the_greedy_continuation_is_that_of_transformers(generator: Generator, c
 
 
 @pytest.mark.parametrize("text", ["물레방아는 강가에 서 있다. 🎡🏞️ 끝", "👩‍👩‍👧‍👦 çığ ß 漢字", "plain", "끝"])
-def test_a_stream_never_splits_a_character(text: str, shape: gpt2.Shape, tokenizer: TextTokenizer) -> None:
-    pieces = list(parrot_of(text, shape, tokenizer).stream("", SampleConfig(max_tokens=1000)))
+def test_a_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:
+    pieces = list(parrot_of(text).stream("", SampleConfig(max_tokens=1000)))
     assert "".join(pieces) == text
     assert not any(BROKEN in piece for piece in pieces)
     assert len(tokenizer.encode(text)) > len(pieces) or text == "plain"
@@ -89,16 +72,16 @@ def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, 
     assert joined == tokenizer.decode(ids)
 
 
-def test_bytes_without_an_end_are_shown_when_the_text_is_over(shape: gpt2.Shape, tokenizer: TextTokenizer) -> None:
-    parrot = parrot_of("漢", shape, tokenizer)
+def test_bytes_without_an_end_are_shown_when_the_text_is_over(parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:
+    parrot = parrot_of("漢")
     cut = len(tokenizer.encode("漢")) - 1
     assert cut > 0
     assert list(parrot.stream("", SampleConfig(max_tokens=cut))) == [BROKEN]
 
 
 @pytest.mark.parametrize("text", ["end", ""])
-def test_min_tokens_holds_off_the_end(shape: gpt2.Shape, tokenizer: TextTokenizer, text: str) -> None:
-    parrot = parrot_of(text, shape, tokenizer)
+def test_min_tokens_holds_off_the_end(parrot_of: ParrotOf, tokenizer: TextTokenizer, text: str) -> None:
+    parrot = parrot_of(text)
     told = len(tokenizer.encode(text))
     assert parrot.sample("", SampleConfig(max_tokens=told + 1)).tokens == told
     assert parrot.sample("", SampleConfig(max_tokens=told + 1, min_tokens=told + 1)).tokens == told + 1
@@ -195,7 +178,6 @@ def test_rows_without_text_are_never_chosen(
     wide = open_generator(write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab * 3)), engine)
     sample = wide.sample("The", SampleConfig(max_tokens=60, min_tokens=60, temperature=5.0))
     assert sample.tokens == 60
-    assert wide._scores(torch.tensor([[1]]), None).shape == (1, tokenizer.vocab)
 
 
 def test_bf16_holds_every_weight_in_bf16(checkpoint: Checkpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,6 @@ from transformers.generation import logits_process as theirs
 
 from textmill.config import SampleConfig
 from textmill.counters import uniform_at
-from textmill.errors import TextmillError
 from textmill.generation import sampling
 
 N, T, V, END = 3, 12, 50, 4
@@ -21,6 +21,36 @@ N, T, V, END = 3, 12, 50, 4
 def logits_of(seed: int, spread: float = 3.0) -> tuple[Any, Any]:
     dice = torch.Generator().manual_seed(seed)
     return torch.randn(N, V, generator=dice) * spread, torch.randint(0, V, (N, T), generator=dice)
+
+
+def seen_of(seen: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(seen), V, dtype=torch.bool).scatter(1, seen, True)
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values).unsqueeze(1)
+
+
+def states_of(
+    seen: torch.Tensor, *samples: SampleConfig, number: int = 0, bias: tuple[tuple[int, float], ...] = ()
+) -> list[sampling.State]:
+    """A state for each row of ids, the last `number` of them new."""
+    states = []
+    for row, sample in zip(seen.tolist(), samples * (len(seen) // len(samples)), strict=True):
+        prompt, new = row[: len(row) - number], row[len(row) - number :]
+        state = sampling.new_state(sample, prompt, ends=(END,), bias=bias, vocab=V, device=torch.device("cpu"))
+        for id_ in new:
+            state.add(id_)
+        states.append(state)
+    return states
+
+
+def shaped(logits: torch.Tensor, states: list[sampling.State]) -> torch.Tensor:
+    return sampling.shaped(logits, states, sampling.rules_of(states, logits.device))
+
+
+def next_ids(logits: torch.Tensor, states: list[sampling.State]) -> list[int | None]:
+    return sampling.next_ids(logits, states, sampling.rules_of(states, logits.device))
 
 
 def same(ours: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -35,14 +65,16 @@ seeds = st.integers(0, 2**31)
 @given(seeds, st.floats(0.2, 5.0))
 def test_repetition_penalty_is_that_of_transformers(seed: int, penalty: float) -> None:
     logits, seen = logits_of(seed)
-    torch.testing.assert_close(sampling.penalise(logits, seen, penalty), theirs.RepetitionPenaltyLogitsProcessor(penalty)(seen, logits))
+    torch.testing.assert_close(
+        sampling.penalise(logits, seen_of(seen), column(penalty)), theirs.RepetitionPenaltyLogitsProcessor(penalty)(seen, logits)
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.floats(0.05, 10.0))
 def test_temperature_is_that_of_transformers(seed: int, temperature: float) -> None:
     logits, seen = logits_of(seed)
-    same(sampling.cool(logits, temperature), theirs.TemperatureLogitsWarper(temperature)(seen, logits))
+    same(sampling.cool(logits, column(temperature)), theirs.TemperatureLogitsWarper(temperature)(seen, logits))
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,7 +82,7 @@ def test_temperature_is_that_of_transformers(seed: int, temperature: float) -> N
 def test_top_k_is_that_of_transformers(seed: int, k: int) -> None:
     logits, seen = logits_of(seed)
     logits = logits.round()  # many ties
-    torch.testing.assert_close(sampling.keep_top_k(logits, k), theirs.TopKLogitsWarper(k)(seen, logits))
+    torch.testing.assert_close(sampling.keep_top_k(logits, column(*[k] * N)), theirs.TopKLogitsWarper(k)(seen, logits))
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,14 +92,14 @@ def test_top_p_is_that_of_transformers(seed: int, p: float, spread: float) -> No
     sums = logits.sort(descending=True).values.softmax(1).cumsum(1)
     if (sums - p).abs().min() < 1e-5:
         return  # on the border the two may round otherwise
-    torch.testing.assert_close(sampling.keep_top_p(logits, p), theirs.TopPLogitsWarper(p)(seen, logits))
+    torch.testing.assert_close(sampling.keep_top_p(logits, column(p)), theirs.TopPLogitsWarper(p)(seen, logits))
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 9])
 def test_no_end_before_min_tokens_as_in_transformers(number: int) -> None:
     logits, seen = logits_of(1)
     wanted = theirs.MinNewTokensLengthLogitsProcessor(T - number, 3, END)(seen, logits)
-    ours = sampling.shaped(logits, seen, number=number, end=END, sample=SampleConfig(min_tokens=3, temperature=0))
+    ours = shaped(logits, states_of(seen, SampleConfig(min_tokens=3, temperature=0), number=number))
     torch.testing.assert_close(ours, wanted)
 
 
@@ -76,23 +108,24 @@ def test_no_end_before_min_tokens_as_in_transformers(number: int) -> None:
 def test_all_rules_together_in_the_order_of_transformers(seed: int) -> None:
     logits, seen = logits_of(seed)
     rules = theirs.LogitsProcessorList([
-        theirs.RepetitionPenaltyLogitsProcessor(1.3), theirs.MinNewTokensLengthLogitsProcessor(T, 2, END),
-        theirs.TemperatureLogitsWarper(0.7), theirs.TopKLogitsWarper(20), theirs.TopPLogitsWarper(0.83),
+        theirs.SequenceBiasLogitsProcessor([[[7], 1.5], [[9], -2.0]]), theirs.RepetitionPenaltyLogitsProcessor(1.3),
+        theirs.MinNewTokensLengthLogitsProcessor(T - 1, 2, END), theirs.TemperatureLogitsWarper(0.7), theirs.TopKLogitsWarper(20),
+        theirs.TopPLogitsWarper(0.83), theirs.MinPLogitsWarper(0.02), theirs.TypicalLogitsWarper(0.9),
     ])  # fmt: skip
-    sample = SampleConfig(repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83)
-    same(sampling.shaped(logits, seen, number=1, end=END, sample=sample), rules(seen, logits))
+    sample = SampleConfig(repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83, min_p=0.02, typical_p=0.9)
+    same(shaped(logits, states_of(seen, sample, number=1, bias=((7, 1.5), (9, -2.0)))), rules(seen, logits))
 
 
 def test_top_p_keeps_one_token_at_least() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0]])
-    assert sampling.keep_top_p(logits, 1e-9).isfinite().tolist() == [[False, True, False]]
+    assert sampling.keep_top_p(logits, column(1e-9)).isfinite().tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
 def test_a_temperature_near_zero_is_the_greedy_choice(temperature: float) -> None:
     logits, seen = logits_of(5)
     sample = SampleConfig(temperature=temperature)
-    ids = sampling.next_ids(logits, seen, seeds=[1, 2, 3], number=0, end=END, sample=sample)
+    ids = next_ids(logits, states_of(seen, sample))
     assert ids == logits.argmax(1).tolist()
 
 
@@ -100,8 +133,10 @@ def test_choices_follow_the_probabilities() -> None:
     """Pearson's chi-square over 20,000 draws stays below its 99.9% point."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf"), 0.5, 3.0]])
     draws = 20_000
-    chosen = sampling.choose(logits.expand(draws, -1), [uniform_at(99, number) for number in range(draws)])
-    counts = torch.bincount(torch.tensor(chosen), minlength=7).double()
+    chosen = sampling.choose(
+        logits.expand(draws, -1), torch.tensor([uniform_at(99, number) for number in range(draws)], dtype=torch.double)
+    )
+    counts = torch.bincount(chosen, minlength=7).double()
     wanted = logits[0].double().softmax(0) * draws
     assert counts[4] == 0
     possible = wanted > 0
@@ -111,21 +146,65 @@ def test_choices_follow_the_probabilities() -> None:
 
 def test_the_ends_of_the_line_are_possible_tokens() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
-    assert sampling.choose(logits, [0.0]) == [1]
-    assert sampling.choose(logits, [1 - 2**-53]) == [3]
+    assert sampling.choose(logits, torch.zeros(1, dtype=torch.double)).tolist() == [1]
+    assert sampling.choose(logits, torch.tensor([1 - 2**-53], dtype=torch.double)).tolist() == [3]
 
 
-def test_a_row_is_chosen_as_if_alone() -> None:
-    logits, seen = logits_of(8)
-    sample = SampleConfig(top_p=0.9, repetition_penalty=1.2)
-    together = sampling.next_ids(logits, seen, seeds=[5, 6, 7], number=3, end=END, sample=sample)
-    alone = [sampling.next_ids(logits[[row]], seen[[row]], seeds=[5 + row], number=3, end=END, sample=sample)[0] for row in range(N)]
-    assert together == alone
+MANY = [
+    SampleConfig(temperature=0), SampleConfig(seed=5, top_p=0.9, repetition_penalty=1.2), SampleConfig(seed=6, top_k=5, min_p=0.1),
+    SampleConfig(seed=7, typical_p=0.5, temperature=2.0), SampleConfig(seed=8, presence_penalty=1.0, frequency_penalty=0.5, top_k=7),
+    SampleConfig(temperature=0, repetition_penalty=1.5, min_tokens=100),
+]  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_a_row_is_chosen_as_if_alone_whatever_the_others_ask(seed: int) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    logits, seen = torch.randn(len(MANY), V, generator=dice) * 3, torch.randint(0, V, (len(MANY), T), generator=dice)
+    states = states_of(seen, *MANY, number=3)
+    together = next_ids(logits, states)
+    assert together == [next_ids(logits[[row]], [state])[0] for row, state in enumerate(states)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.floats(0.01, 0.99))
+def test_min_p_is_that_of_transformers(seed: int, p: float) -> None:
+    logits, seen = logits_of(seed)
+    torch.testing.assert_close(sampling.keep_min_p(logits, column(p)), theirs.MinPLogitsWarper(p)(seen, logits))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.floats(0.01, 0.99), st.floats(0.1, 6.0))
+def test_typical_p_is_that_of_transformers(seed: int, p: float, spread: float) -> None:
+    logits, seen = logits_of(seed, spread)
+    torch.testing.assert_close(sampling.keep_typical(logits, column(p)), theirs.TypicalLogitsWarper(p)(seen, logits))
+
+
+def test_presence_and_frequency_count_the_new_text_only() -> None:
+    """The formula of the public completions API: score - count * frequency - (count > 0) * presence."""
+    logits, _ = logits_of(3)
+    seen = torch.tensor([[1, 2, 3, 2, 2, 5]] * N)
+    ours = shaped(logits, states_of(seen, SampleConfig(temperature=0, presence_penalty=0.7, frequency_penalty=0.25), number=3))
+    wanted = logits.clone()
+    wanted[:, 2] -= 2 * 0.25 + 0.7
+    wanted[:, 5] -= 0.25 + 0.7
+    torch.testing.assert_close(ours, wanted)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 10**6)), min_size=1, max_size=5))
+def test_the_numbers_of_a_batch_are_those_of_its_rows(pairs: list[tuple[int, int]]) -> None:
+    states = [sampling.State(SampleConfig(seed=seed), (END,), number=number) for seed, number in pairs]
+    ours = sampling.uniforms_of(sampling.rules_of(states, torch.device("cpu")), states)
+    np.testing.assert_array_equal(ours.numpy(), [uniform_at(*pair) for pair in pairs])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_scores_that_are_no_numbers_are_refused(bad: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_scores_that_are_no_numbers_gives_none_and_leaves_the_others_alone(bad: float, temperature: float) -> None:
     logits, seen = logits_of(2)
+    states = states_of(seen, SampleConfig(temperature=temperature))
+    whole = next_ids(logits, states)
     logits[1, 3] = bad
-    with pytest.raises(TextmillError, match="not finite"):
-        sampling.next_ids(logits, seen, seeds=[1, 2, 3], number=0, end=END, sample=SampleConfig())
+    assert next_ids(logits, states) == [whole[0], None, whole[2]]

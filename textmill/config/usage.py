@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from textmill.config.section import Section, how
+from textmill.config.section import Section, how, source, texts
 
 
 class EvaluateConfig(Section):
@@ -29,24 +29,42 @@ class SampleConfig(Section):
 
     prompt: str | None = None
     """The text to continue; without one the model starts from nothing."""
+    prompts: str | None = source()
+    """A file of texts to continue: one a line, or JSON lines with a key "prompt"; each answer is a line of JSON."""
     temperature: float = Field(0.8, ge=0)
     """0: always the likeliest token; higher: bolder."""
     top_k: int = Field(0, ge=0)
     """Choose among the k likeliest tokens only; 0: no limit."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Choose among the likeliest tokens that together reach this probability."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Choose among tokens at least this many times as likely as the likeliest; 0: no limit."""
+    typical_p: float = Field(1.0, gt=0, le=1)
+    """Choose among the tokens nearest to the expected surprise that together reach this probability."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Above 1: tokens already there become less likely."""
+    """Above 1: tokens already there, the prompt's too, become less likely."""
+    presence_penalty: float = Field(0.0, ge=-100, le=100)
+    """Taken off the score of every token that is in the new text."""
+    frequency_penalty: float = Field(0.0, ge=-100, le=100)
+    """Taken off the score of a token for each time that it is in the new text."""
     min_tokens: int = Field(0, ge=0)
     """No end of text before this many new tokens."""
     max_tokens: int = Field(200, ge=1)
     """New tokens at most."""
+    stop: list[str] = texts([])
+    """The text ends before the first of these."""
+    beams: int = Field(1, ge=1, le=64)
+    """Above 1: the likeliest text that a search with so many beams finds; nothing is left to chance."""
+    length_penalty: float = Field(1.0, ge=-100, le=100)
+    """Of beam search: above 0 longer texts are favoured, below 0 shorter ones."""
     slide: bool = True
     """Past the model's longest context, go on with the last half of it in view; false: stop there."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """The same seed gives the same text."""
     count: int = Field(1, ge=1, le=1000)
     """How many samples; each has its own seed, counted on from `sample.seed`."""
+    batch: int = how(16, ge=1, le=4096)
+    """Texts that go through the model at a time; each takes memory for its keys and values."""
 
 
 class TrackConfig(Section):

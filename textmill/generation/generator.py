@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from textmill.checkpoint import Checkpoint
 from textmill.config import SampleConfig, TorchEngine
 from textmill.devices import open_device, precision_of
 from textmill.errors import TextmillError, warn
-from textmill.generation.sampling import next_ids
-from textmill.models.nets_torch import Net, new_cache, open_net
+from textmill.generation.batch import Batch, Event, Slots, slots_type
+from textmill.generation.beams import search
+from textmill.generation.requests import Done, Request
+from textmill.models.nets_torch import Net, open_net
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
-
-TOGETHER = 32
-"""Samples that go through the net at a time, at most."""
-BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
@@ -33,69 +32,63 @@ class Sample:
     """New tokens, the end-of-text token not counted."""
 
 
-class TextStream:
-    """Ids in, text out as soon as it is sure: a character whose bytes are not all there yet is held back."""
-
-    def __init__(self, tokenizer: TextTokenizer, context: list[int]) -> None:
-        self.tokenizer, self.ids = tokenizer, list(context)
-        # Decoding begins a little before the new ids, since a tokenizer may write a first token otherwise than a later one.
-        self.start, self.said, self.tokens = 0, len(context), 0
-
-    def add(self, id_: int) -> str:
-        """The text that one more id settles; often none."""
-        self.ids.append(id_)
-        self.tokens += 1
-        text = self._unsaid()
-        if not text or text.endswith(BROKEN):
-            return ""
-        self.start, self.said = self.said, len(self.ids)
-        return text
-
-    def end(self) -> str:
-        """What was held back; bytes that never became a character are shown as replacement characters."""
-        return self._unsaid()
-
-    def _unsaid(self) -> str:
-        before = self.tokenizer.decode(self.ids[self.start : self.said])
-        return self.tokenizer.decode(self.ids[self.start :])[len(before) :]
-
-
 class Generator:
     """A net and its tokenizer; a text is a function of the prompt, the settings and the seed."""
 
     def __init__(self, net: Net, tokenizer: TextTokenizer) -> None:
         self.net, self.tokenizer = net, tokenizer
         self.device = next(parameter.device for _, parameter in net.named_parameters())
+        self.positions: int = net.shape.positions
         self._cut_said = False
 
     def stream(self, prompt: str, sample: SampleConfig) -> Iterator[str]:
         """The continuation as it comes, never splitting a character; its pieces joined are the whole text."""
-        context = self.context_of(prompt)
-        room = self._room(len(context), sample)
-        return self._pieces(context, room, sample)
+        request = self.request_of(prompt, sample)
+        self.room_of(request)
+        return self._pieces(request)
 
     def sample(self, prompt: str, sample: SampleConfig) -> Sample:
         """One whole continuation, the same text as `stream` gives."""
-        return self._samples([self.context_of(prompt)], [prompt], [sample.seed], sample)[0]
+        return self.samples([prompt], sample)[0]
 
     def texts(self, prompts: list[str], sample: SampleConfig) -> list[str]:
         """A continuation of each prompt; the first has the seed of the settings, the next one more, and so on."""
         return [one.text for one in self.samples(prompts, sample)]
 
     def samples(self, prompts: list[str], sample: SampleConfig) -> list[Sample]:
-        """What `texts` gives, with seeds and counts; prompts of one length go through the net together."""
-        contexts = [self.context_of(prompt) for prompt in prompts]
-        lengths: dict[int, list[int]] = {}
-        for place, context in enumerate(contexts):
-            lengths.setdefault(len(context), []).append(place)
-        done: dict[int, Sample] = {}
-        for places in lengths.values():
-            for begin in range(0, len(places), TOGETHER):
-                part = places[begin : begin + TOGETHER]
-                seeds = [sample.seed + place for place in part]
-                found = self._samples([contexts[place] for place in part], [prompts[place] for place in part], seeds, sample)
-                done.update(zip(part, found, strict=True))
-        return [done[place] for place in range(len(prompts))]
+        """What `texts` gives, with seeds and counts; `sample.batch` of them go through the net at a time."""
+        settings = [sample.model_copy(update={"seed": sample.seed + place}) for place in range(len(prompts))]
+        requests = [self.request_of(prompt, one) for prompt, one in zip(prompts, settings, strict=True)]
+        texts, counts = [""] * len(prompts), [0] * len(prompts)
+        for place, event in self.run(requests, sample.batch):
+            texts[place] += event.text
+            if isinstance(event, Done):
+                counts[place] = event.tokens
+        return [Sample(prompt, text, one.seed, count) for prompt, text, one, count in zip(prompts, texts, settings, counts, strict=True)]
+
+    def run(self, requests: list[Request], together: int) -> Iterator[tuple[int, Event]]:
+        """What becomes of requests, each by its place in the list, so many of them in slots at a time; a failure ends all."""
+        rooms = [self.room_of(request) for request in requests]
+        waiting = iter(range(len(requests)))
+        length = max((min(len(request.ids) + room, self.positions) for request, room in zip(requests, rooms, strict=True)), default=0)
+        batch: Batch | None = None
+        while True:
+            while (batch is None or batch.free) and (place := next(waiting, None)) is not None:
+                if requests[place].sample.beams > 1:
+                    yield place, search(self, requests[place], rooms[place])
+                    continue
+                batch = batch or self.new_batch(min(together, len(requests)), length)
+                batch.add(place, requests[place], rooms[place])
+            if batch is None or not (batch.rows or batch.waiting):
+                return
+            for place, event in batch.step():
+                if isinstance(event, Done) and event.reason == "error":
+                    raise TextmillError(event.message)
+                yield place, event
+
+    def request_of(self, prompt: str, sample: SampleConfig) -> Request:
+        """A prompt with its settings, as the net takes it."""
+        return Request(tuple(self.context_of(prompt)), sample, tuple(sample.stop))
 
     def context_of(self, prompt: str) -> list[int]:
         """What the net sees first: the prompt's ids, or the end-of-text token where there are none."""
@@ -105,65 +98,51 @@ class Generator:
             raise TextmillError("sample.prompt: holds half of a character pair; give it as UTF-8 text") from None
         return self.tokenizer.encode(prompt) or [self.tokenizer.end]
 
-    def _room(self, length: int, sample: SampleConfig) -> int:
-        """New tokens that are asked and fit after a context."""
-        positions: int = self.net.shape.positions
-        if length > positions - 1:
+    def room_of(self, request: Request, quiet: bool = False) -> int:
+        """New tokens that are asked and fit after the prompt; what cannot be done is refused."""
+        length, asked, positions, vocab = len(request.ids), request.sample.max_tokens, self.positions, self.tokenizer.vocab
+        strange = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
+        if not request.ids or strange:
+            found = f"{strange[0]} is no token" if strange else "no tokens"
+            raise TextmillError(f"sample.prompt: {found}; give ids from 0 to {vocab - 1:,}, one at least")
+        if length > positions - min(asked, 1):
             raise TextmillError(
                 f"sample.prompt: {length:,} tokens; the model sees {positions:,} at a time, one of them new; give {positions - 1:,} at most"
             )
         fits = positions - length
-        if sample.slide:
-            return sample.max_tokens
-        if sample.max_tokens > fits and not self._cut_said:
+        if request.sample.slide and request.sample.beams == 1:
+            return asked
+        if asked > fits and not self._cut_said and not quiet:
             self._cut_said = True
-            cut = f"a context of {length:,} tokens leaves room for {fits:,} new ones, less than sample.max_tokens={sample.max_tokens}"
+            cut = f"a context of {length:,} tokens leaves room for {fits:,} new ones, less than sample.max_tokens={asked}"
             warn(cut)
-        return min(sample.max_tokens, fits)
+        return min(asked, fits)
 
-    def _pieces(self, context: list[int], room: int, sample: SampleConfig) -> Iterator[str]:
-        text = TextStream(self.tokenizer, context)
-        for ids in self._steps([context], [sample.seed], room, sample):
-            if ids[0] == self.tokenizer.end:
-                break
-            if piece := text.add(ids[0]):
-                yield piece
-        if piece := text.end():
-            yield piece
+    def new_batch(self, slots: int, length: int | None = None) -> Batch:
+        """Slots for texts of so many tokens, the model's longest if not said, and nobody in them yet."""
+        return Batch(self.new_slots(slots, length or self.positions), self.tokenizer, self.positions)
 
-    def _samples(self, contexts: list[list[int]], prompts: list[str], seeds: list[int], sample: SampleConfig) -> list[Sample]:
-        """Continuations of contexts of one length, step by step together until the last of them ends."""
-        streams = [TextStream(self.tokenizer, context) for context in contexts]
-        texts, ended = [""] * len(contexts), [False] * len(contexts)
-        for ids in self._steps(contexts, seeds, self._room(len(contexts[0]), sample), sample):
-            for row, id_ in enumerate(ids):
-                ended[row] = ended[row] or id_ == self.tokenizer.end
-                if not ended[row]:
-                    texts[row] += streams[row].add(id_)
-            if all(ended):
-                break
-        made = zip(prompts, texts, seeds, streams, strict=True)
-        return [Sample(prompt, text + stream.end(), seed, stream.tokens) for prompt, text, seed, stream in made]
+    def new_slots(self, slots: int, length: int) -> Slots:
+        """Memory for keys and values; more than the device has is refused."""
+        kind = slots_type(self.net.shape.family)
+        each, free = kind.bytes_of(self.net, length), _free_memory(self.device)
+        if slots * each > free:
+            raise TextmillError(
+                f"{slots} texts at a time take {slots * each / 2**30:.1f} GiB for their keys and values; {free / 2**30:.1f} GiB are free; "
+                f"take {max(free // each, 0)} at most (sample.batch, serve.slots)"
+            )
+        return cast(Slots, kind(self.net, slots, length))
 
-    def _steps(self, contexts: list[list[int]], seeds: list[int], room: int, sample: SampleConfig) -> Iterator[list[int]]:
-        """The next id of every context, `room` times."""
-        positions: int = self.net.shape.positions
-        cache = new_cache(self.net, len(contexts), min(len(contexts[0]) + room, positions))
-        seen_NT = torch.tensor(contexts, device=self.device)
-        new_NT = seen_NT
-        for number in range(room):
-            if cache.used + new_NT.shape[1] > positions:
-                new_NT, cache.used = seen_NT[:, -(positions // 2) :], 0
-            ids = next_ids(self._scores(new_NT, cache), seen_NT, seeds=seeds, number=number, end=self.tokenizer.end, sample=sample)
-            yield ids
-            new_NT = torch.tensor(ids, device=self.device).unsqueeze(1)
-            seen_NT = torch.cat([seen_NT, new_NT], 1)
+    def _pieces(self, request: Request) -> Iterator[str]:
+        for _, event in self.run([request], 1):
+            if event.text:
+                yield event.text
 
-    @torch.inference_mode()
-    def _scores(self, ids_NT: Tensor, cache: Any) -> Tensor:
-        """Scores of the token after the last; rows of the embedding that the tokenizer has no text for are left out."""
-        x_NTE = self.net(ids_NT, None, cache)
-        return self.net.logits(x_NTE[:, -1:])[:, 0, : self.tokenizer.vocab]
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def open_generator(checkpoint: Checkpoint, engine: TorchEngine) -> Generator:

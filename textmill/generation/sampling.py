@@ -1,84 +1,194 @@
-"""From scores to the next token: each rule a pure function on logits. Shapes in names: N samples, T tokens, V vocabulary."""
+"""From scores to the next token: each rule a pure function on the rows that ask for it. Shapes in names: N texts, V vocabulary."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from textmill.config import SampleConfig
-from textmill.counters import uniform_at
-from textmill.errors import TextmillError
+from textmill.counters import GOLDEN, mix
 
 NEVER = -math.inf
 COLDEST = 1e-30
 """Below this a temperature is no longer a number in single precision; the likeliest token is certain long before."""
 
 
-def penalise(logits_NV: Tensor, seen_NT: Tensor, penalty: float) -> Tensor:
+@dataclass
+class State:
+    """What sampling must know of one text."""
+
+    sample: SampleConfig
+    ends: tuple[int, ...]
+    """Tokens that end it."""
+    bias: tuple[tuple[int, float], ...] = ()
+    number: int = 0
+    """New tokens so far."""
+    seen_V: Tensor | None = None
+    """Whether each token is in the text, kept where the repetition penalty asks."""
+    said_V: Tensor | None = None
+    """How often each token is in the new text, kept where the other penalties ask."""
+
+    def add(self, id_: int) -> None:
+        """One more new token."""
+        self.number += 1
+        if self.seen_V is not None:
+            self.seen_V[id_] = True
+        if self.said_V is not None:
+            self.said_V[id_] += 1
+
+
+def new_state(
+    sample: SampleConfig,
+    ids: Sequence[int],
+    *,
+    ends: tuple[int, ...],
+    bias: tuple[tuple[int, float], ...],
+    vocab: int,
+    device: torch.device,
+) -> State:
+    """The state of a text of which only the prompt is there."""
+    seen_V = said_V = None
+    if sample.repetition_penalty != 1:
+        seen_V = torch.zeros(vocab, dtype=torch.bool, device=device)
+        seen_V[torch.tensor([id_ for id_ in ids if id_ < vocab], dtype=torch.long, device=device)] = True
+    if sample.presence_penalty or sample.frequency_penalty:
+        said_V = torch.zeros(vocab, device=device)
+    return State(sample, ends, tuple(dict(bias).items()), 0, seen_V, said_V)
+
+
+def penalise(logits_NV: Tensor, seen_NV: Tensor, penalty_N1: Tensor) -> Tensor:
     """Make tokens already there less likely: positive scores are divided by the penalty, negative ones multiplied."""
-    found_NT = logits_NV.gather(1, seen_NT)
-    return logits_NV.scatter(1, seen_NT, torch.where(found_NT < 0, found_NT * penalty, found_NT / penalty))
+    return torch.where(seen_NV, torch.where(logits_NV < 0, logits_NV * penalty_N1, logits_NV / penalty_N1), logits_NV)
 
 
-def forbid(logits_NV: Tensor, id_: int) -> Tensor:
-    """Make one token impossible."""
-    return logits_NV.index_fill(1, torch.tensor([id_], device=logits_NV.device), NEVER)
-
-
-def cool(logits_NV: Tensor, temperature: float) -> Tensor:
+def cool(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
     """Sharpen below 1, flatten above; the likeliest token is moved to 0 first, so that no temperature overflows."""
-    return (logits_NV - logits_NV.amax(1, keepdim=True)) / max(temperature, COLDEST)
+    return (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1.clamp(min=COLDEST)
 
 
-def keep_top_k(logits_NV: Tensor, k: int) -> Tensor:
+def keep_top_k(logits_NV: Tensor, k_N1: Tensor) -> Tensor:
     """Only the k likeliest tokens, and those as likely as the last of them."""
-    least_N1 = logits_NV.topk(min(k, logits_NV.shape[1]), dim=1).values[:, -1:]
+    k_N1 = k_N1.long().clamp(max=logits_NV.shape[1])
+    least_N1 = logits_NV.topk(int(k_N1.max()), dim=1).values.gather(1, k_N1 - 1)
     return logits_NV.masked_fill(logits_NV < least_N1, NEVER)
 
 
-def keep_top_p(logits_NV: Tensor, p: float) -> Tensor:
+def keep_top_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
     """Only the fewest likeliest tokens whose probability together reaches p; one at least."""
     ordered_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
     chances_NV = ordered_NV.softmax(1)
-    reached_NV = chances_NV.cumsum(1) - chances_NV >= p
+    reached_NV = chances_NV.cumsum(1) - chances_NV >= p_N1
     reached_NV[:, 0] = False
     return logits_NV.masked_fill(reached_NV.scatter(1, order_NV, reached_NV), NEVER)
 
 
-def shaped(logits_NV: Tensor, seen_NT: Tensor, *, number: int, end: int, sample: SampleConfig) -> Tensor:
-    """The scores after every rule, in transformers' order; `number` counts the new tokens before this one."""
-    logits_NV = logits_NV.float()
-    if sample.repetition_penalty != 1:
-        logits_NV = penalise(logits_NV, seen_NT, sample.repetition_penalty)
-    if number < sample.min_tokens:
-        logits_NV = forbid(logits_NV, end)
-    if sample.temperature == 0:
-        return logits_NV
-    logits_NV = cool(logits_NV, sample.temperature)
-    if sample.top_k:
-        logits_NV = keep_top_k(logits_NV, sample.top_k)
-    if sample.top_p < 1:
-        logits_NV = keep_top_p(logits_NV, sample.top_p)
+def keep_min_p(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
+    """Only tokens at least p times as likely as the likeliest."""
+    chances_NV = logits_NV.softmax(1)
+    return logits_NV.masked_fill(chances_NV < p_N1 * chances_NV.amax(1, keepdim=True), NEVER)
+
+
+def keep_typical(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
+    """Only the tokens nearest to the expected surprise whose probability together reaches p."""
+    logs_NV = logits_NV.log_softmax(1)
+    chances_NV = logs_NV.exp()
+    expected_N1 = -(logs_NV * chances_NV).nansum(1, keepdim=True)
+    ordered_NV, order_NV = (-logs_NV - expected_N1).abs().sort(dim=1, stable=True)
+    last_N1 = (chances_NV.gather(1, order_NV).cumsum(1) < p_N1).sum(1, keepdim=True).clamp(max=logits_NV.shape[1] - 1)
+    far_NV = ordered_NV > ordered_NV.gather(1, last_N1)
+    return logits_NV.masked_fill(far_NV.scatter(1, order_NV, far_NV), NEVER)
+
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+WARPERS: list[tuple[str, float, Rule]] = [
+    ("temperature", 1.0, cool), ("top_k", 0, keep_top_k), ("top_p", 1.0, keep_top_p), ("min_p", 0.0, keep_min_p),
+    ("typical_p", 1.0, keep_typical),
+]  # fmt: skip
+"""Key, the value that changes nothing, and the rule; in transformers' order."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rows that ask for each rule, and with what; made anew when texts join or leave."""
+
+    warpers: tuple[tuple[Rule, list[int], Tensor], ...]
+    drawing: list[int]
+    """Rows whose token is drawn; the others take the likeliest."""
+    seeds_N: np.ndarray[tuple[int], np.dtype[np.uint64]]
+
+
+def rules_of(states: Sequence[State], device: torch.device) -> Rules:
+    """The rules that rows ask for."""
+    drawing = [row for row, state in enumerate(states) if state.sample.temperature > 0]
+    warpers = []
+    for key, neutral, rule in WARPERS:
+        rows = [row for row in drawing if getattr(states[row].sample, key) != neutral]
+        if rows:
+            values_N1 = torch.tensor([[float(getattr(states[row].sample, key))] for row in rows], device=device)
+            warpers.append((rule, rows, values_N1))
+    seeds_N = np.array([state.sample.seed for state in states], np.uint64)
+    return Rules(tuple(warpers), drawing, mix(seeds_N + GOLDEN))
+
+
+def shaped(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
+    """The scores after every rule: bias, penalties, min_tokens, then those of chance; a row is changed by its own rules only."""
+    logits_NV = penalised(logits_NV.float().clone(), states)
+    for rule, rows, values_N1 in rules.warpers:
+        if len(rows) == len(states):
+            logits_NV = rule(logits_NV, values_N1)
+        else:
+            logits_NV[rows] = rule(logits_NV[rows], values_N1)
     return logits_NV
 
 
-def choose(logits_NV: Tensor, uniforms: list[float]) -> list[int]:
+def penalised(logits_NV: Tensor, states: Sequence[State]) -> Tensor:
+    """Scores after bias, penalties and min_tokens, in place."""
+    for row, state in enumerate(states):
+        logits_V = logits_NV[row]
+        if state.bias:
+            ids, values = zip(*state.bias, strict=True)
+            logits_V[list(ids)] += torch.tensor(values, device=logits_V.device)
+        if state.seen_V is not None:
+            logits_V.copy_(penalise(logits_V, state.seen_V, torch.tensor(state.sample.repetition_penalty, device=logits_V.device)))
+        if state.said_V is not None:
+            logits_V -= state.said_V * state.sample.frequency_penalty + (state.said_V > 0) * state.sample.presence_penalty
+        if state.number < state.sample.min_tokens:
+            logits_V[list(state.ends)] = NEVER
+    return logits_NV
+
+
+def choose(logits_NV: Tensor, uniforms: Tensor) -> Tensor:
     """The token that each number from 0 to below 1 points at when the probabilities are laid end to end."""
-    # On the CPU in double precision everywhere: one border between two tokens for one number on every machine.
-    ends_NV = logits_NV.cpu().double().softmax(1).cumsum(1)
-    points_N1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1) * ends_NV[:, -1:]
-    chosen: list[int] = torch.searchsorted(ends_NV, points_N1, right=True).squeeze(1).tolist()
-    return chosen
+    # In double precision everywhere: single precision would move the borders between tokens from one device to another.
+    ends_NV = logits_NV.double().softmax(1).cumsum(1)
+    whole_N1 = ends_NV[:, -1:]
+    points_N1 = (uniforms.unsqueeze(1) * whole_N1).minimum(torch.nextafter(whole_N1, torch.zeros_like(whole_N1)))
+    return torch.searchsorted(ends_NV, points_N1, right=True).squeeze(1)
 
 
-def next_ids(logits_NV: Tensor, seen_NT: Tensor, *, seeds: list[int], number: int, end: int, sample: SampleConfig) -> list[int]:
-    """The next token of each sample: a function of its scores, its seed and how many new tokens it has."""
-    if not bool(torch.isfinite(logits_NV).all()):
-        raise TextmillError("the model's scores are not finite; its weights are damaged or its training diverged; use an earlier --step")
-    logits_NV = shaped(logits_NV, seen_NT, number=number, end=end, sample=sample)
-    if sample.temperature == 0:
-        likeliest: list[int] = logits_NV.argmax(1).tolist()
-        return likeliest
-    return choose(logits_NV, [uniform_at(seed, number) for seed in seeds])
+def uniforms_of(rules: Rules, states: Sequence[State]) -> Tensor:
+    """The number from 0 to below 1 of each row: made of its seed and of how many new tokens it has."""
+    numbers_N = np.array([state.number for state in states], np.uint64)
+    keys_N = mix(rules.seeds_N * GOLDEN + numbers_N + GOLDEN)
+    return torch.from_numpy((keys_N >> np.uint64(11)).astype(np.float64) / (1 << 53))
+
+
+def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> list[int | None]:
+    """The next token of each text: a function of its scores, its seed and how many new tokens it has; None: its scores are no numbers."""
+    whole_N = torch.isfinite(logits_NV).all(1)
+    logits_NV = shaped(logits_NV, states, rules)
+    if not rules.drawing:
+        ids_N = logits_NV.argmax(1)
+    else:
+        ids_N = choose(logits_NV, uniforms_of(rules, states).to(logits_NV.device))
+        if len(rules.drawing) < len(states):
+            drawn_N = torch.zeros(len(states), dtype=torch.bool)
+            drawn_N[rules.drawing] = True
+            ids_N = torch.where(drawn_N.to(ids_N.device), ids_N, logits_NV.argmax(1))
+    found: list[int] = torch.where(whole_N, ids_N, -1).tolist()
+    return [None if id_ < 0 else id_ for id_ in found]

@@ -1,0 +1,64 @@
+"""From ids to text as it becomes sure: whole characters, and nothing of what a stop string may yet take away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textmill.tokens.tokenizer import TextTokenizer
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Ids in, text out as soon as it is sure: a character whose bytes are not all there yet is held back."""
+
+    def __init__(self, tokenizer: TextTokenizer, context: list[int]) -> None:
+        self.tokenizer, self.ids = tokenizer, list(context)
+        # Decoding begins a little before the new ids, since a tokenizer may write a first token otherwise than a later one.
+        self.start, self.said, self.tokens = 0, len(context), 0
+
+    def add(self, id_: int) -> str:
+        """The text that one more id settles; often none."""
+        self.ids.append(id_)
+        self.tokens += 1
+        text = self._unsaid()
+        if not text or text.endswith(BROKEN):
+            return ""
+        self.start, self.said = self.said, len(self.ids)
+        return text
+
+    def end(self) -> str:
+        """What was held back; bytes that never became a character are shown as replacement characters."""
+        return self._unsaid()
+
+    def _unsaid(self) -> str:
+        before = self.tokenizer.decode(self.ids[self.start : self.said])
+        return self.tokenizer.decode(self.ids[self.start :])[len(before) :]
+
+
+class StopWatch:
+    """Text in, text out up to the first stop string, wherever its pieces meet; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.held, self.hit = [stop for stop in stops if stop], "", False
+
+    def add(self, text: str) -> str:
+        """The text that is sure now; `hit` says whether it was the last."""
+        text = self.held + text
+        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.held, self.hit = "", True
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def end(self) -> str:
+        """What was held back in vain."""
+        held, self.held = self.held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text that may be the beginning of a stop string."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
