@@ -119,6 +119,7 @@ class Batch:
         """Forget every text."""
         self.rows, self.waiting, self._rules = [], [], None
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[int, Event]]:
         """Let waiting texts join, then one token for every text; what became sure, by number."""
         events: list[tuple[int, Event]] = []
@@ -188,7 +189,6 @@ class Batch:
         self.rows.pop()
         self._rules = None
 
-    @torch.inference_mode()
     def _logs(self, scores_NV: Tensor, ids: Sequence[int | None]) -> dict[int, tuple[float, Top]]:
         """Log-probabilities of the chosen and the likeliest tokens, by row, where they are asked."""
         asking = [place for place, row in enumerate(self.rows) if row.request.logprobs and ids[place] is not None]
@@ -198,7 +198,6 @@ class Batch:
         wanted = [self.rows[place].request.logprobs for place in asking]
         return dict(zip(asking, _tops(scores_NV[asking], chosen, wanted), strict=True))
 
-    @torch.inference_mode()
     def _told(self, row: Row, hidden_TE: Tensor) -> tuple[tuple[float | None, Top], ...]:
         """Log-probabilities of a prompt's own tokens, from the second on."""
         told: list[tuple[float | None, Top]] = [(None, ())]

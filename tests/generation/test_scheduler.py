@@ -1,0 +1,280 @@
+"""Requests join, leave, are cancelled and time out; every one ends once, no slot is lost, and no text changes another."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from textmill.config import SampleConfig
+from textmill.errors import TextmillError
+from textmill.generation.generator import Generator
+from textmill.generation.requests import Done, Request, Token
+from textmill.generation.scheduler import Full, Scheduler
+
+LONG = SampleConfig(max_tokens=10**9, min_tokens=10**9)
+PATIENCE = 60.0
+
+
+@dataclass
+class Reader:
+    """Takes what is delivered."""
+
+    events: queue.Queue[Token | Done] = field(default_factory=queue.Queue)
+    seen: list[Token | Done] = field(default_factory=list)
+
+    def __call__(self, event: Token | Done) -> None:
+        self.events.put(event)
+
+    def next(self) -> Token | Done:
+        self.seen.append(self.events.get(timeout=PATIENCE))
+        return self.seen[-1]
+
+    def done(self) -> Done:
+        while not isinstance(event := self.next(), Done):
+            pass
+        return event
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.seen)
+
+
+@pytest.fixture
+def scheduler(generator: Generator) -> Iterator[Scheduler]:
+    scheduler = Scheduler(generator, slots=4, queue=3)
+    yield scheduler
+    scheduler.close(0)
+
+
+def request(generator: Generator, prompt: str = "The mill", sample: SampleConfig = LONG) -> Request:
+    return generator.request_of(prompt, sample)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_a_text_is_the_same_alone_and_among_others_that_come_and_go(generator: Generator) -> None:
+    dice, tokenizer = random.Random(4), generator.tokenizer
+    prompts = ["The mill", "물레방아는", "", "Değirmen köprünün üstünde duruyor", "a", "🎡", "The wheel begins to turn every morning and"]
+    samples = [
+        SampleConfig(
+            seed=number, max_tokens=dice.randint(1, 120), temperature=dice.choice([0.0, 0.8, 1.5]), top_k=dice.choice([0, 20]),
+            top_p=dice.choice([1.0, 0.9]),
+            min_p=dice.choice([0.0, 0.1]), typical_p=dice.choice([1.0, 0.8]), min_tokens=dice.choice([0, 9]),
+            repetition_penalty=dice.choice([1.0, 1.2]), presence_penalty=dice.choice([0.0, 0.5]), frequency_penalty=dice.choice([0.0, 0.2]),
+            slide=dice.random() < 0.5,
+        ).model_copy(update={"stop": dice.choice([[], ["e"], ["물", "th"]])})
+        for number in range(40)
+    ]  # fmt: skip
+    chosen = [dice.choice(prompts) for _ in samples]
+    scheduler = Scheduler(generator, slots=7, queue=100)
+    readers = [Reader() for _ in samples]
+    for prompt, sample, reader in zip(chosen, samples, readers, strict=True):
+        scheduler.submit(request(generator, prompt, sample), reader)
+    ends = [reader.done() for reader in readers]
+    scheduler.close(0)
+    alone = [generator.sample(prompt, sample) for prompt, sample in zip(chosen, samples, strict=True)]
+    assert [reader.text for reader in readers] == [one.text for one in alone]
+    assert [done.tokens for done in ends] == [one.tokens for one in alone]
+    assert {done.reason for done in ends} == {"stop", "length"}
+    new = [sum(isinstance(event, Token) for event in reader.seen) for reader in readers]
+    assert new == [done.tokens for done in ends]
+    assert len(set(new)) > 8
+    assert tokenizer.vocab == scheduler.vocab
+
+
+def test_a_request_joins_while_others_are_at_work(generator: Generator, scheduler: Scheduler) -> None:
+    first, second = Reader(), Reader()
+    number = scheduler.submit(request(generator), first)
+    assert isinstance(first.next(), Token)
+    scheduler.submit(request(generator, "물", SampleConfig(max_tokens=5, min_tokens=5)), second)
+    assert second.done() == Done("length", 5, second.seen[-1].text)
+    assert scheduler.stats()["active"] == 1
+    scheduler.cancel(number)
+    assert first.done().reason == "cancelled"
+
+
+def test_cancelling_frees_the_slot_at_the_next_step(generator: Generator) -> None:
+    scheduler, first, second = Scheduler(generator, slots=1, queue=2), Reader(), Reader()
+    number = scheduler.submit(request(generator), first)
+    assert isinstance(first.next(), Token)
+    waiting = scheduler.submit(request(generator), second)
+    assert scheduler.stats()["waiting"] == 1
+    scheduler.cancel(number)
+    done = first.done()
+    assert done.reason == "cancelled"
+    assert done.tokens == len(first.seen) - 1
+    assert isinstance(second.next(), Token)
+    scheduler.cancel(waiting)
+    scheduler.cancel(12345)
+    assert second.done().reason == "cancelled"
+    scheduler.close(0)
+    assert scheduler.stats()["cancelled"] == 2
+
+
+def test_after_cancel_no_more_than_the_step_under_way_is_delivered(generator: Generator) -> None:
+    """Told from inside the scheduler's own thread, the next thing that comes is the end."""
+    scheduler, seen, over = Scheduler(generator, slots=1, queue=1), [], threading.Event()
+
+    def deliver(event: Token | Done) -> None:
+        seen.append(event)
+        if len(seen) == 3:
+            scheduler.cancel(1)
+        if isinstance(event, Done):
+            over.set()
+
+    scheduler.submit(request(generator), deliver)
+    assert over.wait(PATIENCE)
+    assert len(seen) == 4
+    assert seen[-1].reason == "cancelled"
+    scheduler.close(0)
+
+
+def test_a_full_queue_is_said_and_everyone_taken_ends_once(generator: Generator, scheduler: Scheduler) -> None:
+    readers = [Reader() for _ in range(7)]
+    numbers = [scheduler.submit(request(generator), reader) for reader in readers]
+    assert len(set(numbers)) == 7
+    with pytest.raises(Full):
+        scheduler.submit(request(generator), Reader())
+    wait_for(lambda: scheduler.stats()["active"] == 4)
+    assert scheduler.stats()["waiting"] == 3
+    with pytest.raises(Full):
+        scheduler.submit(request(generator), Reader())
+    for number in numbers:
+        scheduler.cancel(number)
+    assert {reader.done().reason for reader in readers} == {"cancelled"}
+    after = Reader()
+    scheduler.submit(request(generator, sample=SampleConfig(max_tokens=1, min_tokens=1)), after)
+    assert after.done().reason == "length"
+    assert all(reader.events.empty() for reader in readers)
+
+
+def test_a_deadline_ends_those_at_work_and_those_that_wait(generator: Generator) -> None:
+    scheduler = Scheduler(generator, slots=1, queue=1)
+    readers = [Reader(), Reader()]
+    for reader in readers:
+        scheduler.submit(request(generator), reader, deadline=time.monotonic() + 0.3)
+    assert [reader.done().reason for reader in readers] == ["timeout", "timeout"]
+    assert isinstance(readers[0].seen[0], Token)
+    assert scheduler.stats()["active"] == scheduler.stats()["waiting"] == 0
+    scheduler.close(0)
+
+
+def test_closing_lets_work_finish_and_then_cancels(generator: Generator) -> None:
+    scheduler = Scheduler(generator, slots=1, queue=3)
+    short, queued, endless = Reader(), Reader(), Reader()
+    brief = SampleConfig(max_tokens=5, min_tokens=5)
+    scheduler.submit(request(generator, sample=brief), short)
+    scheduler.submit(request(generator, sample=brief), queued)
+    scheduler.submit(request(generator), endless)
+    scheduler.close(1.0)
+    assert [reader.done().reason for reader in (short, queued, endless)] == ["length", "length", "cancelled"]
+    with pytest.raises(TextmillError, match="closing"):
+        scheduler.submit(request(generator), Reader())
+    scheduler.close(0)
+    assert not scheduler._thread.is_alive()
+
+
+def test_closing_an_idle_one_returns(generator: Generator) -> None:
+    scheduler = Scheduler(generator, slots=2, queue=1)
+    scheduler.close(1000)
+    assert not scheduler._thread.is_alive()
+
+
+def test_no_slot_is_lost_after_five_hundred_cancelled_requests(generator: Generator) -> None:
+    dice, scheduler = random.Random(1), Scheduler(generator, slots=5, queue=20)
+    readers = []
+    for _ in range(500):
+        reader = Reader()
+        while True:
+            try:
+                number = scheduler.submit(request(generator, dice.choice(["The mill", "물레방아", ""])), reader)
+                break
+            except Full:
+                time.sleep(0.001)
+        if dice.random() < 0.5:
+            reader.next()
+        scheduler.cancel(number)
+        readers.append(reader)
+    assert all(reader.done().reason == "cancelled" for reader in readers)
+    assert scheduler.stats() | {"tokens": 0} == {
+        "active": 0, "waiting": 0, "slots": 5, "queue": 20, "tokens": 0, "requests": 500, "cancelled": 500,
+    }  # fmt: skip
+    assert scheduler._batch.free == 5
+    after = [Reader() for _ in range(5)]
+    sample = SampleConfig(max_tokens=6, seed=9)
+    for reader in after:
+        scheduler.submit(request(generator, sample=sample), reader)
+    for reader in after:
+        reader.done()
+    assert {reader.text for reader in after} == {generator.sample("The mill", sample).text}
+    scheduler.close(0)
+
+
+def test_what_cannot_be_done_is_refused_at_once(generator: Generator, scheduler: Scheduler) -> None:
+    for bad, match in [
+        (Request((), LONG), "no tokens"),
+        (Request((10**6,), LONG), "is no token"),
+        (Request((1,), LONG, stop_ids=(-1,)), "is no token"),
+        (Request((1,), LONG, bias=((99999, 1.0),)), "is no token"),
+        (Request((1,) * 96, LONG), "the model sees 96"),
+        (Request((1,), SampleConfig(beams=2)), "beam search is not served"),
+    ]:
+        with pytest.raises(TextmillError, match=match):
+            scheduler.submit(bad, Reader())
+    assert scheduler.stats()["requests"] == 0
+
+
+def test_a_reader_that_fails_is_cancelled_and_the_others_go_on(
+    generator: Generator, scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(event: Token | Done) -> None:
+        raise OSError("gone")
+
+    scheduler.submit(request(generator), fail)
+    wait_for(lambda: scheduler.stats()["cancelled"] == 1)
+    reader = Reader()
+    scheduler.submit(request(generator, sample=SampleConfig(max_tokens=3, min_tokens=3)), reader)
+    assert reader.done().reason == "length"
+    assert "its reader failed (OSError)" in capsys.readouterr().err
+
+
+def test_a_model_that_fails_is_said_and_works_again(generator: Generator, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, reader = scheduler._batch.slots.decode, Reader()
+    monkeypatch.setattr(scheduler._batch.slots, "decode", lambda *_: 1 // 0)
+    scheduler.submit(request(generator), reader)
+    assert reader.done() == Done("error", 0, "", "the model failed: ZeroDivisionError")
+    monkeypatch.setattr(scheduler._batch.slots, "decode", decode)
+    again = Reader()
+    scheduler.submit(request(generator, sample=SampleConfig(max_tokens=3, min_tokens=3)), again)
+    assert again.done().reason == "length"
+
+
+def test_scores_that_are_no_numbers_end_their_own_text_only(
+    generator: Generator, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = scheduler._batch.slots.decode
+
+    def spoiled(ids: list[int], places: list[int]) -> object:
+        scores = decode(ids, places).clone()
+        scores[[place for place, row in enumerate(scheduler._batch.rows) if row.number == 1]] = float("nan")
+        return scores
+
+    monkeypatch.setattr(scheduler._batch.slots, "decode", spoiled)
+    readers, sample = [Reader(), Reader()], SampleConfig(max_tokens=8, min_tokens=8)
+    for reader in readers:
+        scheduler.submit(request(generator, sample=sample), reader)
+    assert readers[0].done().reason == "error"
+    assert "not finite" in readers[0].seen[-1].message
+    assert readers[1].done().reason == "length"
+    assert readers[1].text == generator.sample("The mill", sample).text

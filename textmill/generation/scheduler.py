@@ -1,0 +1,174 @@
+"""Scheduler: requests from many sides, continued together by one thread; the model runs in that thread only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from textmill.errors import TextmillError, warn
+from textmill.generation.batch import READ_AT_ONCE, Batch
+from textmill.generation.generator import Generator
+from textmill.generation.requests import Done, Reason, Request, Token
+
+Deliver = Callable[[Token | Done], None]
+
+
+class Full(Exception):
+    """The queue is full; come back later."""
+
+
+@dataclass
+class Job:
+    """A request that was taken."""
+
+    number: int
+    request: Request
+    room: int
+    deliver: Deliver
+    deadline: float | None
+    ending: Reason | None = None
+    """Why it is to end before its time."""
+
+
+class Scheduler:
+    """Slots for so many texts at work and a queue for so many that wait.
+
+    Every request that was taken gets exactly one Done, whatever happens. A request ends, is cancelled or runs out of time between two
+    steps, and its slot is free for the next one at once.
+    """
+
+    def __init__(self, generator: Generator, *, slots: int, queue: int) -> None:
+        self.generator, self.slots, self.queue = generator, slots, queue
+        self.vocab, self.positions, self.tokenizer = generator.tokenizer.vocab, generator.positions, generator.tokenizer
+        self._batch: Batch = generator.new_batch(slots)
+        self._change = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._active: dict[int, Job] = {}
+        self._until: float | None = None
+        self._requests = self._tokens = self._cancelled = 0
+        self._thread = threading.Thread(target=self._work, name="textmill-scheduler", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, deliver: Deliver, deadline: float | None = None) -> int:
+        """Queue a request; its number. `deliver` is called from the scheduler's thread for every token, and once with Done.
+
+        `deadline` is a time of `time.monotonic()`. Raises Full, or TextmillError for what cannot be done.
+        """
+        if request.sample.beams > 1:
+            raise TextmillError("sample.beams: beam search is not served; set it to 1, or use textmill generate")
+        room = self.generator.room_of(request, quiet=True)
+        with self._change:
+            if self._until is not None:
+                raise TextmillError("the server is closing; ask again when it is back")
+            if len(self._waiting) >= self.queue + max(self.slots - len(self._active), 0):
+                raise Full
+            self._requests += 1
+            job = Job(self._requests, request, room, deliver, deadline)
+            self._waiting.append(job)
+            self._change.notify()
+            return job.number
+
+    def cancel(self, number: int) -> None:
+        """End a request between this step and the next; one that is over already is left alone."""
+        with self._change:
+            for job in (*self._waiting, *self._active.values()):
+                if job.number == number:
+                    job.ending = job.ending or "cancelled"
+            self._change.notify()
+
+    def stats(self) -> dict[str, int | float]:
+        """How much is going on."""
+        with self._change:
+            return {
+                "active": len(self._active), "waiting": len(self._waiting), "slots": self.slots, "queue": self.queue,
+                "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
+            }  # fmt: skip
+
+    def close(self, grace: float) -> None:
+        """Take nothing more; what was taken may finish within so many seconds and is cancelled then. Returns when all is over."""
+        with self._change:
+            until = time.monotonic() + grace
+            self._until = until if self._until is None else min(self._until, until)
+            self._change.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                while not self._waiting and not self._active and self._until is None:
+                    self._change.wait()
+                ended = self._end_some()
+                if not self._waiting and not self._active and not ended and self._until is not None:
+                    return
+                self._admit()
+            for job, reason in ended:
+                self._tell(job, self._batch.drop(job.number, reason) or Done(reason, 0, ""))
+            if self._active:
+                self._step()
+
+    def _end_some(self) -> list[tuple[Job, Reason]]:
+        """Take out what was cancelled, is out of time, or has no time left to finish in."""
+        now = time.monotonic()
+        for job in (*self._waiting, *self._active.values()):
+            if job.ending is None and job.deadline is not None and now >= job.deadline:
+                job.ending = "timeout"
+            if job.ending is None and self._until is not None and now >= self._until:
+                job.ending = "cancelled"
+        ended = [(job, job.ending) for job in (*self._waiting, *self._active.values()) if job.ending is not None]
+        self._waiting = deque(job for job in self._waiting if job.ending is None)
+        for job, reason in ended:
+            self._active.pop(job.number, None)
+            self._cancelled += reason == "cancelled"
+        return ended
+
+    def _admit(self) -> None:
+        """Give free slots to those that wait longest; long prompts join one by one, so that texts at work do not stand still."""
+        read = 0
+        while self._waiting and len(self._active) < self.slots and (not read or read + len(self._waiting[0].request.ids) <= READ_AT_ONCE):
+            job = self._waiting.popleft()
+            read += len(job.request.ids)
+            self._active[job.number] = job
+
+    def _step(self) -> None:
+        known = {row.number for row in (*self._batch.rows, *self._batch.waiting)}
+        try:
+            for job in list(self._active.values()):
+                if job.number not in known:
+                    self._batch.add(job.number, job.request, job.room)
+            events = self._batch.step()
+        except Exception as error:
+            self._fail(error)
+            return
+        for number, event in events:
+            job = self._active[number]
+            if isinstance(event, Done):
+                with self._change:
+                    self._active.pop(number)
+                self._tell(job, event)
+            else:
+                self._tokens += 1
+                self._tell(job, event)
+
+    def _fail(self, error: Exception) -> None:
+        """The model could not do a step: those at work are told, and the slots start anew."""
+        message = str(error) if isinstance(error, TextmillError) else f"the model failed: {type(error).__name__}"
+        warn(f"{type(error).__name__}: {error}")
+        with self._change:
+            jobs, self._active = list(self._active.values()), {}
+        ended = {row.number: row.done("error", message) for row in (*self._batch.rows, *self._batch.waiting)}
+        self._batch.clear()
+        for job in jobs:
+            self._tell(job, ended.get(job.number) or Done("error", 0, "", message))
+
+    def _tell(self, job: Job, event: Token | Done) -> None:
+        """Hand over what there is; one who cannot take it is taken for gone."""
+        try:
+            job.deliver(event)
+        except Exception as error:
+            if not isinstance(event, Done):
+                warn(f"request {job.number}: its reader failed ({type(error).__name__}); it is cancelled")
+                job.ending = job.ending or "cancelled"
