@@ -1,0 +1,74 @@
+"""Beam search finds what transformers finds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from textmill.checkpoint import Checkpoint
+from textmill.config import SampleConfig
+from textmill.generation.generator import Generator
+from textmill.generation.requests import Done, Request
+
+WORDS = "the mill stands by a river 물레방아는 강가에 서 있다 Değirmen köprünün üstünde döner wheel turns 漢字 🎡 slowly".split()
+
+
+@pytest.fixture(scope="module")
+def theirs(checkpoint: Checkpoint) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint.folder).eval()
+
+
+def wanted_of(theirs: Any, ids: list[int], sample: SampleConfig, end: int) -> list[int]:
+    """New tokens by transformers, without the end."""
+    asked = {
+        "num_beams": sample.beams, "length_penalty": sample.length_penalty, "max_new_tokens": sample.max_tokens, "do_sample": False,
+        "min_new_tokens": sample.min_tokens, "repetition_penalty": sample.repetition_penalty, "pad_token_id": end, "eos_token_id": end,
+    }  # fmt: skip
+    start = torch.tensor([ids])
+    found: list[int] = theirs.generate(start, attention_mask=torch.ones_like(start), **asked)[0, len(ids) :].tolist()
+    return found[: found.index(end)] if end in found else found
+
+
+@pytest.mark.parametrize("number", range(50))
+def test_the_best_beam_is_that_of_transformers(generator: Generator, theirs: Any, number: int) -> None:
+    dice = random.Random(number)
+    tokenizer = generator.tokenizer
+    sample = SampleConfig(
+        beams=dice.choice([2, 3, 5]), length_penalty=dice.choice([-1.0, 0.0, 0.6, 1.0, 2.0]), max_tokens=dice.choice([8, 20]),
+        min_tokens=dice.choice([0, 0, 4]), repetition_penalty=dice.choice([1.0, 1.0, 1.3]),
+    )  # fmt: skip
+    prompt = " ".join(dice.choices(WORDS, k=dice.randint(1, 5)))
+    # An end of text that random weights like now and then: some beams must end early for the search to have a choice.
+    end = dice.randrange(tokenizer.vocab)
+    ids = tokenizer.encode(prompt)
+    wanted = wanted_of(theirs, ids, sample, end)
+    other = Generator(generator.net, type(tokenizer)(tokenizer.inner, end, tokenizer.roles))
+    [(_, done)] = other.run([Request(tuple(ids), sample)], 1)
+    assert isinstance(done, Done)
+    assert done.tokens == len(wanted)
+    assert tokenizer.decode([*ids, *wanted]) == tokenizer.decode(ids) + done.text
+
+
+def test_some_of_these_searches_end_early(generator: Generator, theirs: Any) -> None:
+    """The test above is worth something only where an end is found before the room is."""
+    ids, sample = generator.tokenizer.encode("The mill"), SampleConfig(beams=3, max_tokens=20)
+    lengths = [len(wanted_of(theirs, ids, sample, end)) for end in range(0, generator.tokenizer.vocab, 20)]
+    assert min(lengths) < 20 == max(lengths)
+
+
+def test_a_prompt_without_room_slides_not(generator: Generator) -> None:
+    ids = tuple(generator.tokenizer.encode("The mill stands" * 20)[:92])
+    [(_, done)] = generator.run([Request(ids, SampleConfig(beams=2, max_tokens=50))], 1)
+    assert isinstance(done, Done)
+    assert done.tokens <= 4
+
+
+def test_stop_strings_cut_the_best_beam(generator: Generator) -> None:
+    whole = generator.sample("The mill", SampleConfig(beams=3, max_tokens=20)).text
+    stop = whole[3:5]
+    cut = generator.sample("The mill", SampleConfig(beams=3, max_tokens=20, stop=[stop])).text
+    assert cut == whole[: whole.index(stop)]
