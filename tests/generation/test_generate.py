@@ -50,6 +50,42 @@ def test_json_has_a_line_a_sample(config: RunConfig, capsys: pytest.CaptureFixtu
     assert all(line["prompt"] == "The mill" and line["tokens"] <= 12 for line in lines)
 
 
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_file_of_prompts_gives_a_line_a_sample(
+    config: RunConfig, generator: Generator, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["The mill", "물레방아", "", "Değirmen"] * 12
+    lines = [json.dumps({"prompt": prompt, "id": 1}) if name.endswith("jsonl") else prompt for prompt in prompts]
+    (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    sample = SampleConfig(prompts=str(tmp_path / name), max_tokens=6, count=2, seed=5, batch=4)
+    texts = generate(config.model_copy(update={"sample": sample}))
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in told] == [prompt for prompt in prompts for _ in range(2)]
+    assert [line["seed"] for line in told] == list(range(5, 5 + 96))
+    alone = [generator.sample(line["prompt"], SampleConfig(max_tokens=6, seed=line["seed"])).text for line in told]
+    assert [line["text"] for line in told] == texts == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "more", "match"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}\n', {}, "a.jsonl:2: is no prompt"),
+        ("a.jsonl", b"[1\n", {}, "a.jsonl:1: is no prompt"),
+        ("a.txt", b"\xff\xfe", {}, "not readable"),
+        ("a.txt", b"", {}, "is empty"),
+        ("a.txt", b"x", {"prompt": "y"}, "keep one"),
+        ("a.txt", None, {}, "not readable"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_refused(
+    config: RunConfig, tmp_path: Path, name: str, content: bytes | None, more: dict[str, str], match: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextmillError, match=match):
+        generate(config.model_copy(update={"sample": SampleConfig(prompts=str(tmp_path / name), **more)}))
+
+
 def test_no_prompt_and_no_terminal_starts_from_nothing(config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("not read"))
     bare = config.model_copy(update={"sample": SampleConfig(max_tokens=8)})

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from textmill.config.section import Section, how, source, texts
+from textmill.config.section import Section, how, source
 
 
 class EvaluateConfig(Section):
@@ -51,7 +51,7 @@ class SampleConfig(Section):
     """No end of text before this many new tokens."""
     max_tokens: int = Field(200, ge=1)
     """New tokens at most."""
-    stop: list[str] = texts([])
+    stop: list[str] = Field([], json_schema_extra={"texts": True})
     """The text ends before the first of these."""
     beams: int = Field(1, ge=1, le=64)
     """Above 1: the likeliest text that a search with so many beams finds; nothing is left to chance."""

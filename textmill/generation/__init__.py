@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textmill.checkpoint import Checkpoint, WhichStep, model_of
@@ -12,7 +14,7 @@ from textmill.config import RunConfig, SampleConfig, TorchEngine
 from textmill.errors import TextmillError, warn
 
 if TYPE_CHECKING:
-    from textmill.generation.generator import Generator
+    from textmill.generation.generator import Generator, Sample
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 BETWEEN = "-" * 40
@@ -23,9 +25,11 @@ def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
     from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
 
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
-    generator, sample = open_generator(checkpoint, config.engine), config.sample
-    if as_json:
-        return _print_json(generator, sample)
+    sample = config.sample
+    prompts = [sample.prompt or ""] if sample.prompts is None else _prompts_in(Path(sample.prompts), sample)
+    generator = open_generator(checkpoint, config.engine)
+    if as_json or sample.prompts is not None:
+        return _print_json(generator, prompts, sample)
     if sample.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         return _converse(generator, sample, checkpoint)
     return _print_samples(generator, sample.prompt or "", sample)
@@ -43,14 +47,44 @@ def _seeded(sample: SampleConfig, number: int) -> SampleConfig:
     return sample.model_copy(update={"seed": sample.seed + number})
 
 
-def _print_json(generator: Generator, sample: SampleConfig) -> list[str]:
+def _prompts_in(path: Path, sample: SampleConfig) -> list[str]:
+    """The prompts of a file: lines of text, or of JSON where its name ends with .jsonl."""
+    if sample.prompt:
+        raise TextmillError("sample.prompts: sample.prompt is said too; keep one of them")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextmillError(f"sample.prompts: {path}: not readable as UTF-8 text ({error})") from None
+    if not lines:
+        raise TextmillError(f"sample.prompts: {path}: is empty; give one prompt a line")
+    return [_prompt_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise TextmillError(f'{where}: is no prompt; a line is {{"prompt": "TEXT"}}')
+    prompt: str = record["prompt"]
+    return prompt
+
+
+def _print_json(generator: Generator, prompts: list[str], sample: SampleConfig) -> list[str]:
+    """A line for each sample, in the order of the prompts."""
     texts = []
-    for number in range(sample.count):
-        # One at a time, so that a line's seed gives the line's text again: a batch rounds a little otherwise.
-        one = generator.sample(sample.prompt or "", _seeded(sample, number))
+    for one in _in_parts(generator, [prompt for prompt in prompts for _ in range(sample.count)], sample):
         print(json.dumps(asdict(one), ensure_ascii=False), flush=True)
         texts.append(one.text)
     return texts
+
+
+def _in_parts(generator: Generator, prompts: list[str], sample: SampleConfig) -> Iterator[Sample]:
+    """All samples, some of them ready long before the last; a part is large enough to keep the slots full most of the time."""
+    size = 8 * sample.batch
+    for begin in range(0, len(prompts), size):
+        yield from generator.samples(prompts[begin : begin + size], _seeded(sample, begin))
 
 
 def _print_samples(generator: Generator, prompt: str, sample: SampleConfig) -> list[str]:
