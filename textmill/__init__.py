@@ -17,6 +17,7 @@ _PLACES = {
     "train": "textmill.loop",
     "evaluate": "textmill.evaluation",
     "generate": "textmill.generation",
+    "chat": "textmill.generation.chat",
     "merge": "textmill.tokens.merge",
     "check": "textmill.wholeness",
     "show": "textmill.views",

@@ -1,0 +1,138 @@
+"""The verb chat: a talk with a model on the terminal; ctrl-C stops an answer, ctrl-D the program."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from textmill.checkpoint import WhichStep, model_of
+from textmill.config import RunConfig, SampleConfig
+from textmill.config.load import config_of, merged, tree_of
+from textmill.errors import TextmillError, warn
+from textmill.generation.requests import Request
+
+if TYPE_CHECKING:
+    from textmill.generation.generator import Generator
+
+HELP = "/reset forgets the talk, /set temperature=0.7 changes a setting, /set shows them, ctrl-C stops an answer, ctrl-D ends"
+Message = dict[str, str]
+"""A turn of a talk: who speaks ("role") and what is said ("content")."""
+
+
+class Template(Protocol):
+    """How a model that was finetuned for chat wants a talk written."""
+
+    stop_ids: Sequence[int]
+    """Tokens that end an answer."""
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Sequence[int]: ...
+
+
+def open_template(folder: Path) -> Template:
+    """The chat template that stands with a model's tokenizer."""
+    module = import_module("textmill.tokens.chat") if find_spec("textmill.tokens.chat") else None
+    opened: Template | None = getattr(module, "open_template", lambda _: None)(folder)
+    if opened is None:
+        raise TextmillError(f"{folder}: this model was not finetuned for chat; use textmill generate")
+    return opened
+
+
+def chat(config: RunConfig, step: WhichStep = "latest") -> None:
+    """Talk with a model until the input ends."""
+    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    template = open_template(checkpoint.folder)
+    from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
+
+    talk = Talk(open_generator(checkpoint, config.engine), template, config)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing here needs saving, and ctrl-C is for answers
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import_module("readline")  # lines typed before come back with the arrow keys
+        print(f"{checkpoint.folder}: {HELP}")
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\nctrl-D ends")
+            continue
+        try:
+            talk.hear(line)
+        except TextmillError as error:
+            warn(str(error))
+
+
+class Talk:
+    """What was said so far, and how the model is to answer."""
+
+    def __init__(self, generator: Generator, template: Template, config: RunConfig) -> None:
+        self.generator, self.template, self.config = generator, template, config
+        self.messages: list[Message] = []
+        self.answers = 0
+
+    @property
+    def sample(self) -> SampleConfig:
+        """The settings of the next answer; each has a seed of its own."""
+        sample = self.config.sample
+        return sample.model_copy(update={"seed": sample.seed + self.answers, "slide": False})
+
+    def hear(self, line: str) -> None:
+        """Answer a line, or do what a command says."""
+        word, _, rest = line.strip().partition(" ")
+        if word == "/reset":
+            self.messages = []
+            print("forgotten")
+        elif word == "/set":
+            self._set(rest.split())
+        elif word.startswith("/"):
+            print(HELP)
+        elif line.strip():
+            self._answer(line)
+
+    def _set(self, words: list[str]) -> None:
+        """Change settings of this talk; all of them or, when one is wrong, none."""
+        tree = tree_of([word if word.startswith("sample.") else f"sample.{word}" for word in words])
+        self.config = config_of(merged(self.config.model_dump(mode="json"), tree))
+        hidden = {"prompt", "prompts", "count", "batch", "slide"}
+        print(" ".join(f"{key}={value}" for key, value in self.config.sample.model_dump(exclude=hidden).items()))
+
+    def _answer(self, line: str) -> None:
+        ids = self._ids_of([*self.messages, {"role": "user", "content": line}])
+        request = Request(tuple(ids), self.sample, tuple(self.sample.stop), tuple(self.template.stop_ids))
+        self.answers += 1
+        text = ""
+        try:
+            for _, event in self.generator.run([request], 1):
+                text += event.text
+                print(event.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="")
+        print(flush=True)
+        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
+
+    def _ids_of(self, messages: list[Message]) -> list[int]:
+        """The talk as the model wants it; turns that leave no room for an answer are forgotten, the oldest first."""
+        positions, forgotten = self.generator.positions, False
+        room = min(self.config.sample.max_tokens, positions // 4)
+        while True:
+            ids = list(self.template.render(messages, add_generation_prompt=True))
+            if len(ids) <= positions - max(room, 1):
+                break
+            if len(messages) == 1:
+                found = f"{len(ids):,} tokens; the model sees {positions:,} at a time, and an answer needs {max(room, 1)}"
+                raise TextmillError(f"what you said is too long: {found}; say it in less")
+            messages, forgotten = messages[2:], True
+        if forgotten:
+            self.messages = messages[:-1]
+            warn("the talk is longer than the model sees; its oldest turns are forgotten")
+        return ids
