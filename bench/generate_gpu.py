@@ -1,0 +1,82 @@
+"""How fast texts are continued on a GPU, against transformers' `generate` in the same run.
+
+    python bench/generate_gpu.py [new tokens] [tiny]
+
+GPT-2 of 124M with random weights, bf16, prompts of 128 tokens, 256 new ones; one text and 64 at a time, greedy and drawn, against
+transformers with its usual cache and with its static one, compiled. Then the time to the first token, and 64 requests through the
+scheduler's thread. Without a GPU there is nothing to measure; `tiny` tries the script itself, on the CPU too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from generate import Ids, compare, open_both, our_tokens, prompts_of, their_tokens
+
+from textmill.config import SampleConfig
+from textmill.generation.generator import Generator
+from textmill.generation.requests import Done, Request, Token
+from textmill.generation.scheduler import Scheduler
+
+
+def main() -> None:
+    """All measurements, one after the other."""
+    words = sys.argv[1:]
+    tiny, cuda = "tiny" in words, torch.cuda.is_available()
+    if not cuda and not tiny:
+        print("no CUDA device: nothing is measured (say 'tiny' to try the script on the CPU)")
+        return
+    new = next((int(word) for word in words if word.isdigit()), 8 if tiny else 256)
+    device = torch.device("cuda" if cuda else "cpu")
+    ours, theirs = open_both(device, torch.bfloat16 if cuda else torch.float32, tiny)
+    print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, {new} new tokens")
+    for batch in (1, 64):
+        ways: dict[str, Any] = {
+            "textmill, greedy": lambda ids: our_tokens(ours, ids, new),
+            "textmill, drawn": lambda ids: our_tokens(ours, ids, new, temperature=0.8, top_k=50),
+            "transformers": lambda ids: their_tokens(theirs, ids, new),
+        }
+        if cuda:
+            ways["transformers, static compiled"] = lambda ids: their_tokens(theirs, ids, new, cache_implementation="static")
+        compare(batch, new, ways)
+        print(f"  batch {batch:>3}  first token after {first_token(ours, prompts_of(batch)) * 1e3:.1f} ms")
+    print(f"  64 requests through the scheduler: {scheduled(ours, prompts_of(64), new):,.0f} tokens/s")
+
+
+def first_token(generator: Generator, prompts: Ids) -> float:
+    """Seconds until every text has its first token; the better of two."""
+    times = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        our_tokens(generator, prompts, 1)
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def scheduled(generator: Generator, prompts: Ids, new: int) -> float:
+    """Tokens a second of requests that all come at once, the second time."""
+    scheduler, sample = Scheduler(generator, slots=len(prompts), queue=len(prompts)), SampleConfig(max_tokens=new, min_tokens=new)
+    for _ in range(2):
+        left, over = [len(prompts)], threading.Event()
+
+        def deliver(event: Token | Done, left: list[int] = left, over: threading.Event = over) -> None:
+            if isinstance(event, Done):
+                left[0] -= 1
+                if not left[0]:
+                    over.set()
+
+        begun = time.perf_counter()
+        for ids in prompts:
+            scheduler.submit(Request(tuple(ids), sample), deliver)
+        over.wait()
+        seconds = time.perf_counter() - begun
+    scheduler.close(0)
+    return len(prompts) * new / seconds
+
+
+if __name__ == "__main__":
+    main()
