@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from textmill.checkpoint import Checkpoint, open_checkpoint
-from textmill.config import SampleConfig, TorchEngine
+from textmill.config import SampleConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import Generator, open_generator
-from textmill.generation.texts import BROKEN, TextStream
+from textmill.generation.texts import BROKEN, TextStream, bytes_of, streams_of
 from textmill.models import gpt2
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.tokenizer import TextTokenizer, fit
 
 WriteModel = Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]
 GREEDY = SampleConfig(temperature=0, max_tokens=64)
@@ -57,19 +57,42 @@ def test_a_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, token
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_streams_whole(tokenizer: TextTokenizer, text: str) -> None:
-    stream = TextStream(tokenizer, [tokenizer.end])
-    pieces = [stream.add(id_) for id_ in tokenizer.encode(text)]
-    assert "".join([*pieces, stream.end()]) == text
-    assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
+    for stream in (TextStream(tokenizer, [tokenizer.end]), streams_of(tokenizer)([tokenizer.end])):
+        pieces = [stream.add(id_) for id_ in tokenizer.encode(text)]
+        assert "".join([*pieces, stream.end()]) == text
+        assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 299), max_size=30))
 def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, ids: list[int]) -> None:
     ids = [id_ for id_ in ids if id_ < tokenizer.vocab]
-    stream = TextStream(tokenizer, tokenizer.encode("The"))
-    joined = "".join([*(stream.add(id_) for id_ in ids), stream.end()])
-    assert joined == tokenizer.decode(ids)
+    for stream in (TextStream(tokenizer, tokenizer.encode("The")), streams_of(tokenizer)(tokenizer.encode("The"))):
+        joined = "".join([*(stream.add(id_) for id_ in ids), stream.end()])
+        assert joined == tokenizer.decode(ids)
+
+
+def test_the_bytes_of_every_token_are_those_that_the_library_decodes(tokenizer: TextTokenizer) -> None:
+    pieces = bytes_of(tokenizer)
+    assert pieces is not None
+    assert [piece.decode("utf-8", "replace") for piece in pieces] == [tokenizer.decode([id_]) for id_ in range(tokenizer.vocab)]
+    assert pieces[tokenizer.end] == b"<|endoftext|>"
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_other_tokenizers_are_decoded_by_the_library(kind: Any) -> None:
+    texts = ["the mill stands by the river and the wheel turns " * 9]
+    other = fit(iter([texts]), TokenizerConfig(kind=kind, vocab=300))
+    assert bytes_of(other) is None
+    stream = streams_of(other)(other.encode("the"))
+    ids = other.encode(" mill stands by the river")
+    assert "".join([*map(stream.add, ids), stream.end()]) == other.decode([*other.encode("the"), *ids])[3:]
+
+
+def test_a_prompt_that_ends_within_a_character_is_completed(tokenizer: TextTokenizer) -> None:
+    ids = tokenizer.encode("漢")
+    stream = streams_of(tokenizer)(ids[:1])
+    assert "".join(map(stream.add, ids[1:])) == "漢"
 
 
 def test_bytes_without_an_end_are_shown_when_the_text_is_over(parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:

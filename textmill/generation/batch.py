@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from textmill.generation.requests import Done, Reason, Request, Token, Top
 from textmill.generation.sampling import Rules, State, new_state, next_ids, rules_of
-from textmill.generation.texts import StopWatch, TextStream
+from textmill.generation.texts import StopWatch, Stream
 from textmill.tokens.tokenizer import TextTokenizer
 
 READ_AT_ONCE = 8192
@@ -51,7 +51,7 @@ class Row:
     ids: list[int]
     """The prompt and what is new."""
     state: State
-    stream: TextStream
+    stream: Stream
     watch: StopWatch
     used: int = 0
     """Tokens whose keys and values are in the slot."""
@@ -86,6 +86,8 @@ class Batch:
     tokenizer: TextTokenizer
     positions: int
     """Tokens that the model sees."""
+    open_stream: Callable[[Sequence[int]], Stream]
+    """Makes a text's stream from its prompt."""
     rows: list[Row] = field(default_factory=list)
     waiting: list[Row] = field(default_factory=list)
     _rules: Rules | None = None
@@ -100,8 +102,8 @@ class Batch:
         ends = tuple(dict.fromkeys((self.tokenizer.end, *request.stop_ids)))
         vocab, device = self.tokenizer.vocab, self.slots.device
         state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)
-        stream = TextStream(self.tokenizer, list(request.ids))
-        self.waiting.append(Row(number, request, room, list(request.ids), state, stream, StopWatch(request.stop)))
+        stream, watch = self.open_stream(request.ids), StopWatch(request.stop)
+        self.waiting.append(Row(number, request, room, list(request.ids), state, stream, watch))
 
     def drop(self, number: int, reason: Reason, message: str = "") -> Done | None:
         """End a text now; None: it is not there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +17,7 @@ from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event, Slots, slots_type
 from textmill.generation.beams import search
 from textmill.generation.requests import Done, Request
+from textmill.generation.texts import Stream, streams_of
 from textmill.models.nets_torch import Net, open_net
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
 
@@ -39,6 +40,7 @@ class Generator:
         self.net, self.tokenizer = net, tokenizer
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.positions: int = net.shape.positions
+        self._streams: Callable[[Sequence[int]], Stream] | None = None
         self._cut_said = False
 
     def stream(self, prompt: str, sample: SampleConfig) -> Iterator[str]:
@@ -120,7 +122,8 @@ class Generator:
 
     def new_batch(self, slots: int, length: int | None = None) -> Batch:
         """Slots for texts of so many tokens, the model's longest if not said, and nobody in them yet."""
-        return Batch(self.new_slots(slots, length or self.positions), self.tokenizer, self.positions)
+        self._streams = self._streams or streams_of(self.tokenizer)
+        return Batch(self.new_slots(slots, length or self.positions), self.tokenizer, self.positions, self._streams)
 
     def new_slots(self, slots: int, length: int) -> Slots:
         """Memory for keys and values; more than the device has is refused."""
