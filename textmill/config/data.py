@@ -11,6 +11,8 @@ from textmill.config.presets import COUNTRIES, LANGUAGES, NONE, PRESETS, PresetN
 from textmill.config.section import Section, how, place, source
 from textmill.errors import TextmillError
 
+ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
+
 
 class CorpusConfig(Section):
     """Text in, clean documents out."""
@@ -27,6 +29,9 @@ class CorpusConfig(Section):
     """Put between joined fields (a newline if not said); said, it also joins all that a path finds in an element of its first list."""
     keep_fields: list[str] = []
     """Further fields of a record to keep, in the column `meta`."""
+    chat: ChatShape | None = None
+    """Records are conversations: messages (role, content), sharegpt (from, value), alpaca (instruction, input, output), pairs (a question
+    and an answer, such as the columns Q and A); auto: whichever it is. `corpus.text_key` names the list, or QUESTION+ANSWER, if need be."""
     documents: Literal["section", "file", "line", "block"] = "section"
     """What a document of a plain text file is: about `corpus.section` characters, the whole file, a line, or a blank-line block."""
     section: int = Field(4000, ge=100)
@@ -87,6 +92,13 @@ class CorpusConfig(Section):
     """The db_config.json of `corpus.mongo_load`."""
     mongo_field: str = how("filt_text")
     """The field that `corpus.mongo_load` puts the text into."""
+
+    @model_validator(mode="after")
+    def _turns_stay_whole(self) -> CorpusConfig:
+        if self.chat and (self.sentences != "none" or self.mongo_write_back or self.mongo_load):
+            key = "sentences" if self.sentences != "none" else "mongo_write_back" if self.mongo_write_back else "mongo_load"
+            raise TextmillError(f"corpus.{key}: is for plain text, and corpus.chat={self.chat} reads conversations; take one out")
+        return self
 
     @model_validator(mode="after")
     def _mongo(self) -> CorpusConfig:

@@ -7,6 +7,8 @@ from typing import Literal
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+Turn = tuple[str, str]
+"""Who speaks (system, user or assistant), and what is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +24,5 @@ class Document:
     """Further fields of its record that were asked for, as a JSON object."""
     url: str | None = None
     """The address of a web page, where its record has one and a filter asks for it; not kept."""
+    turns: tuple[Turn, ...] | None = None
+    """Of a conversation: its turns, whose words `text` has one after the other."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from textmill.config import CorpusConfig
+from textmill.corpus.conversations import conversation_of
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW, Bad, Unreadable
 from textmill.corpus.sources import Source
@@ -30,10 +31,12 @@ class Fields:
     keep: tuple[str, ...]
     url: bool = False
     """Whether a filter asks for the field `url`."""
+    chat: str | None = None
+    """The shape of conversations, where records are such."""
 
     def documents(self, value: object, place: str, raw: bytes) -> Iterator[Document | Bad]:
         """The documents of one record; one without any match is an empty document, so that it is counted."""
-        if not self.lists or (isinstance(value, dict) and self.key in value):
+        if self.chat or not self.lists or (isinstance(value, dict) and self.key in value):
             yield self._one(value, value, place, raw, ())
             return
         try:
@@ -64,13 +67,17 @@ class Fields:
             yield Document("", self.source, place)
 
     def _one(self, value: object, holder: object, place: str, raw: bytes, inner: tuple[Path, ...]) -> Document | Bad:
+        turns = None
         try:
-            if inner:
+            if self.chat:
+                turns = conversation_of(value, self.chat, self.key)
+                text = "\n".join(said for _, said in turns)
+            elif inner:
                 text = (self.join or "").join(self.text_of(last) for _, last in _walk(value, inner))
             else:
                 text = self.text_of(value)
             text.encode()
-            return Document(text, self.source, place, self.meta_of(holder), self.url_of(holder))
+            return Document(text, self.source, place, self.meta_of(holder), self.url_of(holder), turns)
         except Unreadable as error:
             reason = str(error)[:RAW]
         except UnicodeEncodeError as error:
@@ -121,7 +128,9 @@ class Fields:
         return found if isinstance(found, str) else None
 
     def columns(self, names: list[str]) -> list[str]:
-        """Of a table's columns those that are needed."""
+        """Of a table's columns those that are needed; which of them make a conversation is seen row by row."""
+        if self.chat:
+            return names
         paths = [self.lists[0]] if self.lists else list(self.leaves)
         wanted = {self.key, *self.keep} | {word for path in paths for word in (".".join(path), path[0] if path else "")}
         wanted |= {name.partition(".")[0] for name in self.keep} | ({"url"} if self.url else set())
@@ -131,10 +140,11 @@ class Fields:
 def fields_of(source: Source, config: CorpusConfig, keep: tuple[str, ...] = ()) -> Fields:
     """The fields to read of a source; `keep`: what its format keeps where nothing is asked for."""
     key = source.text_key or config.text_key
-    *lists, leaf = key.split("[]")
+    *lists, leaf = [key] if config.chat else key.split("[]")
     ways = tuple(_path(part) for part in lists)
     leaves, kept = tuple(_path(part) for part in leaf.split("+")), tuple(config.keep_fields) or keep
-    return Fields(source.name, key, ways, leaves, config.join, kept, bool(config.block_domains or config.block_extensions))
+    url = bool(config.block_domains or config.block_extensions)
+    return Fields(source.name, key, ways, leaves, config.join, kept, url, config.chat)
 
 
 def _path(text: str) -> Path:

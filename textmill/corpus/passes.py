@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
 from textmill.corpus.clean import Cleaner
-from textmill.corpus.document import SPLITS
+from textmill.corpus.conversations import canonical
+from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.records import Bad, read_records
 from textmill.corpus.sentences import keep_lines, split_sentences
-from textmill.corpus.shards import SCHEMA, ShardWriter, new_shard, open_shard, shard_name
+from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
 from textmill.corpus.sources import Piece
 from textmill.corpus.split import DIGEST, digest_of
 from textmill.files import account_of, read_json, write_json, writing
 
-CLEANED = pa.schema([("text", pa.string()), ("id", pa.string()), ("meta", pa.string())])
+CLEANED = pa.schema([("text", pa.string()), ("id", pa.string()), ("meta", pa.string()), ("messages", pa.string())])
 SENTENCES = {"split": split_sentences, "lines": keep_lines}
 HELD = 4 << 20
 """Characters that are gathered before they are written."""
@@ -72,21 +73,24 @@ class Gatherer:
     texts: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     metas: list[str | None] = field(default_factory=list)
+    messages: list[str | None] = field(default_factory=list)
     held: int = 0
 
-    def add(self, text: str, place: str, meta: str | None) -> None:
+    def add(self, text: str, place: str, meta: str | None, messages: str | None = None) -> None:
         self.texts.append(text)
         self.places.append(place)
         self.metas.append(meta)
-        self.digests.write(digest_of(text, composed=self.composed))
-        self.held += len(text) + len(meta or "")
+        self.messages.append(messages)
+        # Two conversations of the same words are the same only if the same ones say them.
+        self.digests.write(digest_of(messages or text, composed=self.composed))
+        self.held += len(text) + len(meta or "") + len(messages or "")
         if self.held >= HELD:
             self.flush()
 
     def flush(self) -> None:
-        columns = [pa.array(column, pa.string()) for column in (self.texts, self.places, self.metas)]
+        columns = [pa.array(column, pa.string()) for column in (self.texts, self.places, self.metas, self.messages)]
         self.writer.add(pa.table(columns, schema=CLEANED))
-        self.texts, self.places, self.metas, self.held = [], [], [], 0
+        self.texts, self.places, self.metas, self.messages, self.held = [], [], [], [], 0
 
 
 def read_piece(work: Work) -> dict[str, Any]:
@@ -105,6 +109,9 @@ def read_piece(work: Work) -> dict[str, Any]:
                 quarantined += 1
                 bad.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
                 continue
+            if record.turns is not None:
+                _add_turns(kept, cleaner, record)
+                continue
             text = cleaner.clean(record.text, record.url)
             if text is not None:
                 kept.add(into_lines(text) if into_lines else text, record.id, record.meta)
@@ -113,6 +120,12 @@ def read_piece(work: Work) -> dict[str, Any]:
     counts = {"records": records, "changed": changed, "dropped": dropped, "quarantined": quarantined}
     write_json(work.path("read.json"), counts)
     return counts
+
+
+def _add_turns(kept: Gatherer, cleaner: Cleaner, record: Document) -> None:
+    turns = cleaner.clean_turns(record.turns or (), record.url)
+    if turns is not None:
+        kept.add("\n".join(text for _, text in turns), record.id, record.meta, canonical(turns))
 
 
 def write_piece(work: Work) -> dict[str, Any]:
@@ -124,7 +137,9 @@ def write_piece(work: Work) -> dict[str, Any]:
     present = [(side, split) for side, split in enumerate(SPLITS) if (sides == side).any()]
     splits = {split: {"documents": 0, "bytes": 0, "characters": 0} for _, split in present}
     with ExitStack() as stack, open_shard(work.path("parquet")) as cleaned:
-        writers = {split: stack.enter_context(new_shard(work.folder / shard_name(split, work.piece.number))) for _, split in present}
+        schema = CHAT_SCHEMA if work.config.chat else SCHEMA
+        paths = {split: work.folder / shard_name(split, work.piece.number) for _, split in present}
+        writers = {split: stack.enter_context(new_shard(path, schema)) for split, path in paths.items()}
         done = 0
         for group in range(cleaned.num_row_groups):
             table = cleaned.read_row_group(group, use_threads=False)
@@ -134,8 +149,7 @@ def write_piece(work: Work) -> dict[str, Any]:
                 part = table.filter(pa.array(here == side))
                 _count(splits[split], part.column("text"))
                 source = pa.array([work.piece.source.name] * part.num_rows, pa.string())
-                columns = [part.column("text"), source, part.column("id"), part.column("meta")]
-                writers[split].add(pa.table(columns, schema=SCHEMA))
+                writers[split].add(part.append_column("source", source).select(schema.names))
     for _, split in present:
         name = shard_name(split, work.piece.number)
         splits[split]["file"] = {"name": name, **account_of(work.folder / name)}

@@ -27,6 +27,8 @@ from textmill.progress import progress
 from textmill.runners import Runner, open_runner
 from textmill.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
+PLAIN = ("text", "wiki", "mediawiki", "mongo")
+"""Formats in which no conversation is looked for."""
 SHOWN = 5
 """Bad records in the message when there are too many."""
 
@@ -37,6 +39,7 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     check_needs(config.corpus)
     runner = open_runner(config.runner)
     inputs = _look_at(_find(config), folder, force)
+    _check_records(config, inputs)
     stage = Stage("prepare", folder, _made_from(config, inputs), config.to_yaml())
     if stage.done(force):
         print(f"prepare: done already: {shown(folder)} ({open_manifest(folder)['documents']:,} documents)")
@@ -67,6 +70,15 @@ class _Input:
 def _find(config: RunConfig) -> list[Source]:
     corpus = config.corpus
     return find_sources(corpus.sources, skip=_own_folders(config), corpora=corpus.corpora, raw=corpus.mongo_write_back)
+
+
+def _check_records(config: RunConfig, inputs: Sequence[_Input]) -> None:
+    plain = [one.source.name for one in inputs if one.source.format in PLAIN]
+    if config.corpus.chat and plain:
+        raise TextmillError(
+            f"corpus.chat: {plain[0]} has no records with fields to find a conversation in; give JSON, CSV, Parquet or Arrow files, "
+            f"or take corpus.chat out"
+        )
 
 
 def _deliver(config: RunConfig, folder: Path, inputs: Sequence[_Input], check: bool = False) -> Path:

@@ -15,6 +15,8 @@ from textmill.errors import TextmillError
 from textmill.files import writing
 
 SCHEMA = pa.schema([("text", pa.string()), ("source", pa.string()), ("id", pa.string()), ("meta", pa.string())])
+CHAT_SCHEMA = SCHEMA.append(pa.field("messages", pa.string()))
+"""Of conversations the turns besides, as JSON."""
 GROUP_BYTES = 16 << 20
 GROUP_ROWS = 1 << 16
 BATCH = 1024

@@ -13,6 +13,7 @@ from textmill.corpus.clean.languages import language_of
 from textmill.corpus.clean.markup import break_at_markers
 from textmill.corpus.clean.rules import clean
 from textmill.corpus.clean.urls import is_blocked
+from textmill.corpus.document import Turn
 from textmill.errors import TextmillError
 
 
@@ -37,15 +38,31 @@ class Cleaner:
 
     def clean(self, text: str, url: str | None = None) -> str | None:
         """The text as the rules leave it; None: a filter dropped it, and it is counted."""
+        if self._is_dropped("url" if self._is_blocked(url) else None):
+            return None
+        text = self._ruled(text, self.changed)
+        return None if self._is_dropped(self._objection(text)) else text
+
+    def clean_turns(self, turns: tuple[Turn, ...], url: str | None = None) -> tuple[Turn, ...] | None:
+        """A conversation: the rules see each turn by itself, the filters see all that is said."""
+        if self._is_dropped("url" if self._is_blocked(url) else None):
+            return None
+        changed: Counter[str] = Counter()
+        turns = tuple((role, self._ruled(text, changed)) for role, text in turns)
+        self.changed.update(changed.keys())
+        return None if self._is_dropped(self._objection("\n".join(text for _, text in turns))) else turns
+
+    def _ruled(self, text: str, changed: Counter[str]) -> str:
+        return clean(text, self.config.rules, changed, {"markers": partial(break_at_markers, markers=self.config.markers)})
+
+    def _is_blocked(self, url: str | None) -> bool:
         domains, extensions = self.config.block_domains, self.config.block_extensions
-        if url is not None and (domains or extensions) and is_blocked(url, domains, extensions):
-            self.dropped["url"] += 1
-            return None
-        text = clean(text, self.config.rules, self.changed, {"markers": partial(break_at_markers, markers=self.config.markers)})
-        if reason := self._objection(text):
+        return url is not None and bool(domains or extensions) and is_blocked(url, domains, extensions)
+
+    def _is_dropped(self, reason: str | None) -> bool:
+        if reason:
             self.dropped[reason] += 1
-            return None
-        return text
+        return bool(reason)
 
     def _objection(self, text: str) -> str | None:
         """The first filter that a text does not pass: the cheap ones first."""

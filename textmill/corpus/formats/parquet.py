@@ -60,7 +60,7 @@ def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
 
 def batch_records(batch: Any, fields: Fields, first: int, names: list[str]) -> Iterator[Document | Bad]:
     """A record a row; a table without the column is bad in every row, so that each is counted."""
-    if not fields.columns(names) or not set(fields.columns(names)) & _text_columns(fields):
+    if not fields.columns(names) or (not fields.chat and not set(fields.columns(names)) & _text_columns(fields)):
         texts = [one.name for one in batch.schema if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)]
         reason = f"no column '{fields.key}'; found {names[:12]}" + (f"; set corpus.text_key={texts[0]}" if texts else "")
         yield from (Bad(fields.source, f"row {first + index}", reason[:RAW], b"") for index in range(batch.num_rows))

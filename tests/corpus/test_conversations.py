@@ -1,0 +1,130 @@
+"""Conversations in every shape they are kept in: the turns that come out, what is refused, and how they go through prepare."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from textmill.cli import main
+from textmill.config import RunConfig
+from textmill.corpus.conversations import canonical, conversation_of, turns_of
+from textmill.corpus.prepare import prepare
+from textmill.corpus.records import Unreadable
+from textmill.corpus.shards import read_texts, shards_of
+from textmill.errors import TextmillError
+from textmill.files import read_json
+
+ASKED = (("user", "안녕?"), ("assistant", "반가워요."))
+SHAPED: list[tuple[str, dict[str, Any], tuple[tuple[str, str], ...]]] = [
+    ("messages", {"messages": [{"role": "user", "content": "안녕?"}, {"role": "assistant", "content": "반가워요."}]}, ASKED),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "안녕?"}, {"from": "gpt", "value": "반가워요."}]}, ASKED),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "q"}], "system": "Be brief."}, (("system", "Be brief."), ("user", "q"))),
+    ("alpaca", {"instruction": "안녕?", "input": "", "output": "반가워요."}, ASKED),
+    ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3"}, (("user", "Add.\n\n1 2"), ("assistant", "3"))),
+    ("pairs", {"Q": "안녕?", "A": "반가워요.", "label": "0"}, ASKED),
+    ("pairs", {"question": "안녕?", "answer": "반가워요."}, ASKED),
+]
+
+
+@pytest.mark.parametrize(("shape", "record", "turns"), SHAPED)
+def test_every_shape_is_read_and_recognised(shape: str, record: dict[str, Any], turns: Any) -> None:
+    assert conversation_of(record, shape) == turns
+    assert conversation_of(record, "auto") == turns
+    assert tuple(turns_of(canonical(turns))) == turns
+
+
+@pytest.mark.parametrize(
+    ("shape", "record", "said"),
+    [
+        ("auto", {"messages": [], "conversations": []}, "could be messages or sharegpt; set corpus.chat"),
+        ("auto", {"text": "x"}, "no conversation in the fields"),
+        ("pairs", {"q": "1", "a": "2", "prompt": "3", "response": "4"}, "found both q\\+a and prompt\\+response; name the two"),
+        ("pairs", {"Q": "1"}, "no question and answer"),
+        ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "turn 1: role is 'tool'; known are"),
+        ("messages", {"messages": [{"role": "user", "content": None}]}, "turn 1: 'content' is NoneType, not text"),
+        ("messages", {"messages": []}, "without turns"),
+        ("messages", {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "turn 2 is the system's"),
+        ("messages", {"dialog": []}, "no list 'messages'; found \\['dialog'\\]"),
+        ("alpaca", {"instruction": "x"}, "'output' is missing, not text"),
+        ("messages", ["x"], "found no object"),
+    ],
+)
+def test_what_is_no_conversation_is_said(shape: str, record: Any, said: str) -> None:
+    with pytest.raises(Unreadable, match=said):
+        conversation_of(record, shape)
+
+
+def test_fields_of_other_names() -> None:
+    assert conversation_of({"dialog": [{"role": "user", "content": "x"}]}, "messages", "dialog") == (("user", "x"),)
+    assert conversation_of({"frage": "x", "antwort": "y"}, "pairs", "frage+antwort") == (("user", "x"), ("assistant", "y"))
+    with pytest.raises(Unreadable, match="names no question and answer"):
+        conversation_of({"frage": "x"}, "pairs", "frage+antwort")
+
+
+def prepared(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple[str, str]]]:
+    config = RunConfig.model_validate({"folder": str(folder / "out"), "corpus": {"sources": sources, "split": [1, 0, 0], **corpus}})
+    shards = shards_of(prepare(config), "train")
+    return [turns_of(row) for path in shards for row in pq.read_table(path).column("messages").to_pylist()]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_through_prepare_from_every_format(kind: str, tmp_path: Path) -> None:
+    rows = [{"Q": "  한국어  질문?", "A": "네\r\n그래요 "}, {"Q": 'two, with "quotes"', "A": "<|user|> 🙂"}, {"Q": "no answer", "A": ""}]
+    path = tmp_path / f"pairs.{kind}"
+    if kind == "csv":
+        with open(path, "w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, ["Q", "A"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = prepared(tmp_path, [str(path)], chat="pairs")
+    assert [[text for _, text in turns] for turns in found] == [
+        ["한국어  질문?", "네\n그래요"],
+        [rows[1]["Q"], rows[1]["A"]],
+        ["no answer", ""],
+    ]
+    assert [text for path in shards_of(tmp_path / "out" / "corpus", "train") for batch in read_texts(path) for text in batch] == [
+        "\n".join(text for _, text in turns) for turns in found
+    ]
+    account = read_json(tmp_path / "out" / "corpus" / "account.json")
+    assert (account["records"], account["kept"]) == (3, 3)
+    assert account["changed"]["newlines"] == 1
+
+
+def test_copies_and_filters_look_at_the_whole_conversation(tmp_path: Path) -> None:
+    lines = [("a b", "c"), ("a", "b c"), ("a b", "c"), ("x", "y")]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in lines))
+    found = prepared(tmp_path, [str(path)], chat="auto", min_chars=4)
+    assert [[text for _, text in turns] for turns in found] == [["a b", "c"], ["a", "b c"]]
+    account = read_json(tmp_path / "out" / "corpus" / "account.json")
+    assert account["dropped"] == {"duplicate": 1, "short": 1}
+
+
+def test_a_plain_text_is_no_conversation(tiny_texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(TextmillError, match=r"corpus.chat: .*english.txt has no records with fields.*; give JSON"):
+        prepared(tmp_path, [str(tiny_texts)], chat="pairs")
+
+
+def test_ambiguous_names_stop_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "1", "a": "2", "prompt": "3", "response": "4"}\n')
+    (tmp_path / "run.yaml").write_text("corpus: {sources: [a.jsonl], chat: pairs}\n")
+    assert main(["prepare", str(tmp_path / "run.yaml")]) == 2
+    assert "found both q+a and prompt+response; name the two fields with corpus.text_key=QUESTION+ANSWER" in capsys.readouterr().err
+    assert main(["prepare", str(tmp_path / "run.yaml"), "corpus.text_key=prompt+response"]) == 0
+
+
+def test_the_shared_pairs(shared_data: Path, tmp_path: Path) -> None:
+    path = shared_data / "ko_chatbot" / "ChatbotData.csv"
+    found = prepared(tmp_path, [str(path)], chat="pairs", dedup="none", rules=[])
+    with open(path, encoding="utf-8-sig", newline="") as stream:
+        assert found == [[("user", row["Q"]), ("assistant", row["A"])] for row in csv.DictReader(stream)]
