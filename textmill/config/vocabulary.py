@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from textmill.config.chat import DSGPT2_TOKENS, END, check_turns, tokens_in, turns_of
 from textmill.config.section import Section, place, source
 from textmill.errors import TextmillError
 
@@ -34,6 +35,12 @@ class TokenizerConfig(Section):
     """More special tokens, after the kind's own; a list with the end-of-text token in it is all of them, in the order of their ids."""
     end: str | None = None
     """The end-of-text token; <|endoftext|> for bpe, [SEP] for wordpiece, </s> for unigram, and what `tokenizer.use` says, if not said."""
+    chat: Literal["default", "dsgpt2"] | None = None
+    """The template of conversations; its special tokens are added, and transformers finds it in the files. default: <|user|>, <|assistant|>
+    or <|system|> before what each says, the end-of-text token after it; dsgpt2: <usr> and <sys>, with <s> and </s>."""
+    turns: dict[str, str] = {}
+    """A template of your own, or what differs from the named one: for system, user and assistant the special tokens around {content},
+    such as `user: <usr>{content}{end}`, where {end} is the end-of-text token."""
     byte_fallback: bool | None = None
     """unigram: spell in bytes what the vocabulary lacks, and so know every text; yes if not said."""
     lowercase: bool | None = None
@@ -61,8 +68,20 @@ class TokenizerConfig(Section):
             raise TextmillError(f"tokenizer.special_tokens: {twice[0]!r} stands there twice; keep one")
         return tokens if isinstance(value, list) else value
 
+    @field_validator("turns")
+    @classmethod
+    def _template(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if turns := turns_of(info.data.get("chat"), value):
+            check_turns(turns)
+        return value
+
     @model_validator(mode="after")
     def _fits_together(self) -> TokenizerConfig:
+        turns = turns_of(self.chat, self.turns)
+        if self.end and turns and (stop := tokens_in(turns["assistant"])[-1]) not in (END, self.end):
+            raise TextmillError(
+                f"tokenizer.end: {self.end} is not the {stop} with which the chat template stops, so no answer would end; take it out"
+            )
         if self.use is not None:
             return self
         if self.byte_fallback is not None and self.kind != "unigram":
@@ -94,12 +113,20 @@ ENDS = {"bpe": "<|endoftext|>", "wordpiece": "[SEP]", "unigram": "</s>"}
 
 def special_tokens_of(config: TokenizerConfig) -> list[str]:
     """All special tokens in the order of their ids."""
-    end = config.end or ENDS[config.kind]
+    end = end_of(config)
+    turns = turns_of(config.chat, config.turns)
+    chat = [end if token == END else token for text in turns.values() for token in tokens_in(text)]
     if end in config.special_tokens:
-        return config.special_tokens
-    own = [end] if config.kind == "bpe" else OWN_TOKENS[config.kind]
-    tokens = own + [token for token in config.special_tokens if token not in own]
-    return tokens if end in tokens else [*tokens, end]
+        return list(dict.fromkeys([*config.special_tokens, *chat]))
+    own = DSGPT2_TOKENS if config.chat == "dsgpt2" else [end] if config.kind == "bpe" else OWN_TOKENS[config.kind]
+    return list(dict.fromkeys([*own, *config.special_tokens, end, *chat]))
+
+
+def end_of(config: TokenizerConfig) -> str:
+    """The end-of-text token of a tokenizer that is fitted: as said, else the one that the template stops with, else the kind's own."""
+    turns = turns_of(config.chat, config.turns)
+    stop = tokens_in(turns["assistant"])[-1] if turns else END
+    return config.end or (ENDS[config.kind] if stop == END else stop)
 
 
 def expanded(text: str) -> list[str]:

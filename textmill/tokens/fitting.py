@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.config import RunConfig
+from textmill.config.chat import turns_of
 from textmill.errors import TextmillError
 from textmill.files import account_of, read_json, shown, write_json
 from textmill.stages import MANIFEST, Force, Stage, differences, open_manifest
@@ -20,6 +21,9 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
     folder, section = config.folder_of("tokenizer"), config.tokenizer
     used = open_named(section.use, section.end, section.lowercase) if section.use else None
+    turns = turns_of(section.chat, section.turns)
+    if used is not None and turns:
+        used = used.with_chat(turns)
     other = open_named(section.compare_with) if section.compare_with else None
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
     if stage.done(force):
@@ -53,7 +57,8 @@ def check_fitted(config: RunConfig) -> None:
 def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:
     if used is not None:
         end = {"tokenizer.end": config.tokenizer.end} if config.tokenizer.end else {}
-        return {"tokenizer.use": used.fingerprint, **end}
+        chat = {"tokenizer.chat": dict(used.chat.turns)} if used.chat else {}
+        return {"tokenizer.use": used.fingerprint, **end, **chat}
     if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():
         raise TextmillError(
             f"{config.folder_of('corpus')}: no prepared corpus to fit a tokenizer on; run textmill prepare first, "

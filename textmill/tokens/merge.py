@@ -11,7 +11,7 @@ from textmill.files import account_of, new_folder, shown, write_bytes
 from textmill.progress import progress
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
-from textmill.tokens.store import TokenStore, open_store, paths_of, prefix_of
+from textmill.tokens.store import TokenStore, mask_path, open_store, paths_of, prefix_of
 from textmill.tokens.writer import StoreWriter
 
 SHARED = ("tokenizer", "vocab", "end")
@@ -66,8 +66,9 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
         files: dict[str, dict[str, Any]] = {}
         for split in SPLITS:
             _join(part / split, [open_store(folder / split) for folder in parts])
-            made = [*reversed(paths_of(part / split)), *_join_lineages(part / split, [folder / split for folder in parts])]
-            files |= {path.name: account_of(path) for path in made}
+            lineage = _join_lineages(part / split, [folder / split for folder in parts])
+            made = (*reversed(paths_of(part / split)), *lineage, mask_path(part / split))
+            files |= {path.name: account_of(path) for path in made if path.is_file()}
         lines = (line for folder in parts if (folder / BAD).is_file() for line in (folder / BAD).read_bytes().splitlines(keepends=True))
         files[BAD] = write_bytes(part / BAD, lines)
         splits = {split: _summed([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
@@ -96,7 +97,7 @@ def _join_lineages(prefix: Path, parts: list[Path]) -> list[Path]:
 def _join(prefix: Path, stores: list[TokenStore]) -> None:
     with (
         progress("merge", total=sum(store.tokens for store in stores), unit="tokens") as bar,
-        StoreWriter(prefix, stores[0].ids.dtype) as out,
+        StoreWriter(prefix, stores[0].ids.dtype, masked=stores[0].asked is not None) as out,
     ):
         for store in stores:
             out.add_store(store)

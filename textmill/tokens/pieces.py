@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +13,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from textmill.corpus.conversations import turns_of
 from textmill.corpus.shards import read_groups
 from textmill.files import read_json, write_bytes, write_json
+from textmill.tokens.chat import Form as ChatForm
+from textmill.tokens.chat import render
 from textmill.tokens.counting import buffers_of, count_words
 from textmill.tokens.encoders import REFERENCE, Encoder, is_refusal, open_encoder_in
 from textmill.tokens.lineage import LineageWriter, lineage_path
@@ -39,6 +42,8 @@ class Form:
     end: int | None
     """The token after each document, if any."""
     dtype: str
+    chat: ChatForm | None = None
+    """Of conversations: what stands around each turn."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Encoded:
     ids: Ids
     lengths: Lengths
     sequences: Lengths
+    asked: NDArray[np.uint8] | None = None
+    """Of conversations: which ids bear loss."""
 
 
 def encode_piece(piece: Piece) -> dict[str, int]:
@@ -75,15 +82,18 @@ def encode_piece(piece: Piece) -> dict[str, int]:
         return found
     counts = dict.fromkeys(COUNTED, 0)
     refused: list[bytes] = []
-    with StoreWriter(piece.prefix, np.dtype(piece.form.dtype)) as store, LineageWriter(lineage_path(piece.prefix)) as lineage:
-        for table in read_groups(piece.shard, piece.groups, COLUMNS):
+    chat = piece.form.chat is not None
+    new_store = StoreWriter(piece.prefix, np.dtype(piece.form.dtype), masked=chat)
+    with new_store as store, LineageWriter(lineage_path(piece.prefix)) as lineage:
+        for table in read_groups(piece.shard, piece.groups, [*COLUMNS, "messages"] if chat else COLUMNS):
             for batch in _batches_of(table):
-                kept, encoded, reasons = encode_batch(batch.column(0).to_pylist(), piece)
+                kept, encoded, reasons = encode_batch(batch.column(-1 if chat else 0).to_pylist(), piece)
                 refused += [_line(batch, piece.shard, row, reason) for row, reason in reasons.items()]
                 if reasons:
                     batch = batch.take(kept)
                 encoded = marked(encoded, piece.form)
-                store.add_flat(encoded.ids, encoded.lengths, None if piece.form.level == "document" else encoded.sequences)
+                sequences = None if piece.form.level == "document" else encoded.sequences
+                store.add_flat(encoded.ids, encoded.lengths, sequences, encoded.asked)
                 lineage.add(batch.column(1), batch.column(2))
                 octets, bounds = buffers_of(batch.column(0))
                 amounts = (len(kept), len(encoded.ids), len(octets), count_words(octets, bounds), len(reasons))
@@ -121,24 +131,24 @@ def encode_batch(texts: list[str], piece: Piece) -> tuple[Lengths, Encoded, dict
     """The rows that could be encoded, their ids, and for each other row the reason."""
     kept, reasons = np.arange(len(texts)), dict[int, str]()
     try:
-        encoded = _encode(texts, piece.form.level, _open(piece.tokenizer, piece.fingerprint, piece.encoder))
+        encoded = _encode(texts, piece.form, _open(piece.tokenizer, piece.fingerprint, piece.encoder))
     except BaseException as error:
         if not is_refusal(error):
             raise
-        encoded, reasons = _encode_one_by_one(texts, piece.form.level, _open(piece.tokenizer, piece.fingerprint, REFERENCE))
+        encoded, reasons = _encode_one_by_one(texts, piece.form, _open(piece.tokenizer, piece.fingerprint, REFERENCE))
         kept = np.setdiff1d(kept, list(reasons))
     empty = encoded.sequences == 0
     if empty.any():
         reasons |= dict.fromkeys(map(int, kept[empty]), "the tokenizer leaves nothing of it")
-        kept, encoded = kept[~empty], Encoded(encoded.ids, encoded.lengths, encoded.sequences[~empty])
+        kept, encoded = kept[~empty], replace(encoded, sequences=encoded.sequences[~empty])
     return kept, encoded, dict(sorted(reasons.items()))
 
 
-def _encode_one_by_one(texts: list[str], level: Level, encoder: Encoder) -> tuple[Encoded, dict[int, str]]:
+def _encode_one_by_one(texts: list[str], form: Form, encoder: Encoder) -> tuple[Encoded, dict[int, str]]:
     done, reasons = [], {}
     for row, text in enumerate(texts):
         try:
-            done.append(_encode([text], level, encoder))
+            done.append(_encode([text], form, encoder))
         except BaseException as error:
             if not is_refusal(error):
                 raise
@@ -146,12 +156,16 @@ def _encode_one_by_one(texts: list[str], level: Level, encoder: Encoder) -> tupl
     nothing = Encoded(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     parts = [nothing, *done]
     joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths", "sequences")]
-    return Encoded(*joined), reasons
+    asked = np.concatenate([np.zeros(0, np.uint8), *(part.asked for part in done if part.asked is not None)])
+    return Encoded(joined[0], joined[1], joined[2], None if form.chat is None else asked), reasons
 
 
-def _encode(texts: list[str], level: Level, encoder: Encoder) -> Encoded:
-    """Encode documents, or their lines; a sequence without ids is left out, as Megatron does."""
-    if level == "document":
+def _encode(texts: list[str], form: Form, encoder: Encoder) -> Encoded:
+    """Encode documents, their lines, or conversations; a sequence without ids is left out, as Megatron does."""
+    if form.chat is not None:
+        made = render([turns_of(text) for text in texts], form.chat, encoder)
+        return Encoded(made.ids, made.lengths, np.ones(len(texts), np.int64), made.asked)
+    if form.level == "document":
         ids, lengths = encoder.encode(texts)
         return Encoded(ids, lengths[lengths > 0], (lengths > 0).astype(np.int64))
     lines = [text.split("\n") for text in texts]
@@ -163,6 +177,8 @@ def _encode(texts: list[str], level: Level, encoder: Encoder) -> Encoded:
 
 def marked(encoded: Encoded, form: Form) -> Encoded:
     """With the begin token before the first sequence of each document and the end token after its last, as asked."""
+    if form.begin is None and form.end is None:
+        return encoded
     lengths, ends = encoded.lengths.copy(), np.cumsum(encoded.lengths)
     last = np.cumsum(encoded.sequences) - 1
     first = last + 1 - encoded.sequences

@@ -31,6 +31,8 @@ class TokenStore:
     """The first document of these, in the index."""
     count: int = 0
     """How many documents these are."""
+    asked: NDArray[np.uint8] | None = None
+    """Of conversations: 1 for each token that bears loss."""
 
     def __len__(self) -> int:
         return self.count
@@ -71,13 +73,15 @@ class TokenStore:
 
     def expect(self, *, scattered: bool) -> None:
         """Say how it will be read from now on: document by document all over it, or in order."""
-        for array in (self.ids, self.index.lengths, self.index.offsets, self.index.documents):
-            expect(array, scattered=scattered)
+        for array in (self.ids, self.asked, self.index.lengths, self.index.offsets, self.index.documents):
+            if array is not None:
+                expect(array, scattered=scattered)
 
     def part(self, begin: int, end: int) -> TokenStore:
         """The documents from `begin` to before `end`, as a store of their own; nothing is copied."""
         edges = self.borders(np.array([begin, end], np.int64))
-        return TokenStore(self.prefix, self.ids[edges[0] : edges[1]], self.index, self.first + begin, end - begin)
+        asked = None if self.asked is None else self.asked[edges[0] : edges[1]]
+        return TokenStore(self.prefix, self.ids[edges[0] : edges[1]], self.index, self.first + begin, end - begin, asked)
 
     def _tokens_before(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         index = self.index
@@ -100,7 +104,20 @@ def open_store(prefix: Path) -> TokenStore:
     if found != wanted:
         raise TextmillError(f"{ids_path}: {found:,} bytes instead of {wanted:,}; it is not the index's pair")
     ids = np.memmap(ids_path, index.dtype, "r") if found else np.zeros(0, index.dtype)
-    return TokenStore(prefix, ids, index, 0, len(index.documents) - 1)
+    return TokenStore(prefix, ids, index, 0, len(index.documents) - 1, _open_mask(mask_path(prefix), len(ids)))
+
+
+def _open_mask(path: Path, tokens: int) -> NDArray[np.uint8] | None:
+    if not path.is_file():
+        return None
+    if path.stat().st_size != tokens:
+        raise TextmillError(f"{path}: {path.stat().st_size:,} bytes for {tokens:,} tokens; it is not the store's mask")
+    return np.memmap(path, np.uint8, "r") if tokens else np.zeros(0, np.uint8)
+
+
+def mask_path(prefix: Path) -> Path:
+    """Where it stands which tokens of a store of conversations bear loss: a byte a token."""
+    return prefix.with_name(prefix.name + ".mask")
 
 
 def paths_of(prefix: Path) -> tuple[Path, Path]:

@@ -18,6 +18,7 @@ from textmill.files import account_of, read_json, remove_folder, shown, write_by
 from textmill.progress import progress
 from textmill.runners import open_runner
 from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.tokens.chat import Template
 from textmill.tokens.encoders import FAST, REFERENCE, Encoder, ReferenceEncoder, Sample, doubt_of, first_difference, open_encoder_in
 from textmill.tokens.existing import tokenize_used
 from textmill.tokens.features import write_features
@@ -32,6 +33,7 @@ PARTS = "parts"
 PIECE = 32 << 20
 """Bytes of the corpus, about, that one worker takes at a time: small, so that none waits long for the last."""
 ENDINGS = ("bin", "idx", "lineage.parquet")
+CHAT_ENDINGS = (*ENDINGS, "mask")
 SAMPLED = (256 << 10, 4 << 20)
 """Bytes of the corpus on which encoders are compared, at least and at most; a thousandth in between."""
 WINDOW = 2000
@@ -50,12 +52,15 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
     source = open_manifest(corpus)
     _check_sentences(config, source)
+    chat = bool(source["made_from"].get("corpus.chat"))
     if not (config.folder_of("tokenizer") / MANIFEST).is_file():
         print("tokenize: no tokenizer yet; fitting one first")
         fit_tokenizer(config)
     check_fitted(config)
     tokenizer = open_manifest(config.folder_of("tokenizer"))
     made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"]}
+    if chat:
+        made_from["chat"] = dict(check_chat(config).turns)
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
     if stage.done(force):
         print(f"tokenize: done already: {shown(folder)} ({_spoken(open_manifest(folder)['splits'])})")
@@ -65,8 +70,9 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         splits: dict[str, Facts] = {split: _sum([facts[piece] for piece in pieces[split]]) for split in SPLITS}
         quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(facts))
         _check_quarantine(config, splits, part)
-        _join(part, pieces, dtype_for(tokenizer["vocab"]))
-        files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in ENDINGS}
+        _join(part, pieces, dtype_for(tokenizer["vocab"]), chat)
+        endings = CHAT_ENDINGS if chat else ENDINGS
+        files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in endings}
         files |= write_features(config, part)
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
@@ -81,6 +87,24 @@ def _check_sentences(config: RunConfig, source: dict[str, Any]) -> None:
             f"tokens.level=sentence: the corpus in {shown(config.folder_of('corpus'))} has no sentence a line; "
             "make it anew with corpus.sentences=split (or lines, if it comes so), or set tokens.level=document"
         )
+
+
+def check_chat(config: RunConfig) -> Template:
+    """The template of the tokenizer, with which conversations can be written as ids."""
+    if config.tokens.level == "sentence" or config.tokens.kind == "features":
+        key = "level" if config.tokens.level == "sentence" else "kind"
+        raise TextmillError(f"tokens.{key}: is for plain text, and the corpus has conversations; take it out")
+    folder = config.folder_of("tokenizer")
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.chat is not None:
+        return tokenizer.chat
+    found = "has none"
+    if tokenizer.jinja is not None:
+        found = "has one that others wrote" + ("" if "add_generation_prompt" in tokenizer.jinja else ", without a generation prompt")
+    raise TextmillError(
+        f"{shown(folder)}: the corpus has conversations, and this tokenizer's chat template {found}; set tokenizer.chat=default, "
+        f"or say the turns in tokenizer.turns, and make it anew with: textmill fit-tokenizer --force"
+    )
 
 
 def _encode_all(config: RunConfig, folder: Path) -> tuple[Pieces, dict[Piece, Facts]]:
@@ -116,9 +140,10 @@ def _pieces(config: RunConfig, folder: Path, tokenizer: TextTokenizer, encoder: 
     """The corpus in pieces of about PIECE bytes, in its order; what another encoder made is not taken up."""
     parts = folder / f"{encoder}-{metadata.version(encoder)}"
     parts.mkdir(parents=True, exist_ok=True)
-    begin = begin_of(tokenizer) if config.tokens.prepend_begin else None
-    end = tokenizer.end if config.tokens.append_end else None
-    form = Form(config.tokens.level, begin, end, dtype_for(tokenizer.vocab).name)
+    chat = tokenizer.chat_form if open_manifest(config.folder_of("corpus"))["made_from"].get("corpus.chat") else None
+    begin = begin_of(tokenizer) if config.tokens.prepend_begin and chat is None else None
+    end = tokenizer.end if config.tokens.append_end and chat is None else None
+    form = Form(config.tokens.level, begin, end, dtype_for(tokenizer.vocab).name, chat)
     opened = (config.folder_of("tokenizer"), tokenizer.fingerprint, encoder)
     return {
         split: [
@@ -199,10 +224,10 @@ def _check_quarantine(config: RunConfig, splits: dict[str, Facts], part: Path) -
         )
 
 
-def _join(part: Path, pieces: Pieces, dtype: np.dtype[Any]) -> None:
+def _join(part: Path, pieces: Pieces, dtype: np.dtype[Any], chat: bool) -> None:
     """Join each split's pieces, in the corpus's order, into one store and one lineage."""
     for split, ones in pieces.items():
-        with StoreWriter(part / split, dtype) as store, LineageWriter(lineage_path(part / split)) as lineage:
+        with StoreWriter(part / split, dtype, masked=chat) as store, LineageWriter(lineage_path(part / split)) as lineage:
             for piece in ones:
                 store.add_store(open_store(piece.prefix))
                 lineage.add_file(lineage_path(piece.prefix))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from textmill.config import TokenizerConfig
-from textmill.config.vocabulary import ENDS
+from textmill.config.chat import turns_of
+from textmill.config.vocabulary import ENDS, end_of
 from textmill.errors import TextmillError
-from textmill.files import hash_json, write_text
+from textmill.files import hash_json, read_json, write_text
 from textmill.hub import open_folder
+from textmill.tokens.chat import Form, Template, new_template
 from textmill.tokens.foreign import END, open_files, roles_of
 from textmill.tokens.training import WordCounter, merge_counts, new_inner, train
 
@@ -26,6 +28,8 @@ __all__ = ["END", "FILES", "TextTokenizer", "fit", "fit_words", "open_named", "o
 FILES = ("tokenizer.json", "tokenizer_config.json")
 WANTED = ["tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "encoder.json", "*.model"]
 """A tokenizer's files on the hub."""
+TURNS = "textmill_turns"
+"""Our own entry in tokenizer_config.json: the template as data, beside its twin in Jinja."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class TextTokenizer:
     """The end-of-text token."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Special tokens by the names that transformers has for them: bos_token, pad_token and so on."""
+    chat: Template | None = None
+    """The template of conversations, where it has one."""
+    jinja: str | None = None
+    """A template that others wrote, kept as it is."""
 
     @cached_property
     def vocab(self) -> int:
@@ -69,6 +77,21 @@ class TextTokenizer:
     def mask(self) -> int | None:
         """The token that hides another, where there is one."""
         return self._id_of("mask_token")
+
+    @property
+    def chat_form(self) -> Form | None:
+        """The template of conversations in ids."""
+        return None if self.chat is None else self.chat.form_of(self.inner.get_vocab(with_added_tokens=True))
+
+    def with_chat(self, turns: Mapping[str, str]) -> TextTokenizer:
+        """The same tokenizer with a template of conversations: tokens it lacks are added, and what the assistant stops with is its end."""
+        template = new_template(turns, str(self.inner.id_to_token(self.end)))
+        inner = Tokenizer.from_str(self.inner.to_str())
+        known = {token.content for token in inner.get_added_tokens_decoder().values()}
+        inner.add_special_tokens([AddedToken(token, normalized=False) for token in template.tokens if token not in known])
+        inner.encode_special_tokens = True
+        roles = {**self.roles, "eos_token": template.stop}
+        return TextTokenizer(inner, inner.get_vocab(with_added_tokens=True)[template.stop], roles, template)
 
     def _id_of(self, role: str) -> int | None:
         token = self.roles.get(role)
@@ -107,6 +130,10 @@ class TextTokenizer:
         }  # fmt: skip
         if longest:
             settings["model_max_length"] = longest
+        if self.chat is not None:
+            settings |= {"chat_template": self.chat.jinja(), TURNS: dict(self.chat.turns)}
+        elif self.jinja is not None:
+            settings["chat_template"] = self.jinja
         return {"tokenizer.json": tree, "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
 
 
@@ -122,15 +149,26 @@ def fit(texts: Iterator[list[str]], config: TokenizerConfig) -> TextTokenizer:
 def fit_words(parts: Iterable[Mapping[str, int]], config: TokenizerConfig) -> TextTokenizer:
     """Fit a tokenizer on words that were counted in parts."""
     inner = train(merge_counts(parts), config)
-    end = config.end or ENDS[config.kind]
+    end = end_of(config)
     known = {"eos_token": end} if config.kind != "wordpiece" or end != ENDS[config.kind] else {}
-    return _wrapped(inner, roles_of(inner, roles_of(inner, {}) | known), end, "the fitted tokenizer")
+    tokenizer = _wrapped(inner, roles_of(inner, roles_of(inner, {}) | known), end, "the fitted tokenizer")
+    turns = turns_of(config.chat, config.turns)
+    return tokenizer.with_chat(turns) if turns else tokenizer
 
 
 def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
     """A folder or file with tokenizer.json, GPT-2's vocabulary and merges, a BERT vocab.txt or a sentencepiece model."""
     inner, roles = open_files(where, lowercase)
-    return _wrapped(inner, roles, end, str(where))
+    tokenizer = _wrapped(inner, roles, end, str(where))
+    folder = where if where.is_dir() else where.parent
+    said = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    jinja = folder / "chat_template.jinja"
+    text = jinja.read_text(encoding="utf-8") if jinja.is_file() else said.get("chat_template")
+    if not isinstance(text, str):
+        return tokenizer
+    template = Template(tuple(said[TURNS].items())) if TURNS in said else None
+    # Whoever changed the Jinja changed the template: the data beside it no longer speaks for it.
+    return replace(tokenizer, chat=template) if template and template.jinja() == text else replace(tokenizer, jinja=text)
 
 
 def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
