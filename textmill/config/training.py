@@ -53,9 +53,14 @@ class TrainConfig(Section):
 
     folder: str | None = place()
     """Where checkpoints and metrics go; `run` under `folder` if not said."""
-    layout: Literal["packed", "padded", "features"] = "packed"
+    layout: Literal["packed", "padded", "features", "chat"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document a sample;
-    features: the rows that `tokens.kind=features` made, or existing ones that `tokens.use` names."""
+    features: the rows that `tokens.kind=features` made, or existing ones that `tokens.use` names;
+    chat: whole conversations of `corpus.chat`, each by itself, with loss on what the assistant says."""
+    pack: bool = True
+    """chat: several short conversations in a sample; false: one each, as dsGPT2 has it."""
+    cut: Literal["start", "end"] = "start"
+    """chat: which side a conversation longer than `train.length` loses; without its start the last answer stays, and where it stops."""
     apart: bool = False
     """packed: keep documents apart: attention and positions begin anew with each, and none asks for the next one's first token."""
     tail: Literal["keep", "drop"] = "keep"

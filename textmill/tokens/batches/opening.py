@@ -9,6 +9,7 @@ from textmill.config import TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.chat import Chat
 from textmill.tokens.batches.features import FeatureRows
 from textmill.tokens.batches.layout import Layout
 from textmill.tokens.batches.packed import Packed
@@ -58,4 +59,6 @@ def _layout(train: TrainConfig, share: Share, tokenizer: TextTokenizer, length: 
     if train.layout == "packed":
         return Packed(store, length=length, seed=seed, apart=train.apart, tail=train.tail, vocab=vocab, folder=folder)
     pad, close = tokenizer.end if tokenizer.pad is None else tokenizer.pad, tokenizer.end if train.close else None
+    if train.layout == "chat":
+        return Chat(store, length=length, seed=seed, pad=pad, cut=train.cut, pack=train.pack, vocab=vocab, folder=folder)
     return Padded(store, length=length, seed=seed, pad=pad, long=train.long, close=close, vocab=vocab, folder=folder)

@@ -61,7 +61,7 @@ class Packed:
             check_ids(ids.ravel(), self.vocab, self.store.prefix)
             inputs[mine], labels[mine] = ids[:, :-1], ids[:, 1:]
             if documents is not None:
-                numbers = np.repeat(_numbers(pieces.rows), pieces.counts).reshape(ids.shape)
+                numbers = np.repeat(numbers_of(pieces.rows), pieces.counts).reshape(ids.shape)
                 documents[mine] = numbers[:, :-1]
                 labels[mine] = np.where(numbers[:, 1:] == numbers[:, :-1], labels[mine], IGNORED)
         if self.seed is None:  # in its own order a token is asked once: what a tail runs on into is not asked again
@@ -132,7 +132,7 @@ def _by_epoch(samples: NDArray[np.int64], count: int) -> list[tuple[int, NDArray
     return [(int(epoch), np.flatnonzero(epochs == epoch)) for epoch in np.unique(epochs)]
 
 
-def _numbers(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+def numbers_of(rows: NDArray[np.int64]) -> NDArray[np.int32]:
     """1, 2, 3 ... for the pieces of each row."""
     first = np.searchsorted(rows, rows, side="left")
     return (np.arange(len(rows)) - first + 1).astype(np.int32)
