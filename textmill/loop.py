@@ -114,7 +114,7 @@ class Training:
         if not sums.asked:
             return None
         loss = sums.loss / sums.asked
-        self.trackers.log(done, {"valid_loss": loss})
+        self.trackers.log(done, {"valid_loss": loss, "valid_accuracy": sums.correct / sums.asked})
         return loss
 
     def _save(self, done: int, result: Step) -> None:

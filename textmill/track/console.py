@@ -79,7 +79,7 @@ class PlainConsole:
         if "loss" in rest or valid is None:
             self._print("  ".join([where, *self._pace.words(step, rest)]))
         if valid is not None:
-            self._print(f"{where}  valid loss {valid:.4f}")
+            self._print(f"{where}  {spoken_valid(values)}")
 
     def note(self, text: str) -> None:
         """A line of its own."""
@@ -111,7 +111,7 @@ class LiveConsole:
         """Renew the line; the last valid loss stays in it."""
         if "valid_loss" in values:
             self._valid = values["valid_loss"]
-            self.note(f"step {step}: valid loss {self._valid:.4f}")
+            self.note(f"step {step}: {spoken_valid(values)}")
         if "loss" not in values:
             return
         words = self._pace.words(step, values)
@@ -132,6 +132,12 @@ def new_console(pace: Pace, stream: TextIO) -> Console:
     """The console that fits the stream."""
     live = stream.isatty() and os.environ.get("TERM") != "dumb"
     return LiveConsole(pace, stream) if live else PlainConsole(pace, stream)
+
+
+def spoken_valid(values: Values) -> str:
+    """The loss on the valid split, and beside it the share of its tokens that were guessed right."""
+    right = f"  accuracy {values['valid_accuracy']:.1%}" if "valid_accuracy" in values else ""
+    return f"valid loss {values['valid_loss']:.4f}{right}"
 
 
 def spoken_time(seconds: float) -> str:
