@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
+from textmill.models.vocabulary import grow
 from textmill.stages import Force, differences
 from textmill.tensors import Named, fingerprint_of
+from textmill.tokens.added import added_since
+from textmill.tokens.preflight import preflight
 from textmill.tokens.splits import Splits
 from textmill.track import check_trackers
 from textmill.track.jsonl import cut_back
@@ -74,8 +77,11 @@ def make_room(run: Path, step: int) -> None:
 
 def _anew(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
-    shape = _fitting(_shape_of(config, data, given), config, data, given)
-    weights = given.weights() if given else open_family(shape.family).first_weights(shape, config.train.seed)
+    first = _shape_of(config, data, given)
+    added = added_since(given.folder, data.tokenizer) if given else {}
+    shape = _fitting(_grown(first, data, added) if given else first, config, data, given)
+    weights = grow(given.weights(), shape, added) if given else open_family(shape.family).first_weights(shape, config.train.seed)
+    preflight(config.train, data, config.train.length or shape.positions, shape.vocab)
     where = str(given.folder) if given else "the first weights"
     return Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, fingerprint_of(given.folder) if given else None))
 
@@ -107,6 +113,15 @@ def _shape_of(config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
         return shape if dropout is None else shape.with_dropout(dropout)
     family, tokenizer = open_family(config.model.family), data.tokenizer
     return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
+
+
+def _grown(shape: Any, data: Splits, added: dict[int, list[int]]) -> Any:
+    """The shape of given weights with room for added tokens; a chat template's stop token is where the model ends."""
+    if added:
+        names = ", ".join(str(data.tokenizer.inner.id_to_token(id_)) for id_ in list(added)[:8])
+        print(f"train: {len(added):,} new tokens get vectors, each the mean of the pieces its text was made of: {names}", flush=True)
+        shape = replace(shape, vocab=max(shape.vocab, *(id_ + 1 for id_ in added)))
+    return shape if data.tokenizer.chat is None else replace(shape, end=data.tokenizer.end)
 
 
 def _fitting(shape: Any, config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:

@@ -1,0 +1,249 @@
+"""Chat from end to end: mistakes are refused before the first step, and a small model that is taught a few answers gives them and stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from textmill.checkpoint import steps_of
+from textmill.cli import main
+from textmill.config import RunConfig
+from textmill.corpus.prepare import prepare
+from textmill.errors import TextmillError
+from textmill.loop import train
+from textmill.tensors import read_model
+from textmill.tokens.store import mask_path, open_store
+from textmill.tokens.tokenize import tokenize
+from textmill.tokens.tokenizer import open_tokenizer
+
+PAIRS = {
+    "안녕?": "반가워요.", "뭐 해?": "책을 읽어요.", "이름이 뭐야?": "방아라고 해요.", "배고파": "밥 먹으러 가요!",
+    "잘 자": "좋은 꿈 꿔요. 🙂",
+    "What is two plus two?": "Four.", "Who turns the wheel?": "The river does.", "Bye": "See you tomorrow, by the mill.",
+}  # fmt: skip
+END = "<|endoftext|>"
+
+
+def written(folder: Path, name: str, pairs: list[tuple[str, str]]) -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs), encoding="utf-8")
+    return path
+
+
+def config_of(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    tree: dict[str, dict[str, Any]] = {
+        "corpus": {"sources": [str(folder / "pairs.jsonl")], "chat": "pairs", "split": [1, 0, 0]},
+        "tokenizer": {"vocab": 400, "chat": "default"},
+        "model": {"size": "nano", "shape": {"layers": 2, "heads": 2, "width": 64}},
+        "train": {"layout": "chat", "length": 48, "batch": 4, "steps": 2, "warmup": 0},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    if tree["model"].get("init_from"):
+        tree["model"] = {"init_from": tree["model"]["init_from"]}
+    return RunConfig.model_validate({"folder": str(folder / "out"), **tree})
+
+
+def made(config: RunConfig) -> Path:
+    prepare(config)
+    return tokenize(config)
+
+
+def answers(checkpoint: Path) -> dict[str, tuple[str, bool]]:
+    """What transformers' own generate says to each question after its own rendering of the template, and whether it stopped."""
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    found = {}
+    for question in PAIRS:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt")
+        out = model.generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.eos_token_id)[0]
+        new = out[prompt["input_ids"].shape[1] :].tolist()
+        found[question] = tokenizer.decode(new, skip_special_tokens=True), new[-1] == tokenizer.eos_token_id
+    return found
+
+
+def test_it_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    config = config_of(tmp_path, train={"steps": 150, "learning_rate": 5e-3, "weight_decay": 0.0, "evaluate_every": 150, "save_every": 150})
+    made(config)
+    checkpoint = steps_of(train(config))[150]
+    said = capsys.readouterr()
+    assert "sample 1: <|user|>" in said.out
+    assert "<|assistant|>{+" in said.out
+    assert "truncated 0.0% (longer than 49), unsupervised 0.0%, over-long 0.0%" in said.out
+    assert f"stop token {END} asked in 100.0%" in said.out
+    assert "no valid split" in said.err
+    found = answers(checkpoint)
+    assert {question: text for question, (text, _) in found.items()} == PAIRS
+    assert all(stopped for _, stopped in found.values())
+
+
+def test_accuracy_stands_beside_the_loss(tmp_path: Path) -> None:
+    written(tmp_path, "pairs.jsonl", [(f"number {number}?", f"{number} it is") for number in range(60)])
+    config = config_of(tmp_path, corpus={"split": [8, 2, 0]}, train={"evaluate_every": 1})
+    folder = made(config)
+    run = train(config)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    valid = [line for line in lines if "valid_loss" in line]
+    assert len(valid) == 2
+    # Held against transformers: the share of asked tokens that its logits put first.
+    model, store = AutoModelForCausalLM.from_pretrained(steps_of(run)[2]), open_store(folder / "valid")
+    assert store.asked is not None
+    right = asked = 0
+    losses = 0.0
+    for number in range(len(store)):
+        begin, end = store.borders(np.array([number, number + 1])).tolist()
+        ids = torch.from_numpy(np.asarray(store.ids[begin:end], np.int64))[None]
+        marks = torch.from_numpy(np.array(store.asked[begin + 1 : end])) > 0
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1][marks]
+        labels = ids[0, 1:][marks]
+        right += int((logits.argmax(-1) == labels).sum())
+        asked += len(labels)
+        losses += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    assert valid[-1]["valid_accuracy"] == pytest.approx(right / asked, abs=1e-9)
+    assert valid[-1]["valid_loss"] == pytest.approx(losses / asked, rel=1e-4)
+
+
+LONG = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}") for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "settings", "said"),
+    [
+        (
+            LONG,
+            {"length": 16, "cut": "end"},
+            "cutting to 16 removes every answer, so nothing is asked; raise train.length (the longest has",
+        ),
+        (list(PAIRS.items()), {"length": 256}, None),
+    ],
+    ids=["truncation removes every answer", "nothing wrong"],
+)
+def test_cutting(tmp_path: Path, pairs: list[tuple[str, str]], settings: dict[str, Any], said: str | None) -> None:
+    written(tmp_path, "pairs.jsonl", pairs)
+    config = config_of(tmp_path, train=settings)
+    made(config)
+    if said is None:
+        train(config)
+        return
+    with pytest.raises(TextmillError) as caught:
+        train(config)
+    assert said in str(caught.value)
+    assert not steps_of(tmp_path / "out" / "run")
+    train(config_of(tmp_path, train={**settings, "cut": "start"}))
+
+
+def test_all_labels_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"messages": [{"role": "user", "content": f"only the user speaks, {number}"}]} for number in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run.yaml").write_text(config_of(tmp_path, corpus={"chat": "messages"}).to_yaml())
+    for verb in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([verb, str(tmp_path / "run.yaml")]) == 0
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("textmill: nothing is asked: none of 9 conversations has a turn of the assistant")
+    assert "; look at the roles" in err
+
+
+def test_the_stop_token_is_not_asked(tmp_path: Path) -> None:
+    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    config = config_of(tmp_path)
+    folder = made(config)
+    ids, path = np.asarray(open_store(folder / "train").ids), mask_path(folder / "train")
+    mask = np.fromfile(path, np.uint8)
+    mask[ids == open_tokenizer(tmp_path / "out" / "tokenizer").end] = 0
+    mask.tofile(path)
+    with pytest.raises(
+        TextmillError, match=r"the stop token <\|endoftext\|> is never asked, so the model would never stop; make the tokens"
+    ):
+        train(config)
+
+
+def test_some_stop_tokens_are_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, "pairs.jsonl", [*PAIRS.items(), ("tell me", "a tale that never ends and " * 20)])
+    config = config_of(tmp_path, train={"cut": "end"})
+    made(config)
+    train(config)
+    said = capsys.readouterr()
+    assert "in 1 conversations the stop token is not asked" in said.err
+    assert "1 conversations lose their end to train.length=48" in said.err
+    assert "+}[-" in said.out, "the cut is shown"
+
+
+@pytest.mark.parametrize("copies", [8, 2])
+def test_valid_is_part_of_train(tmp_path: Path, copies: int, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = list(PAIRS.items())
+    written(tmp_path, "pairs.jsonl", pairs)
+    others = [(f"another question {number}", "another answer") for number in range(8 - copies)]
+    held = written(tmp_path, "held.jsonl", pairs[:copies] + others)
+    corpus = {"sources": [str(tmp_path / "pairs.jsonl"), str(held)], "sides": {"held.jsonl": "valid"}, "dedup": "none"}
+    config = config_of(tmp_path, corpus=corpus)
+    made(config)
+    if copies == 2:
+        train(config)
+        assert "2 of 8 valid conversations are in train too; set corpus.dedup=exact" in capsys.readouterr().err
+        return
+    with pytest.raises(
+        TextmillError, match="8 of 8 valid conversations are in train too, so the valid loss would mean nothing; set corpus"
+    ):
+        train(config)
+
+
+def test_conversations_trained_on_as_plain_text_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    config = config_of(tmp_path, train={"layout": "packed"})
+    made(config)
+    train(config)
+    assert "train.layout=packed asks every token, questions too; set train.layout=chat" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of plain text, whose tokenizer knows nothing of conversations."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"{q} {a}"}) + "\n" for q, a in PAIRS.items()), encoding="utf-8")
+    corpus = {"sources": [str(folder / "a.jsonl")], "chat": None}
+    config = config_of(folder, corpus=corpus, tokenizer={"chat": None}, train={"layout": "packed"})
+    made(config)
+    return steps_of(train(config))[2]
+
+
+def test_new_tokens_begin_as_the_mean_of_their_pieces(pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    config = config_of(tmp_path, tokenizer={"use": str(pretrained)}, model={"init_from": str(pretrained)}, train={"learning_rate": 1e-12})
+    made(config)
+    checkpoint = steps_of(train(config))[2]
+    assert "3 new tokens get vectors, each the mean of the pieces its text was made of: <|system|>, <|user|>" in capsys.readouterr().out
+    old, new = AutoTokenizer.from_pretrained(pretrained), AutoTokenizer.from_pretrained(checkpoint)
+    before, after = (dict(read_model(folder))["transformer.wte.weight"] for folder in (pretrained, checkpoint))
+    assert len(new) == len(after) == len(before) + 3
+    assert after[: len(before)] == pytest.approx(before, abs=1e-6)
+    for token in ("<|system|>", "<|user|>", "<|assistant|>"):
+        pieces = old(token, add_special_tokens=False)["input_ids"]
+        assert len(pieces) > 1
+        assert after[new.convert_tokens_to_ids(token)] == pytest.approx(before[pieces].mean(0), abs=1e-6)
+
+
+def test_it_goes_on_after_growing(pretrained: Path, tmp_path: Path) -> None:
+    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    sections: dict[str, Any] = {"tokenizer": {"use": str(pretrained)}, "model": {"init_from": str(pretrained)}}
+    made(config_of(tmp_path, **sections))
+    train(config_of(tmp_path, **sections))
+    assert list(steps_of(train(config_of(tmp_path, train={"steps": 4}, **sections)))) == [2, 4]
+
+
+def test_a_vocabulary_larger_than_the_embedding(pretrained: Path, tmp_path: Path) -> None:
+    written(tmp_path, "pairs.jsonl", [(q * 3 + chr(0xAC00 + number), a) for number, (q, a) in enumerate(PAIRS.items())])
+    config = config_of(tmp_path, tokenizer={"vocab": 700, "min_frequency": 1}, model={"init_from": str(pretrained)})
+    made(config)
+    with pytest.raises(
+        TextmillError, match=r"vectors for a tokenizer of .* pieces; tokenize with the model's own tokenizer: tokenizer.use="
+    ):
+        train(config)
