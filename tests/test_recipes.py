@@ -24,11 +24,18 @@ QUICK = [
 ]
 
 
+def _write_pairs(path: Path) -> None:
+    """A few questions and answers under the name and in the columns of songys/Chatbot_data."""
+    pairs = [(f"{number}시에 뭐 해?", f"{number}시에는 물레방아를 돌려요.") for number in range(60)]
+    path.write_text("Q,A,label\n" + "".join(f"{question},{answer},0\n" for question, answer in pairs), encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipe(name: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_texts.parent
     shutil.copy(recipes_folder() / f"{name}.yaml", folder)
     monkeypatch.chdir(folder)
+    _write_pairs(folder / "ChatbotData.csv")
     assert main(["run", f"{name}.yaml", *QUICK]) == 0, capsys.readouterr().err
     assert f"All is done. The model is runs/{name}/run/step-0000002" in capsys.readouterr().out
 

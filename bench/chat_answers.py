@@ -1,0 +1,59 @@
+"""Ask a chat model questions that were not in its training, through transformers alone: what it answers, and what share of answers stop.
+
+    python bench/chat_answers.py RUNS/chat-ko [--step 500] [--count 30] [--longest 40]
+
+The folder is the root of a run with a corpus of conversations; the questions are the first of its valid split.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from textmill.checkpoint import steps_of
+from textmill.corpus.conversations import turns_of
+from textmill.corpus.shards import shards_of
+
+
+def questions_of(root: Path, count: int) -> list[str]:
+    """The first turns of the user in the valid split."""
+    rows = [row for path in shards_of(root / "corpus", "valid") for row in pq.read_table(path).column("messages").to_pylist()]
+    return [next(text for role, text in turns_of(row) if role == "user") for row in rows[:count]]
+
+
+def answer(tokenizer: Any, model: Any, question: str, longest: int) -> tuple[str, bool]:
+    """The likeliest answer, and whether it came to its stop token."""
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt")
+    made = model.generate(**prompt, max_new_tokens=longest, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    new = made[0, prompt["input_ids"].shape[1] :].tolist()
+    return tokenizer.decode(new, skip_special_tokens=True), bool(new) and new[-1] == tokenizer.eos_token_id
+
+
+def main() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--longest", type=int, default=40)
+    asked = parser.parse_args()
+    steps = steps_of(asked.root / "run")
+    folder = steps[asked.step or max(steps)]
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    stopped = 0
+    questions = questions_of(asked.root, asked.count)
+    for question in questions:
+        text, stops = answer(tokenizer, model, question, asked.longest)
+        stopped += stops
+        print(f"{question} -> {text}{'' if stops else ' ...'}")
+    print(
+        f"{folder.name}: {stopped} of {len(questions)} answers stop within {asked.longest} tokens ({stopped / max(1, len(questions)):.0%})"
+    )
+
+
+if __name__ == "__main__":
+    main()
