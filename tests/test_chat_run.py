@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.loop import train
 from textmill.tensors import read_model
+from textmill.tokens.preflight import samples_of, show
 from textmill.tokens.store import mask_path, open_store
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.tokenizer import open_tokenizer
@@ -175,6 +177,28 @@ def test_some_stop_tokens_are_not_asked(tmp_path: Path, capsys: pytest.CaptureFi
     assert "in 1 conversations the stop token is not asked" in said.err
     assert "1 conversations lose their end to train.length=48" in said.err
     assert "+}[-" in said.out, "the cut is shown"
+
+
+def test_on_a_terminal_the_samples_are_coloured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, "pairs.jsonl", [("tell me", "a tale that never ends and " * 20)])
+    folder = made(config_of(tmp_path))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    capsys.readouterr()
+    (pieces,) = samples_of(open_store(folder / "train"), open_tokenizer(tmp_path / "out" / "tokenizer"), 16, "end")
+    show("sample 1", pieces)
+    assert [kind for kind, _ in pieces] == ["not asked", "asked", "cut"]
+    assert (
+        "".join(text for _, text in pieces)
+        == "<|user|>tell me" + END + "<|assistant|>" + ("a tale that never ends and " * 20).strip() + END
+    )
+    out = capsys.readouterr().out
+    for code, text in (("\x1b[2m", "<|user|>tell me"), ("\x1b[1;32m", "a tale"), ("\x1b[9;31m", "ends and")):
+        assert code in out
+        assert text in out
 
 
 @pytest.mark.parametrize("copies", [8, 2])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from textmill.config import RunConfig, TokenizerConfig
@@ -20,6 +21,7 @@ from textmill.files import read_json
 from textmill.stages import open_manifest
 from textmill.tokens.chat import Rendered, render
 from textmill.tokens.encoders import ReferenceEncoder
+from textmill.tokens.fitting import fit_tokenizer
 from textmill.tokens.merge import merge
 from textmill.tokens.store import open_store
 from textmill.tokens.tokenize import tokenize
@@ -276,6 +278,21 @@ def test_a_tokenizer_without_a_template_of_ours(chat_lines: Path, jinja: str | N
     with pytest.raises(TextmillError) as caught:
         tokenize(config)
     assert said in str(caught.value)
+
+
+def test_a_tokenizer_whose_twin_differs_is_warned_of(chat_lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sentencepiece's way puts a space before a text's first word only: transformers sees no first word after a special token."""
+    inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((sign, -1.0) for sign in "▁themil")], unk_id=0))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.add_special_tokens(["</s>"])
+    (chat_lines / "bare").mkdir()
+    inner.save(str(chat_lines / "bare" / "tokenizer.json"))
+    config = config_of(chat_lines, {"use": str(chat_lines / "bare"), "chat": "default"})
+    prepare(config)
+    fit_tokenizer(config)
+    assert "apply_chat_template will give other ids than those trained on; fit a tokenizer" in capsys.readouterr().err
+    fit_tokenizer(config_of(chat_lines, {"vocab": 400, "chat": "default"}), force="yes")
+    assert "apply_chat_template" not in capsys.readouterr().err
 
 
 def test_tokens_are_added_to_a_tokenizer_that_is_there(chat_lines: Path) -> None:

@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from textmill.config.chat import END, WORDS, tokens_in
 from textmill.corpus.document import Turn
+from textmill.tokens.batches.layout import gathered
 from textmill.tokens.encoders import Encoder
 
 Ids = tuple[int, ...]
+PROMPT = ""
+"""In place of a role: what asks the assistant to answer."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +99,29 @@ def render(conversations: Sequence[Sequence[Turn]], form: Form, encoder: Encoder
     """The ids of conversations; `prompt`: each goes on with what asks the assistant to answer.
 
     What looks like a special token in what is said is plain text."""
-    flat, counts = encoder.encode([text for turns in conversations for _, text in turns])
-    words = iter(np.split(np.asarray(flat, np.int64), np.cumsum(counts)[:-1]) if len(counts) else [])
-    ids, asked, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)], []
-    for turns in conversations:
-        parts: list[tuple[Sequence[int] | NDArray[np.int64], bool]] = []
-        for role, _ in turns:
-            before, after = form.around(role)
-            answers = role == "assistant"
-            parts += [(before, False), (next(words), answers), (after, answers)]
-        if prompt:
-            parts.append((form.around("assistant")[0], False))
-        ids += [np.asarray(part, np.int64) for part, _ in parts]
-        asked += [np.full(len(part), answers, np.uint8) for part, answers in parts]
-        lengths.append(sum(len(part) for part, _ in parts))
-    return Rendered(np.concatenate(ids), np.array(lengths, np.int64), np.concatenate(asked))
+    # Who speaks in each turn; the prompt is a turn of the assistant that says nothing yet and does not end.
+    roles = [role for turns in conversations for role in (*(role for role, _ in turns), *([PROMPT] if prompt else []))]
+    around = {role: (form.around("assistant")[0], ()) if role == PROMPT else form.around(role) for role in dict.fromkeys(roles)}
+    flat, said = encoder.encode([text for turns in conversations for _, text in turns])
+    words = np.zeros(len(roles), np.int64)
+    words[np.array([role != PROMPT for role in roles], np.bool_)] = said
+    # All that can stand in a conversation in one array: what is said, then what stands around it; a turn is three stretches of it.
+    places: dict[str, list[tuple[int, int]]] = {}
+    ids = [np.asarray(flat, np.int64)]
+    for role, halves in around.items():
+        for half in halves:
+            places.setdefault(role, []).append((sum(map(len, ids)), len(half)))
+            ids.append(np.asarray(half, np.int64))
+    before, after = (np.array([places[role][side] for role in roles], np.int64).reshape(-1, 2) for side in (0, 1))
+    starts = np.stack([before[:, 0], np.cumsum(words) - words, after[:, 0]], axis=1)
+    counts = np.stack([before[:, 1], words, after[:, 1]], axis=1)
+    answers = np.zeros(counts.shape, np.uint8)
+    answers[np.array([role == "assistant" for role in roles], np.bool_), 1:] = 1
+    turns_in = np.array([len(turns) + prompt for turns in conversations], np.int64)
+    sizes, ends = np.cumsum(counts.sum(1)), np.cumsum(turns_in)
+    lengths = np.diff(np.concatenate([[0], sizes])[np.concatenate([[0], ends])])
+    made = gathered(np.concatenate(ids), starts.ravel(), counts.ravel())
+    return Rendered(made, lengths, np.repeat(answers.ravel(), counts.ravel()))
 
 
 def _quoted(text: str) -> str:

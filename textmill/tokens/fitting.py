@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from textmill.config import RunConfig
-from textmill.config.chat import turns_of
-from textmill.errors import TextmillError
+from textmill.config.chat import WORDS, turns_of
+from textmill.errors import TextmillError, warn
 from textmill.files import account_of, read_json, shown, write_json
 from textmill.stages import MANIFEST, Force, Stage, differences, open_manifest
+from textmill.tokens.chat import render
+from textmill.tokens.encoders import ReferenceEncoder
 from textmill.tokens.readings import count_words, mark_of, parts_of, pick_texts
 from textmill.tokens.tokenizer import FILES, TextTokenizer, fit_words, open_named
 from textmill.tokens.vocab_report import measure, table_of
@@ -20,10 +24,7 @@ REPORT = "report.json"
 def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
     folder, section = config.folder_of("tokenizer"), config.tokenizer
-    used = open_named(section.use, section.end, section.lowercase) if section.use else None
-    turns = turns_of(section.chat, section.turns)
-    if used is not None and turns:
-        used = used.with_chat(turns)
+    used = _used(config)
     other = open_named(section.compare_with) if section.compare_with else None
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
     if stage.done(force):
@@ -37,20 +38,44 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
         files = {name: account_of(part / name) for name in (*FILES, REPORT)}
         stage.finish(part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end})
     _tell(config, folder, tokenizer)
+    _compare_twin(tokenizer)
     return folder
 
 
 def check_fitted(config: RunConfig) -> None:
     """Refuse a tokenizer folder that other settings made; which text it was fitted on is its own affair."""
-    folder, section = config.folder_of("tokenizer"), config.tokenizer
+    folder, used = config.folder_of("tokenizer"), _used(config)
     made_from = open_manifest(folder)["made_from"]
     before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
-    used = open_named(section.use, section.end, section.lowercase) if section.use else None
-    now = config.results("tokenizer") if used is None else {**before, "tokenizer.use": used.fingerprint}
+    now = config.results("tokenizer") if used is None else _made_from(config, used)
     if changes := differences(before, now):
         raise TextmillError(
             f"{folder} was made from something else: {'; '.join(changes[:4])}; set it back, "
             f"or make the tokenizer anew with: textmill fit-tokenizer --force"
+        )
+
+
+def _used(config: RunConfig) -> TextTokenizer | None:
+    """The tokenizer that is named, with the template that is asked for."""
+    section = config.tokenizer
+    if not section.use:
+        return None
+    used, turns = open_named(section.use, section.end, section.lowercase), turns_of(section.chat, section.turns)
+    return used.with_chat(turns) if turns else used
+
+
+def _compare_twin(tokenizer: TextTokenizer) -> None:
+    """Warn where the template gives other ids in transformers, whose tokenizer sees the whole conversation as one text."""
+    if tokenizer.chat is None or tokenizer.chat_form is None:
+        return
+    words = "the mill 물레방아"
+    whole = "".join(text.replace(WORDS, words) for _, text in tokenizer.chat.turns)
+    theirs = Tokenizer.from_str(tokenizer.inner.to_str()).encode(whole, add_special_tokens=False).ids
+    ours = render([[(role, words) for role, _ in tokenizer.chat.turns]], tokenizer.chat_form, ReferenceEncoder(tokenizer)).ids
+    if ours.tolist() != theirs:
+        warn(
+            "this tokenizer writes words after a special token otherwise than at a text's beginning, so transformers' apply_chat_template "
+            "will give other ids than those trained on; fit a tokenizer, or take one that is byte-level"
         )
 
 

@@ -69,7 +69,7 @@ def preflight(train: TrainConfig, data: Splits, length: int, vectors: int) -> No
     facts = sum((measure(store, length, train.cut, tokenizer.end) for store in stores), Facts())
     for store in stores[:1]:
         for number, pieces in enumerate(samples_of(store, tokenizer, length, train.cut), 1):
-            _show(f"sample {number}", pieces)
+            show(f"sample {number}", pieces)
     print(_spoken(facts, length, tokenizer), flush=True)
     _refuse(facts, train, length, tokenizer)
     _warn(facts, train, length)
@@ -118,7 +118,7 @@ def samples_of(store: TokenStore, tokenizer: TextTokenizer, length: int, cut: st
         yield [(kind, tokenizer.decode(id_ for _, id_ in run)) for kind, run in runs]
 
 
-def _show(name: str, pieces: list[Piece]) -> None:
+def show(name: str, pieces: list[Piece]) -> None:
     """One conversation, coloured on a terminal, marked elsewhere: {+asked+}, [-cut-]."""
     short = [(kind, _shortened(text.replace("\n", "\\n"))) for kind, text in pieces]
     if not sys.stdout.isatty():
