@@ -16,7 +16,7 @@ from textmill.config import RunConfig
 from textmill.corpus.conversations import canonical, conversation_of, turns_of
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import Unreadable
-from textmill.corpus.shards import read_texts, shards_of
+from textmill.corpus.shards import read_documents, read_texts, shards_of
 from textmill.errors import TextmillError
 from textmill.files import read_json
 
@@ -70,7 +70,9 @@ def test_fields_of_other_names() -> None:
 def prepared(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple[str, str]]]:
     config = RunConfig.model_validate({"folder": str(folder / "out"), "corpus": {"sources": sources, "split": [1, 0, 0], **corpus}})
     shards = shards_of(prepare(config), "train")
-    return [turns_of(row) for path in shards for row in pq.read_table(path).column("messages").to_pylist()]
+    found = [turns_of(row) for path in shards for row in pq.read_table(path).column("messages").to_pylist()]
+    assert found == [list(document.turns or ()) for path in shards for document in read_documents(path)]
+    return found
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
@@ -117,7 +119,7 @@ def test_a_plain_text_is_no_conversation(tiny_texts: Path, tmp_path: Path) -> No
 
 def test_ambiguous_names_stop_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"q": "1", "a": "2", "prompt": "3", "response": "4"}\n')
-    (tmp_path / "run.yaml").write_text("corpus: {sources: [a.jsonl], chat: pairs}\n")
+    (tmp_path / "run.yaml").write_text("folder: out\ncorpus: {sources: [a.jsonl], chat: pairs}\n")
     assert main(["prepare", str(tmp_path / "run.yaml")]) == 2
     assert "found both q+a and prompt+response; name the two fields with corpus.text_key=QUESTION+ANSWER" in capsys.readouterr().err
     assert main(["prepare", str(tmp_path / "run.yaml"), "corpus.text_key=prompt+response"]) == 0

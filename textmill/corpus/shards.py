@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from textmill.corpus.conversations import turns_of
 from textmill.corpus.document import Document, Split
 from textmill.errors import TextmillError
 from textmill.files import writing
@@ -35,9 +36,11 @@ def shards_of(folder: Path, split: Split) -> list[Path]:
 
 def read_documents(path: Path) -> Iterator[Document]:
     """The documents of a shard, one by one."""
-    for batch in _batches(path, SCHEMA.names):
+    for batch in _batches(path, CHAT_SCHEMA.names):
         for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            yield Document(*row)
+            fields = dict(zip(batch.schema.names, row, strict=True))
+            messages = fields.pop("messages", None)
+            yield Document(**fields, turns=tuple(turns_of(messages)) if messages else None)
 
 
 def read_texts(path: Path) -> Iterator[list[str]]:
@@ -103,7 +106,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
 
 def _check_columns(path: Path, shard: pq.ParquetFile, columns: list[str]) -> list[str]:
     names: list[str] = shard.schema_arrow.names
-    missing = set(columns) - {*names, "meta"}  # shards of the first version have none
+    missing = set(columns) - {*names, "meta", "messages"}  # shards of the first version have no metadata, and plain text has no turns
     if missing:
         raise TextmillError(f"{path}: not a shard of ours; found the columns {names}, not {sorted(missing)}")
     return names
