@@ -49,7 +49,8 @@ OTHER_WORDS = {
     "max_sequence_length": "tokens.features.max", "min_sequence_length": "tokens.features.min",
     "num_special_token_reserved": "tokens.features.reserved", "ignore_label": "tokens.features.ignore",
     "tokenized_datasets": "tokens.use", "grouped_tokenized_datasets": "tokens.use",
-    "seed": "train.seed", "prompt": "sample.prompt", "per_device_eval_batch_size": "evaluate.batch",
+    "chat_template": "tokenizer.chat", "packing": "train.pack", "sample_packing": "train.pack", "train_on_inputs": "train.layout",
+    "assistant_only_loss": "train.layout", "seed": "train.seed", "prompt": "sample.prompt", "per_device_eval_batch_size": "evaluate.batch",
 }  # fmt: skip
 
 
