@@ -38,6 +38,7 @@ VERBS = {
     "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "train", "engine"), ("--step", "--json")),
     "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),
     "chat": Verb("textmill.generation.chat:chat", "talk with a model that was finetuned for it", ("sample", "engine"), ("--step",)),
+    "serve": Verb("textmill.server:serve", "answer over HTTP, with a page to try it", ("serve", "sample", "engine"), ("--step",)),
     "show": Verb("textmill.views:show", "look at a corpus, at token stores, or at what a step saw", (), ("--step",)),
     "check": Verb("textmill.wholeness:check", "prove a folder whole, every bit of it", (), ()),
     "recipes": Verb("textmill.recipes_list:recipes", "list the recipes that come with textmill", (), ()),
@@ -160,7 +161,7 @@ def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: 
 
         _one_place(places, name, "WHERE")
         where = open_where(places[0], settings)
-        if name not in ("evaluate", "generate", "chat") and where.bare:
+        if name not in ("evaluate", "generate", "chat", "serve") and where.bare:
             raise TextmillError(
                 f"{places[0]}: is a model, not a run; start one from it: textmill {name} CONFIG model.init_from={places[0]}"
             )

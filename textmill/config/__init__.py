@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
 from textmill.config.section import Section, marks, place
+from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
 from textmill.config.tokens import TokensConfig
 from textmill.config.training import ModelConfig, ShapeConfig, TorchEngine, TrainConfig
@@ -19,7 +20,7 @@ from textmill.errors import TextmillError
 
 __all__ = [
     "SIZES", "BeamRunner", "CorpusConfig", "EvaluateConfig", "LocalRunner", "ModelConfig", "RunConfig", "RunnerConfig",
-    "SampleConfig", "Section", "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig",
+    "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
@@ -40,6 +41,7 @@ class RunConfig(Section):
     engine: TorchEngine = Field(default_factory=TorchEngine)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
 
     @field_validator("runner", mode="before")

@@ -1,0 +1,53 @@
+"""Section for serving a model over HTTP."""
+
+from __future__ import annotations
+
+from pydantic import field_validator
+
+from textmill.config.section import Section, how, place
+from textmill.errors import TextmillError
+
+
+class ServeConfig(Section):
+    """How a model is served over HTTP; what a request leaves unsaid comes from `sample`."""
+
+    host: str = how("127.0.0.1", min_length=1)
+    """The address to listen on; 0.0.0.0: every address of this machine."""
+    port: int = how(8000, ge=0, le=65535)
+    """The port to listen on; 0: any free one, which is said."""
+    key_file: str | None = place(None)
+    """A file whose first line is the API key; without one the environment's TEXTMILL_API_KEY, and without that no key is asked."""
+    name: str | None = how(None, min_length=1, max_length=200)
+    """The model's name in requests and replies; its folder's if not said."""
+    slots: int = how(16, ge=1, le=1024)
+    """Texts that are made at the same time."""
+    queue: int = how(64, ge=0, le=100_000)
+    """Texts that may wait for a slot; more are refused with 429."""
+    max_body: int = how(4_000_000, ge=1000)
+    """Bytes of a request's body at most."""
+    max_prompt: int | None = how(None, ge=1)
+    """Tokens of a prompt at most; what the model can see if not said."""
+    max_tokens: int = how(4096, ge=1)
+    """New tokens that a request may ask for at most."""
+    max_choices: int = how(16, ge=1, le=1024)
+    """Texts that one request may ask for at most: its prompts times `n`."""
+    max_stops: int = how(16, ge=0, le=64)
+    """Stop strings of a request at most."""
+    seconds: float = how(300.0, gt=0, le=86400)
+    """A request's time, waiting included; then it ends with the text made so far."""
+    grace: float = how(30.0, ge=0, le=3600)
+    """Seconds that running requests have to finish when the server is stopped."""
+    origins: list[str] = how([])
+    """Web origins whose pages may call the server, such as https://example.org; none if not said."""
+    hosts: list[str] = how([])
+    """More names that the server is called by; one that listens on this machine only answers to localhost and to addresses."""
+    log_prompts: bool = how(False)
+    """Write prompts to the request log; without it the log has sizes and times only."""
+
+    @field_validator("origins")
+    @classmethod
+    def _whole_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
+                raise TextmillError(f"serve.origins: '{origin}' is no web origin; say https://NAME or http://NAME:PORT, without a path")
+        return value
