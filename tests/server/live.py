@@ -1,0 +1,157 @@
+"""A server as a process of its own: `python live.py '{"delay": 0.01, ...}'`; a model that says what it was asked, or a real one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from textmill.checkpoint import open_checkpoint
+from textmill.config import SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
+from textmill.errors import TextmillError
+from textmill.generation.generator import TextStream
+from textmill.generation.requests import Done, Request, Token
+from textmill.generation.scheduler import Full
+from textmill.server.opening import open_key
+from textmill.server.running import run
+from textmill.server.service import Service
+from textmill.tokens.tokenizer import TextTokenizer, fit
+
+TEXT = [
+    "The mill stands by the river and the wheel begins to turn every morning.",
+    "물레방아는 강가에 서 있다. 아침마다 바퀴가 천천히 돌기 시작한다.",
+    "Değirmen köprünün üstünde duruyor; çark yavaş yavaş döner.",
+]
+
+
+@dataclass
+class Job:
+    """A request on its way."""
+
+    number: int
+    request: Request
+    deliver: Callable[[Token | Done], None]
+    deadline: float | None
+    text: TextStream
+    cancelled: bool = False
+    made: int = 0
+    held: str = field(default="")
+
+
+class Echo:
+    """A scheduler whose model says the prompt's own tokens again and again, one each `delay` seconds for every slot."""
+
+    def __init__(self, tokenizer: TextTokenizer, slots: int, queue: int, delay: float, positions: int = 512) -> None:
+        self.tokenizer, self.vocab, self.positions = tokenizer, tokenizer.vocab, positions
+        self.slots, self.queue, self.delay = slots, queue, delay
+        self.waiting: deque[Job] = deque()
+        self.active: list[Job] = []
+        self.counts = {"tokens": 0, "requests": 0, "cancelled": 0}
+        self.numbers, self.lock, self.closing, self.stopped = itertools.count(1), threading.Lock(), False, threading.Event()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, request: Request, deliver: Callable[[Token | Done], None], deadline: float | None = None) -> int:
+        with self.lock:
+            if self.closing or len(self.active) + len(self.waiting) >= self.slots + self.queue:
+                raise Full
+            if len(request.ids) >= self.positions:
+                raise TextmillError("the prompt is too long")
+            job = Job(next(self.numbers), request, deliver, deadline, TextStream(self.tokenizer, list(request.ids)))
+            self.waiting.append(job)
+            self.counts["requests"] += 1
+            return job.number
+
+    def cancel(self, number: int) -> None:
+        with self.lock:
+            for job in [*self.active, *self.waiting]:
+                job.cancelled = job.cancelled or job.number == number
+
+    def stats(self) -> dict[str, int | float]:
+        with self.lock:
+            return {"active": len(self.active), "waiting": len(self.waiting), "slots": self.slots, "queue": self.queue, **self.counts}
+
+    def close(self, grace: float) -> None:
+        end = time.monotonic() + grace
+        with self.lock:
+            self.closing = True
+        while time.monotonic() < end and (self.active or self.waiting):
+            time.sleep(0.01)
+        with self.lock:
+            for job in [*self.active, *self.waiting]:
+                job.cancelled = True
+        while self.active or self.waiting:
+            time.sleep(0.01)
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(self.delay)
+            with self.lock:
+                while self.waiting and len(self.active) < self.slots:
+                    self.active.append(self.waiting.popleft())
+                ended = [(job, done) for job in self.active if (done := self._step(job))]
+                ended += [(job, Done("cancelled", 0, "")) for job in self.waiting if job.cancelled]
+                gone = {job.number for job, _ in ended}
+                self.active = [job for job in self.active if job.number not in gone]
+                self.waiting = deque(job for job in self.waiting if job.number not in gone)
+                self.counts["cancelled"] += sum(done.reason == "cancelled" for _, done in ended)
+            for job, done in ended:
+                job.deliver(done)
+
+    def _step(self, job: Job) -> Done | None:
+        request = job.request
+        judged = tuple((None if place == 0 else -1.0, ((id_, -1.0),)) for place, id_ in enumerate(request.ids)) if request.echo else ()
+        if job.cancelled or (job.deadline is not None and time.monotonic() > job.deadline):
+            return Done("cancelled" if job.cancelled else "timeout", job.made, job.text.end(), prompt_logprobs=judged)
+        if job.made >= request.sample.max_tokens:
+            return Done("length", job.made, job.text.end(), prompt_logprobs=judged)
+        id_ = request.ids[job.made % len(request.ids)]
+        job.made += 1
+        self.counts["tokens"] += 1
+        piece = job.text.add(id_)
+        told = (math.log(0.5), ((id_, math.log(0.5)), (0, math.log(0.25)))) if request.logprobs else (None, ())
+        if any(stop in piece for stop in request.stop):
+            job.deliver(Token(id_, "", *told))
+            return Done("stop", job.made, "", prompt_logprobs=judged)
+        job.deliver(Token(id_, piece, *told))
+        return None
+
+
+class Turns:
+    """A template: each turn a line with its role."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+        lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in messages)
+        return self.tokenizer.encode(lines + ("assistant:" if add_generation_prompt else ""))
+
+
+def new_service(asked: dict[str, Any]) -> Service:
+    """The service that a test asks for: `model` names a checkpoint, without one the echo answers."""
+    serve = ServeConfig(port=0, **asked.get("serve", {}))
+    sample = SampleConfig(**asked.get("sample", {}))
+    if folder := asked.get("model"):
+        from textmill.generation.generator import open_generator
+        from textmill.generation.scheduler import Scheduler
+
+        checkpoint = open_checkpoint(Path(folder))
+        engine = TorchEngine(device="cpu", precision="fp32")
+        scheduler: Any = Scheduler(open_generator(checkpoint, engine), slots=serve.slots, queue=serve.queue)
+    else:
+        tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
+        scheduler = Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001))
+    template = Turns(scheduler.tokenizer) if asked.get("chat", True) else None
+    return Service(scheduler, serve, sample, serve.name or "mill", 7, template, open_key(serve))
+
+
+if __name__ == "__main__":
+    run(new_service(json.loads(sys.argv[1])))

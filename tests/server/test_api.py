@@ -1,0 +1,268 @@
+"""What the routes answer: shapes, limits, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Live
+
+HANGUL = "강가에 서 있다"
+
+
+def post(live: Live, path: str, body: Any, **headers: str) -> httpx.Response:
+    return httpx.post(live.url + path, json=body, headers=headers, timeout=60)
+
+
+def streamed(live: Live, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must end with [DONE]."""
+    with httpx.stream("POST", live.url + path, json={**body, "stream": True}, timeout=60) as reply:
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def ids_of(live: Live, text: str) -> list[int]:
+    ids: list[int] = post(live, "/tokenize", {"text": text}).json()["tokens"]
+    return ids
+
+
+@pytest.mark.parametrize("text", ["The mill", HANGUL, "👩‍👩‍👧 çark", " "])
+def test_tokens_there_and_back(live: Live, text: str) -> None:
+    told = post(live, "/tokenize", {"text": text}).json()
+    assert told["count"] == len(told["tokens"]) == len(told["pieces"])
+    assert post(live, "/detokenize", {"tokens": told["tokens"]}).json() == {"text": text}
+
+
+def test_a_stream_is_the_whole_text_in_pieces(live: Live) -> None:
+    body = {"prompt": HANGUL, "max_tokens": 40}
+    whole = post(live, "/v1/completions", body).json()
+    chunks = streamed(live, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole["choices"][0]["text"]
+    assert chunks[-1]["usage"] == whole["usage"] == {"prompt_tokens": len(ids_of(live, HANGUL)), "completion_tokens": 40,
+                                                     "total_tokens": len(ids_of(live, HANGUL)) + 40}  # fmt: skip
+    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-1] == "length"
+    assert whole["choices"][0]["text"].startswith(HANGUL), "the model echoes its prompt"
+
+
+def test_prompts_times_n_choices(live: Live) -> None:
+    told = post(live, "/v1/completions", {"prompt": ["one", "river"], "n": 2, "max_tokens": 3}).json()
+    assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
+    firsts = [choice["text"][:2] for choice in told["choices"]]
+    assert firsts == ["on", "on", "ri", "ri"]
+    assert told["usage"]["completion_tokens"] == 12
+
+
+def test_token_ids_are_prompts_too(live: Live) -> None:
+    ids = ids_of(live, "The mill")
+    one = post(live, "/v1/completions", {"prompt": ids, "max_tokens": len(ids)}).json()
+    many = post(live, "/v1/completions", {"prompt": [ids, ids], "max_tokens": len(ids)}).json()
+    assert [choice["text"] for choice in one["choices"] + many["choices"]] == ["The mill"] * 3
+
+
+def test_a_stop_string_ends_the_text(live: Live) -> None:
+    told = post(live, "/v1/completions", {"prompt": "The mill", "max_tokens": 50, "stop": ["il"]}).json()["choices"][0]
+    assert (told["text"], told["finish_reason"]) == ("The m", "stop")
+
+
+def test_logprobs_have_a_place_for_every_token(live: Live) -> None:
+    body = {"prompt": HANGUL, "max_tokens": 6, "logprobs": 2, "echo": True}
+    choice = post(live, "/v1/completions", body).json()["choices"][0]
+    told = choice["logprobs"]
+    count = len(ids_of(live, HANGUL))
+    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(told["text_offset"]) == count + 6
+    assert told["token_logprobs"][0] is None
+    assert told["text_offset"] == sorted(told["text_offset"])
+    assert told["text_offset"][count] == len(HANGUL)
+    assert choice["text"].startswith(HANGUL)
+    assert len(told["top_logprobs"][-1]) == 2
+
+
+def test_chat_logprobs_have_bytes(live: Live) -> None:
+    body = {"messages": [{"role": "user", "content": HANGUL}], "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
+    choice = post(live, "/v1/chat/completions", body).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]).decode(errors="ignore") == choice["message"]["content"].rstrip("�")
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+
+
+def test_the_prompt_alone_is_judged(live: Live) -> None:
+    choice = post(live, "/v1/completions", {"prompt": "The mill", "max_tokens": 0, "logprobs": 1, "echo": True}).json()
+    assert choice["choices"][0]["text"] == "The mill"
+    assert len(choice["choices"][0]["logprobs"]["tokens"]) == len(ids_of(live, "The mill"))
+    assert choice["usage"]["completion_tokens"] == 0
+
+
+def test_generate_answers_as_the_original_did(new_live: Callable[..., Live]) -> None:
+    plain = new_live({"chat": False, "sample": {"max_tokens": 12}})
+    reply = httpx.get(f"{plain.url}/generate", params={"sentence": HANGUL})
+    assert reply.headers["cache-control"] == "no-cache,no-store,must-revalidate"
+    assert reply.headers["content-type"].startswith("application/json")
+    assert HANGUL.encode() in reply.content, "non-ASCII is not escaped"
+    assert set(reply.json()) == {"input", "response"}
+    assert reply.json()["input"] == HANGUL
+    assert reply.json()["response"].startswith(HANGUL)
+    missing = httpx.get(f"{plain.url}/generate")
+    assert missing.status_code == 400
+    assert "sentence: is missing" in missing.json()["error"]["message"]
+    chat = post(plain, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
+    assert chat.status_code == 400
+    assert chat.json()["error"]["message"] == "'mill' has no chat template; it continues texts: ask /v1/completions"
+
+
+def test_generate_of_a_chat_model_goes_through_the_template(live: Live) -> None:
+    told = httpx.get(f"{live.url}/generate", params={"sentence": "river"}).json()
+    assert told["input"] == "river"
+    assert told["response"].startswith("user: river\nassistant:"), "the model echoes what the template made"
+
+
+def test_models_health_and_metrics(live: Live) -> None:
+    told = httpx.get(f"{live.url}/v1/models").json()["data"][0]
+    assert (told["id"], told["object"], told["step"], told["max_model_len"], told["chat"]) == ("mill", "model", 7, 512, True)
+    assert httpx.get(f"{live.url}/v1/models/mill").json() == told
+    assert httpx.get(f"{live.url}/v1/models/none").status_code == 404
+    assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{live.url}/ready").json() == {"status": "ready"}
+    before = live.stats()["answered_tokens_total"]
+    post(live, "/v1/completions", {"prompt": "x", "max_tokens": 5})
+    stats = live.stats()
+    assert stats["answered_tokens_total"] - before == 5
+    assert (stats["slots"], stats["queue"]) == (8, 64)
+
+
+def test_the_description_and_its_page(live: Live) -> None:
+    api = httpx.get(f"{live.url}/openapi.json").json()
+    wanted = {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/generate",
+        "/health",
+        "/ready",
+        "/metrics",
+    }
+    assert wanted <= set(api["paths"])
+    page = httpx.get(f"{live.url}/docs")
+    assert all(path in page.text for path in wanted)
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
+    ("/v1/completions", {}, 400, "prompt: is missing"),
+    ("/v1/completions", {"prompt": 5}, 400, "prompt: wants a text, a list of texts"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt: is empty"),
+    ("/v1/completions", {"prompt": [[]]}, 400, "prompt: is an empty list"),
+    ("/v1/completions", {"prompt": [300]}, 400, "prompt: 300 is no token id; they go from 0 to 299"),
+    ("/v1/completions", {"prompt": [-1]}, 400, "prompt: -1 is no token id"),
+    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt: wants a text"),
+    ("/v1/completions", {"prompt": "a" * 5000}, 400, "tokens, with room for 511; send a shorter one"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 99999}, 400, "max_tokens: 99999 is above the server's limit of 4096"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens: wants at least 0; found -1"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens: wants a valid integer; found '5'"),
+    ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n: 17 texts in one request, prompts times n; 16 at most"),
+    ("/v1/completions", {"prompt": ["x"] * 9, "n": 2}, 400, "n: 18 texts in one request"),
+    ("/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "stop: 17 texts; 16 at most"),
+    ("/v1/completions", {"prompt": "x", "stop": ""}, 400, "stop: holds an empty text"),
+    ("/v1/completions", {"prompt": "x", "stop": "a" * 201}, 400, "stop: a text of 201 characters"),
+    ("/v1/completions", {"prompt": "x", "stop": 7}, 400, "stop: wants a text or a list of texts"),
+    ("/v1/completions", {"prompt": "x", "temperature": -0.1}, 400, "temperature: wants at least 0; found -0.1"),
+    ("/v1/completions", {"prompt": "x", "top_p": 1.5}, 400, "top_p: wants at most 1; found 1.5"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is no token id"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"300": 1}}, 400, "logit_bias: 300 is no token id"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"3": 101}}, 400, "logit_bias.3: wants at most 100; found 101"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs: wants at most 20; found 21"),
+    ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of: choosing among more texts than n is not supported"),
+    ("/v1/completions", {"prompt": "x", "min_tokens": 9, "max_tokens": 5}, 400, "min_tokens: 9 is above max_tokens, 5"),
+    ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed: wants less than"),
+    ("/v1/completions", {"prompt": "x", "max_token": 5}, 400, "max_token: no such field; did you mean 'max_tokens'?"),
+    ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "model: 'gpt-9' is not here; this server has 'mill'"),
+    ("/v1/completions", {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, 400, "stream: the log-probabilities of an echoed"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
+    ("/v1/chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, 400, "messages.0.role: wants 'system'"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content: is missing"),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs: wants logprobs to be true"),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens: differs from max_completion_tokens"),
+    ("/v1/chat/completions", {**CHAT, "tools": []}, 400, "tools: no such field; leave it out"),
+    ("/detokenize", {"tokens": [9999]}, 400, "tokens: 9999 is no token id"),
+    ("/tokenize", {"text": None}, 400, "text: wants a valid string; found null"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "said"), MISTAKES, ids=[said for *_, said in MISTAKES])
+def test_a_mistake_gets_one_sentence(live: Live, path: str, body: dict[str, Any], status: int, said: str) -> None:
+    reply = post(live, path, body)
+    assert reply.status_code == status
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_bodies_that_are_no_json(live: Live) -> None:
+    json_type = {"content-type": "application/json"}
+    for content, headers, said in [
+        (b"{", json_type, "the body is not JSON"),
+        (b"[1]", json_type, "the body wants a JSON object"),
+        (b"", json_type, "the body wants a JSON object"),
+        (b'{"prompt": "x"}', {"content-type": "text/plain"}, "sent with Content-Type: application/json"),
+        (b'{"prompt": "\xff"}', json_type, "the request cannot be read"),
+        (b"[" * 100_000, json_type, "the request cannot be read"),
+        (b'{"prompt": "\\ud800"}', json_type, "holds half of a character pair"),
+        (b'{"prompt": "x", "temperature": NaN}', json_type, "temperature: "),
+        (b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", json_type, "the request cannot be read"),
+    ]:
+        reply = httpx.post(f"{live.url}/v1/completions", content=content, headers=headers)
+        assert reply.status_code == 400, content[:40]
+        assert said in reply.json()["error"]["message"]
+
+
+def test_a_body_is_limited_whether_or_not_its_length_is_told(new_live: Callable[..., Live]) -> None:
+    small = new_live({"serve": {"max_body": 2000}})
+    told = post(small, "/tokenize", {"text": "a" * 3000})
+    untold = httpx.post(f"{small.url}/tokenize", content=(b"a" * 100 for _ in range(30)), headers={"content-type": "application/json"})
+    for reply in (told, untold):
+        assert reply.status_code == 413
+        assert "limit of 2,000 bytes" in reply.json()["error"]["message"]
+    assert post(small, "/tokenize", {"text": "a" * 1500}).status_code == 200
+
+
+def test_a_full_server_says_when_to_come_again(new_live: Callable[..., Live]) -> None:
+    narrow = new_live({"delay": 0.05, "serve": {"slots": 1, "queue": 0}})
+    with httpx.stream("POST", f"{narrow.url}/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}) as running:
+        lines = running.iter_lines()
+        next(lines)
+        reply = post(narrow, "/v1/completions", {"prompt": "x"})
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert "the server is full" in reply.json()["error"]["message"]
+    narrow.wait_idle()
+    assert post(narrow, "/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_request_ends_at_its_time_limit(new_live: Callable[..., Live]) -> None:
+    slow = new_live({"delay": 0.02, "serve": {"seconds": 0.5}})
+    choice = post(slow, "/v1/completions", {"prompt": "x", "max_tokens": 1000}).json()["choices"][0]
+    assert (choice["finish_reason"], choice["ended"]) == ("length", "time limit")
+    assert 0 < len(choice["text"]) < 1000
+    assert slow.stats()["timeouts_total"] == 1
+
+
+def test_the_log_has_prompts_only_when_asked(new_live: Callable[..., Live]) -> None:
+    for asked in (False, True):
+        logging = new_live({"serve": {"log_prompts": asked}})
+        post(logging, "/v1/completions", {"prompt": "a secret river", "max_tokens": 3})
+        httpx.get(f"{logging.url}/generate", params={"sentence": "a secret river"})
+        assert logging.stop() == 0
+        said = "".join(logging.said)
+        assert "new_tokens=3" in said
+        assert ("secret" in said) is asked

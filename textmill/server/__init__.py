@@ -1,0 +1,14 @@
+"""The verb serve: a model answers over HTTP, as OpenAI's API does, with a page to try it."""
+
+from __future__ import annotations
+
+from textmill.checkpoint import WhichStep
+from textmill.config import RunConfig
+
+
+def serve(config: RunConfig, step: WhichStep = "latest") -> None:
+    """Answer over HTTP until stopped."""
+    from textmill.server.opening import open_service  # the web framework and the model's are loaded only when asked
+    from textmill.server.running import run
+
+    run(open_service(config, step))

@@ -1,0 +1,82 @@
+"""The web application: routes, page, health and metrics, behind the guards."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from textmill import __version__
+from textmill.server.guards import Account, BodyLimit, Guard
+from textmill.server.reference import reference_page
+from textmill.server.refusals import add_refusals
+from textmill.server.routes import new_routes
+from textmill.server.service import Service
+
+FOLDER = Path(__file__).parent
+FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SAFE = {
+    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+}  # fmt: skip
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def new_app(service: Service) -> FastAPI:
+    """The application that serves one model."""
+    app = FastAPI(title="textmill", version=__version__, docs_url=None, redoc_url=None)
+    add_refusals(app)
+    app.include_router(new_routes(service))
+    _add_page(app)
+    _add_state(app, service)
+    # The last one added is the first that a request meets.
+    app.add_middleware(BodyLimit, service=service)
+    app.add_middleware(Guard, service=service)
+    if service.config.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=service.config.origins, allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"], expose_headers=["Retry-After"],
+        )  # fmt: skip
+    app.add_middleware(Account, service=service)
+    return app
+
+
+def _add_page(app: FastAPI) -> None:
+    for path, (name, kind) in FILES.items():
+        app.add_api_route(path, _file(FOLDER / name, kind), methods=["GET", "HEAD"], include_in_schema=False)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(reference_page(app.openapi()), headers=SAFE)
+
+
+def _file(path: Path, kind: str) -> Callable[[], Awaitable[Response]]:
+    content = path.read_bytes()
+
+    async def file() -> Response:
+        return Response(content, media_type=kind, headers=SAFE)
+
+    return file
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        """Whether the server is alive."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """Whether the server takes requests; 503 when it is stopping."""
+        return JSONResponse({"status": "stopping" if service.stopping else "ready"}, 503 if service.stopping else 200)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Counts, as Prometheus reads them."""
+        return PlainTextResponse(service.metrics.text(service.scheduler.stats(), service.name, service.step), media_type=METRICS_TYPE)

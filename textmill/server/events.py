@@ -1,0 +1,86 @@
+"""EventStream: texts sent as server-sent events while they are made, and ended with a word whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from textmill.generation.requests import Done
+from textmill.server.flights import Event, Flight, left
+from textmill.server.refusals import tree_of
+from textmill.server.service import Service
+
+QUIET = 15.0
+"""Seconds without an event after which a comment is sent, so that nothing between takes the line for dead."""
+STALLED = 60.0
+"""Seconds that a client may leave a sent event unread."""
+
+Tree = dict[str, Any]
+
+
+class EventStream(Response):
+    """A response that follows a flight: `begin` gives the first chunks, `step` those of what has come, `end` the last."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, service: Service, flight: Flight, begin: Iterable[Tree], step: Callable[[list[Event]], Iterable[Tree]],
+        end: Callable[[], Iterable[Tree]],
+    ) -> None:  # fmt: skip
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.service, self.flight, self.begin, self.step, self.end = service, flight, begin, step, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; a client that leaves ends the texts."""
+        sent, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(left(receive))
+        try:
+            await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not sent.done():
+                self.service.metrics.left += 1
+                scope.setdefault("told", {})["ended"] = "left"
+            elif isinstance(error := sent.exception(), OSError | TimeoutError):
+                scope.setdefault("told", {})["ended"] = "left"
+            elif error is not None:
+                raise error
+        finally:
+            sent.cancel()
+            gone.cancel()
+            if self.flight.ended < len(self.flight.numbers):
+                self.flight.cancel()
+
+    async def _send(self, send: Send) -> None:
+        async def put(data: bytes, more: bool = True) -> None:
+            await asyncio.wait_for(send({"type": "http.response.body", "body": data, "more_body": more}), STALLED)
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await put(_lines(self.begin))
+        first = True
+        async for come in self.flight.events(QUIET):
+            if not come:
+                await put(b": waiting\n\n")
+                continue
+            if first:
+                first = False
+                self.service.metrics.first.add(self.flight.seconds())
+            await put(_lines(self.step(come)) + _lines(self._troubles(come)))
+        await put(_lines(self.end()) + b"data: [DONE]\n\n", more=False)
+
+    def _troubles(self, come: list[Event]) -> Iterable[Tree]:
+        """What a client must know besides the text: the model failed, or the server is stopping."""
+        for _, event in come:
+            if isinstance(event, Done) and event.reason == "error":
+                yield tree_of(500, event.message or "the model failed; the server's log says how", code="model_error")
+            elif isinstance(event, Done) and event.reason == "cancelled":
+                yield tree_of(503, "the server is stopping; the text was ended early", code="stopping")
+            elif isinstance(event, Done) and event.reason == "timeout":
+                self.service.metrics.timeouts += 1
+
+
+def _lines(trees: Iterable[Tree]) -> bytes:
+    return b"".join(b"data: " + json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n" for tree in trees)

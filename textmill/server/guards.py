@@ -1,0 +1,143 @@
+"""What every request passes before a route sees it: the log, the caller's host and page, the key, the size of the body."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import sys
+import time
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from textmill.server.refusals import Refusal, reply_of, shown
+from textmill.server.service import Service
+
+OPEN = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
+"""What is answered without the key; everything else needs it."""
+PLACES = OPEN | {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate", "/metrics"}
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+BODY_SECONDS = 30.0
+"""Time that a client has between two pieces of its body."""
+
+
+class Account:
+    """Counts requests and writes a line about each, without prompts unless asked."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Follow one request to its end."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        begun, status = time.monotonic(), 0
+        told = scope["told"] = {}
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            path = scope["path"] if scope["path"] in PLACES else "other"
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self.service.metrics.requests[method, path, status] += 1
+            words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in told.items()]
+            line = " ".join([time.strftime("%Y-%m-%d %H:%M:%S"), method, path, str(status), f"{time.monotonic() - begun:.3f}s", *words])
+            print(line.encode("utf-8", "replace").decode(), file=sys.stderr, flush=True)
+
+
+class Guard:
+    """Lets in who may: the right host name, no page of another site, the right key."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse, or pass on."""
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            refusal = self._host(headers) or (None if scope["path"] in OPEN else self._site(headers) or self._key(headers))
+            if refusal:
+                return await reply_of(refusal)(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _host(self, headers: Headers) -> Refusal | None:
+        """A server of this machine only answers to this machine's names, so that no name elsewhere can be pointed at it."""
+        name = (
+            headers.get("host", "").rsplit("]", 1)[0].lstrip("[")
+            if "[" in headers.get("host", "")
+            else headers.get("host", "").split(":")[0]
+        )
+        if not _is_local(self.service.config.host) or _is_local(name) or _is_address(name) or name in self.service.config.hosts:
+            return None
+        return Refusal(403, f"the host name {shown(name)} is not this server's; add it to serve.hosts", code="host")
+
+    def _site(self, headers: Headers) -> Refusal | None:
+        allowed = self.service.config.origins
+        if headers.get("sec-fetch-site") != "cross-site" or "*" in allowed or headers.get("origin") in allowed:
+            return None
+        return Refusal(403, "a page of another site asks; add its origin to serve.origins if it may", code="origin")
+
+    def _key(self, headers: Headers) -> Refusal | None:
+        if self.service.key is None:
+            return None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.service.key.encode()):
+            return None
+        told = "the key is wrong" if given else "a key is needed"
+        return Refusal(401, f"{told}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def _is_local(name: str) -> bool:
+    return name in ("localhost", "") or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class BodyLimit:
+    """Refuses bodies that are too large or do not come."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.most = app, service.config.max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count the body while it is read."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        told = Headers(scope=scope).get("content-length", "0")
+        if not told.isascii() or not told.isdigit() or len(told) > 18 or int(told) > self.most:
+            return await reply_of(self._refusal())(scope, receive, send)
+        found, whole = 0, False
+
+        async def counting() -> Message:
+            nonlocal found, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s; send it faster") from None
+            found += len(message.get("body", b""))
+            whole = message["type"] != "http.request" or not message.get("more_body", False)
+            if found > self.most:
+                raise HTTPException(413, self._refusal().message)
+            return message
+
+        await self.app(scope, counting, send)
+
+    def _refusal(self) -> Refusal:
+        return Refusal(413, f"the body is larger than the server's limit of {self.most:,} bytes; send less", code="body_too_large")

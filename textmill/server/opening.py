@@ -1,0 +1,64 @@
+"""Opens the model that is served: its scheduler, its chat template, its name and the key."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.config import RunConfig, ServeConfig
+from textmill.errors import TextmillError
+from textmill.server.service import Service, Template
+
+KEY = "TEXTMILL_API_KEY"
+SHORTEST = 8
+"""Characters of a key at least."""
+
+
+def open_service(config: RunConfig, step: WhichStep = "latest") -> Service:
+    """The service of a config: the model in memory and everything a request needs."""
+    from textmill.generation.generator import open_generator
+    from textmill.generation.scheduler import Scheduler
+
+    serve, key = config.serve, open_key(config.serve)
+    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    scheduler = Scheduler(open_generator(checkpoint, config.engine), slots=serve.slots, queue=serve.queue)
+    template = open_template(checkpoint.folder)
+    return Service(scheduler, serve, config.sample, serve.name or name_of(checkpoint), checkpoint.step, template, key)
+
+
+def open_template(folder: Path) -> Template | None:
+    """The chat template that stands with the tokenizer, where there is one."""
+    if find_spec("textmill.tokens.chat") is None:
+        return None
+    from importlib import import_module
+
+    return cast("Template | None", import_module("textmill.tokens.chat").open_template(folder))
+
+
+def name_of(checkpoint: Checkpoint) -> str:
+    """A model's name: its run's folder, or its own."""
+    folder = checkpoint.folder.resolve()
+    parts = [part for part in (folder, *folder.parents) if part.name and part.name != "run" and not part.name.startswith("step-")]
+    return parts[0].name if parts else "model"
+
+
+def open_key(serve: ServeConfig) -> str | None:
+    """The API key from the file or the environment; None: no key is asked."""
+    if serve.key_file is None:
+        key, where = os.environ.get(KEY), f"the environment's {KEY}"
+        if key is None:
+            return None
+    else:
+        where = f"serve.key_file: {serve.key_file}"
+        try:
+            lines = Path(serve.key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            raise TextmillError(f"{where}: cannot be read; give a text file whose first line is the key") from None
+        key = lines[0] if lines else ""
+    key = key.strip()
+    if len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
+        raise TextmillError(f"{where}: is no key; give {SHORTEST} or more printable ASCII characters without a space")
+    return key

@@ -1,0 +1,311 @@
+"use strict";
+
+const find = (id) => document.getElementById(id);
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens"];
+const KEPT = [...NUMBERS, "stop_text", "seed", "system"];
+
+let model = null;
+let running = null;
+let messages = [];
+
+// The key stays in this tab; settings and the theme stay on this machine.
+const tab = {
+  get key() { try { return sessionStorage.getItem("textmill-key") || ""; } catch { return this.spare || ""; } },
+  set key(value) { try { sessionStorage.setItem("textmill-key", value); } catch { this.spare = value; } },
+};
+function kept() { try { return JSON.parse(localStorage.getItem("textmill") || "{}"); } catch { return {}; } }
+function keep(more) { try { localStorage.setItem("textmill", JSON.stringify({ ...kept(), ...more })); } catch { /* nothing is kept then */ } }
+
+function showTrouble(text) {
+  find("trouble").textContent = text;
+  find("trouble").hidden = !text;
+}
+
+async function call(path, options = {}) {
+  const headers = { ...(options.headers || {}) };
+  if (tab.key) headers.Authorization = `Bearer ${tab.key}`;
+  let reply;
+  try {
+    reply = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server does not answer; it may have been stopped. What is here stays; try again when it is back.");
+  }
+  if (reply.status === 401) {
+    askKey(Boolean(tab.key));
+    throw new Error("The server asks for a key.");
+  }
+  if (!reply.ok) {
+    const told = await reply.json().catch(() => null);
+    throw new Error(told?.error?.message || `The server answered ${reply.status}.`);
+  }
+  return reply;
+}
+
+function askKey(wrong) {
+  const dialog = find("key-dialog");
+  find("key-told").textContent = wrong ? "That key is wrong; try another." : "It is kept in this tab only.";
+  if (!dialog.open) dialog.showModal();
+}
+
+async function findModel() {
+  try {
+    const told = await (await call("/v1/models")).json();
+    model = told.data[0];
+    find("model").textContent = model.id + (model.step ? `, step ${model.step.toLocaleString("en")}` : "") + `, ${model.max_model_len.toLocaleString("en")} tokens of context`;
+    find("mode-chat").disabled = !model.chat;
+    find("mode-chat").parentElement.title = model.chat ? "" : "This model has no chat template; it continues texts.";
+    const asked = kept().mode;
+    setMode(model.chat && asked !== "complete" ? "chat" : "complete");
+    find("max_tokens").max = model.limits.max_tokens;
+    fill(kept().settings || {});
+    showTrouble("");
+  } catch (error) {
+    find("model").textContent = "no model";
+    showTrouble(error.message);
+  }
+}
+
+function fill(said) {
+  for (const name of NUMBERS) find(name).value = said[name] ?? model?.sample[name] ?? "";
+  for (const name of ["stop_text", "seed", "system"]) find(name).value = said[name] ?? "";
+  showNumbers();
+}
+
+function showNumbers() {
+  for (const name of ["temperature", "top_p", "min_p"]) find(`${name}-out`).textContent = find(name).value;
+}
+
+function mode() { return document.querySelector("input[name=mode]:checked").value; }
+
+function setMode(name) {
+  find(`mode-${name}`).checked = true;
+  find("system-label").hidden = name !== "chat";
+  find("prompt").placeholder = name === "chat" ? "Ask something" : "Once upon a time";
+}
+
+function settings() {
+  const said = {};
+  for (const name of NUMBERS) {
+    const value = find(name).value;
+    if (value !== "" && Number.isFinite(Number(value))) said[name] = Number(value);
+  }
+  if (find("seed").value !== "") said.seed = Number(find("seed").value);
+  if (find("stop_text").value) said.stop = [find("stop_text").value];
+  return said;
+}
+
+function newTurn(kind, text) {
+  find("hint")?.remove();
+  const turn = document.createElement("div");
+  turn.className = `turn ${kind}`;
+  turn.dir = "auto";
+  turn.textContent = text;
+  find("turns").append(turn);
+  toEnd(true);
+  return turn;
+}
+
+function toEnd(always) {
+  const box = find("turns");
+  if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
+}
+
+// Tokens that are parts of one character are shown together, once the character is whole.
+class Tokens {
+  constructor(turn) { this.turn = turn; this.bytes = []; this.held = []; this.text = ""; }
+
+  add(token) {
+    this.held.push(token);
+    this.bytes.push(...token.bytes);
+    let text;
+    try { text = new TextDecoder("utf-8", { fatal: true }).decode(new Uint8Array(this.bytes)); } catch { return; }
+    this.put(text);
+  }
+
+  put(text) {
+    const span = document.createElement("span");
+    const chance = Math.exp(this.held.reduce((sum, token) => sum + token.logprob, 0));
+    span.className = `token ${chance > 0.8 ? "" : chance > 0.5 ? "p1" : chance > 0.2 ? "p2" : chance > 0.05 ? "p3" : "p4"}`;
+    span.textContent = text;
+    const others = this.held.length === 1 ? this.held[0].top : [];
+    span.tip = [`${JSON.stringify(text)}  ${percent(chance)}`, ...others.map(([other, p]) => `${percent(Math.exp(p))}  ${JSON.stringify(other)}`)].join("\n");
+    this.turn.append(span);
+    this.text += text;
+    this.bytes = [];
+    this.held = [];
+  }
+
+  rest(text) { if (text.length > this.text.length) { this.turn.append(text.slice(this.text.length)); } }
+}
+
+function percent(chance) { return `${(100 * chance).toFixed(chance < 0.0995 ? 2 : 1)}%`; }
+
+function tokensOf(choice) {
+  if (choice.logprobs?.content) {
+    return choice.logprobs.content.map((one) => ({ bytes: one.bytes, logprob: one.logprob, top: one.top_logprobs.map((other) => [other.token, other.logprob]) }));
+  }
+  const told = choice.logprobs;
+  if (!told?.tokens) return [];
+  return told.tokens.map((text, place) => ({ bytes: bytesOf(text), logprob: told.token_logprobs[place], top: Object.entries(told.top_logprobs[place] || {}) }));
+}
+
+function bytesOf(text) {
+  const parts = /^bytes:((?:\\x[0-9a-f]{2})+)$/.exec(text);
+  return parts ? parts[1].slice(2).split("\\x").map((byte) => parseInt(byte, 16)) : [...new TextEncoder().encode(text)];
+}
+
+async function* eventsOf(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  while (true) {
+    let part;
+    try { part = await reader.read(); } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Error("The server went away in the middle of its answer.");
+    }
+    if (part.done) throw new Error("The server went away in the middle of its answer.");
+    held += part.value;
+    const lines = held.split("\n\n");
+    held = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: ")) continue;
+      const data = line.slice(6);
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      yield event;
+    }
+  }
+}
+
+async function ask(text) {
+  const chat = mode() === "chat";
+  const body = { ...settings(), stream: true, stream_options: { include_usage: true } };
+  if (model) body.model = model.id;
+  let turn;
+  if (chat) {
+    newTurn("user", text);
+    const system = find("system").value.trim();
+    messages.push({ role: "user", content: text });
+    Object.assign(body, { messages: [...(system ? [{ role: "system", content: system }] : []), ...messages], logprobs: true, top_logprobs: 5 });
+    turn = newTurn("assistant", "");
+  } else {
+    Object.assign(body, { prompt: text, logprobs: 5 });
+    turn = newTurn("assistant", "");
+    const given = document.createElement("span");
+    given.className = "given";
+    given.textContent = text;
+    turn.append(given);
+  }
+  await follow(chat ? "/v1/chat/completions" : "/v1/completions", body, turn, chat);
+}
+
+async function follow(path, body, turn, chat) {
+  const tokens = new Tokens(turn);
+  let text = "", count = 0, first = 0, reason = "", note = "";
+  running = new AbortController();
+  setBusy(true, turn);
+  showTrouble("");
+  try {
+    const reply = await call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: running.signal });
+    for await (const event of eventsOf(reply)) {
+      const choice = event.choices[0];
+      if (!choice) { count = event.usage.completion_tokens; continue; }
+      text += (chat ? choice.delta.content : choice.text) || "";
+      for (const token of tokensOf(choice)) { tokens.add(token); count += 1; first ||= performance.now(); }
+      reason = choice.ended || choice.finish_reason || reason;
+      showSpeed(count, first);
+      toEnd(false);
+    }
+    note = reason === "stop" ? "ended" : reason === "length" ? "as long as was asked" : reason;
+  } catch (error) {
+    note = error.name === "AbortError" ? "stopped" : "broken off";
+    if (error.name !== "AbortError") showTrouble(error.message);
+  }
+  if (!tokens.text) tokens.rest(text);
+  if (chat && text) messages.push({ role: "assistant", content: text }); else if (chat) messages.pop();
+  const told = document.createElement("span");
+  told.className = "note";
+  told.dir = "ltr";
+  told.textContent = `${count} tokens, ${note}`;
+  turn.append(told);
+  showSpeed(count, first);
+  setBusy(false, turn);
+  toEnd(false);
+}
+
+function showSpeed(count, first) {
+  const seconds = (performance.now() - first) / 1000;
+  find("speed").textContent = first && count > 1 && seconds > 0 ? `${((count - 1) / seconds).toFixed(1)} tokens/s` : "";
+}
+
+function setBusy(busy, turn) {
+  turn.classList.toggle("busy", busy);
+  find("send").disabled = busy;
+  find("stop").disabled = !busy;
+  find("clear").disabled = busy;
+  for (const input of document.querySelectorAll("input[name=mode]")) input.disabled = busy || (input.value === "chat" && !model?.chat);
+  if (!busy) { running = null; find("prompt").focus(); }
+}
+
+function clearAll() {
+  messages = [];
+  find("turns").replaceChildren();
+  find("speed").textContent = "";
+  showTrouble("");
+  find("prompt").focus();
+}
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  find("theme").textContent = name === "dark" ? "Light" : "Dark";
+}
+
+function showTip(event) {
+  const tip = find("tip");
+  const token = event.target.closest?.(".token");
+  tip.hidden = !token;
+  if (!token) return;
+  tip.textContent = token.tip;
+  const place = token.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 4))}px`;
+  tip.style.top = `${place.bottom + tip.offsetHeight + 4 > innerHeight ? place.top - tip.offsetHeight - 4 : place.bottom + 4}px`;
+}
+
+function send() {
+  const text = find("prompt").value;
+  if (running || (mode() === "chat" && !text.trim())) return;
+  if (mode() === "chat") find("prompt").value = "";
+  ask(text);
+}
+
+find("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+find("prompt").addEventListener("keydown", (event) => {
+  // While a character is being composed (Korean, Chinese, Japanese), Enter belongs to it.
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+});
+document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) running.abort(); });
+find("stop").addEventListener("click", () => running?.abort());
+find("clear").addEventListener("click", clearAll);
+find("theme").addEventListener("click", () => {
+  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  keep({ theme: document.documentElement.dataset.theme });
+});
+find("show-settings").addEventListener("click", () => {
+  const open = find("settings").classList.toggle("open");
+  find("show-settings").setAttribute("aria-expanded", String(open));
+});
+find("talk").addEventListener("pointerdown", () => { find("settings").classList.remove("open"); find("show-settings").setAttribute("aria-expanded", "false"); });
+find("reset").addEventListener("click", () => { keep({ settings: {} }); fill({}); });
+find("settings").addEventListener("input", () => {
+  showNumbers();
+  keep({ settings: Object.fromEntries(KEPT.map((name) => [name, find(name).value])) });
+});
+for (const input of document.querySelectorAll("input[name=mode]")) {
+  input.addEventListener("change", () => { setMode(input.value); keep({ mode: input.value }); clearAll(); });
+}
+find("key-dialog").addEventListener("close", () => { const key = find("key").value.trim(); if (key) { tab.key = key; findModel(); } });
+document.addEventListener("pointerover", showTip);
+setTheme(kept().theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+findModel();

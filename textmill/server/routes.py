@@ -1,0 +1,117 @@
+"""The routes that answer with text and tokens: OpenAI's, and the ones of the systems before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from textmill.server.asking import chat_requests, check_ids, check_model, completion_requests, encode, prompt_of, prompts_of
+from textmill.server.chats import ChatReply, chat_prompt, stop_ids_of
+from textmill.server.completions import CompletionReply
+from textmill.server.events import EventStream
+from textmill.server.flights import Flight, finish, start
+from textmill.server.refusals import Refusal
+from textmill.server.service import Service
+from textmill.server.shapes import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+
+NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
+
+
+def new_routes(service: Service) -> APIRouter:
+    """The routes of one service."""
+    routes = APIRouter()
+
+    @routes.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionBody, http: Request) -> Response:
+        """Continue a text."""
+        check_model(service, body.model)
+        prompts = await prompts_of(service, body)
+        requests = completion_requests(service, body, prompts)
+        _note_prompt(service, http, [prompt.text for prompt in prompts])
+        flight = start(service, requests, streamed=bool(body.stream))
+        return await _answer(service, http, flight, CompletionReply(service, body, prompts), bool(body.stream))
+
+    @routes.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, http: Request) -> Response:
+        """Answer a conversation."""
+        check_model(service, body.model)
+        prompt = await chat_prompt(service, body.messages)
+        requests = chat_requests(service, body, prompt, stop_ids_of(service))
+        _note_prompt(service, http, [prompt.text])
+        flight = start(service, requests, streamed=bool(body.stream))
+        return await _answer(service, http, flight, ChatReply(service, body, prompt), bool(body.stream))
+
+    @routes.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The tokens of a text."""
+        ids = await encode(service, body.text, "text")
+        pieces = [service.pieces.text_of(id_) for id_ in ids]
+        return JSONResponse({"tokens": ids, "pieces": pieces, "count": len(ids), "max_model_len": service.scheduler.positions})
+
+    @routes.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of tokens."""
+        check_ids(service, body.tokens, "tokens")
+        return JSONResponse({"text": service.scheduler.tokenizer.decode(body.tokens)})
+
+    @routes.get("/generate", response_model=None)
+    async def generate(http: Request, sentence: str | None = None) -> Response:
+        """Continue a sentence, or answer it where the model was trained on conversations; settings are the server's."""
+        if sentence is None:
+            raise Refusal(400, "sentence: is missing; ask /generate?sentence=TEXT", field="sentence")
+        return await _generate(service, http, sentence)
+
+    @routes.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        """The model that is served."""
+        return JSONResponse({"object": "list", "data": [service.facts()]})
+
+    @routes.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        """One model."""
+        check_model(service, name)
+        return JSONResponse(service.facts())
+
+    return routes
+
+
+async def _answer(service: Service, http: Request, flight: Flight, reply: CompletionReply | ChatReply, streamed: bool) -> Response:
+    def account() -> None:
+        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, flight.seconds())
+        http.scope["told"].update(prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons))
+
+    if streamed:
+
+        def end() -> Any:
+            account()
+            return reply.end()
+
+        return EventStream(service, flight, reply.begin(), reply.step, end)
+    tree = reply.whole(await finish(service, http, flight))
+    account()
+    return JSONResponse(tree)
+
+
+async def _generate(service: Service, http: Request, sentence: str) -> Response:
+    if service.template is not None:
+        prompt = await chat_prompt(service, [Message(role="user", content=sentence)])
+        requests = chat_requests(service, ChatBody(messages=[Message(role="user", content=sentence)]), prompt, stop_ids_of(service))
+        said = ""
+    else:
+        prompt = await prompt_of(service, sentence, "sentence")
+        requests = completion_requests(service, CompletionBody(prompt=sentence), [prompt])
+        said = sentence
+    _note_prompt(service, http, [sentence])
+    flight = start(service, requests, streamed=False)
+    text = (await finish(service, http, flight))[0]
+    assert text.done is not None
+    service.metrics.add_texts(len(prompt.ids), text.done.tokens, flight.seconds())
+    http.scope["told"].update(prompt_tokens=len(prompt.ids), new_tokens=text.done.tokens, ended=text.done.reason)
+    return JSONResponse({"input": sentence, "response": said + text.text}, headers=NOT_KEPT)
+
+
+def _note_prompt(service: Service, http: Request, prompts: list[str]) -> None:
+    if service.config.log_prompts:
+        http.scope["told"]["prompts"] = prompts

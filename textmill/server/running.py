@@ -1,0 +1,74 @@
+"""Runs the application until it is told to stop, and then lets what runs finish."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from contextlib import suppress
+
+import uvicorn
+
+from textmill.errors import TextmillError, warn
+from textmill.server.app import new_app
+from textmill.server.service import Service
+
+AFTER = 5.0
+"""Seconds after the grace in which the ended texts are still sent."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which closes the scheduler as soon as it is told to stop: what runs has the grace to finish."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take nothing new, finish what runs, end the rest with a word."""
+        self.service.stopping = True
+        closing = asyncio.create_task(asyncio.to_thread(self.service.scheduler.close, self.service.config.grace))
+        await super().shutdown(sockets)
+        await closing
+
+
+def run(service: Service) -> None:
+    """Serve until SIGTERM or ctrl-C."""
+    serve = service.config
+    listening = _listen(serve.host, serve.port)
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    settings = uvicorn.Config(
+        new_app(service), lifespan="off", ws="none", access_log=False, log_level="warning", server_header=False,
+        timeout_graceful_shutdown=int(serve.grace + AFTER) + 1, backlog=2048,
+    )  # fmt: skip
+    if service.key is None and host not in ("127.0.0.1", "::1"):
+        warn(f"serve.host={serve.host}: whoever reaches this machine may use the model; set serve.key_file to ask for a key")
+    step = f" at step {service.step:,}" if service.step else ""
+    print(f"{service.name}{step} answers at http://{shown}:{port}/ ; ctrl-C stops", flush=True)
+    # uvicorn raises the signal again once it has stopped, which would end the process as if it had been killed.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        Server(settings, service).run([listening])
+    print("stopped", flush=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise TextmillError(f"serve.host: '{host}' is no address of this machine; say 127.0.0.1, or 0.0.0.0 for all") from None
+    family, kind, protocol, _, address = found[0]
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise TextmillError(
+            f"serve.port: cannot listen on {host}:{port}: {error.strerror}; choose another serve.port or serve.host"
+        ) from None
+    listening.set_inheritable(True)
+    return listening

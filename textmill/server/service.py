@@ -1,0 +1,88 @@
+"""Service: the model behind the server, its limits and what was counted; what every route works with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from textmill.config import SampleConfig, ServeConfig
+from textmill.generation.requests import Done, Request, Token
+from textmill.server.metrics import Metrics
+from textmill.server.pieces import Pieces
+from textmill.tokens.tokenizer import TextTokenizer
+
+
+class Scheduler(Protocol):
+    """What the server asks of `generation.scheduler.Scheduler`."""
+
+    vocab: int
+    positions: int
+    tokenizer: TextTokenizer
+
+    def submit(self, request: Request, deliver: Callable[[Token | Done], None], deadline: float | None = None) -> int:
+        """Queue a request."""
+        ...
+
+    def cancel(self, number: int) -> None:
+        """End a request at the next step."""
+        ...
+
+    def stats(self) -> dict[str, int | float]:
+        """What runs, waits and was done."""
+        ...
+
+    def close(self, grace: float) -> None:
+        """Finish what runs, then end."""
+        ...
+
+
+class Template(Protocol):
+    """How a conversation becomes the prompt of a model that was trained on such."""
+
+    def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+        """The conversation as token ids, ready for the assistant's turn where that is asked."""
+        ...
+
+
+@dataclass
+class Service:
+    """One served model."""
+
+    scheduler: Scheduler
+    config: ServeConfig
+    sample: SampleConfig
+    """What a request leaves unsaid."""
+    name: str
+    step: int = 0
+    template: Template | None = None
+    key: str | None = None
+    stopping: bool = False
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+    pieces: Pieces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = Pieces(self.scheduler.tokenizer)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have: one less than the model sees."""
+        return min(self.config.max_prompt or self.scheduler.positions, self.scheduler.positions - 1)
+
+    def facts(self) -> dict[str, Any]:
+        """The model as /v1/models tells it."""
+        told = self.sample.model_dump(exclude={"prompt", "count", "seed"})
+        return {
+            "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill", "max_model_len": self.scheduler.positions,
+            "step": self.step, "vocab": self.scheduler.vocab, "chat": self.template is not None, "sample": told,
+            "limits": {"max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt},
+        }  # fmt: skip
+
+    def wait_of(self) -> int:
+        """Seconds after which a refused client may try again: what waits, at the rate of the last requests."""
+        stats = self.scheduler.stats()
+        turns = (stats["waiting"] + stats["active"]) / max(stats["slots"], 1)
+        return max(1, min(60, math.ceil(turns * self.metrics.mean_seconds())))

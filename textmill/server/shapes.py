@@ -1,0 +1,154 @@
+"""The bodies of requests, as OpenAI's clients send them, with a few fields more."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+WANTED = {
+    "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "a text or a list of texts",
+    "logprobs": "a whole number from 0 to 20 (completions) or true or false (chat)",
+    "messages": "a list of objects, each with a role (system, user, assistant) and a content that is text",
+    "logit_bias": "an object from token ids to numbers from -100 to 100",
+}
+"""What a field that admits several types wants, in words."""
+
+Chance = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    """A JSON object: strict about types, unknown fields refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class StreamOptions(Body):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = False
+    """End with a chunk that counts the tokens."""
+    include_obfuscation: bool = False
+    """Accepted, and not done."""
+
+
+class Sampling(Body):
+    """What completions and chat have in common; what is not said comes from the server's `sample` settings."""
+
+    model: str | None = Field(None, max_length=500)
+    """The model's name, as /v1/models has it."""
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
+    """0: always the likeliest token; higher: bolder."""
+    top_p: Chance | None = None
+    """Choose among the likeliest tokens that together reach this probability."""
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    """Choose among the k likeliest tokens only; 0: no limit."""
+    min_p: Chance | None = None
+    """Leave out tokens below this share of the likeliest one's probability."""
+    typical_p: Chance | None = None
+    """Choose among the most typical tokens that together reach this probability."""
+    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
+    """Above 1: tokens already there become less likely."""
+    presence_penalty: Penalty | None = None
+    """Taken from the score of every token already there."""
+    frequency_penalty: Penalty | None = None
+    """Taken from the score of a token for every time it is there."""
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    """Added to the scores of these token ids."""
+    min_tokens: int | None = Field(None, ge=0)
+    """No end of text before this many new tokens."""
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    """The same seed gives the same text; a new one each time if not said."""
+    n: int | None = Field(None, ge=1)
+    """Texts for each prompt, with seeds counted on from `seed`."""
+    stop: str | list[str] | None = None
+    """The text ends before the first of these."""
+    stop_token_ids: list[int] | None = None
+    """More tokens that end the text."""
+    stream: bool | None = None
+    """Send the text as it comes, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    user: Any = None
+    """Accepted and not used, as are `metadata`, `store` and `service_tier`."""
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+
+
+class CompletionBody(Sampling):
+    """A text to continue."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    max_tokens: int | None = Field(None, ge=0)
+    """New tokens at most; 0 with `echo` only judges the prompt."""
+    echo: bool | None = None
+    """Begin with the prompt itself, with its log-probabilities where they are asked."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """So many likeliest tokens and their log-probabilities at each place, and the chosen one's."""
+    best_of: int | None = Field(None, ge=1)
+    """Only the value of `n`."""
+    suffix: None = None
+    """Text to fill in before is not supported."""
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class TextFormat(Body):
+    """The one format of replies."""
+
+    type: Literal["text"] = "text"
+
+
+class ChatBody(Sampling):
+    """A conversation to answer."""
+
+    messages: list[Message] = Field(min_length=1)
+    """The conversation so far, the oldest turn first."""
+    max_tokens: int | None = Field(None, ge=1)
+    """New tokens at most."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The same, by its newer name."""
+    logprobs: bool | None = None
+    """Tell each new token's log-probability."""
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    """So many likeliest tokens at each place, with `logprobs`."""
+    response_format: TextFormat | None = None
+
+
+class TokenizeBody(Body):
+    """A text to cut into tokens."""
+
+    text: str
+
+
+class DetokenizeBody(Body):
+    """Tokens to join to a text."""
+
+    tokens: list[int]
+
+
+BODIES: dict[str, type[Body]] = {
+    "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody,
+}  # fmt: skip
+
+
+def known_fields(path: str) -> list[str]:
+    """The fields that a place's body may have."""
+    return list(BODIES[path].model_fields) if path in BODIES else []
