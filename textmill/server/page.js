@@ -224,7 +224,11 @@ async function follow(path, body, turn, chat) {
     if (error.name !== "AbortError") showTrouble(error.message);
   }
   if (!tokens.text) tokens.rest(text);
-  if (chat && text) messages.push({ role: "assistant", content: text }); else if (chat) messages.pop();
+  if (chat && text) messages.push({ role: "assistant", content: text });
+  else if (chat) {
+    const unanswered = messages.pop().content;
+    find("prompt").value ||= unanswered;
+  }
   const told = document.createElement("span");
   told.className = "note";
   told.dir = "ltr";

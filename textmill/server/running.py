@@ -14,6 +14,7 @@ from textmill.errors import TextmillError, warn
 from textmill.server.app import new_app
 from textmill.server.service import Service
 
+BACKLOG = 2048
 AFTER = 5.0
 """Seconds after the grace in which the ended texts are still sent."""
 
@@ -41,7 +42,7 @@ def run(service: Service) -> None:
     shown = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
         new_app(service), lifespan="off", ws="none", access_log=False, log_level="warning", server_header=False,
-        timeout_graceful_shutdown=int(serve.grace + AFTER) + 1, backlog=2048,
+        timeout_graceful_shutdown=int(serve.grace + AFTER) + 1, backlog=BACKLOG,
     )  # fmt: skip
     if service.key is None and host not in ("127.0.0.1", "::1"):
         warn(f"serve.host={serve.host}: whoever reaches this machine may use the model; set serve.key_file to ask for a key")
@@ -65,6 +66,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
+        listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
     except OSError as error:
         listening.close()
         raise TextmillError(
