@@ -1,0 +1,72 @@
+"""Whatever is sent, the server answers below 500, in one shape and without a traceback, and lives on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+from collections import Counter
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.server.conftest import Live
+from tests.server.garbage import asked, raw
+
+COUNT = int(os.environ.get("TEXTMILL_TEST_MALFORMED", "2000"))
+"""Bent bodies; a tenth as many times bytes that are hardly HTTP."""
+
+
+@pytest.fixture(scope="module")
+def target(new_live: Callable[..., Live]) -> Live:
+    return new_live({"delay": 0.0002, "serve": {"max_tokens": 8, "seconds": 5.0}, "sample": {"max_tokens": 4}})
+
+
+def test_bent_bodies(target: Live) -> None:
+    dice, statuses = random.Random(7), Counter[int]()
+    with httpx.Client(base_url=target.url, timeout=30) as client:
+        api = client.get("/openapi.json").json()
+        for number in range(COUNT):
+            method, path, headers, body = asked(api, dice)
+            reply = client.request(method, path, headers=headers, content=body)
+            statuses[reply.status_code] += 1
+            told = (number, method, path, body[:300], reply.text[:300])
+            assert reply.status_code < 500, told
+            assert "Traceback" not in reply.text, told
+            assert ".py" not in reply.text, told
+            if reply.status_code >= 400 and method != "HEAD":
+                error = json.loads(reply.content)["error"]
+                assert set(error) == {"message", "type", "param", "code"}, told
+                assert 8 < len(error["message"]) < 400, told
+                assert "\n" not in error["message"], told
+        assert client.get("/health").status_code == 200
+    assert statuses[200] > COUNT / 20, f"the generator makes requests that work, too: {statuses}"
+    assert statuses[400] > COUNT / 5
+    target.wait_idle()
+
+
+def test_bytes_that_are_hardly_http(target: Live) -> None:
+    dice = random.Random(8)
+    for number in range(COUNT // 10):
+        sent, got = raw(dice), b""
+        with socket.create_connection(("127.0.0.1", target.port), timeout=10) as line:
+            try:
+                line.sendall(sent)
+                line.shutdown(socket.SHUT_WR)
+                while part := line.recv(65536):
+                    got += part
+            except OSError:
+                pass  # the server may hang up on such a caller
+        if got:
+            assert got.startswith(b"HTTP/1.1 "), (number, sent[:200], got[:200])
+            assert int(got[9:12]) < 500, (number, sent[:200], got[:200])
+        assert b"Traceback" not in got
+    assert httpx.get(f"{target.url}/health").status_code == 200
+    target.wait_idle()
+
+
+def test_nothing_was_thrown(target: Live) -> None:
+    assert target.stop() == 0
+    assert "Traceback" not in "".join(target.said)

@@ -1,0 +1,75 @@
+"""The real openai client completes, chats and streams against a live server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Live
+
+openai = pytest.importorskip("openai", reason="the openai client is in the extra dev")
+HANGUL = "강가에 서 있다"
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Any:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused", max_retries=0)
+
+
+def test_it_finds_the_model(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["mill"]
+    assert client.models.retrieve("mill").id == "mill"
+
+
+def test_it_completes(client: Any) -> None:
+    told = client.completions.create(
+        model="mill", prompt=HANGUL, max_tokens=20, n=2, temperature=0.5, top_p=0.9, seed=5, stop=["zzz"], logprobs=2,
+        presence_penalty=0.1, frequency_penalty=0.1, logit_bias={"5": 1}, user="someone", extra_body={"top_k": 5},
+    )  # fmt: skip
+    assert [choice.index for choice in told.choices] == [0, 1]
+    assert all(choice.text.startswith(HANGUL[:5]) and choice.finish_reason == "length" for choice in told.choices)
+    assert told.usage.completion_tokens == 40
+    assert len(told.choices[0].logprobs.tokens) == 20
+
+
+def test_it_streams_a_completion(client: Any) -> None:
+    chunks = list(client.completions.create(model="mill", prompt=HANGUL, max_tokens=20, stream=True))
+    whole = client.completions.create(model="mill", prompt=HANGUL, max_tokens=20)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_it_chats(client: Any) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": HANGUL}]}]
+    told = client.chat.completions.create(model="mill", messages=messages, max_completion_tokens=80, logprobs=True, top_logprobs=2)
+    assert told.choices[0].message.role == "assistant"
+    assert told.choices[0].message.content.startswith(f"system: be brief\nuser: {HANGUL}\nassistant:")
+    assert told.choices[0].logprobs.content[0].top_logprobs[0].logprob == pytest.approx(-0.6931, abs=1e-3)
+    turn = told.choices[0].message.model_dump()
+    again = client.chat.completions.create(model="mill", messages=[*messages, turn, messages[1]], max_tokens=2)
+    assert again.usage.prompt_tokens > told.usage.prompt_tokens, "a reply can be sent back as it came"
+
+
+def test_it_streams_a_chat(client: Any) -> None:
+    asked = {"model": "mill", "messages": [{"role": "user", "content": HANGUL}], "max_tokens": 40}
+    chunks = list(client.chat.completions.create(**asked, n=2, stream=True, stream_options={"include_usage": True}))
+    whole = client.chat.completions.create(**asked)
+    for index in (0, 1):
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert deltas[0].role == "assistant"
+        assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 80
+
+
+def test_its_errors_are_the_servers_sentences(client: Any, new_live: Callable[..., Live]) -> None:
+    with pytest.raises(openai.BadRequestError, match="wants at most 1; found 3"):
+        client.completions.create(model="mill", prompt="x", top_p=3)
+    with pytest.raises(openai.NotFoundError, match="this server has 'mill'"):
+        client.completions.create(model="other", prompt="x")
+    guarded = new_live({}, {"TEXTMILL_API_KEY": "a-long-secret"})
+    with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="another", max_retries=0).models.list()
+    right = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="a-long-secret", max_retries=0)
+    assert right.completions.create(model="mill", prompt="x", max_tokens=1).choices[0].text == "x"

@@ -1,0 +1,153 @@
+"""The page in a real browser: type, stream, stop, change settings, reload, and what it says when the server goes away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.browser import KEYS, Browser, missing
+from tests.server.conftest import Live
+
+HANGUL = "강가에 서 있다"
+ARABIC = "كان يا ما كان"
+IDLE = "return document.getElementById('stop').disabled && document.querySelectorAll('.note').length"
+LAST = ".turn.assistant:last-child"
+
+needs_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "there is one")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    window = Browser()
+    yield window
+    window.close()
+
+
+@pytest.fixture(scope="module")
+def slow(new_live: Callable[..., Live]) -> Live:
+    return new_live({"delay": 0.01, "sample": {"max_tokens": 60}})
+
+
+def fresh(browser: Browser, url: str) -> None:
+    """The page as a new visitor sees it."""
+    browser.open(url)
+    browser.run("localStorage.clear(); sessionStorage.clear()")
+    browser.open(url)
+    browser.wait("return document.getElementById('model').textContent.includes('mill') || document.getElementById('key-dialog').open")
+
+
+def shoot(browser: Browser, name: str) -> None:
+    """Keep a picture where pictures are asked for."""
+    if folder := os.environ.get("TEXTMILL_TEST_PICTURES"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        browser.shoot(Path(folder) / f"{name}.png")
+
+
+def test_the_page_takes_nothing_from_elsewhere(live: Live) -> None:
+    for path in ("/", "/page.css", "/page.js"):
+        reply = httpx.get(live.url + path)
+        assert "http:" not in reply.text
+        assert "https:" not in reply.text
+        policy = reply.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+
+
+@needs_browser
+def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None:
+    fresh(browser, slow.url)
+    assert browser.text("#model") == "mill, step 7, 512 tokens of context"
+    browser.click("label:has(#mode-complete)")
+    browser.type("#prompt", HANGUL + KEYS["enter"])
+    browser.wait("return document.querySelectorAll('.token').length > 3 && !document.getElementById('stop').disabled")
+    browser.wait(IDLE)
+    whole = httpx.post(f"{slow.url}/v1/completions", json={"prompt": HANGUL, "max_tokens": 60}).json()["choices"][0]["text"]
+    shown = browser.run("return [...document.querySelectorAll('.token')].map((one) => one.textContent).join('')")
+    assert whole.rstrip("�").startswith(shown)
+    assert len(shown) > 20
+    assert browser.text(".note") == "60 tokens, as long as was asked"
+    assert "tokens/s" in browser.text("#speed")
+    browser.hover(".token:nth-of-type(4)")
+    assert "%" in browser.wait("return !document.getElementById('tip').hidden && document.getElementById('tip').textContent")
+    shoot(browser, "continue-light-wide")
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: Live) -> None:
+    fresh(browser, slow.url)
+    browser.click("label:has(#mode-chat)")
+    browser.type("#prompt", ARABIC + KEYS["enter"])
+    browser.wait(IDLE)
+    assert browser.run("return getComputedStyle(document.querySelector('.turn.user')).direction") == "rtl"
+    browser.run(
+        "const most = document.getElementById('max_tokens'); most.value = 400; most.dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+    browser.type("#prompt", HANGUL + KEYS["enter"])
+    browser.wait(f"return document.querySelectorAll('{LAST} .token').length > 2")
+    browser.click("#stop")
+    browser.wait("return document.querySelectorAll('.note').length == 2")
+    assert "stopped" in browser.text(f"{LAST} .note")
+    slow.wait_idle()
+    browser.run("document.getElementById('theme').click()")
+    shoot(browser, "chat-dark-wide")
+    browser.size(390, 780)
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing runs out of a phone's screen"
+    shoot(browser, "chat-dark-narrow")
+    browser.click("#show-settings")
+    shoot(browser, "settings-dark-narrow")
+    browser.run("document.getElementById('theme').click()")
+    shoot(browser, "settings-light-narrow")
+    browser.size(1200, 800)
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_settings_stay_and_reach_the_server(browser: Browser, slow: Live) -> None:
+    fresh(browser, slow.url)
+    browser.click("label:has(#mode-complete)")
+    browser.run(
+        "const most = document.getElementById('max_tokens'); most.value = 5; most.dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+    browser.click("#theme")
+    theme = browser.run("return document.documentElement.dataset.theme")
+    browser.open(slow.url)
+    browser.wait("return document.getElementById('model').textContent.includes('mill')")
+    assert browser.run("return document.getElementById('max_tokens').value") == "5"
+    assert browser.run("return document.documentElement.dataset.theme") == theme
+    browser.type("#prompt", "The mill" + KEYS["enter"])
+    browser.wait(IDLE)
+    assert browser.text(".note") == "5 tokens, as long as was asked"
+
+
+@needs_browser
+def test_the_page_asks_for_the_key(browser: Browser, new_live: Callable[..., Live]) -> None:
+    guarded = new_live({}, {"TEXTMILL_API_KEY": "a-long-secret"})
+    fresh(browser, guarded.url)
+    assert browser.run("return document.getElementById('key-dialog').open")
+    shoot(browser, "key-light-wide")
+    browser.type("#key", "wrong-one" + KEYS["enter"])
+    browser.wait("return document.getElementById('key-told').textContent.includes('wrong')")
+    browser.run("document.getElementById('key').value = ''")
+    browser.type("#key", "a-long-secret" + KEYS["enter"])
+    browser.wait("return document.getElementById('model').textContent.includes('mill')")
+    assert browser.run("return document.getElementById('trouble').hidden")
+
+
+@needs_browser
+def test_the_page_says_when_the_server_goes_away(browser: Browser, new_live: Callable[..., Live]) -> None:
+    doomed = new_live({"delay": 0.02, "sample": {"max_tokens": 400}})
+    fresh(browser, doomed.url)
+    browser.type("#prompt", "The mill" + KEYS["enter"])
+    browser.wait("return document.querySelectorAll('.token').length > 2")
+    doomed.process.kill()
+    browser.wait("return !document.getElementById('trouble').hidden")
+    assert "went away" in browser.text("#trouble")
+    assert "broken off" in browser.text(".note")
+    browser.type("#prompt", "again" + KEYS["enter"])
+    browser.wait("return document.getElementById('trouble').textContent.includes('does not answer')")
+    shoot(browser, "gone-light-wide")
