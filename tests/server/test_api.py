@@ -37,7 +37,7 @@ def ids_of(live: Live, text: str) -> list[int]:
 def test_tokens_there_and_back(live: Live, text: str) -> None:
     told = post(live, "/tokenize", {"text": text}).json()
     assert told["count"] == len(told["tokens"]) == len(told["pieces"])
-    assert post(live, "/detokenize", {"tokens": told["tokens"]}).json() == {"text": text}
+    assert post(live, "/detokenize", {"tokens": told["tokens"]}).json() == {"text": text, "prompt": text}
 
 
 def test_a_stream_is_the_whole_text_in_pieces(live: Live) -> None:
@@ -194,7 +194,9 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens: differs from max_completion_tokens"),
     ("/v1/chat/completions", {**CHAT, "tools": []}, 400, "tools: no such field; leave it out"),
     ("/detokenize", {"tokens": [9999]}, 400, "tokens: 9999 is no token id"),
-    ("/tokenize", {"text": None}, 400, "text: wants a valid string; found null"),
+    ("/tokenize", {"text": None}, 400, "text: is missing"),
+    ("/tokenize", {"text": "x", "prompt": "y"}, 400, "there is a prompt too"),
+    ("/tokenize", {"text": 5}, 400, "text: wants a valid string; found 5"),
 ]  # fmt: skip
 
 

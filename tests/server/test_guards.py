@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 GUARDED: list[tuple[str, str, Any]] = [
     ("GET", "/v1/models", None), ("GET", "/v1/models/mill", None), ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}),
     ("POST", "/v1/chat/completions", CHAT), ("POST", "/tokenize", {"text": "x"}), ("POST", "/detokenize", {"tokens": [1]}),
-    ("GET", "/generate?sentence=x", None), ("GET", "/metrics", None),
+    ("GET", "/generate?sentence=x", None), ("GET", "/metrics", None), ("GET", "/tokenizer_info", None),
 ]  # fmt: skip
 
 

@@ -18,7 +18,16 @@ from textmill.server.service import Service
 
 OPEN = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
 """What is answered without the key; everything else needs it."""
-PLACES = OPEN | {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate", "/metrics"}
+PLACES = OPEN | {
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/generate",
+    "/metrics",
+}
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 BODY_SECONDS = 30.0
 """Time that a client has between two pieces of its body."""

@@ -46,7 +46,10 @@ def new_routes(service: Service) -> APIRouter:
     @routes.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text."""
-        ids = await encode(service, body.text, "text")
+        text = body.prompt if body.text is None else body.text
+        if text is None or (body.text is not None and body.prompt is not None):
+            raise Refusal(400, "text: is missing, or there is a prompt too; give one of them", field="text")
+        ids = await encode(service, text, "text")
         pieces = [service.pieces.text_of(id_) for id_ in ids]
         return JSONResponse({"tokens": ids, "pieces": pieces, "count": len(ids), "max_model_len": service.scheduler.positions})
 
@@ -54,7 +57,15 @@ def new_routes(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of tokens."""
         check_ids(service, body.tokens, "tokens")
-        return JSONResponse({"text": service.scheduler.tokenizer.decode(body.tokens)})
+        text = service.scheduler.tokenizer.decode(body.tokens)
+        return JSONResponse({"text": text, "prompt": text})
+
+    @routes.get("/tokenizer_info", response_model=None)
+    async def tokenizer_info() -> Response:
+        """The tokenizer's special tokens, as lm-evaluation-harness asks for them."""
+        tokenizer = service.scheduler.tokenizer
+        roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
+        return JSONResponse({**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": None})
 
     @routes.get("/generate", response_model=None)
     async def generate(http: Request, sentence: str | None = None) -> Response:

@@ -133,9 +133,13 @@ class ChatBody(Sampling):
 
 
 class TokenizeBody(Body):
-    """A text to cut into tokens."""
+    """A text to cut into tokens; nothing is added to it."""
 
-    text: str
+    text: str | None = None
+    prompt: str | None = None
+    """The same, by the name that lm-evaluation-harness has for it."""
+    add_special_tokens: bool | None = None
+    """Accepted, and not done."""
 
 
 class DetokenizeBody(Body):

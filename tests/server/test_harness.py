@@ -1,0 +1,127 @@
+"""lm-evaluation-harness's requests to a live server of a real model, against transformers; the harness itself where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.generation.conftest import _write_model
+from tests.server.conftest import Live
+from tests.server.live import TEXT
+from textmill.config import TokenizerConfig
+from textmill.models import gpt2
+from textmill.tokens.tokenizer import fit
+
+PAIRS = [("The mill stands", " by the river"), ("물레방아는", " 강가에 서 있다."), ("Değirmen", " köprünün üstünde"), ("a", "b")]
+CLOSE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
+    shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.end)
+    return _write_model(tmp_path_factory.mktemp("harness") / "run", tokenizer, shape).folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, new_live: Callable[..., Live]) -> Live:
+    return new_live({"model": str(folder), "chat": False})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path) -> Callable[[list[int]], torch.Tensor]:
+    """Log-probabilities of every token after every token, by transformers."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+
+    def rows(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return found
+
+    return rows
+
+
+def asked(live: Live, prompt: Any, **more: Any) -> list[dict[str, Any]]:
+    body = {"model": "mill", "prompt": prompt, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True, "max_tokens": 1, **more}
+    reply = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    choices: list[dict[str, Any]] = reply.json()["choices"]
+    return sorted(choices, key=lambda choice: choice["index"])
+
+
+@pytest.mark.parametrize("new", [1, 0])
+def test_the_likelihood_of_prompts_is_that_of_transformers(
+    served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor], new: int
+) -> None:
+    prompts = [tokenizer.encode(context + continuation) for context, continuation in PAIRS]
+    for ids, choice in zip(prompts, asked(served, prompts, max_tokens=new), strict=True):
+        rows, told = judge(ids), choice["logprobs"]
+        assert len(told["token_logprobs"]) == len(ids) + new
+        assert told["token_logprobs"][0] is None
+        wanted = [float(rows[place, id_]) for place, id_ in enumerate(ids[1:])]
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(wanted, abs=CLOSE)
+        greedy = [max(top.values()) == chosen for chosen, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True)]
+        likeliest = [int(rows[place].argmax()) == id_ for place, id_ in enumerate(ids[1:])] + [True] * new
+        assert greedy == likeliest
+        if new:
+            assert told["token_logprobs"][-1] == pytest.approx(float(rows[-1].max()), abs=CLOSE)
+
+
+def test_new_tokens_are_judged_as_by_transformers(served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor]) -> None:
+    ids = tokenizer.encode("The mill")
+    choice = asked(served, ids, echo=False, logprobs=5, max_tokens=12)[0]
+    new = httpx.post(f"{served.url}/tokenize", json={"text": choice["text"]}).json()["tokens"]
+    tops = choice["logprobs"]["top_logprobs"]
+    context = list(ids)
+    for logprob, top in zip(choice["logprobs"]["token_logprobs"], tops, strict=True):
+        row = judge(context)[-1]
+        assert logprob == pytest.approx(float(row.max()), abs=CLOSE)
+        assert sorted(top.values(), reverse=True) == pytest.approx(row.topk(5).values.tolist(), abs=CLOSE)
+        context.append(int(row.argmax()))
+    assert tokenizer.decode(context[len(ids) :]).startswith(choice["text"].rstrip("�"))
+    assert new
+
+
+def test_until(served: Live, tokenizer: Any) -> None:
+    body = {"model": "mill", "prompt": ["The mill", "강가에"], "max_tokens": 20, "temperature": 0, "seed": 1234}
+    whole = [choice["text"] for choice in httpx.post(f"{served.url}/v1/completions", json=body).json()["choices"]]
+    stop = whole[0][3:5]
+    cut = httpx.post(f"{served.url}/v1/completions", json={**body, "stop": [stop, "<|endoftext|>"]}).json()["choices"]
+    assert cut[0]["text"] == whole[0][: whole[0].index(stop)]
+    assert cut[0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("backend", ["remote", "huggingface"])
+def test_the_harness_itself(served: Live, folder: Path, tokenizer: Any, judge: Callable[..., torch.Tensor], backend: str) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra eval")
+    pytest.importorskip("tenacity", reason="lm-evaluation-harness asks servers with its own extra api only")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    more = {"tokenizer": str(folder)} if backend == "huggingface" else {}
+    model = LocalCompletionsAPI(
+        base_url=f"{served.url}/v1/completions", model="mill", tokenizer_backend=backend, max_length=96, batch_size=2, **more
+    )
+    requests = [Instance("loglikelihood", {}, pair, place) for place, pair in enumerate(PAIRS)]
+    for (context, continuation), (found, greedy) in zip(PAIRS, model.loglikelihood(requests), strict=True):
+        ids, begin = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
+        rows = judge(ids)
+        chosen = [(place - 1, ids[place]) for place in range(begin, len(ids))]
+        assert found == pytest.approx(sum(float(rows[place, id_]) for place, id_ in chosen), abs=1e-4)
+        assert greedy == all(int(rows[place].argmax()) == id_ for place, id_ in chosen)
+    made = model.generate_until([Instance("generate_until", {}, ("The mill", {"until": ["\n"], "max_gen_toks": 8}), 0)])
+    direct = httpx.post(
+        f"{served.url}/v1/completions", json={"prompt": "The mill", "max_tokens": 8, "temperature": 0, "stop": ["\n"]}
+    ).json()
+    assert made == [direct["choices"][0]["text"]]
