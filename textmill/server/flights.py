@@ -113,7 +113,7 @@ def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> F
         wait = service.wait_of()
         raise Refusal(429, f"the server is full; try again in {wait} s", code="queue_full", retry_after=wait) from None
     except TextmillError as error:
-        raise Refusal(400, str(error)) from None
+        raise (stopping_refusal() if service.stopping else Refusal(400, str(error))) from None
     return flight
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
 
 from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig, ServeConfig
@@ -31,11 +31,9 @@ def open_service(config: RunConfig, step: WhichStep = "latest") -> Service:
 
 def open_template(folder: Path) -> Template | None:
     """The chat template that stands with the tokenizer, where there is one."""
-    if find_spec("textmill.tokens.chat") is None:
-        return None
-    from importlib import import_module
-
-    return cast("Template | None", import_module("textmill.tokens.chat").open_template(folder))
+    module = import_module("textmill.tokens.chat") if find_spec("textmill.tokens.chat") else None
+    opened: Template | None = getattr(module, "open_template", lambda _: None)(folder)
+    return opened
 
 
 def name_of(checkpoint: Checkpoint) -> str:
