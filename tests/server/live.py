@@ -17,7 +17,6 @@ from typing import Any
 from textmill.checkpoint import open_checkpoint
 from textmill.config import SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.generator import TextStream
 from textmill.generation.requests import Done, Request, Token
 from textmill.generation.scheduler import Full
 from textmill.server.opening import open_key
@@ -32,6 +31,22 @@ TEXT = [
 ]
 
 
+class Said:
+    """Ids in, text out, a character when all its bytes are there; byte-level tokens can be decoded by themselves."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer, self.held = tokenizer, list[int]()
+
+    def add(self, id_: int) -> str:
+        self.held.append(id_)
+        text = self.tokenizer.decode(self.held)
+        return "" if text.endswith("�") else self.end()
+
+    def end(self) -> str:
+        text, self.held = self.tokenizer.decode(self.held), []
+        return text
+
+
 @dataclass
 class Job:
     """A request on its way."""
@@ -40,7 +55,7 @@ class Job:
     request: Request
     deliver: Callable[[Token | Done], None]
     deadline: float | None
-    text: TextStream
+    text: Said
     cancelled: bool = False
     made: int = 0
     held: str = field(default="")
@@ -64,7 +79,7 @@ class Echo:
                 raise Full
             if len(request.ids) >= self.positions:
                 raise TextmillError("the prompt is too long")
-            job = Job(next(self.numbers), request, deliver, deadline, TextStream(self.tokenizer, list(request.ids)))
+            job = Job(next(self.numbers), request, deliver, deadline, Said(self.tokenizer))
             self.waiting.append(job)
             self.counts["requests"] += 1
             return job.number
