@@ -20,7 +20,7 @@ from textmill.errors import TextmillError
 from textmill.generation.requests import Done, Request, Token
 from textmill.generation.scheduler import Full
 from textmill.server.opening import open_key
-from textmill.server.running import run
+from textmill.server.running import bind, run
 from textmill.server.service import Service
 from textmill.tokens.tokenizer import TextTokenizer, fit
 
@@ -169,4 +169,4 @@ def new_service(asked: dict[str, Any]) -> Service:
 
 
 if __name__ == "__main__":
-    run(new_service(json.loads(sys.argv[1])))
+    run(new_service(json.loads(sys.argv[1])), bind("127.0.0.1", 0))

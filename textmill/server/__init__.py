@@ -9,6 +9,7 @@ from textmill.config import RunConfig
 def serve(config: RunConfig, step: WhichStep = "latest") -> None:
     """Answer over HTTP until stopped."""
     from textmill.server.opening import open_service  # the web framework and the model's are loaded only when asked
-    from textmill.server.running import run
+    from textmill.server.running import bind, run
 
-    run(open_service(config, step))
+    listening = bind(config.serve.host, config.serve.port)  # before the model, which may take minutes to load
+    run(open_service(config, step), listening)

@@ -34,10 +34,10 @@ class Server(uvicorn.Server):
         await closing
 
 
-def run(service: Service) -> None:
-    """Serve until SIGTERM or ctrl-C."""
+def run(service: Service, listening: socket.socket) -> None:
+    """Serve on a bound socket until SIGTERM or ctrl-C."""
     serve = service.config
-    listening = _listen(serve.host, serve.port)
+    listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
@@ -56,7 +56,8 @@ def run(service: Service) -> None:
     print("stopped", flush=True)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with the address, which is taken from then on; nobody is let in yet."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
@@ -66,11 +67,9 @@ def _listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-        listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
     except OSError as error:
         listening.close()
         raise TextmillError(
             f"serve.port: cannot listen on {host}:{port}: {error.strerror}; choose another serve.port or serve.host"
         ) from None
-    listening.set_inheritable(True)
     return listening

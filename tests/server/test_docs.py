@@ -1,0 +1,73 @@
+"""The examples of docs/serve.md, run as they stand against a live server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.server.browser import Browser, missing
+from tests.server.conftest import Live
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def example(kind: str, live: Live) -> str:
+    """The one example in a language, with the live server's address."""
+    found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(found) == 1
+    assert ADDRESS in found[0]
+    return found[0].replace(ADDRESS, live.url)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on PATH")
+def test_curl(live: Live) -> None:
+    done = subprocess.run(["bash", "-e", "-c", example("sh", live)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert '"finish_reason":"length"' in done.stdout
+    assert "data: [DONE]" in done.stdout
+    assert '{"input":"Once upon a time","response":' in done.stdout
+    assert '"error"' not in done.stdout
+
+
+def test_python(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai", reason="the openai client is in the extra dev")
+    exec(compile(example("python", live), "docs/serve.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert said.count("Once upon a time") >= 2, "the model echoes its prompt, whole and streamed"
+    assert "user: Who are you?" in said
+
+
+def test_javascript(live: Live) -> None:
+    script = example("js", live)
+    if node := shutil.which("node"):
+        done = subprocess.run([node, "--input-type=module", "-e", script], capture_output=True, text=True)
+        assert "Once upon a time" in done.stdout, done.stderr
+        return
+    if missing():
+        pytest.skip(f"no node on PATH, {missing()}")
+    browser = Browser()
+    try:
+        browser.open(live.url)
+        script = script.replace("console.log(text)", "return text")
+        said = browser.ask(
+            "execute/async", script=f"const done = arguments[0]; (async () => {{ {script} }})().then(done, (e) => done(String(e)))", args=[]
+        )
+        assert said.startswith("Once upon a time")
+    finally:
+        browser.close()
+
+
+def test_every_setting_and_place_is_on_the_page(live: Live) -> None:
+    import httpx
+
+    from textmill.config import ServeConfig
+
+    for key in ServeConfig.model_fields:
+        assert f"`serve.{key}`" in PAGE
+    for path in httpx.get(f"{live.url}/openapi.json").json()["paths"]:
+        assert path.replace("/{name}", "") in PAGE

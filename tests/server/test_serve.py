@@ -1,0 +1,86 @@
+"""The verb: `textmill serve WHERE` answers, stops when told, and says in one line why it cannot start."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.generation.conftest import _write_model
+from tests.server.conftest import ROOT
+from tests.server.live import TEXT
+from textmill.checkpoint import Checkpoint
+from textmill.config import RunConfig, ServeConfig, TokenizerConfig
+from textmill.errors import TextmillError
+from textmill.models import gpt2
+from textmill.server.opening import name_of
+from textmill.tokens.tokenizer import fit
+
+COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
+    shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
+    root = tmp_path_factory.mktemp("serve") / "river-mill"
+    _write_model(root / "run", tokenizer, shape)
+    (root / "mill.yaml").write_text("folder: .\n", encoding="utf-8")
+    return root / "mill.yaml"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals) -> None:
+    words = [str(where), "serve.port=0", "sample.max_tokens=5", "engine.device=cpu"]
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.fullmatch(r"river-mill at step 7 answers at (http://127\.0\.0\.1:\d+)/ ; ctrl-C stops\n", line)
+    if not found:
+        process.kill()
+    assert found, line + "".join(process.communicate())
+    told = httpx.get(f"{found[1]}/generate", params={"sentence": "The mill"}, timeout=60).json()
+    assert told["response"].startswith("The mill")
+    whole = httpx.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}, timeout=60).json()
+    assert whole["model"] == "river-mill"
+    again = httpx.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}, timeout=60).json()
+    assert whole["choices"] == again["choices"], "the same seed gives the same text"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "stopped\n")
+    assert "Traceback" not in err
+
+
+def test_what_cannot_start_says_why_in_a_line(where: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for words, said in [
+            ([str(where), f"serve.port={port}"], f"serve.port: cannot listen on 127.0.0.1:{port}"),
+            ([str(where), "serve.host=no such host"], "serve.host: 'no such host' is no address of this machine"),
+            ([str(where), "serve.key_file=nowhere"], "nowhere: cannot be read"),
+            ([str(where), "serve.port=70000"], "serve.port: found 70000; give a value at most 65535"),
+            ([str(where), "serve.origins=[example.org]"], "serve.origins: 'example.org' is no web origin"),
+        ]:
+            done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=ROOT)
+            assert (done.returncode, done.stdout) == (2, ""), done.stderr
+            assert said in done.stderr
+            assert done.stderr.count("\n") == 1
+
+
+def test_a_model_has_the_name_of_its_run() -> None:
+    for place, name in [("runs/tale/run/step-0000007", "tale"), ("runs/tale/step-0000007", "tale"), ("models/gpt2", "gpt2")]:
+        assert name_of(Checkpoint(Path(place), 7, {})) == name
+
+
+def test_serving_decides_nothing_of_a_run() -> None:
+    assert RunConfig().results("serve") == {}
+    with pytest.raises(TextmillError, match="no web origin"):
+        ServeConfig(origins=["https://example.org/page"])
