@@ -5,49 +5,29 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from textmill.checkpoint import WhichStep, model_of
 from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import config_of, merged, tree_of
 from textmill.errors import TextmillError, warn
 from textmill.generation.requests import Request
+from textmill.tokens.talks import Message, TalkTemplate, open_template
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator
 
 HELP = "/reset forgets the talk, /set temperature=0.7 changes a setting, /set shows them, ctrl-C stops an answer, ctrl-D ends"
-Message = dict[str, str]
-"""A turn of a talk: who speaks ("role") and what is said ("content")."""
-
-
-class Template(Protocol):
-    """How a model that was finetuned for chat wants a talk written."""
-
-    stop_ids: Sequence[int]
-    """Tokens that end an answer."""
-
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Sequence[int]: ...
-
-
-def open_template(folder: Path) -> Template:
-    """The chat template that stands with a model's tokenizer."""
-    module = import_module("textmill.tokens.chat") if find_spec("textmill.tokens.chat") else None
-    opened: Template | None = getattr(module, "open_template", lambda _: None)(folder)
-    if opened is None:
-        raise TextmillError(f"{folder}: this model was not finetuned for chat; use textmill generate")
-    return opened
 
 
 def chat(config: RunConfig, step: WhichStep = "latest") -> None:
     """Talk with a model until the input ends."""
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.folder)
+    if template is None:
+        raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
     from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
 
     talk = Talk(open_generator(checkpoint, config.engine), template, config)
@@ -75,7 +55,7 @@ def chat(config: RunConfig, step: WhichStep = "latest") -> None:
 class Talk:
     """What was said so far, and how the model is to answer."""
 
-    def __init__(self, generator: Generator, template: Template, config: RunConfig) -> None:
+    def __init__(self, generator: Generator, template: TalkTemplate, config: RunConfig) -> None:
         self.generator, self.template, self.config = generator, template, config
         self.messages: list[Message] = []
         self.answers = 0

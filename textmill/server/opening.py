@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig, ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.service import Service, Template
+from textmill.server.service import Service
+from textmill.tokens.talks import open_template
 
 KEY = "TEXTMILL_API_KEY"
 SHORTEST = 8
@@ -27,13 +26,6 @@ def open_service(config: RunConfig, step: WhichStep = "latest") -> Service:
     scheduler = Scheduler(open_generator(checkpoint, config.engine), slots=serve.slots, queue=serve.queue)
     template = open_template(checkpoint.folder)
     return Service(scheduler, serve, config.sample, serve.name or name_of(checkpoint), checkpoint.step, template, key)
-
-
-def open_template(folder: Path) -> Template | None:
-    """The chat template that stands with the tokenizer, where there is one."""
-    module = import_module("textmill.tokens.chat") if find_spec("textmill.tokens.chat") else None
-    opened: Template | None = getattr(module, "open_template", lambda _: None)(folder)
-    return opened
 
 
 def name_of(checkpoint: Checkpoint) -> str:
