@@ -42,7 +42,7 @@ class ParrotSlots:
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
         return torch.zeros(len(contexts), max(map(len, contexts)), 1)
 
-    def decode(self, ids: list[int], places: list[int]) -> Tensor:
+    def decode(self, ids_N: Tensor, places: list[int]) -> Tensor:
         return nn.functional.one_hot(torch.tensor([self.ids[place] for place in places]), self.net.shape.vocab) * 100.0
 
     def move(self, source: int, target: int, used: int) -> None:

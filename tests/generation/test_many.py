@@ -115,9 +115,10 @@ def test_draws_follow_a_direct_computation(generator: Generator, theirs: Any, op
     first = sampling.new_state(samples[0], prompt, ends=(tokenizer.end,), bias=bias, vocab=tokenizer.vocab, device=scores.device)
     for id_ in SAID:
         first.add(id_)
+        first.number += 1
     states = [dataclasses.replace(first, sample=one) for one in samples]
     found = sampling.next_ids(scores.expand(DRAWS, -1), states, sampling.rules_of(states, scores.device))
-    counts = torch.bincount(torch.tensor(found), minlength=tokenizer.vocab).double()
+    counts = torch.bincount(found, minlength=tokenizer.vocab).double()
     wanted = direct(scores, option, prompt, tokenizer.end) * DRAWS
     assert counts[wanted == 0].sum() == 0
     large = wanted >= 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import random
 import threading
@@ -91,6 +92,48 @@ def test_a_text_is_the_same_alone_and_among_others_that_come_and_go(generator: G
     assert new == [done.tokens for done in ends]
     assert len(set(new)) > 8
     assert tokenizer.vocab == scheduler.vocab
+
+
+def test_asking_ahead_changes_no_text(generator: Generator) -> None:
+    """What a GPU does, on the CPU: the next token is asked for before the last one is read, while texts join, leave and are dropped."""
+    dice = random.Random(6)
+    requests = [
+        generator.request_of(
+            dice.choice(["The mill", "물레방아는", "", "a"]),
+            SampleConfig(
+                seed=number, max_tokens=dice.choice([1, 2, 7, 20, 99]), temperature=dice.choice([0.0, 0.9]), min_tokens=dice.choice([0, 5]),
+                repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.0, 1.3]), slide=dice.random() < 0.5,
+            ),
+        )
+        for number in range(30)
+    ]  # fmt: skip
+    requests = [dataclasses.replace(one, stop=dice.choice([(), ("e",)]), logprobs=dice.choice([0, 0, 2])) for one in requests]
+    alone = [[event for _, event in generator.run([request], 1)] for request in requests]
+    batch, found, waiting = generator.new_batch(4), [[] for _ in requests], list(enumerate(requests))
+    batch.ahead = True
+    while waiting or batch.rows or batch.waiting:
+        while waiting and batch.free and dice.random() < 0.7:
+            number, one = waiting.pop(0)
+            batch.add(number, one, generator.room_of(one, quiet=True))
+            if number % 5 == 4:
+                for _ in range(dice.randint(0, 3)):
+                    for place, event in batch.step():
+                        found[place].append(event)
+                done = batch.drop(number, "cancelled")
+                found[number] += [done] if done else []
+        for place, event in batch.step():
+            found[place].append(event)
+    for number, (one, other) in enumerate(zip(found, alone, strict=True)):
+        if one[-1].reason == "cancelled":
+            assert number % 5 == 4
+            assert [event.id for event in one[:-1]] == [event.id for event in other[: len(one) - 1]]
+            continue
+        assert [dataclasses.replace(event, logprob=None, top=()) if isinstance(event, Token) else event for event in one] == [
+            dataclasses.replace(event, logprob=None, top=()) if isinstance(event, Token) else event for event in other
+        ]
+        logs = [[event.logprob for event in events if isinstance(event, Token) and event.logprob is not None] for events in (one, other)]
+        assert logs[0] == pytest.approx(logs[1], abs=1e-4)
+    assert batch.free == 4
 
 
 def test_a_request_joins_while_others_are_at_work(generator: Generator, scheduler: Scheduler) -> None:
@@ -265,8 +308,8 @@ def test_scores_that_are_no_numbers_end_their_own_text_only(
 ) -> None:
     decode = scheduler._batch.slots.decode
 
-    def spoiled(ids: list[int], places: list[int]) -> object:
-        scores = decode(ids, places).clone()
+    def spoiled(ids_N: object, places: list[int]) -> object:
+        scores = decode(ids_N, places).clone()
         scores[[place for place, row in enumerate(scheduler._batch.rows) if row.number == 1]] = float("nan")
         return scores
 

@@ -30,7 +30,7 @@ class Slots(Protocol):
     device: torch.device
 
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor: ...
-    def decode(self, ids: list[int], places: list[int]) -> Tensor: ...
+    def decode(self, ids_N: Tensor, places: list[int]) -> Tensor: ...
     def move(self, source: int, target: int, used: int) -> None: ...
     def take(self, sources: list[int], used: int) -> None: ...
 
@@ -40,7 +40,7 @@ def slots_type(family: str) -> Any:
     return import_module(f"textmill.models.{family}_decode_torch").Slots
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One text at work."""
 
@@ -57,17 +57,22 @@ class Row:
     """Tokens whose keys and values are in the slot."""
     told: tuple[tuple[float | None, Top], ...] = ()
     """The prompt's log-probabilities, when asked."""
+    count: int = 0
+    """New tokens that have come."""
+    gone: bool = False
+    """Whether it has left; a token that was on its way to it is nobody's."""
 
     def add(self, id_: int, logprob: float | None, top: Top) -> tuple[Token | None, Reason | None]:
         """Take one more token; what it gave, and why it is the last one if it is."""
-        if id_ in self.state.ends:
-            return None, "stop"
+        if id_ < 0 or id_ in self.state.ends:
+            return None, "error" if id_ < 0 else "stop"
         self.ids.append(id_)
+        self.count += 1
         self.state.add(id_)
         token = Token(id_, self.watch.add(self.stream.add(id_)), logprob, top)
         if self.watch.hit:
             return token, "stop"
-        return token, "length" if self.state.number >= self.room else None
+        return token, "length" if self.count >= self.room else None
 
     def done(self, reason: Reason, message: str = "") -> Done:
         """The end, with the text that was held back."""
@@ -75,7 +80,37 @@ class Row:
         text += self.watch.end()
         if self.watch.hit and reason == "length":
             reason = "stop"
-        return Done(reason, self.state.number, text, message, self.told)
+        return Done(reason, self.count, text, message, self.told)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Tokens that were asked for and may not be there yet."""
+
+    rows: list[Row]
+    ids_N: Tensor
+    host_N: Tensor
+    landed: Any
+    """What says that they are there; None: they are."""
+    logs: dict[int, tuple[float, Top]]
+
+    def ids(self) -> list[int]:
+        """The tokens, when they have come."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        ids: list[int] = self.host_N.tolist()
+        return ids
+
+
+def _on_its_way(ids_N: Tensor) -> tuple[Tensor, Any]:
+    """A copy of tokens for the host that nobody waits for, and what says that it is there."""
+    if not ids_N.is_cuda:
+        return ids_N, None
+    host_N = torch.empty(ids_N.shape, dtype=ids_N.dtype, pin_memory=True)
+    host_N.copy_(ids_N, non_blocking=True)
+    landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    landed.record()
+    return host_N, landed
 
 
 @dataclass
@@ -90,7 +125,10 @@ class Batch:
     """Makes a text's stream from its prompt."""
     rows: list[Row] = field(default_factory=list)
     waiting: list[Row] = field(default_factory=list)
+    ahead: bool = False
+    """Ask for a text's next token before the last one is here: a GPU works while the host writes; a token comes one step later."""
     _rules: Rules | None = None
+    _flight: Flight | None = None
 
     @property
     def free(self) -> int:
@@ -119,7 +157,7 @@ class Batch:
 
     def clear(self) -> None:
         """Forget every text."""
-        self.rows, self.waiting, self._rules = [], [], None
+        self.rows, self.waiting, self._rules, self._flight = [], [], None, None
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Event]]:
@@ -131,27 +169,60 @@ class Batch:
             self._leave(place)
         if not self.rows:
             return events
-        self._slide()
-        scores_NV = self.slots.decode([row.ids[-1] for row in self.rows], [row.used for row in self.rows])[:, : self.tokenizer.vocab]
+        if self._flight and not self._may_run_ahead():
+            events += self._land(self._flight)
+        if self.rows:
+            self._slide()
+            before, self._flight = self._flight, self._launch()
+            events += self._land(before) if before else []
+            events += self._land(self._flight) if not self.ahead else []
+        return events
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next token of every text can be asked for before the last one is known here."""
+        return all(
+            row.state.number < row.room and row.used < self.positions and row.state.seen_V is None and row.state.said_V is None
+            for row in self.rows
+        )  # fmt: skip
+
+    def _launch(self) -> Flight:
+        """Ask for the next token of every text."""
+        scores_NV = self.slots.decode(self._last_ids(), [row.used for row in self.rows])[:, : self.tokenizer.vocab]
         states = [row.state for row in self.rows]
         self._rules = self._rules or rules_of(states, self.slots.device)
-        ids = next_ids(scores_NV, states, self._rules)
-        logs = self._logs(scores_NV, ids)
-        ended = []
-        for place, (row, id_) in enumerate(zip(self.rows, ids, strict=True)):
+        ids_N = next_ids(scores_NV, states, self._rules)
+        logs = self._logs(scores_NV, ids_N)
+        for row in self.rows:
             row.used += 1
-            if id_ is None:
-                events.append((row.number, row.done("error", NOT_FINITE)))
-                ended.append(place)
+            row.state.number += 1
+        return Flight(list(self.rows), ids_N, *_on_its_way(ids_N), logs)
+
+    def _last_ids(self) -> Tensor:
+        """The last token of every text, on the device; some of them are known only there."""
+        flight = self._flight
+        if flight and flight.rows == self.rows:
+            return flight.ids_N.clamp(min=0)
+        places = {id(row): place for place, row in enumerate(flight.rows)} if flight else {}
+        known_N = torch.tensor([row.ids[-1] for row in self.rows], device=self.slots.device)
+        if flight is None:
+            return known_N
+        sources = [places.get(id(row), len(places) + place) for place, row in enumerate(self.rows)]
+        return torch.cat([flight.ids_N.clamp(min=0), known_N])[torch.tensor(sources, device=self.slots.device)]
+
+    def _land(self, flight: Flight) -> list[tuple[int, Event]]:
+        """Take the tokens that were asked for; texts that are over leave."""
+        if flight is self._flight:
+            self._flight = None
+        events: list[tuple[int, Event]] = []
+        for place, (row, id_) in enumerate(zip(flight.rows, flight.ids(), strict=True)):
+            if row.gone:
                 continue
-            token, reason = row.add(id_, *logs.get(place, (None, ())))
+            token, reason = row.add(id_, *flight.logs.get(place, (None, ())))
             if token is not None:
                 events.append((row.number, token))
             if reason is not None:
-                events.append((row.number, row.done(reason)))
-                ended.append(place)
-        for place in reversed(ended):
-            self._leave(place)
+                events.append((row.number, row.done(reason, NOT_FINITE if reason == "error" else "")))
+                self._leave(next(place for place, other in enumerate(self.rows) if other is row))
         return events
 
     def _join(self) -> None:
@@ -184,19 +255,19 @@ class Batch:
 
     def _leave(self, place: int) -> None:
         """Give a slot back; the last text moves into it, so that the texts at work stay together."""
-        last = len(self.rows) - 1
+        last, left = len(self.rows) - 1, self.rows[place]
         if place != last:
             self.slots.move(last, place, self.rows[last].used)
             self.rows[place] = self.rows[last]
         self.rows.pop()
-        self._rules = None
+        left.gone, self._rules = True, None
 
-    def _logs(self, scores_NV: Tensor, ids: Sequence[int | None]) -> dict[int, tuple[float, Top]]:
+    def _logs(self, scores_NV: Tensor, ids_N: Tensor) -> dict[int, tuple[float, Top]]:
         """Log-probabilities of the chosen and the likeliest tokens, by row, where they are asked."""
-        asking = [place for place, row in enumerate(self.rows) if row.request.logprobs and ids[place] is not None]
+        asking = [place for place, row in enumerate(self.rows) if row.request.logprobs]
         if not asking:
             return {}
-        chosen = torch.tensor([ids[place] for place in asking], device=scores_NV.device)
+        chosen = ids_N[asking].clamp(min=0)
         wanted = [self.rows[place].request.logprobs for place in asking]
         return dict(zip(asking, _tops(scores_NV[asking], chosen, wanted), strict=True))
 

@@ -47,12 +47,13 @@ def search(home: Home, request: Request, room: int) -> Done:
         slots.prefill(0, [prompt[:-1]])
     running, finished, used = [Beam((), 0.0)], [], len(prompt) - 1
     for number in range(1, room + 1):
-        scores_NV = slots.decode([(beam.ids or prompt)[-1] for beam in running], [used] * len(running))[:, : tokenizer.vocab]
+        last_N = torch.tensor([(beam.ids or prompt)[-1] for beam in running], device=slots.device)
+        scores_NV = slots.decode(last_N, [used] * len(running))[:, : tokenizer.vocab]
         used += 1
         if not bool(torch.isfinite(scores_NV).all()):
             raise TextmillError(NOT_FINITE)
         logs_NV = scores_NV.float().log_softmax(1)
-        logs_NV = penalised(logs_NV, _states(request, running, ends, logs_NV))
+        logs_NV = penalised(logs_NV, _states(request, running, ends, logs_NV), {})
         found = _best(logs_NV, running, max(2, 1 + len(ends)) * sample.beams)
         over = [beam.ids[-1] in ends or number == room for beam in found]
         finished += [beam for beam, last in zip(found[: sample.beams], over, strict=False) if last]
@@ -72,6 +73,7 @@ def _states(request: Request, running: list[Beam], ends: tuple[int, ...], logs_N
         state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=logs_NV.shape[1], device=logs_NV.device)
         for id_ in beam.ids:
             state.add(id_)
+        state.number = len(beam.ids)
         states.append(state)
     return states
 

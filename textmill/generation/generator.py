@@ -123,7 +123,9 @@ class Generator:
     def new_batch(self, slots: int, length: int | None = None) -> Batch:
         """Slots for texts of so many tokens, the model's longest if not said, and nobody in them yet."""
         self._streams = self._streams or streams_of(self.tokenizer)
-        return Batch(self.new_slots(slots, length or self.positions), self.tokenizer, self.positions, self._streams)
+        return Batch(
+            self.new_slots(slots, length or self.positions), self.tokenizer, self.positions, self._streams, ahead=self.device.type == "cuda"
+        )
 
     def new_slots(self, slots: int, length: int) -> Slots:
         """Memory for keys and values; more than the device has is refused."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,15 +28,14 @@ class State:
     """Tokens that end it."""
     bias: tuple[tuple[int, float], ...] = ()
     number: int = 0
-    """New tokens so far."""
+    """New tokens asked for so far."""
     seen_V: Tensor | None = None
     """Whether each token is in the text, kept where the repetition penalty asks."""
     said_V: Tensor | None = None
     """How often each token is in the new text, kept where the other penalties ask."""
 
     def add(self, id_: int) -> None:
-        """One more new token."""
-        self.number += 1
+        """One more new token, for the penalties."""
         if self.seen_V is not None:
             self.seen_V[id_] = True
         if self.said_V is not None:
@@ -71,10 +71,10 @@ def cool(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
     return (logits_NV - logits_NV.amax(1, keepdim=True)) / temperature_N1.clamp(min=COLDEST)
 
 
-def keep_top_k(logits_NV: Tensor, k_N1: Tensor) -> Tensor:
-    """Only the k likeliest tokens, and those as likely as the last of them."""
+def keep_top_k(logits_NV: Tensor, k_N1: Tensor, most: int) -> Tensor:
+    """Only the k likeliest tokens, and those as likely as the last of them; `most` is the largest k."""
     k_N1 = k_N1.long().clamp(max=logits_NV.shape[1])
-    least_N1 = logits_NV.topk(int(k_N1.max()), dim=1).values.gather(1, k_N1 - 1)
+    least_N1 = logits_NV.topk(min(most, logits_NV.shape[1]), dim=1).values.gather(1, k_N1 - 1)
     return logits_NV.masked_fill(logits_NV < least_N1, NEVER)
 
 
@@ -105,7 +105,7 @@ def keep_typical(logits_NV: Tensor, p_N1: Tensor) -> Tensor:
 
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-WARPERS: list[tuple[str, float, Rule]] = [
+WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
     ("temperature", 1.0, cool), ("top_k", 0, keep_top_k), ("top_p", 1.0, keep_top_p), ("min_p", 0.0, keep_min_p),
     ("typical_p", 1.0, keep_typical),
 ]  # fmt: skip
@@ -116,10 +116,15 @@ WARPERS: list[tuple[str, float, Rule]] = [
 class Rules:
     """The rows that ask for each rule, and with what; made anew when texts join or leave."""
 
-    warpers: tuple[tuple[Rule, list[int], Tensor], ...]
-    drawing: list[int]
-    """Rows whose token is drawn; the others take the likeliest."""
+    warpers: tuple[tuple[Rule, Tensor | None, Tensor], ...]
+    """A rule, the rows that ask for it (None: all) and their values."""
+    drawing: bool
+    """Whether any token is drawn."""
+    drawn_N: Tensor | None
+    """The rows whose token is drawn, where others take the likeliest."""
     seeds_N: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    early: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Rows that may not end yet, to where the ends stand in the scores."""
 
 
 def rules_of(states: Sequence[State], device: torch.device) -> Rules:
@@ -129,24 +134,29 @@ def rules_of(states: Sequence[State], device: torch.device) -> Rules:
     for key, neutral, rule in WARPERS:
         rows = [row for row in drawing if getattr(states[row].sample, key) != neutral]
         if rows:
-            values_N1 = torch.tensor([[float(getattr(states[row].sample, key))] for row in rows], device=device)
-            warpers.append((rule, rows, values_N1))
+            values = [getattr(states[row].sample, key) for row in rows]
+            known = partial(rule, most=max(values)) if key == "top_k" else rule
+            which = None if len(rows) == len(states) else torch.tensor(rows, device=device)
+            warpers.append((known, which, torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)))
+    drawn_N = None
+    if drawing and len(drawing) < len(states):
+        drawn_N = torch.tensor([state.sample.temperature > 0 for state in states], device=device)
     seeds_N = np.array([state.sample.seed for state in states], np.uint64)
-    return Rules(tuple(warpers), drawing, mix(seeds_N + GOLDEN))
+    return Rules(tuple(warpers), bool(drawing), drawn_N, mix(seeds_N + GOLDEN))
 
 
 def shaped(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
     """The scores after every rule: bias, penalties, min_tokens, then those of chance; a row is changed by its own rules only."""
-    logits_NV = penalised(logits_NV.float().clone(), states)
-    for rule, rows, values_N1 in rules.warpers:
-        if len(rows) == len(states):
+    logits_NV = penalised(logits_NV.float().clone(), states, rules.early)
+    for rule, rows_N, values_N1 in rules.warpers:
+        if rows_N is None:
             logits_NV = rule(logits_NV, values_N1)
         else:
-            logits_NV[rows] = rule(logits_NV[rows], values_N1)
+            logits_NV[rows_N] = rule(logits_NV[rows_N], values_N1)
     return logits_NV
 
 
-def penalised(logits_NV: Tensor, states: Sequence[State]) -> Tensor:
+def penalised(logits_NV: Tensor, states: Sequence[State], early: dict[tuple[int, ...], tuple[Tensor, Tensor]]) -> Tensor:
     """Scores after bias, penalties and min_tokens, in place."""
     for row, state in enumerate(states):
         logits_V = logits_NV[row]
@@ -157,8 +167,12 @@ def penalised(logits_NV: Tensor, states: Sequence[State]) -> Tensor:
             logits_V.copy_(penalise(logits_V, state.seen_V, torch.tensor(state.sample.repetition_penalty, device=logits_V.device)))
         if state.said_V is not None:
             logits_V -= state.said_V * state.sample.frequency_penalty + (state.said_V > 0) * state.sample.presence_penalty
-        if state.number < state.sample.min_tokens:
-            logits_V[list(state.ends)] = NEVER
+    if rows := tuple(row for row, state in enumerate(states) if state.number < state.sample.min_tokens):
+        if rows not in early:
+            pairs = [(row, id_) for row in rows for id_ in states[row].ends]
+            places_N2 = torch.tensor(pairs, device=logits_NV.device)
+            early[rows] = places_N2[:, 0], places_N2[:, 1]
+        logits_NV[early[rows]] = NEVER
     return logits_NV
 
 
@@ -178,17 +192,17 @@ def uniforms_of(rules: Rules, states: Sequence[State]) -> Tensor:
     return torch.from_numpy((keys_N >> np.uint64(11)).astype(np.float64) / (1 << 53))
 
 
-def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> list[int | None]:
-    """The next token of each text: a function of its scores, its seed and how many new tokens it has; None: its scores are no numbers."""
+def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
+    """The next token of each text: a function of its scores, its seed and how many new tokens it has; -1: its scores are no numbers."""
     whole_N = torch.isfinite(logits_NV).all(1)
     logits_NV = shaped(logits_NV, states, rules)
     if not rules.drawing:
         ids_N = logits_NV.argmax(1)
     else:
-        ids_N = choose(logits_NV, uniforms_of(rules, states).to(logits_NV.device))
-        if len(rules.drawing) < len(states):
-            drawn_N = torch.zeros(len(states), dtype=torch.bool)
-            drawn_N[rules.drawing] = True
-            ids_N = torch.where(drawn_N.to(ids_N.device), ids_N, logits_NV.argmax(1))
-    found: list[int] = torch.where(whole_N, ids_N, -1).tolist()
-    return [None if id_ < 0 else id_ for id_ in found]
+        uniforms = uniforms_of(rules, states)
+        if logits_NV.is_cuda:
+            uniforms = uniforms.pin_memory().to(logits_NV.device, non_blocking=True)
+        ids_N = choose(logits_NV, uniforms)
+        if rules.drawn_N is not None:
+            ids_N = torch.where(rules.drawn_N, ids_N, logits_NV.argmax(1))
+    return torch.where(whole_N, ids_N, -1)

@@ -50,13 +50,15 @@ class Slots:
         return hidden
 
     @torch.inference_mode()
-    def decode(self, ids: list[int], places: list[int]) -> Tensor:
+    def decode(self, ids_N: Tensor, places: list[int]) -> Tensor:
         """One more token for each of the first slots, at its own place; scores of what comes after it."""
-        count, longest = len(ids), max(places) + 1
-        self.ids_N[:count] = torch.tensor(ids)
-        self.places_N[:count] = torch.tensor(places)
+        count, longest = len(places), max(places) + 1
+        self.ids_N[:count] = ids_N
+        places_N = torch.tensor(places)
         if self.device.type == "cuda":
+            self.places_N[:count].copy_(places_N.pin_memory(), non_blocking=True)
             return self._replayed(count, longest)[:count]
+        self.places_N[:count] = places_N
         return self._step(count, longest)
 
     @torch.inference_mode()
