@@ -2,7 +2,7 @@
 
     python bench/generate.py [new tokens] [tiny]
 
-GPT-2 of 124M with random weights, fp32, greedy, prompts of 128 tokens, one text and sixteen; prints tokens a second of both, the ratio,
+GPT-2 of 124M with random weights, fp32, greedy, prompts of 32 tokens, one text and sixteen; prints tokens a second of both, the ratio,
 and how many of the new tokens are the same. `tiny` takes a net of two small layers, to try the script itself.
 """
 
@@ -28,7 +28,7 @@ from textmill.generation.requests import Request, Token
 from textmill.models.nets_torch import open_net
 from textmill.tokens.tokenizer import TextTokenizer
 
-PROMPT, ROUNDS = 128, 3
+PROMPT, ROUNDS = 32, 3
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64}
 Ids = list[list[int]]
 
@@ -36,12 +36,14 @@ Ids = list[list[int]]
 def main() -> None:
     """One text and sixteen, both ways in turn."""
     words = sys.argv[1:]
-    new = next((int(word) for word in words if word.isdigit()), 32)
+    new = next((int(word) for word in words if word.isdigit()), 24)
     ours, theirs = open_both(torch.device("cpu"), torch.float32, "tiny" in words)
     print(f"prompts of {PROMPT} tokens, {new} new ones, fp32, {torch.get_num_threads()} threads, the middle of {ROUNDS} rounds")
     for batch in (1, 16):
         compare(
-            batch, new, {"textmill": lambda ids: our_tokens(ours, ids, new), "transformers": lambda ids: their_tokens(theirs, ids, new)}
+            prompts_of(batch, PROMPT),
+            new,
+            {"textmill": lambda ids: our_tokens(ours, ids, new), "transformers": lambda ids: their_tokens(theirs, ids, new)},
         )
 
 
@@ -85,15 +87,15 @@ def their_tokens(model: Any, prompts: Ids, new: int, **settings: Any) -> Ids:
     return found
 
 
-def prompts_of(batch: int) -> Ids:
+def prompts_of(batch: int, length: int) -> Ids:
     """Prompts of one length, which transformers needs no padding for."""
     dice = random.Random(batch)
-    return [[dice.randrange(50000) for _ in range(PROMPT)] for _ in range(batch)]
+    return [[dice.randrange(50000) for _ in range(length)] for _ in range(batch)]
 
 
-def compare(batch: int, new: int, ways: dict[str, Callable[[Ids], Ids]], rounds: int = ROUNDS) -> dict[str, float]:
+def compare(prompts: Ids, new: int, ways: dict[str, Callable[[Ids], Ids]], rounds: int = ROUNDS) -> dict[str, float]:
     """Tokens a second of each way, in turn, after a round to warm up; the first is the one that the others are held against."""
-    prompts, seconds = prompts_of(batch), {name: [] for name in ways}
+    batch, seconds = len(prompts), {name: [] for name in ways}
     found: dict[str, Ids] = {}
     for number in range(rounds + 1):
         for name, way in ways.items():

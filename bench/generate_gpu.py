@@ -22,6 +22,8 @@ from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, Request, Token
 from textmill.generation.scheduler import Scheduler
 
+PROMPT = 128
+
 
 def main() -> None:
     """All measurements, one after the other."""
@@ -42,9 +44,9 @@ def main() -> None:
         }
         if cuda:
             ways["transformers, static compiled"] = lambda ids: their_tokens(theirs, ids, new, cache_implementation="static")
-        compare(batch, new, ways)
-        print(f"  batch {batch:>3}  first token after {first_token(ours, prompts_of(batch)) * 1e3:.1f} ms")
-    print(f"  64 requests through the scheduler: {scheduled(ours, prompts_of(64), new):,.0f} tokens/s")
+        compare(prompts_of(batch, PROMPT), new, ways)
+        print(f"  batch {batch:>3}  first token after {first_token(ours, prompts_of(batch, PROMPT)) * 1e3:.1f} ms")
+    print(f"  64 requests through the scheduler: {scheduled(ours, prompts_of(64, PROMPT), new):,.0f} tokens/s")
 
 
 def first_token(generator: Generator, prompts: Ids) -> float:
