@@ -123,6 +123,8 @@ class Batch:
     """Tokens that the model sees."""
     open_stream: Callable[[Sequence[int]], Stream]
     """Makes a text's stream from its prompt."""
+    limit: int
+    """Texts at a time; there may be more slots."""
     rows: list[Row] = field(default_factory=list)
     waiting: list[Row] = field(default_factory=list)
     ahead: bool = False
@@ -132,8 +134,8 @@ class Batch:
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
-        return self.slots.slots - len(self.rows) - len(self.waiting)
+        """Texts that may join."""
+        return self.limit - len(self.rows) - len(self.waiting)
 
     def add(self, number: int, request: Request, room: int) -> None:
         """Let a text join at the next step; there must be a free slot."""

@@ -41,6 +41,7 @@ class Generator:
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.positions: int = net.shape.positions
         self._streams: Callable[[Sequence[int]], Stream] | None = None
+        self._kept: Slots | None = None
         self._cut_said = False
 
     def stream(self, prompt: str, sample: SampleConfig) -> Iterator[str]:
@@ -74,19 +75,23 @@ class Generator:
         waiting = iter(range(len(requests)))
         length = max((min(len(request.ids) + room, self.positions) for request, room in zip(requests, rooms, strict=True)), default=0)
         batch: Batch | None = None
-        while True:
-            while (batch is None or batch.free) and (place := next(waiting, None)) is not None:
-                if requests[place].sample.beams > 1:
-                    yield place, search(self, requests[place], rooms[place])
-                    continue
-                batch = batch or self.new_batch(min(together, len(requests)), length)
-                batch.add(place, requests[place], rooms[place])
-            if batch is None or not (batch.rows or batch.waiting):
-                return
-            for place, event in batch.step():
-                if isinstance(event, Done) and event.reason == "error":
-                    raise TextmillError(event.message)
-                yield place, event
+        try:
+            while True:
+                while (batch is None or batch.free) and (place := next(waiting, None)) is not None:
+                    if requests[place].sample.beams > 1:
+                        yield place, search(self, requests[place], rooms[place])
+                        continue
+                    batch = batch or self.new_batch(min(together, len(requests)), length)
+                    batch.add(place, requests[place], rooms[place])
+                if batch is None or not (batch.rows or batch.waiting):
+                    return
+                for place, event in batch.step():
+                    if isinstance(event, Done) and event.reason == "error":
+                        raise TextmillError(event.message)
+                    yield place, event
+        finally:
+            # On a GPU the captured steps are worth keeping: they take longer to make than many a text.
+            self._kept = batch.slots if batch and self.device.type == "cuda" else None
 
     def request_of(self, prompt: str, sample: SampleConfig) -> Request:
         """A prompt with its settings, as the net takes it."""
@@ -123,9 +128,11 @@ class Generator:
     def new_batch(self, slots: int, length: int | None = None) -> Batch:
         """Slots for texts of so many tokens, the model's longest if not said, and nobody in them yet."""
         self._streams = self._streams or streams_of(self.tokenizer)
-        return Batch(
-            self.new_slots(slots, length or self.positions), self.tokenizer, self.positions, self._streams, ahead=self.device.type == "cuda"
-        )
+        kept, self._kept, length = self._kept, None, length or self.positions
+        if kept is None or kept.slots < slots or kept.length < length:
+            kept = None  # its memory is free for the new ones
+            kept = self.new_slots(slots, length)
+        return Batch(kept, self.tokenizer, self.positions, self._streams, slots, ahead=self.device.type == "cuda")
 
     def new_slots(self, slots: int, length: int) -> Slots:
         """Memory for keys and values; more than the device has is refused."""
