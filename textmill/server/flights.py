@@ -107,14 +107,17 @@ def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> F
     try:
         flight.submit(requests, service.config.seconds)
     except Full:
-        if service.stopping:
-            raise stopping_refusal() from None
-        service.metrics.refused += 1
-        wait = service.wait_of()
-        raise Refusal(429, f"the server is full; try again in {wait} s", code="queue_full", retry_after=wait) from None
+        raise (stopping_refusal() if service.stopping else full_refusal(service)) from None
     except TextmillError as error:
         raise (stopping_refusal() if service.stopping else Refusal(400, str(error))) from None
     return flight
+
+
+def full_refusal(service: Service) -> Refusal:
+    """What a full server says."""
+    service.metrics.refused += 1
+    wait = service.wait_of()
+    return Refusal(429, f"the server is full; try again in {wait} s", code="queue_full", retry_after=wait)
 
 
 def stopping_refusal() -> Refusal:

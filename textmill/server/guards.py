@@ -13,6 +13,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from textmill.server.flights import full_refusal
 from textmill.server.refusals import Refusal, reply_of, shown
 from textmill.server.service import Service
 
@@ -28,6 +29,7 @@ PLACES = OPEN | {
     "/generate",
     "/metrics",
 }
+TEXTS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 BODY_SECONDS = 30.0
 """Time that a client has between two pieces of its body."""
@@ -73,7 +75,9 @@ class Guard:
         """Refuse, or pass on."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            refusal = self._host(headers) or (None if scope["path"] in OPEN else self._site(headers) or self._key(headers))
+            refusal = self._host(headers)
+            if scope["path"] not in OPEN:
+                refusal = refusal or self._site(headers) or self._key(headers) or self._full(scope["path"])
             if refusal:
                 return await reply_of(refusal)(scope, receive, send)
         await self.app(scope, receive, send)
@@ -103,6 +107,13 @@ class Guard:
             return None
         told = "the key is wrong" if given else "a key is needed"
         return Refusal(401, f"{told}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _full(self, path: str) -> Refusal | None:
+        """A full server says so before it reads the body: refusing must cost less than asking."""
+        if path not in TEXTS:
+            return None
+        stats = self.service.scheduler.stats()
+        return full_refusal(self.service) if stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"] else None
 
 
 def _is_local(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 import threading
 from contextlib import suppress
 
@@ -15,6 +16,8 @@ from textmill.server.app import new_app
 from textmill.server.service import Service
 
 BACKLOG = 2048
+TURN = 0.0005
+"""Seconds that the model's thread may keep the interpreter while the event loop wants it; Python's own 5 ms make every answer wait."""
 AFTER = 5.0
 """Seconds after the grace in which the ended texts are still sent."""
 
@@ -48,6 +51,7 @@ def run(service: Service, listening: socket.socket) -> None:
         warn(f"serve.host={serve.host}: whoever reaches this machine may use the model; set serve.key_file to ask for a key")
     step = f" at step {service.step:,}" if service.step else ""
     print(f"{service.name}{step} answers at http://{shown}:{port}/ ; ctrl-C stops", flush=True)
+    sys.setswitchinterval(TURN)
     # uvicorn raises the signal again once it has stopped, which would end the process as if it had been killed.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
