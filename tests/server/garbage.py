@@ -46,7 +46,7 @@ def value_of(schema: Tree, schemas: Tree, dice: random.Random, depth: int = 0) -
 def bent(body: Any, dice: random.Random) -> bytes:
     """A body as bytes, now and then damaged."""
     if isinstance(body, dict) and dice.random() < 0.25:
-        body[dice.choice([*body, "unknown", "max_tokens", "prompt"])] = dice.choice(STRANGE)
+        body = {**body, dice.choice([*body, "unknown", "max_tokens", "prompt"]): dice.choice(STRANGE)}
     data = json.dumps(body, ensure_ascii=dice.random() < 0.5).encode("utf-8", "surrogatepass")
     if data and dice.random() < 0.12:
         place = dice.randrange(len(data))

@@ -16,7 +16,7 @@ from textmill.server.app import new_app
 from textmill.server.service import Service
 
 BACKLOG = 2048
-TURN = 0.0005
+TURN = 0.0001
 """Seconds that the model's thread may keep the interpreter while the event loop wants it; Python's own 5 ms make every answer wait."""
 AFTER = 5.0
 """Seconds after the grace in which the ended texts are still sent."""
