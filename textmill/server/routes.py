@@ -43,6 +43,31 @@ def new_routes(service: Service) -> APIRouter:
         flight = start(service, requests, streamed=bool(body.stream))
         return await _answer(service, http, flight, ChatReply(service, body, prompt), bool(body.stream))
 
+    @routes.get("/generate", response_model=None)
+    async def generate(http: Request, sentence: str | None = None) -> Response:
+        """Continue a sentence, or answer it where the model was trained on conversations; settings are the server's."""
+        if sentence is None:
+            raise Refusal(400, "sentence: is missing; ask /generate?sentence=TEXT", field="sentence")
+        return await _generate(service, http, sentence)
+
+    @routes.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        """The model that is served."""
+        return JSONResponse({"object": "list", "data": [service.facts()]})
+
+    @routes.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        """One model."""
+        check_model(service, name)
+        return JSONResponse(service.facts())
+
+    _add_tokens(routes, service)
+    return routes
+
+
+def _add_tokens(routes: APIRouter, service: Service) -> None:
+    """The routes between text and tokens."""
+
     @routes.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text."""
@@ -66,26 +91,6 @@ def new_routes(service: Service) -> APIRouter:
         tokenizer = service.scheduler.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
         return JSONResponse({**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": None})
-
-    @routes.get("/generate", response_model=None)
-    async def generate(http: Request, sentence: str | None = None) -> Response:
-        """Continue a sentence, or answer it where the model was trained on conversations; settings are the server's."""
-        if sentence is None:
-            raise Refusal(400, "sentence: is missing; ask /generate?sentence=TEXT", field="sentence")
-        return await _generate(service, http, sentence)
-
-    @routes.get("/v1/models", response_model=None)
-    async def models() -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [service.facts()]})
-
-    @routes.get("/v1/models/{name:path}", response_model=None)
-    async def model(name: str) -> Response:
-        """One model."""
-        check_model(service, name)
-        return JSONResponse(service.facts())
-
-    return routes
 
 
 async def _answer(service: Service, http: Request, flight: Flight, reply: CompletionReply | ChatReply, streamed: bool) -> Response:
