@@ -207,3 +207,8 @@ def test_bf16_holds_every_weight_in_bf16(checkpoint: Checkpoint) -> None:
     generator = open_generator(checkpoint, TorchEngine(device="cpu", precision="bf16"))
     assert {parameter.dtype for _, parameter in generator.net.named_parameters()} == {torch.bfloat16}
     assert generator.sample("The", SampleConfig(max_tokens=5)).tokens <= 5
+
+
+def test_more_slots_than_memory_are_refused_with_the_number_that_fits(generator: Generator) -> None:
+    with pytest.raises(TextmillError, match=r"GiB can be had; take \d+ at most"):
+        generator.new_slots(10**9, 96)
