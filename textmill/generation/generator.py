@@ -140,7 +140,7 @@ class Generator:
         each, free = kind.bytes_of(self.net, length), _free_memory(self.device)
         if slots * each > free:
             raise TextmillError(
-                f"{slots} texts at a time take {slots * each / 2**30:.1f} GiB for their keys and values; {free / 2**30:.1f} GiB can be had; "
+                f"{slots} texts at a time take {slots * each / 2**30:.1f} GiB for keys and values; {free / 2**30:.1f} GiB can be had; "
                 f"take {max(free // each, 0)} at most (sample.batch, serve.slots)"
             )
         return cast(Slots, kind(self.net, slots, length))
