@@ -22,7 +22,12 @@ NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 def new_routes(service: Service) -> APIRouter:
     """The routes of one service."""
     routes = APIRouter()
+    _add_texts(routes, service)
+    _add_tokens(routes, service)
+    return routes
 
+
+def _add_texts(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/completions", response_model=None)
     async def complete(body: CompletionBody, http: Request) -> Response:
         """Continue a text."""
@@ -50,24 +55,8 @@ def new_routes(service: Service) -> APIRouter:
             raise Refusal(400, "sentence: is missing; ask /generate?sentence=TEXT", field="sentence")
         return await _generate(service, http, sentence)
 
-    @routes.get("/v1/models", response_model=None)
-    async def models() -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [service.facts()]})
-
-    @routes.get("/v1/models/{name:path}", response_model=None)
-    async def model(name: str) -> Response:
-        """One model."""
-        check_model(service, name)
-        return JSONResponse(service.facts())
-
-    _add_tokens(routes, service)
-    return routes
-
 
 def _add_tokens(routes: APIRouter, service: Service) -> None:
-    """The routes between text and tokens."""
-
     @routes.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text."""
@@ -91,6 +80,17 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
         tokenizer = service.scheduler.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
         return JSONResponse({**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": None})
+
+    @routes.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        """The model that is served."""
+        return JSONResponse({"object": "list", "data": [service.facts()]})
+
+    @routes.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        """One model."""
+        check_model(service, name)
+        return JSONResponse(service.facts())
 
 
 async def _answer(service: Service, http: Request, flight: Flight, reply: CompletionReply | ChatReply, streamed: bool) -> Response:
