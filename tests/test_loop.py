@@ -63,7 +63,8 @@ def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
     assert "stopped by SIGTERM at step" in said
     step = json.loads((run / "stopped.json").read_text())["step"]
     assert (run / f"step-{step:07d}").is_dir()
-    train(config_for(root, run, STEPS))
+    # In a process of its own, as the others: torch rounds otherwise in one that was once asked for bf16 on a CPU without it.
+    assert textmill(*trained(root, run, STEPS)).returncode == 0
     assert numbers_of(run) == numbers_of(undisturbed)
     assert not (run / "stopped.json").exists()
 

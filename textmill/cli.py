@@ -40,7 +40,7 @@ VERBS = {
     "chat": Verb("textmill.generation.chat:chat", "talk with a model that was finetuned for it", ("sample", "engine"), ("--step",)),
     "serve": Verb("textmill.server:serve", "answer over HTTP, with a page to try it", ("serve", "sample", "engine"), ("--step",)),
     "show": Verb("textmill.views:show", "look at a corpus, at token stores, or at what a step saw", (), ("--step",)),
-    "check": Verb("textmill.wholeness:check", "prove a folder whole, every bit of it", (), ()),
+    "check": Verb("textmill.wholeness:check", "prove a folder whole: every bit of its data, and its manifest", (), ()),
     "recipes": Verb("textmill.recipes_list:recipes", "list the recipes that come with textmill", (), ()),
 }  # fmt: skip
 

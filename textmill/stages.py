@@ -91,9 +91,9 @@ class Stage:
     def finish(self, part: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
         """Write the manifest, as the very last thing: facts, every file's length and checksum, and what it was made from."""
         fingerprint = hash_json({name: account["sha256"] for name, account in files.items()})
-        # The config says where and how, too, so it has a checksum and no part in the fingerprint.
-        proved = {**files, "run.yaml": write_text(part / "run.yaml", self.run_yaml)}
-        manifest = {"verb": self.verb, "fingerprint": fingerprint, **facts, "files": proved, "made_from": self.made_from}
+        # The config says where and how, too; a manifest says what, and is the same wherever it was made.
+        write_text(part / "run.yaml", self.run_yaml)
+        manifest = {"verb": self.verb, "fingerprint": fingerprint, **facts, "files": files, "made_from": self.made_from}
         write_json(part / MANIFEST, {**manifest, "seal": hash_json(manifest)})
 
 
