@@ -96,6 +96,16 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
     assert len(documents("out", "train")) > 20
 
 
+def test_the_older_index_is_written_when_asked(world: Path) -> None:
+    made(config_of("new"))
+    folder = made(config_of("old", format="lazy"))
+    assert (folder / "train.idx").read_bytes().startswith(b"TNTIDX")
+    for split in SPLITS:
+        one, other = open_store(folder / split), open_store(Path("new/tokens") / split)
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.sizes().tolist() == other.sizes().tolist()
+
+
 def test_sentences_are_sequences_as_in_megatron(world: Path) -> None:
     folder = made(config_of(corpus={"sentences": "split"}, level="sentence", prepend_begin=True))
     inner = reference("out")

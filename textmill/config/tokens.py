@@ -54,6 +54,8 @@ class TokensConfig(Section):
     """Where the token stores stand; `tokens` under `folder` if not said."""
     level: Literal["document", "sentence"] = "document"
     """What a sequence of the store is: a document, or a line of it in a corpus made with `corpus.sentences`."""
+    format: Literal["mmap", "lazy"] = "mmap"
+    """The index beside the ids: mmap: Megatron's memory-mapped one; lazy: the older one, for its readers `lazy` and `cached`."""
     append_end: bool = True
     """Put the end-of-text token after each document."""
     prepend_begin: bool = False

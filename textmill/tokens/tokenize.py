@@ -23,6 +23,7 @@ from textmill.tokens.encoders import FAST, REFERENCE, Encoder, ReferenceEncoder,
 from textmill.tokens.existing import tokenize_used
 from textmill.tokens.features import write_features
 from textmill.tokens.fitting import check_fitted, fit_tokenizer
+from textmill.tokens.indexes import Format
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.pieces import COLUMNS, COUNTED, Form, Piece, encode_piece
 from textmill.tokens.store import dtype_for, open_store
@@ -70,7 +71,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         splits: dict[str, Facts] = {split: _sum([facts[piece] for piece in pieces[split]]) for split in SPLITS}
         quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(facts))
         _check_quarantine(config, splits, part)
-        _join(part, pieces, dtype_for(tokenizer["vocab"]), chat)
+        _join(part, pieces, dtype_for(tokenizer["vocab"]), config.tokens.format, chat)
         endings = CHAT_ENDINGS if chat else ENDINGS
         files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in endings}
         files |= write_features(config, part)
@@ -224,10 +225,10 @@ def _check_quarantine(config: RunConfig, splits: dict[str, Facts], part: Path) -
         )
 
 
-def _join(part: Path, pieces: Pieces, dtype: np.dtype[Any], chat: bool) -> None:
+def _join(part: Path, pieces: Pieces, dtype: np.dtype[Any], form: Format, chat: bool) -> None:
     """Join each split's pieces, in the corpus's order, into one store and one lineage."""
     for split, ones in pieces.items():
-        with StoreWriter(part / split, dtype, masked=chat) as store, LineageWriter(lineage_path(part / split)) as lineage:
+        with StoreWriter(part / split, dtype, form, masked=chat) as store, LineageWriter(lineage_path(part / split)) as lineage:
             for piece in ones:
                 store.add_store(open_store(piece.prefix))
                 lineage.add_file(lineage_path(piece.prefix))
