@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.loop import train
+from textmill.server.app import new_app
+from textmill.server.opening import open_service
 from textmill.tensors import read_model
 from textmill.tokens.preflight import samples_of, show
 from textmill.tokens.store import mask_path, open_store
@@ -84,6 +88,22 @@ def test_it_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     found = answers(checkpoint)
     assert {question: text for question, (text, _) in found.items()} == PAIRS
     assert all(stopped for _, stopped in found.values())
+    assert asyncio.run(served(config)) == {question: (text, "stop") for question, text in PAIRS.items()}
+
+
+async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """What our server says to each question, and why it ends."""
+    service, found = open_service(config), {}
+    try:
+        transport = httpx.ASGITransport(app=new_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for question in PAIRS:
+                body = {"model": service.name, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
+                choice = (await client.post("/v1/chat/completions", json=body, timeout=60)).json()["choices"][0]
+                found[question] = choice["message"]["content"], choice["finish_reason"]
+    finally:
+        service.scheduler.close(0)
+    return found
 
 
 def test_accuracy_stands_beside_the_loss(tmp_path: Path) -> None:
