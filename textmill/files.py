@@ -36,9 +36,9 @@ def hash_json(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names inside a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file, or the names inside a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -170,10 +170,10 @@ def remove_folder(folder: Path) -> None:
 
 def replace_folder(new: Path, old: Path) -> None:
     """Put a finished folder in its place; a folder that stood there before goes only after that."""
-    sync_folder(new)
+    sync(new)
     if old.exists():
         os.rename(old, old.with_name(f"{old.name}.old-{os.getpid()}"))
     os.rename(new, old)
-    sync_folder(old.parent)
+    sync(old.parent)
     for aside in old.parent.glob(f"{glob.escape(old.name)}.old-*"):
         shutil.rmtree(aside, ignore_errors=True)

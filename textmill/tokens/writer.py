@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
+from textmill.files import sync
 from textmill.tokens.indexes import BLOCK, CODES, Format, index_blocks
 from textmill.tokens.store import TokenStore, mask_path, paths_of
 
@@ -92,7 +93,7 @@ class StoreWriter:
                 self._write_index()
                 index_path, ids_path = paths_of(self.prefix)
                 if self._mask is not None:
-                    _sync(self._temporary(".mask"))
+                    sync(self._temporary(".mask"))
                     os.replace(self._temporary(".mask"), mask_path(self.prefix))
                 # The ids first: a pair with an index is a whole pair.
                 os.replace(self._temporary(".bin"), ids_path)
@@ -102,13 +103,13 @@ class StoreWriter:
                 self._temporary(ending).unlink(missing_ok=True)
 
     def _write_index(self) -> None:
-        _sync(self._temporary(".bin"))
+        sync(self._temporary(".bin"))
         lengths, documents = (
             _mapped(self._temporary(ending), dtype) for ending, dtype in ((".lengths", np.int32), (".documents", np.int64))
         )
         with open(self._temporary(".idx"), "wb") as index:
             index.writelines(index_blocks(self.form, self.dtype, lengths, documents))
-        _sync(self._temporary(".idx"))
+        sync(self._temporary(".idx"))
 
     def _open(self, ending: str) -> BinaryIO:
         return open(self._temporary(ending), "wb")
@@ -119,11 +120,3 @@ class StoreWriter:
 
 def _mapped(path: Path, dtype: Any) -> NDArray[Any]:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids, gathered
-from textmill.tokens.batches.order import shuffled
+from textmill.tokens.batches.order import placed, shuffled
 from textmill.tokens.batches.packed import numbers_of
 from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
 from textmill.tokens.store import TokenStore
@@ -78,11 +78,7 @@ class Chat:
 
     def _found(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which sample each conversation stands in, and which conversation it is."""
-        windows = samples % self.samples
-        if self.seed is not None:
-            for epoch in np.unique(samples // self.samples).tolist():
-                mine = samples // self.samples == epoch
-                windows[mine] = shuffled(self.samples, windows[mine], self.seed, _SAMPLES, epoch)
+        windows = placed(samples, self.samples, self.seed, _SAMPLES)
         first = self.firsts[windows]
         many = np.append(self.firsts[1:], len(self.store))[windows] - first
         which = np.repeat(np.arange(len(samples)), many)

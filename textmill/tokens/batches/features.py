@@ -13,7 +13,7 @@ from textmill.errors import TextmillError
 from textmill.files import hash_json, locked, writing
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids
-from textmill.tokens.batches.order import shuffled
+from textmill.tokens.batches.order import placed
 from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
 from textmill.tokens.features import rows_in
 from textmill.tokens.maps import expect
@@ -51,12 +51,7 @@ class FeatureRows:
         return Seen(np.arange(len(samples)), places if self.features.rule is None else np.searchsorted(self._ends, places, side="right"))
 
     def _places(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        places = samples % self.samples
-        if self.seed is not None:
-            for epoch in np.unique(samples // self.samples).tolist():
-                mine = samples // self.samples == epoch
-                places[mine] = shuffled(self.samples, places[mine], self.seed, _ROWS, epoch)
-        return places
+        return placed(samples, self.samples, self.seed, _ROWS)
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:

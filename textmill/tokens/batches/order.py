@@ -25,6 +25,16 @@ def shuffled(count: int, places: NDArray[np.int64], *numbers: int) -> NDArray[np
     return found.astype(np.int64)
 
 
+def placed(samples: NDArray[np.int64], count: int, seed: int | None, *numbers: int) -> NDArray[np.int64]:
+    """Where samples stand in an epoch of `count`: each epoch has an order of its own; without a seed, as they are."""
+    places, epochs = samples % count, samples // count
+    if seed is not None:
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            places[mine] = shuffled(count, places[mine], seed, *numbers, epoch)
+    return places
+
+
 @lru_cache(maxsize=64)
 def _keys(*numbers: int) -> list[int]:
     return [key_of(*numbers, number) for number in range(ROUNDS)]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids, gathered
-from textmill.tokens.batches.order import shuffled
+from textmill.tokens.batches.order import placed
 from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
 from textmill.tokens.store import TokenStore
 
@@ -58,11 +58,7 @@ class Padded:
 
     def _found(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The document of each sample, and which part of it."""
-        places = samples % self.samples
-        if self.seed is not None:
-            for epoch in np.unique(samples // self.samples).tolist():
-                mine = samples // self.samples == epoch
-                places[mine] = shuffled(self.samples, places[mine], self.seed, _SAMPLES, epoch)
+        places = placed(samples, self.samples, self.seed, _SAMPLES)
         documents = np.searchsorted(self.ends, places, side="right")
         before = np.where(documents > 0, np.asarray(self.ends[np.maximum(documents - 1, 0)]), 0)
         return documents, places - before
