@@ -11,7 +11,7 @@ from textmill.errors import TextmillError
 from textmill.generation.requests import Token
 from textmill.server.asking import Prompt, prompt_of
 from textmill.server.completions import ending_of, usage_of
-from textmill.server.flights import Event, Text
+from textmill.server.flights import Event, Text, texts_of
 from textmill.server.logprobs import chat_logprobs, entries_of
 from textmill.server.refusals import Refusal
 from textmill.server.service import Service
@@ -82,11 +82,7 @@ class ChatReply:
 
     def step(self, come: Sequence[Event]) -> Iterator[Tree]:
         """The chunks of what has come; tokens of one answer that came together go together."""
-        for place in dict.fromkeys(place for place, _ in come):
-            text = Text()
-            for other, event in come:
-                if other == place:
-                    text.add(event)
+        for place, text in texts_of(come):
             logprobs = self._logprobs(text.tokens) if text.tokens else None
             if text.text or logprobs or text.done:
                 yield self._chunk(place, {"content": text.text} if text.text else {}, logprobs, self._ending(text))

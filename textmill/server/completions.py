@@ -9,7 +9,7 @@ from typing import Any
 
 from textmill.generation.requests import Done, Token
 from textmill.server.asking import Prompt
-from textmill.server.flights import Event, Text
+from textmill.server.flights import Event, Text, texts_of
 from textmill.server.logprobs import Offsets, completion_logprobs, entries_of
 from textmill.server.service import Service
 from textmill.server.shapes import CompletionBody
@@ -80,11 +80,7 @@ class CompletionReply:
 
     def step(self, come: Sequence[Event]) -> Iterator[Tree]:
         """The chunks of what has come; tokens of one text that came together go together."""
-        for place in dict.fromkeys(place for place, _ in come):
-            text = Text()
-            for other, event in come:
-                if other == place:
-                    text.add(event)
+        for place, text in texts_of(come):
             logprobs = self._logprobs(place, text.tokens, None) if text.tokens and not self.mute else None
             said = "" if self.mute else text.text
             if text.done:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request as HttpRequest
@@ -170,3 +170,11 @@ def _refuse_ended(service: Service, texts: list[Text]) -> None:
             wait = service.wait_of()
             told = f"no token came within the {service.config.seconds:g} s that a request may take; try again in {wait} s"
             raise Refusal(429, told, code="timeout", retry_after=wait)
+
+
+def texts_of(come: Sequence[Event]) -> Iterator[tuple[int, Text]]:
+    """What has come, as one text for each place that anything came for, in the order of their first."""
+    found: dict[int, Text] = {}
+    for place, event in come:
+        found.setdefault(place, Text()).add(event)
+    yield from found.items()
