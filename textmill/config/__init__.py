@@ -9,17 +9,18 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
+from textmill.config.engines import EngineConfig, TorchEngine
 from textmill.config.section import Section, marks, place
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
 from textmill.config.tokens import TokensConfig
-from textmill.config.training import ModelConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config.training import ModelConfig, ShapeConfig, TrainConfig
 from textmill.config.usage import EvaluateConfig, SampleConfig, TrackConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "BeamRunner", "CorpusConfig", "EvaluateConfig", "LocalRunner", "ModelConfig", "RunConfig", "RunnerConfig",
+    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "LocalRunner", "ModelConfig", "RunConfig", "RunnerConfig",
     "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig",
 ]  # fmt: skip
 
@@ -38,7 +39,7 @@ class RunConfig(Section):
     runner: RunnerConfig = Field(default_factory=LocalRunner, discriminator="kind")
     model: ModelConfig = Field(default_factory=ModelConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
-    engine: TorchEngine = Field(default_factory=TorchEngine)
+    engine: EngineConfig = Field(default_factory=TorchEngine)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)

@@ -1,4 +1,4 @@
-"""Sections for the model, its training and the engine below it."""
+"""Sections for the model and its training."""
 
 from __future__ import annotations
 
@@ -151,30 +151,4 @@ class TrainConfig(Section):
     def _betas(cls, value: list[float]) -> list[float]:
         if not all(0 <= beta < 1 for beta in value):
             raise TextmillError(f"train.betas: found {value}; both lie from 0 to below 1, such as [0.9, 0.95]")
-        return value
-
-
-class TorchEngine(Section):
-    """PyTorch on one device."""
-
-    kind: Literal["torch"] = "torch"
-    """torch: PyTorch."""
-    device: str = how("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    """auto, cpu, cuda, cuda:1 or mps; auto takes a GPU where there is one."""
-    micro_batch: int | Literal["auto"] = how("auto")
-    """Samples that go through the device at a time; auto: as many as a simple memory rule allows."""
-    precision: Literal["auto", "fp32", "bf16"] = how("auto")
-    """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on a GPU that has it, else fp32."""
-    compile: bool = how(False)
-    """Compile the net with torch.compile: slower to start, faster after."""
-    recompute: int = how(0, ge=0)
-    """Make inner states again in backward instead of keeping them, so many blocks at a time; 0: keep all. Same numbers, less memory."""
-    deterministic: bool = how(False)
-    """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
-
-    @field_validator("micro_batch")
-    @classmethod
-    def _some(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise TextmillError(f"engine.micro_batch: found {value}; give 1 or more, or auto")
         return value

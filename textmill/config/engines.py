@@ -1,0 +1,46 @@
+"""Sections of the engines: a class a kind, over what all of them are told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import field_validator
+
+from textmill.config.section import Section, how
+from textmill.errors import TextmillError
+
+
+class EngineSection(Section):
+    """What every engine is told."""
+
+    kind: str
+    """Which engine."""
+    micro_batch: int | Literal["auto"] = how("auto")
+    """Samples that go through the device at a time; auto: as many as a simple memory rule allows."""
+    recompute: int = how(0, ge=0)
+    """Make inner states again in backward instead of keeping them, so many blocks at a time; 0: keep all. Same numbers, less memory."""
+
+    @field_validator("micro_batch")
+    @classmethod
+    def _some(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise TextmillError(f"engine.micro_batch: found {value}; give 1 or more, or auto")
+        return value
+
+
+class TorchEngine(EngineSection):
+    """PyTorch on one device."""
+
+    kind: Literal["torch"] = "torch"
+    """torch: PyTorch."""
+    device: str = how("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """auto, cpu, cuda, cuda:1 or mps; auto takes a GPU where there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = how("auto")
+    """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on a GPU that has it, else fp32."""
+    compile: bool = how(False)
+    """Compile the net with torch.compile: slower to start, faster after."""
+    deterministic: bool = how(False)
+    """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
+
+
+EngineConfig = TorchEngine
