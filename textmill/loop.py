@@ -14,7 +14,7 @@ from textmill.engines import Engine, Step, Sums, open_engine
 from textmill.errors import Stopped, TextmillError
 from textmill.files import locked, new_folder, shown, write_json, write_text
 from textmill.generation import samples_of
-from textmill.runs import INDEX, SAMPLES, Start, begin, files_of, make_room, snapshot_of
+from textmill.runs import INDEX, SAMPLES, Start, begin, files_of, make_room, snapshot_of, told
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
@@ -144,6 +144,5 @@ class Training:
             flops_per_token=flops, peak_flops=facts["peak_flops"], settings=self.config.model_dump(mode="json"),
         )  # fmt: skip
         verb = f"goes on from step {self.start.step:,}" if self.start.step else "starts"
-        where = f"{facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}"
-        trackers.note(f"train: {facts['parameters']:,} parameters on {where}; {verb}")
+        trackers.note(f"train: {told(facts)}; {verb}")
         return trackers

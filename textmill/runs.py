@@ -16,6 +16,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
+from textmill.models.rules import rules_of
 from textmill.models.vocabulary import grow
 from textmill.stages import Force, differences
 from textmill.tensors import Named, fingerprint_of
@@ -158,12 +159,20 @@ def _weights_now(init_from: str | None, before: str | None) -> str | None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Refuse, before any work, what training would only refuse after hours of it: a model or a tracker that is not there."""
+    """Refuse, before any work, what training would only refuse after hours of it: a model, a tracker or a weight that is not there."""
     check_trackers(config.track)
     if config.model.init_from:
-        shape_in(open_model(config.model.init_from).folder)
-    elif isinstance(config.model.shape, str):
-        open_family(config.model.family).shape_of(config.model, vocab=1, end=0)
+        shape = shape_in(open_model(config.model.init_from).folder)
+    else:
+        shape = open_family(config.model.family).shape_of(config.model, vocab=1, end=0)
+    rules_of(shape, config.train)
+
+
+def told(facts: dict[str, Any]) -> str:
+    """What an engine says of itself before the first step; of a net that is trained in part, which part."""
+    of, trained = facts["parameters"], facts["trained"]
+    share = "" if trained == of else f", {trained:,} of them trained ({trained / of:.2%}),"
+    return f"{of:,} parameters{share} on {facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}"
 
 
 def files_of(config: RunConfig, data: Splits, shape: Any) -> dict[str, bytes]:

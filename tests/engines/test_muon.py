@@ -11,6 +11,7 @@ from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
 from textmill.engines import open_engine
 from textmill.engines.muon_torch import Muon, orthogonalised
 from textmill.models import Weight, open_family
+from textmill.models.rules import Rule
 
 HEADS, WIDTH = 2, 24
 
@@ -37,9 +38,10 @@ def test_updates_are_torchs() -> None:
     given = weights_and_values()
     ours = [(weight, nn.Parameter(values.clone())) for weight, values in given]
     theirs = [[nn.Parameter(part) for part in parts_of(weight, values)] for weight, values in given]
-    muon = Muon(ours, HEADS, 0.1, compiled=False)
-    flat = [part for parts in theirs for part in parts]
-    oracle = torch.optim.Muon(flat, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw")
+    rates = {"a": 1.0, "b": 1.0, "c": 0.5, "d": 1.0}
+    muon = Muon([(weight, parameter, Rule(True, 0.1, rates[weight.name])) for weight, parameter in ours], HEADS, compiled=False)
+    groups = [{"params": parts, "lr": 0.02 * rates[weight.name]} for (weight, _), parts in zip(given, theirs, strict=True)]
+    oracle = torch.optim.Muon(groups, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw")
     dice = torch.Generator().manual_seed(5)
     for _ in range(4):
         for (weight, parameter), parts in zip(ours, theirs, strict=True):

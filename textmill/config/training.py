@@ -105,7 +105,15 @@ class TrainConfig(Section):
     epsilon: float = Field(1e-8, gt=0)
     """Adam's epsilon."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decay of matrices and embeddings; biases and LayerNorms are never decayed."""
+    """Decay of matrices and embeddings, or of what `train.decayed` names."""
+    decayed: list[str] = []
+    """Weights that are decayed in place of matrices and embeddings: patterns as in `train.freeze`, such as "*.weight"."""
+    undecayed: list[str] = []
+    """Weights that are not decayed, whatever else names them: patterns such as wte, "*.bias"."""
+    freeze: list[str] = []
+    """Weights that stay as they are: patterns over a checkpoint's names without their prefix, such as wpe, "h.0.*", "*.mlp"."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Block i learns at the rate times this to the power of (layers - i), embeddings at one power more, the last LayerNorm at the rate."""
     clip: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
     loss: Literal["token_mean", "sample_mean"] = "token_mean"

@@ -27,6 +27,8 @@ OTHER_WORDS = {
     "max_seq_length": "train.length", "context_length": "train.length", "sequence_length": "train.length",
     "grad_clip": "train.clip", "clip_grad": "train.clip", "max_grad_norm": "train.clip", "gradient_clipping": "train.clip",
     "eps": "train.epsilon", "adam_eps": "train.epsilon", "adam_epsilon": "train.epsilon", "wd": "train.weight_decay",
+    "no_decay": "train.undecayed", "layerwise_lr_decay": "train.layer_decay", "lr_layer_decay": "train.layer_decay",
+    "freeze_layers": "train.freeze", "frozen": "train.freeze",
     "save_interval": "train.save_every", "save_steps": "train.save_every", "ckpt_save_steps": "train.save_every",
     "eval_interval": "train.evaluate_every", "eval_steps": "train.evaluate_every", "eval_iters": "train.evaluate_batches",
     "log_interval": "train.log_every", "logging_steps": "train.log_every", "save_total_limit": "train.keep",

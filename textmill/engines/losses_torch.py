@@ -44,21 +44,22 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         head = head_VE.to(x_ME.dtype)
         slope_x = torch.empty_like(x_ME)
-        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device)
+        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=x_ME.device)
         for rows in _pieces(x_ME, head):
             logits_MV = x_ME[rows] @ head.T
             losses_M = _grade(logits_MV, labels_M[rows], shares_M[rows], vocab, smoothing, z)
             total += (losses_M * shares_M[rows]).sum()
             torch.mm(logits_MV, head, out=slope_x[rows])
-            _add_product(slope_head, logits_MV.T, x_ME[rows])
+            if slope_head is not None:
+                _add_product(slope_head, logits_MV.T, x_ME[rows])
         ctx.save_for_backward(slope_x, slope_head)
         return total
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         slope_x, slope_head = ctx.saved_tensors
-        return slope_x.mul_(slope), slope_head.mul_(slope), None, None, None, None, None
+        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None
 
 
 def _pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:

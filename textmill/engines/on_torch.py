@@ -138,7 +138,7 @@ class TorchOnOneDevice:
         """Device, arithmetic and size."""
         return {
             "device": str(self.device), "precision": str(self.precision).removeprefix("torch."), "micro_batch": self.micro_batch,
-            "parameters": self.net.shape.parameters, "peak_flops": peak_flops_of(self.device),
+            "parameters": self.net.shape.parameters, "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
 
     def close(self) -> None:

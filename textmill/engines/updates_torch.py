@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,7 @@ from textmill.config import TrainConfig
 from textmill.engines.muon_torch import Muon
 from textmill.models import Weight
 from textmill.models.nets_torch import Net, weights_of
+from textmill.models.rules import rules_of
 
 ADAM = {"m": "exp_avg", "v": "exp_avg_sq"}
 """AdamW's moments, by their names in a checkpoint and in torch."""
@@ -20,18 +22,26 @@ class Updates:
     """Optimizers and their state; a gradient that is not finite changes nothing, and no step waits for the device."""
 
     def __init__(self, net: Net, train: TrainConfig, *, compiled: bool = False) -> None:
-        self.train, known = train, list(weights_of(net).values())
-        matrices = [member for member in known if _is_muons(member[0], train)]
-        self.muon = Muon(matrices, net.shape.heads, train.weight_decay, compiled=compiled) if matrices else None
-        self.parameters = [parameter for _, parameter in known]
-        rest = [member for member in known if not _is_muons(member[0], train)]
+        self.train, rules, trained = train, rules_of(net.shape, train), []
+        for name, (weight, parameter) in weights_of(net).items():
+            parameter.requires_grad_(rules[name].trained)
+            if rules[name].trained:
+                trained.append((weight, parameter, rules[name]))
+        matrices = [member for member in trained if _is_muons(member[0], train)]
+        self.muon = Muon(matrices, net.shape.heads, compiled=compiled) if matrices else None
+        self.parameters = [parameter for _, parameter, _ in trained]
+        rest = [member for member in trained if not _is_muons(member[0], train)]
+        # One group of none at least: torch refuses an optimizer without any.
+        alike = sorted({(rule.rate, rule.decay) for _, _, rule in rest}, reverse=True) or [(1.0, 0.0)]
         groups = [
-            {"params": [parameter for weight, parameter in rest if weight.decay is decays], "weight_decay": train.weight_decay * decays}
-            for decays in (True, False)
+            {"params": [one for _, one, rule in rest if (rule.rate, rule.decay) == key], "weight_decay": key[1], "rate": key[0]}
+            for key in alike
         ]
         betas = (train.betas[0], train.betas[1])
         self.adam = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon, fused=True)
-        self.rest = [parameter for _, parameter in rest]
+        self.rest = [parameter for _, parameter, _ in rest]
+        self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
+        self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
 
     def step(self, lr: float) -> Tensor:
         """One update from the gradients, which are then dropped; return their norm before clipping."""
@@ -41,19 +51,19 @@ class Updates:
         if self.muon:
             self.muon.step(lr, clip, finite)
         for group in self.adam.param_groups:
-            group["lr"] = lr * self.train.rest_rate if self.muon else lr
+            group["lr"] = lr * group["rate"] * (self.train.rest_rate if self.muon else 1.0)
         # The fused update reads both on the device, so that clipping takes no pass of its own and skipping no wait.
         self.adam.grad_scale = clip.reciprocal()  # type: ignore[attr-defined]
         self.adam.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.adam.step()
+        self.done += finite
         for parameter in self.parameters:
             parameter.grad = None
         return norm
 
     def count(self) -> int:
-        """Updates done; Adam's own count."""
-        state = self.adam.state.get(self.rest[0])
-        return int(state["step"]) if state else 0
+        """Updates done, skipped ones not counted."""
+        return int(self.done)
 
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
         """Each kind of state by its name in a checkpoint; none before the first update."""
@@ -65,6 +75,7 @@ class Updates:
 
     def take(self, kind: str, parameter: nn.Parameter, values: Tensor, count: int) -> None:
         """Go on with a parameter's state of one kind, after so many updates."""
+        self.done.fill_(count)
         if kind == "momentum":
             assert self.muon
             self.muon.take(parameter, values)

@@ -29,6 +29,8 @@ class Weight:
     """How memory differs from the checkpoint: transposed, by head, padded."""
     decay: bool = False
     ones: bool = False
+    depth: int = 0
+    """How far below the head: 0 after the blocks, 1 in the last of them, one more than there are blocks in the embeddings."""
 
 
 class Family(Protocol):

@@ -1,0 +1,58 @@
+"""What an optimizer does to each weight: whether it is trained, how it is decayed, at which share of the step's rate."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from textmill.config import TrainConfig
+from textmill.errors import TextmillError
+from textmill.models import open_family
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One weight's part in an update; an optimizer's groups are the weights that have the same."""
+
+    trained: bool
+    """A weight that is not has no gradient, no moments and no decay."""
+    decay: float
+    """Its weight decay: that of the config, or 0."""
+    rate: float
+    """Its learning rate, as a multiple of the step's."""
+
+
+def rules_of(shape: Any, train: TrainConfig) -> dict[str, Rule]:
+    """The rule of every weight by its checkpoint name; the same for every engine, and made without a framework.
+
+    The rate of block i is `train.learning_rate * train.layer_decay ** (layers - i)`, so the last block has one power of it and
+    the first has `layers`; embeddings (and so the tied head) have `layers + 1`, and what comes after the blocks has none.
+    Matrices and embeddings are decayed, or what `train.decayed` names instead, and of those nothing that `train.undecayed` names.
+    """
+    family = open_family(shape.family)
+    weights = {family.memory_name(weight.name): weight for weight in family.weights_of(shape)}
+    frozen, decayed, undecayed = (matching(getattr(train, key), weights, f"train.{key}") for key in ("freeze", "decayed", "undecayed"))
+    if len(frozen) == len(weights):
+        raise TextmillError("train.freeze: leaves nothing to train; take some of it out")
+    rules = {}
+    for short, weight in weights.items():
+        trained = short not in frozen
+        decays = trained and short not in undecayed and (short in decayed if train.decayed else weight.decay)
+        rules[weight.name] = Rule(trained, train.weight_decay * decays, train.layer_decay**weight.depth)
+    return rules
+
+
+def matching(patterns: Iterable[str], names: Iterable[str], setting: str) -> set[str]:
+    """The names that a pattern matches, itself or as the part of the net that holds them; a pattern that matches none is refused."""
+    names, found = list(names), set()
+    for pattern in patterns:
+        matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        if not matched:
+            parts = {".".join(words[:count]) for words in (name.split(".") for name in names) for count in range(1, len(words) + 1)}
+            near = difflib.get_close_matches(pattern, sorted(parts), n=3, cutoff=0.4) or names[:3]
+            raise TextmillError(f"{setting}: '{pattern}' matches no weight of this model; the nearest are {', '.join(near)}")
+        found |= matched
+    return found
