@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from textmill import checkpoint as module
-from textmill.checkpoint import Saver, Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, tidy, write_checkpoint
+from textmill import faults
+from textmill.checkpoint import Saver, Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
 from textmill.errors import Stopped, TextmillError
 from textmill.tensors import blocks_of, read_tensors
 
@@ -122,59 +121,6 @@ def test_when_all_are_damaged_it_is_said(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "nothing") is None
 
 
-class Crash(BaseException):
-    """Power is cut."""
-
-
-def test_at_every_crash_point_the_old_or_the_new_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the power before each open, fsync, rename and unlink of a save; what is found is never a mix."""
-    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "unlink", "rmdir")}
-
-    def save_with_crash_at(run: Path, point: int) -> bool:
-        count = 0
-
-        def counted(name: str) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                nonlocal count
-                count += 1
-                if count > point:
-                    raise Crash
-                return real[name](*args, **kwargs)
-
-            return call
-
-        for name in real:
-            monkeypatch.setattr(os, name, counted(name))
-        # A cut of the power cleans nothing up.
-        monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-        try:
-            write_checkpoint(run, snapshot(10))
-            prune(run, keep=1, keep_every=None)
-        except Crash:
-            return True
-        finally:
-            monkeypatch.undo()
-        return False
-
-    points, seen = 0, set()
-    while True:
-        run = tmp_path / f"run{points}"
-        write_checkpoint(run, snapshot(5))
-        crashed = save_with_crash_at(run, points)
-        found = find_checkpoint(run)
-        assert found is not None, f"crash point {points}"
-        assert equal(found.weights(), snapshot(found.step).weights)
-        assert equal(found.moments(), snapshot(found.step).moments)
-        seen.add(found.step)
-        tidy(run)
-        assert all(module.STEP_NAME.match(path.name) for path in run.iterdir()), "nothing half made is left"
-        if not crashed:
-            break
-        points += 1
-    assert points > 15
-    assert seen == {5, 10}
-
-
 def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
     for step, loss in ((1, float("nan")), (2, 1.0), (3, 3.0), (4, float("inf"))):
         write_checkpoint(tmp_path, snapshot(step, valid_loss=loss))
@@ -183,26 +129,6 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
     best = find_checkpoint(tmp_path, "best")
     assert best is not None
     assert best.step == 2
-
-
-def test_killed_in_the_middle_of_pruning_the_best_is_still_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path, snapshot(5, valid_loss=1.0))
-    write_checkpoint(tmp_path, snapshot(10, valid_loss=2.0))
-    real, calls = Path.unlink, []
-
-    def once(self: Path, missing_ok: bool = False) -> None:
-        if calls:
-            raise Crash
-        calls.append(self)
-        real(self, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", once)
-    with pytest.raises(Crash):
-        prune(tmp_path, keep=1, keep_every=None)
-    monkeypatch.undo()
-    best = find_checkpoint(tmp_path, "best")
-    assert best is not None
-    assert best.step == 5
 
 
 def test_retention(tmp_path: Path) -> None:
@@ -222,19 +148,17 @@ def test_retention(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, 50)
 
 
-def test_a_full_disk_stops_with_a_reason_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_with_a_reason_and_loses_nothing(tmp_path: Path) -> None:
     saver = Saver(tmp_path, keep=2, keep_every=None)
     saver.save(snapshot(5))
     saver.wait()
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    saver.save(snapshot(10))
-    with pytest.raises(Stopped, match="No space left on device"):
-        saver.wait()
-    monkeypatch.undo()
+    faults.arm("full@disk:9")
+    try:
+        saver.save(snapshot(10))
+        with pytest.raises(Stopped, match="No space left on device"):
+            saver.wait()
+    finally:
+        faults.arm("")
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000005"]
     assert faults_in(tmp_path / "step-0000005") == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from textmill.errors import Stopped, TextmillError, warn
-from textmill.files import faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
+from textmill.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
 from textmill.hub import open_folder
 from textmill.stages import MANIFEST
 from textmill.tensors import Named, blocks_of, read_model, read_tensors
@@ -155,7 +154,7 @@ def write_checkpoint(run: Path, snapshot: Snapshot) -> Path:
     """Write one checkpoint as a temporary folder, its manifest last, and put it in place."""
     final = run / f"step-{snapshot.step:07d}"
     folder = run / f"{final.name}.tmp-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(folder)
     folder.mkdir(parents=True)
     try:
         files = {name: write_bytes(folder / name, [data]) for name, data in snapshot.files.items()}
@@ -166,7 +165,7 @@ def write_checkpoint(run: Path, snapshot: Snapshot) -> Path:
         write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
         replace_folder(folder, final)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(folder)
         raise
     return final
 
@@ -182,8 +181,8 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
         if step in newest:
             continue
         if step == best or (keep_every and step % keep_every == 0):
-            (folder / OPTIMIZER_MANIFEST).unlink(missing_ok=True)
-            (folder / OPTIMIZER).unlink(missing_ok=True)
+            clear(folder / OPTIMIZER_MANIFEST)
+            clear(folder / OPTIMIZER)
         else:
             remove_folder(folder)
             removed.append(folder)
@@ -194,7 +193,7 @@ def tidy(run: Path) -> None:
     """Remove what a killed run left half written or half removed."""
     for pattern in ("step-*.tmp-*", "step-*.old-*"):
         for path in run.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+            clear(path)
 
 
 class Saver:

@@ -8,13 +8,13 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from textmill.errors import TextmillError
+from textmill.faults import touch
 
 BLOCK = 1 << 20
 PART = 1 << 26
@@ -40,6 +40,7 @@ def sync(path: Path) -> None:
     """Make a file, or the names inside a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
+        touch("write")
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -48,19 +49,12 @@ def sync(path: Path) -> None:
 def write_bytes(path: Path, blocks: Iterable[bytes]) -> dict[str, Any]:
     """Write a file whole or not at all; return its length and SHA-256, taken while writing."""
     digest, length = hashlib.sha256(), 0
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as stream:
-            for block in blocks:
-                stream.write(block)
-                digest.update(block)
-                length += len(block)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with writing(path) as stream:
+        for block in blocks:
+            touch("write")
+            stream.write(block)
+            digest.update(block)
+            length += len(block)
     return {"bytes": length, "sha256": digest.hexdigest()}
 
 
@@ -71,8 +65,10 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as stream:
             yield stream
+            touch("write")
             stream.flush()
             os.fsync(stream.fileno())
+        touch()
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -162,18 +158,32 @@ def remove_folder(folder: Path) -> None:
     """Take the name away first, so that a folder half removed is never taken for a damaged or a half-made one."""
     if folder.exists():
         aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
-        if aside.exists():  # an earlier removal in this process, or under its number, was cut short
-            shutil.rmtree(aside)
+        clear(aside)  # an earlier removal in this process, or under its number, was cut short
+        touch()
         os.rename(folder, aside)
-        shutil.rmtree(aside)
+        clear(aside)
 
 
 def replace_folder(new: Path, old: Path) -> None:
     """Put a finished folder in its place; a folder that stood there before goes only after that."""
     sync(new)
     if old.exists():
+        touch()
         os.rename(old, old.with_name(f"{old.name}.old-{os.getpid()}"))
+    touch()
     os.rename(new, old)
     sync(old.parent)
     for aside in old.parent.glob(f"{glob.escape(old.name)}.old-*"):
-        shutil.rmtree(aside, ignore_errors=True)
+        clear(aside)
+
+
+def clear(path: Path) -> None:
+    """Remove a file, or a folder with all in it, if it is there; what cannot be removed stays."""
+    touch()
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            for inner in path.iterdir():
+                clear(inner)
+            path.rmdir()
+        else:
+            path.unlink()

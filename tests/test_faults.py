@@ -1,0 +1,58 @@
+"""Faults on purpose do what they say, and what they are made for: no save is ever found half done."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from textmill import faults
+from textmill.errors import TextmillError
+from textmill.faults import Fault, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_save_cut_short_anywhere_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    """In a process of its own, since it forks; in memory where that can be, since death takes nothing from a disk's cache."""
+    memory = Path("/dev/shm")
+    folder = memory if os.access(memory, os.W_OK) else tmp_path
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "kill_saves.py")], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"(SIGKILL|disk full) at (\d+) points, .*: the old one found (\d+) times, the new one (\d+)", done.stdout)
+    assert [what for what, *_ in told] == ["SIGKILL", "SIGKILL", "disk full", "disk full"]
+    for _, *counts in told:
+        points, old, new = map(int, counts)
+        assert points > 25
+        assert old > 20
+        assert new >= 3
+
+
+def test_what_can_be_said() -> None:
+    assert parse("") == []
+    assert parse("kill@disk:7,nan@step:5:1,stop@step:2") == [
+        Fault("kill", "disk", 7, 0), Fault("nan", "step", 5, 1), Fault("stop", "step", 2, 0),
+    ]  # fmt: skip
+    for word in ("kill", "kill@disk", "nan@disk:1", "full@step:1", "kill@disk:1:2", "kill@step:x", "kill@step:1 "):
+        with pytest.raises(TextmillError, match="kill@disk:7"):
+            parse(word)
+
+
+def test_a_rank_is_hit_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.arm("nan@step:5:1")
+    try:
+        assert not faults.hits("nan", 5), "one process is rank 0"
+        monkeypatch.setenv("RANK", "1")
+        assert faults.hits("nan", 5)
+        assert not faults.hits("nan", 4)
+        assert not faults.hits("flip", 5)
+    finally:
+        faults.arm("")
+    assert not faults.hits("nan", 5)
