@@ -34,6 +34,8 @@ class Muon:
             self.decays.setdefault(rule.rate * rule.decay, []).append(parameter)
         self.momenta = {shape: self._stacked(shape, torch.zeros_like) for shape in self.groups}
         self.rates = {shape: self._rates(shape) for shape in self.groups}
+        # A CPU without bf16 would take minutes where its own precision takes seconds.
+        self.precision = torch.bfloat16 if any(parameter.is_cuda for _, parameter, _ in members) else torch.float32
 
     def _stacked(self, shape: tuple[int, ...], of: Callable[[nn.Parameter], Tensor]) -> Tensor:
         return torch.cat([self._matrices(weight, of(parameter)) for weight, parameter, _ in self.groups[shape]])
@@ -70,7 +72,7 @@ class Muon:
             torch._foreach_mul_(parameters, torch.where(finite, 1 - lr * decay, 1.0))
         for shape, members in self.groups.items():
             grads = self._stacked(shape, lambda parameter: parameter.grad)  # type: ignore[arg-type, return-value]
-            steps = orthogonalised(self.blend(self.momenta[shape], grads, clip, finite))
+            steps = orthogonalised(self.blend(self.momenta[shape], grads, clip, finite, self.precision))
             rate = torch.where(finite, lr * LIKE_ADAM * math.sqrt(shape[1]), 0.0)
             moved = self._apart(shape, steps.float() * (rate * self.rates[shape]))
             torch._foreach_sub_([parameter for _, parameter, _ in members], moved)
@@ -97,11 +99,11 @@ def _count(weight: Weight) -> int:
     return 3 if weight.layout == "qkv" else 1
 
 
-def _blend(momenta: Tensor, grads: Tensor, clip: Tensor, finite: Tensor) -> Tensor:
-    """Move the momenta on in place; return Nesterov's look ahead."""
+def _blend(momenta: Tensor, grads: Tensor, clip: Tensor, finite: Tensor, precision: torch.dtype) -> Tensor:
+    """Move the momenta on in place; return Nesterov's look ahead in the precision asked."""
     grads = torch.where(finite, grads * clip, 0.0)
     momenta.copy_(torch.where(finite, momenta.lerp(grads, 1 - MOMENTUM), momenta))
-    return grads.lerp(momenta, MOMENTUM).bfloat16()
+    return grads.lerp(momenta, MOMENTUM).to(precision)
 
 
 def orthogonalised(x_BRC: Tensor) -> Tensor:
