@@ -49,7 +49,7 @@ def main() -> None:
     for question in questions:
         text, stops = answer(tokenizer, model, question, asked.longest)
         stopped += stops
-        print(f"{question} -> {text}{'' if stops else ' ...'}")
+        print(f"{question} -> {' '.join(text.split())}{'' if stops else ' ...'}")
     print(
         f"{folder.name}: {stopped} of {len(questions)} answers stop within {asked.longest} tokens ({stopped / max(1, len(questions)):.0%})"
     )
