@@ -20,6 +20,7 @@ import numpy as np
 
 from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.packed import Packed
+from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.indexes import index_blocks
 from textmill.tokens.store import TokenStore, open_store
 
@@ -65,7 +66,7 @@ def measure(prefix: Path) -> None:
     seconds = time.perf_counter() - clock
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"   {seconds:.2f} s, peak memory {peak / 1e6:.2f} GB ({before / 1e6:.2f} GB before)")
-    batches = Batches([packed], [1], BATCH)
+    batches = Batches([packed], [1], Sizes(BATCH))
     steps = packed.samples // BATCH
     for name, first in (("first", 0), ("middle", steps // 2), ("last", steps - 60)):
         cold, warm = (rate(batches.batch_at, first) / 1e6 for _ in range(2))

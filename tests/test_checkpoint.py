@@ -143,7 +143,7 @@ def test_retention(tmp_path: Path) -> None:
     assert best.step == 30
     assert by_number is not None
     with pytest.raises(TextmillError, match=r"optimizer\.safetensors was pruned"):
-        by_number.moments()
+        list(by_number.moments())
     with pytest.raises(TextmillError, match="no checkpoint of step 50; found 30, 40, 60, 70"):
         find_checkpoint(tmp_path, 50)
 

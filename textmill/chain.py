@@ -101,5 +101,5 @@ def _what_next(config: RunConfig, checkpoint: Path) -> None:
     root = shlex.quote(shown(Path(config.folder)))
     print(f"\nAll is done. The model is {shown(checkpoint)} (transformers opens it as it is). Next:")
     print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
-    print(f"  textmill train {root} train.steps={2 * config.train.steps}")
+    print(f"  textmill train {root} train.{config.train.unit}={2 * getattr(config.train, config.train.unit)}")
     print("  textmill new mine --text 'texts/*.txt' && textmill run mine")

@@ -37,13 +37,13 @@ class Checkpoint:
         return read_model(self.folder)
 
     def moments(self) -> Iterator[Named]:
-        """The optimizer's state by weight name: m/NAME, v/NAME."""
+        """The optimizer's state by weight name: m/NAME, v/NAME; refused, when it is asked for, where it was pruned."""
         if not (self.folder / OPTIMIZER_MANIFEST).is_file():
             raise TextmillError(
                 f"{self.folder}: its {OPTIMIZER} was pruned; go on from a newer checkpoint, "
                 f"or start a new run from its weights: model.init_from={self.folder}"
             )
-        return read_tensors(self.folder / OPTIMIZER)
+        yield from read_tensors(self.folder / OPTIMIZER)
 
     @property
     def valid_loss(self) -> float | None:

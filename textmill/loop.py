@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoint import Saver, WhichStep, open_checkpoint
+from textmill.checkpoint import Saver, WhichStep
 from textmill.config import RunConfig
+from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine
 from textmill.errors import Stopped, TextmillError
 from textmill.files import locked, new_folder, shown, write_json, write_text
-from textmill.generation import samples_of
-from textmill.runs import INDEX, SAMPLES, Start, begin, files_of, make_room, snapshot_of, told
+from textmill.generation.prompts import write_samples
+from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, told
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
@@ -23,27 +23,28 @@ from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers, open_trackers
-from textmill.track.jsonl import JsonLines
 
 PATIENCE = 5
 """Logged steps in a row without a finite loss before the run gives up."""
 
 
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
-    """Train from the newest checkpoint, or from the beginning, to `train.steps`; return the run's folder."""
+    """Train from the newest checkpoint, or from the beginning, to the last step; return the run's folder."""
     data, run = open_splits(config), config.folder_of("train")
     new_folder(run, "train.folder")
     with locked(run / ".lock", f"{run}: another process is training there; wait for it or set another train.folder"):
         start = begin(config, data, force, step)
-        if start.step >= config.train.steps:
+        length = config.train.length or start.shape.positions
+        batches = open_batches(config.train, data, length=length, folder=run / INDEX)
+        course = course_of(config.train, batches, length)
+        if start.step >= course.steps:
             print(f"train: done already: {shown(run)} (step {start.step:,})")
             return run
-        batches = open_batches(config.train, data, length=config.train.length or start.shape.positions, folder=run / INDEX)
         engine = open_engine(config, start.shape)
         try:
             engine.load(start.weights, start.moments, start.updates, start.where)
             with Stopping() as stopping:
-                Training(config, data, start, engine, stopping).go(batches)
+                Training(config, course, data, start, engine, stopping).go(batches)
         finally:
             engine.close()
     return run
@@ -52,10 +53,9 @@ def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") ->
 class Training:
     """One sitting of a run: what must be at hand from step to step."""
 
-    def __init__(self, config: RunConfig, data: Splits, start: Start, engine: Engine, stopping: Stopping) -> None:
-        self.config, self.train, self.data, self.start = config, config.train, data, start
+    def __init__(self, config: RunConfig, course: Course, data: Splits, start: Start, engine: Engine, stopping: Stopping) -> None:
+        self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
         self.engine, self.stopping, self.run = engine, stopping, config.folder_of("train")
-        self.length = self.train.length or start.shape.positions
         self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every)
         self.files, self.bad_logs = files_of(config, data, start.shape), 0
         self.valid_loss: float | None = None
@@ -66,10 +66,11 @@ class Training:
         (self.run / "stopped.json").unlink(missing_ok=True)
         write_text(self.run / "run.yaml", self.config.to_yaml())
         self.trackers = self._open_trackers()
-        part = self.engine.samples_of(self.train.batch)
         self.clock, self.clocked = time.perf_counter(), self.start.step
         try:
-            for step, batch in ahead(lambda step: batches.batch_at(step, part), self.start.step, self.train.steps):
+            for step, batch in ahead(
+                lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))), self.start.step, self.course.steps
+            ):
                 result = self.engine.train_step(batch, step, lr_at(step, self.train))
                 self._after(step + 1, result)
             self.saver.wait()
@@ -79,14 +80,14 @@ class Training:
 
     def _after(self, done: int, result: Step) -> None:
         """What is due after so many steps: log, evaluate, save, stop."""
-        train, last = self.train, done == self.train.steps
+        train, due, last = self.train, self.course.due, done == self.course.steps
         self.saver.check()
-        if done == 1 or last or done % train.log_every == 0:
+        if done == 1 or due(train.log_every, done):
             self._log(done, result)
         paused = time.perf_counter()
-        self.valid_loss = self._evaluate(done) if last or done % train.evaluate_every == 0 else None
+        self.valid_loss = self._evaluate(done) if due(train.evaluate_every, done) else None
         asked = self.stopping.asked
-        if last or asked or done % train.save_every == 0:
+        if asked or due(train.save_every, done):
             self._save(done, result)
         self.clock += time.perf_counter() - paused
         if asked and not last:
@@ -95,8 +96,8 @@ class Training:
             raise Stopped(f"stopped by {asked} at step {done:,}, saved; the same command goes on from there")
 
     def _log(self, done: int, result: Step) -> None:
-        now, steps = time.perf_counter(), done - self.clocked
-        rate = steps * self.train.batch * self.length / max(1e-9, now - self.clock)
+        samples = self.course.samples(done) - self.course.samples(self.clocked)
+        rate = samples * self.course.length / max(1e-9, time.perf_counter() - self.clock)
         values = {"loss": result.loss, "learning_rate": lr_at(done - 1, self.train), "grad_norm": result.norm, "tokens_per_second": rate}
         self.trackers.log(done, values)
         self.bad_logs = self.bad_logs + 1 if result.skipped else 0
@@ -108,7 +109,7 @@ class Training:
         self.clock, self.clocked = time.perf_counter(), done
 
     def _evaluate(self, done: int) -> float | None:
-        whole = valid_batches(self.train, self.data, length=self.length, folder=self.run / INDEX)
+        whole = valid_batches(self.train, self.data, length=self.course.length, folder=self.run / INDEX)
         batches = itertools.islice(whole, self.train.evaluate_batches)
         sums = sum((self.engine.eval_step(batch) for batch in batches), Sums(0.0, 0, 0))
         if not sums.asked:
@@ -118,31 +119,22 @@ class Training:
         return loss
 
     def _save(self, done: int, result: Step) -> None:
-        loss, valid = result.loss, self.valid_loss
-        self.saver.save(snapshot_of(self.engine, done, self.start, self.train.batch, self.length, loss, valid, self.files))
+        samples, length = self.course.samples(done), self.course.length
+        self.saver.save(snapshot_of(self.engine, done, self.start, samples, length, result.loss, self.valid_loss, self.files))
         self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
         if self.train.prompts:
-            self._sample(done)
-
-    def _sample(self, done: int) -> None:
-        """Continue the fixed prompts with what was saved; a prompt that cannot be is said and stops nothing."""
-        self.saver.wait()
-        with closing(JsonLines(self.run / SAMPLES)) as lines:
-            try:
-                checkpoint = open_checkpoint(self.run / f"step-{done:07d}")
-                for line in samples_of(checkpoint, self.train.prompts, self.config.sample, self.config.engine):
-                    lines.log(done, line)
-                    self.trackers.note(f"step {done}: {line['prompt']}|{line['text'][:200]!r}")
-            except Exception as error:
-                self.trackers.note(f"step {done}: train.prompts: {error}")
+            self.saver.wait()
+            for line in write_samples(self.config, self.run / f"step-{done:07d}", done):
+                self.trackers.note(line)
 
     def _open_trackers(self) -> Trackers:
         facts: dict[str, Any] = self.engine.facts()
-        flops = self.start.shape.flops_per_token(self.length)
+        length, flops = self.course.length, self.start.shape.flops_per_token(self.course.length)
         trackers = open_trackers(
-            self.config.track, self.run, steps=self.train.steps, start=self.start.step, tokens_per_step=self.train.batch * self.length,
+            self.config.track, self.run, steps=self.course.steps, start=self.start.step, tokens_per_step=self.train.batch * length,
             flops_per_token=flops, peak_flops=facts["peak_flops"], settings=self.config.model_dump(mode="json"),
         )  # fmt: skip
         verb = f"goes on from step {self.start.step:,}" if self.start.step else "starts"
         trackers.note(f"train: {told(facts)}; {verb}")
+        trackers.note(f"train: {self.course.spoken()}")
         return trackers

@@ -96,7 +96,7 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
         warn(f"changed since step {found.step}: {line}")
     noted = [{"step": found.step, "change": line} for line in changes]
     updates = int(found.progress["updates"])
-    moments = found.moments() if updates and found.step < config.train.steps else []
+    moments = found.moments() if updates else []
     changes_so_far = found.progress["changes"] + noted
     return Start(found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far)
 
@@ -183,11 +183,11 @@ def files_of(config: RunConfig, data: Splits, shape: Any) -> dict[str, bytes]:
 
 
 def snapshot_of(
-    engine: Any, step: int, start: Start, batch: int, length: int, loss: float, valid_loss: float | None, files: dict[str, bytes]
+    engine: Any, step: int, start: Start, samples: int, length: int, loss: float, valid_loss: float | None, files: dict[str, bytes]
 ) -> Snapshot:
     """A copy in host memory of all that a checkpoint holds; losses as hex, so that no digit is lost."""
     progress = {
-        "step": step, "updates": engine.updates(), "samples": step * batch, "tokens": step * batch * length, "loss": loss.hex(),
+        "step": step, "updates": engine.updates(), "samples": samples, "tokens": samples * length, "loss": loss.hex(),
         "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
         "textmill": __version__,
     }  # fmt: skip

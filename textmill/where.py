@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
-from textmill.config.load import Tree, anchor, config_of, merged, named_corpora, read_yaml, tree_of
+from textmill.config.load import Tree, anchor, config_of, merged, named_corpora, read_yaml, tree_of, without_units
 from textmill.errors import TextmillError
 from textmill.files import read_json
 from textmill.stages import MANIFEST
@@ -69,7 +69,7 @@ def _config_of(tree: Tree, settings: list[str], file: Path | None = None, lines:
     said = anchor(tree_of(settings), Path.cwd(), named_corpora(tree, Path.cwd()))
     if isinstance(said.get("model", {}).get("shape"), dict) and isinstance(tree.get("model", {}).get("shape"), str):
         raise TextmillError(f"model.shape: is a path in {file}; numbers cannot be laid over it; say model.shape=PATH, or change the file")
-    return config_of(merged(tree, said), file=file, lines=lines)
+    return config_of(merged(without_units(tree, said), said), file=file, lines=lines)
 
 
 def _from_folder(folder: Path, settings: list[str]) -> Where:

@@ -24,6 +24,7 @@ from textmill.tokens.batches.opening import valid_batches
 from textmill.tokens.batches.order import shuffled
 from textmill.tokens.batches.packed import Packed
 from textmill.tokens.batches.padded import Padded
+from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.batches.windows import window_batches, window_count
 from textmill.tokens.splits import Share, Splits
 from textmill.tokens.store import TokenStore, open_store
@@ -40,7 +41,7 @@ def store_of(folder: Path, lengths: list[int]) -> TokenStore:
 
 
 def packed_batches(store: TokenStore, *, batch: int, **options: Any) -> Batches:
-    return Batches([Packed(store, **options)], [1], batch)
+    return Batches([Packed(store, **options)], [1], Sizes(batch))
 
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) >= 2)
@@ -53,7 +54,7 @@ def test_an_epoch_asks_every_token_in_its_documents_order(
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("packed"), lengths)
     packed = Packed(store, length=length, seed=seed)
-    batches = Batches([packed], [1], 1)
+    batches = Batches([packed], [1], Sizes(1))
     followers = {}
     asked = []
     for step in range(packed.samples):
@@ -260,7 +261,7 @@ def test_a_blend_takes_each_store_by_its_own_samples(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         stores.append(store_of(tmp_path / str(number), [40 + number] * 5))
     layouts = [Packed(store, length=8, seed=number, apart=True) for number, store in enumerate(stores)]
-    batches = Batches(layouts, [1, 3], 12)
+    batches = Batches(layouts, [1, 3], Sizes(12))
     which, numbers = Blend([1, 3]).drawn(np.arange(60, 72))
     batch = batches.batch_at(5)
     for row, (store, number) in enumerate(zip(which.tolist(), numbers.tolist(), strict=True)):
@@ -273,7 +274,7 @@ def test_a_blend_takes_each_store_by_its_own_samples(tmp_path: Path) -> None:
     mine = batches.batch_at(5, slice(3, 7))
     assert (mine.inputs == batch.inputs[3:7]).all()
     assert (mine.samples == np.arange(63, 67)).all()
-    joined = Batches([Packed(store, length=8, seed=number) for number, store in enumerate(stores)], [1, 3], 12)
+    joined = Batches([Packed(store, length=8, seed=number) for number, store in enumerate(stores)], [1, 3], Sizes(12))
     batch = joined.batch_at(5)
     for sample, store, document in joined.seen_at(5):
         ids, size = np.append(batch.inputs[sample - 60], batch.labels[sample - 60, -1]), 40 + store

@@ -15,6 +15,7 @@ from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.batches import Batches, in_order
 from textmill.tokens.batches.chat import Chat
+from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.preflight import Facts, measure
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.writer import StoreWriter
@@ -103,7 +104,7 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
 
 def test_a_batch_is_a_pure_function_of_its_step(tmp_path: Path) -> None:
     store = scattered(tmp_path)
-    one, two = (Batches([Chat(store, length=40, seed=7, pad=PAD)], [1.0], 8) for _ in range(2))
+    one, two = (Batches([Chat(store, length=40, seed=7, pad=PAD)], [1.0], Sizes(8)) for _ in range(2))
     whole, part = one.batch_at(5), two.batch_at(5, slice(2, 4))
     assert (whole.inputs[2:4] == part.inputs).all()
     assert (whole.labels[2:4] == part.labels).all()

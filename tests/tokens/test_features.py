@@ -25,6 +25,7 @@ from textmill.tokens.batches import features as layout_module
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.batches import Batches, in_order
 from textmill.tokens.batches.features import FeatureRows
+from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.features import SCHEMA, chunks_of, packed_rows, rows_in
 from textmill.tokens.splits import Features, Share, contiguous, open_splits
 from textmill.tokens.store import TokenStore, open_store
@@ -211,7 +212,7 @@ def test_rows_as_a_layout(life: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(wanted)
     assert epochs[0] != epochs[1]
     assert epochs[0] != wanted
-    batches = Batches([shuffled], [1], 10)
+    batches = Batches([shuffled], [1], Sizes(10))
     assert pairs_of(batches.batch_at(3, slice(2, 5))) == epochs[0][32:35]
     monkeypatch.undo()
     assert pairs_of(layout_of(share).rows(np.arange(5))) == wanted[:5], "and without a folder"

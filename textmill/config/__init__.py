@@ -54,10 +54,12 @@ class RunConfig(Section):
     def _cross_rules(self) -> RunConfig:
         _check_shape(self.model, self.train)
         train, micro = self.train, self.engine.micro_batch
-        if isinstance(micro, int) and train.batch % micro:
-            near = max(size for size in range(1, micro + 1) if train.batch % size == 0)
-            raise TextmillError(f"engine.micro_batch: {micro} does not divide train.batch={train.batch}; {near} does")
-        if train.warmup >= 1 and train.warmup > train.steps:
+        sizes = [train.batch, *train.ramp[:2]]
+        if isinstance(micro, int) and any(size % micro for size in sizes):
+            near = max(size for size in range(1, micro + 1) if not any(one % size for one in sizes))
+            ramp = f" with train.ramp={','.join(map(str, train.ramp))}" if train.ramp else ""
+            raise TextmillError(f"engine.micro_batch: {micro} does not divide train.batch={train.batch}{ramp}; {near} does")
+        if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
             raise TextmillError(f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a share such as 0.05")
         if train.min_learning_rate > train.learning_rate:
             low, high = train.min_learning_rate, train.learning_rate

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from textmill.config import RunConfig
 from textmill.config.section import Section, marks
+from textmill.config.training import UNITS
 from textmill.config.words import fields, key_advice, section_types
 from textmill.errors import TextmillError
 
@@ -117,6 +118,14 @@ def merged(tree: Tree, over: Tree) -> Tree:
         below = result.get(name)
         result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result
+
+
+def without_units(tree: Tree, said: Tree) -> Tree:
+    """A tree whose run has no length, where one is laid over it: of steps and epochs what is said last holds."""
+    train = tree.get("train")
+    if not isinstance(train, dict) or not set(UNITS) & said.get("train", {}).keys():
+        return tree
+    return {**tree, "train": {name: value for name, value in train.items() if name not in UNITS}}
 
 
 def tree_of(words: list[str]) -> Tree:

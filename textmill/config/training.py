@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer, model_validator
 
 from textmill.config.section import Section, how, place, source, texts
 from textmill.errors import TextmillError
@@ -44,6 +45,8 @@ class ModelConfig(Section):
     """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name."""
 
 
+UNITS = ("steps", "epochs", "samples", "tokens")
+"""How long a run is, in the words of one of them."""
 LAYOUT_OF = {"apart": "packed", "tail": "packed", "long": "padded", "close": "padded"}
 """Settings that only one layout reads."""
 
@@ -73,21 +76,30 @@ class TrainConfig(Section):
     """Tokens in a sample; the model's positions if not said. A named size trained on less has no more positions than this."""
     batch: int = Field(32, ge=1)
     """Samples a step, over all devices."""
+    ramp: list[int] = []
+    """Begin with smaller batches: start, increment, samples, such as `16,16,100000`: from 16 samples a step to `train.batch`, 16 more at
+    a time, over the first 100,000 samples, as Megatron's rampup-batch-size."""
     steps: int = how(1000, ge=1)
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; or say its length in one of the next three."""
+    epochs: float | None = how(None, gt=0)
+    """Passes over the train split; parts of one, too."""
+    samples: int | None = how(None, ge=1)
+    """Samples of the whole run, down to a whole step."""
+    tokens: int | None = how(None, ge=1)
+    """Tokens of the whole run, down to a whole step: every sample counts `train.length` of them."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate."""
     min_learning_rate: float = Field(0.0, ge=0)
     """Where the schedule ends."""
     warmup: int | float = Field(0.05, ge=0)
-    """Steps of warm-up, or a share of `train.steps` when below 1."""
+    """Steps of warm-up, or a share of the run when below 1."""
     warmup_shape: Literal["linear", "log"] = "linear"
     """How the rate rises: in a line, or by the logarithm of the step from `train.min_learning_rate`, as DeepSpeed's WarmupLR does."""
     schedule: Literal["cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test"] = "cosine"
     """How the learning rate falls after the warm-up: stable: only in the last `train.decay_share` of the way (warmup-stable-decay);
     inverse_sqrt: by one over the root of the step; range_test: it rises from `train.min_learning_rate` until the net bears no more."""
     decay_steps: int | None = how(None, ge=1)
-    """The step at which the rate meets its minimum; `train.steps` if not said."""
+    """The step at which the rate meets its minimum; the last if not said."""
     decay_share: float = how(0.2, gt=0, le=1)
     """stable: the share of the way in which the rate falls."""
     range_steps: int = Field(2000, ge=1)
@@ -126,10 +138,10 @@ class TrainConfig(Section):
     """Decides the first weights, the order of the data and dropout."""
     log_every: int = how(10, ge=1)
     """Steps between two lines of metrics."""
-    save_every: int = how(500, ge=1)
-    """Steps between two checkpoints; the last step is always saved."""
-    evaluate_every: int = how(500, ge=1)
-    """Steps between two losses on the valid split."""
+    save_every: int | Literal["epoch"] = how(500)
+    """Steps between two checkpoints, or `epoch`: after each pass; the last step is always saved."""
+    evaluate_every: int | Literal["epoch"] = how(500)
+    """Steps between two losses on the valid split, or `epoch`: after each pass."""
     evaluate_batches: int | None = how(None, ge=1)
     """Batches of the valid split to look at; the whole split if not said."""
     keep: int = how(2, ge=1)
@@ -138,6 +150,41 @@ class TrainConfig(Section):
     """Checkpoints whose step this divides are never pruned."""
     prompts: list[str] = texts([])
     """Texts that each saved checkpoint continues, into samples.jsonl, so that progress can be read."""
+
+    @property
+    def unit(self) -> str:
+        """The word in which the run's length was said."""
+        return next((name for name in UNITS[1:] if getattr(self, name) is not None), "steps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unit(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        said = [name for name in UNITS if data.get(name) is not None]
+        if len(said) > 1:
+            raise TextmillError(f"train.{said[1]}: the run's length is said in train.{said[0]} too; keep one of them")
+        return {name: value for name, value in data.items() if name != "steps" or value is not None}
+
+    @model_serializer(mode="wrap")
+    def _leave_to_the_unit(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Steps that nobody said are not written beside what was said in their place.
+        return {name: value for name, value in write(self).items() if name != "steps" or self.unit == "steps"}
+
+    @model_validator(mode="after")
+    def _grows_evenly(self) -> TrainConfig:
+        if not self.ramp:
+            return self
+        if len(self.ramp) != 3 or min(self.ramp) < 1:
+            raise TextmillError(f"train.ramp: found {self.ramp}; give three whole numbers above 0: start, increment and samples")
+        start, increment, _ = self.ramp
+        if start >= self.batch:
+            raise TextmillError(f"train.ramp: starts with {start}, which is not below train.batch={self.batch}; lower it, or take it out")
+        if (self.batch - start) % increment:
+            fits = math.gcd(self.batch - start, increment)
+            way = f"the way from {start} to train.batch={self.batch}"
+            raise TextmillError(f"train.ramp: an increment of {increment} does not divide {way}; {fits} does")
+        return self
 
     @model_validator(mode="after")
     def _read_by_the_layout(self) -> TrainConfig:
@@ -153,6 +200,13 @@ class TrainConfig(Section):
         if self.schedule == "range_test" and not self.min_learning_rate:
             raise TextmillError("train.min_learning_rate: train.schedule=range_test rises from it; set it above 0, such as 1e-6")
         return self
+
+    @field_validator("save_every", "evaluate_every")
+    @classmethod
+    def _some(cls, value: int | str, info: ValidationInfo) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise TextmillError(f"train.{info.field_name}: found {value}; give a number of steps above 0, or epoch")
+        return value
 
     @field_validator("betas")
     @classmethod

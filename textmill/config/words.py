@@ -29,6 +29,8 @@ OTHER_WORDS = {
     "eps": "train.epsilon", "adam_eps": "train.epsilon", "adam_epsilon": "train.epsilon", "wd": "train.weight_decay",
     "no_decay": "train.undecayed", "layerwise_lr_decay": "train.layer_decay", "lr_layer_decay": "train.layer_decay",
     "freeze_layers": "train.freeze", "frozen": "train.freeze",
+    "rampup_batch_size": "train.ramp", "num_train_epochs": "train.epochs", "max_epochs": "train.epochs", "train_samples": "train.samples",
+    "train_tokens": "train.tokens",
     "save_interval": "train.save_every", "save_steps": "train.save_every", "ckpt_save_steps": "train.save_every",
     "eval_interval": "train.evaluate_every", "eval_steps": "train.evaluate_every", "eval_iters": "train.evaluate_batches",
     "log_interval": "train.log_every", "logging_steps": "train.log_every", "save_total_limit": "train.keep",

@@ -18,7 +18,7 @@ from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore
 from textmill.tokens.tokenizer import TextTokenizer
 
-DECIDING = ("tokens", "train.layout", "train.seed", "train.batch", "train.apart", "train.tail", "train.long", "train.close")
+DECIDING = ("tokens", "train.layout", "train.seed", "train.batch", "train.ramp", "train.apart", "train.tail", "train.long", "train.close")
 """What decides which documents a step sees."""
 BEGINNING = 60
 """Characters of a document that are shown."""
@@ -39,7 +39,7 @@ def show_step(config: RunConfig, step: int) -> None:
     if not length:
         raise TextmillError(f"{run}: has no checkpoint yet, so the samples' length is not known; set train.length")
     batches = open_batches(config.train, splits, length=length, folder=run / INDEX)
-    print(f"{shown(run)}: step {step:,}: {config.train.batch:,} samples of {length:,} tokens")
+    print(f"{shown(run)}: step {step:,}: {batches.sizes.at(step - 1):,} samples of {length:,} tokens")
     paths = [lineage_path(share.store.prefix) for share in splits.stores["train"]]
     lineages = [open_lineage(path) if path.is_file() else None for path in paths]
     for sample, number, document in sorted(batches.seen_at(step - 1), key=lambda found: found[0]):

@@ -10,18 +10,19 @@ from numpy.typing import NDArray
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.blend import Blend
 from textmill.tokens.batches.layout import Layout, Rows
+from textmill.tokens.batches.sizes import Sizes
 
 
 class Batches:
-    """Layouts, their weights and the size of a batch."""
+    """Layouts, their weights and the sizes of batches."""
 
-    def __init__(self, layouts: Sequence[Layout], weights: Sequence[float], batch: int) -> None:
-        self.layouts, self.batch = layouts, batch
+    def __init__(self, layouts: Sequence[Layout], weights: Sequence[float], sizes: Sizes) -> None:
+        self.layouts, self.sizes = layouts, sizes
         self.blend = Blend(list(weights))
 
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or the samples of it that `part` names."""
-        samples = np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64)[part]
+        samples = self._samples(step)[part]
         stores, numbers = self.blend.drawn(samples)
         found = [(mine, self.layouts[store].rows(numbers[mine])) for store, mine in _by_store(stores)]
         rows = _joined(found) if len(found) > 1 else found[0][1] if found else self.layouts[0].rows(numbers)
@@ -29,12 +30,15 @@ class Batches:
 
     def seen_at(self, step: int) -> Iterator[tuple[int, int, int]]:
         """(sample, store, document) of all that a step sees."""
-        samples = np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64)
+        samples = self._samples(step)
         stores, numbers = self.blend.drawn(samples)
         for store, mine in _by_store(stores):
             seen = self.layouts[store].seen(numbers[mine])
             for row, document in zip(seen.rows.tolist(), seen.documents.tolist(), strict=True):
                 yield int(samples[mine[row]]), store, document
+
+    def _samples(self, step: int) -> NDArray[np.int64]:
+        return np.arange(self.sizes.before(step), self.sizes.before(step + 1), dtype=np.int64)
 
 
 def in_order(layouts: Sequence[Layout], batch: int) -> Iterator[Batch]:

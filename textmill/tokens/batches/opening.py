@@ -14,6 +14,7 @@ from textmill.tokens.batches.features import FeatureRows
 from textmill.tokens.batches.layout import Layout
 from textmill.tokens.batches.packed import Packed
 from textmill.tokens.batches.padded import Padded
+from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.batches.windows import window_batches
 from textmill.tokens.splits import Share, Splits
 from textmill.tokens.tokenizer import TextTokenizer
@@ -23,7 +24,7 @@ def open_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pat
     """The train split's batches, blended by weight; large indexes stand in `folder`."""
     shares = splits.stores["train"]
     layouts = [_layout(train, share, splits.tokenizer, length, train.seed, folder) for share in shares]
-    return Batches(layouts, [share.weight for share in shares], train.batch)
+    return Batches(layouts, [share.weight for share in shares], Sizes(train.batch, train.ramp))
 
 
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:

@@ -1,0 +1,24 @@
+"""The fixed prompts of a run, continued by each checkpoint it saves, so that progress can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from textmill.checkpoint import open_checkpoint
+from textmill.config import RunConfig
+from textmill.generation import samples_of
+from textmill.runs import SAMPLES
+from textmill.track.jsonl import JsonLines
+
+
+def write_samples(config: RunConfig, folder: Path, step: int) -> Iterator[str]:
+    """Continue `train.prompts` with a checkpoint, into samples.jsonl; yields what to tell. A prompt that cannot be stops nothing."""
+    with closing(JsonLines(folder.parent / SAMPLES)) as lines:
+        try:
+            for line in samples_of(open_checkpoint(folder), config.train.prompts, config.sample, config.engine):
+                lines.log(step, line)
+                yield f"step {step}: {line['prompt']}|{line['text'][:200]!r}"
+        except Exception as error:
+            yield f"step {step}: train.prompts: {error}"
