@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from textmill.errors import EXIT_STOPPED
 
@@ -13,7 +14,7 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
 
 class Stopping:
-    """Hears signals while it is open."""
+    """Hears signals while it is open, in a thread: the main one may be waiting for a device or for other processes."""
 
     def __init__(self) -> None:
         self.asked: str | None = None
@@ -22,14 +23,26 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            self._far, near = socket.socketpair()
+            near.setblocking(False)
+            self._near, self._fd_before = near, signal.set_wakeup_fd(near.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._hear, name="signals", daemon=True).start()
+            self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         return self
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        if self.asked is not None:
-            os._exit(EXIT_STOPPED)
-        self.asked = signal.Signals(number).name
+    def _hear(self) -> None:
+        """The interpreter writes the number of each signal to a socket, whatever its main thread is at."""
+        with self._far:
+            while numbers := self._far.recv(1):
+                if numbers[0] not in SIGNALS:
+                    continue
+                if self.asked is not None:
+                    os._exit(EXIT_STOPPED)
+                self.asked = signal.Signals(numbers[0]).name
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        if self._before:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.set_wakeup_fd(self._fd_before)
+            self._near.close()

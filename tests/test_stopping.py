@@ -1,0 +1,59 @@
+"""One signal asks, a second one ends, whatever the main thread is doing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from textmill.stopping import SIGNALS, Stopping
+
+BUSY = """
+import hashlib, sys, threading, time
+from textmill.stopping import Stopping
+with Stopping() as stopping:
+    def tell():
+        while stopping.asked is None:
+            time.sleep(0.01)
+        print(stopping.asked, flush=True)
+    threading.Thread(target=tell, daemon=True).start()
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # minutes in C, where no handler in Python is called
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_second_signal_leaves_at_once(number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == f"{number.name}\n", "the first one is heard at once and ends nothing"
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75
+    finally:
+        process.kill()
+
+
+def test_what_was_before_is_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    threads = threading.active_count()
+    for _ in range(2):
+        with Stopping() as stopping:
+            signal.raise_signal(signal.SIGUSR1)
+            deadline = time.monotonic() + 60
+            while stopping.asked is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert stopping.asked == "SIGUSR1"
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    deadline = time.monotonic() + 60
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= threads, "the thread is gone with it"
