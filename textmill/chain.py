@@ -38,7 +38,8 @@ def run(config: RunConfig, force: Force = "no") -> Path:
     _headline(4, "train")
     folder = train(config, force)
     checkpoint = list(steps_of(folder).values())[-1]
-    weights = read_json(checkpoint / MANIFEST)["files"]["model.safetensors"]["sha256"]
+    files = read_json(checkpoint / MANIFEST)["files"]
+    weights = [account["sha256"] for name, account in files.items() if name.endswith("model.safetensors")]
     asked = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
     summary = _summary_of(folder, asked)
     if summary is None:

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from textmill.adapters import is_adapter, read_weights, tokenizer_folder
 from textmill.errors import Stopped, TextmillError, warn
 from textmill.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
 from textmill.hub import open_folder
 from textmill.stages import MANIFEST
-from textmill.tensors import Named, blocks_of, read_model, read_tensors
+from textmill.tensors import Named, blocks_of, read_tensors
 
 WhichStep = int | Literal["latest", "best"]
 OPTIMIZER_MANIFEST = "optimizer.manifest.json"
@@ -33,8 +34,8 @@ class Checkpoint:
     progress: dict[str, Any]
 
     def weights(self) -> Iterator[Named]:
-        """The weights in transformers' names and layout."""
-        return read_model(self.folder)
+        """The weights in transformers' names and layout; an adapter's merged into its base's."""
+        return read_weights(self.folder)
 
     def moments(self) -> Iterator[Named]:
         """The optimizer's state by weight name: m/NAME, v/NAME; refused, when it is asked for, where it was pruned."""
@@ -44,6 +45,11 @@ class Checkpoint:
                 f"or start a new run from its weights: model.init_from={self.folder}"
             )
         yield from read_tensors(self.folder / OPTIMIZER)
+
+    @property
+    def tokenizer(self) -> Path:
+        """Where its tokenizer stands: here, or with the base of an adapter."""
+        return tokenizer_folder(self.folder)
 
     @property
     def valid_loss(self) -> float | None:
@@ -62,6 +68,8 @@ class Snapshot:
     progress: dict[str, Any]
     files: dict[str, bytes]
     """More files by name: config.json, run.yaml, the tokenizer's."""
+    model: str = "model.safetensors"
+    """The file that the weights go into."""
 
 
 def steps_of(run: Path) -> dict[int, Path]:
@@ -91,7 +99,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         if faults := faults_in(folder):
             raise TextmillError(f"{folder}: damaged: {'; '.join(faults)}; use another step")
         return _whole(folder)
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not is_adapter(folder):
         raise TextmillError(f"{folder}: not a checkpoint; it has no config.json")
     return Checkpoint(folder, 0, {})
 
@@ -158,7 +166,7 @@ def write_checkpoint(run: Path, snapshot: Snapshot) -> Path:
     folder.mkdir(parents=True)
     try:
         files = {name: write_bytes(folder / name, [data]) for name, data in snapshot.files.items()}
-        files["model.safetensors"] = write_bytes(folder / "model.safetensors", blocks_of(snapshot.weights))
+        files[snapshot.model] = write_bytes(folder / snapshot.model, blocks_of(snapshot.weights))
         files["progress.json"] = write_json(folder / "progress.json", snapshot.progress)
         account = write_bytes(folder / OPTIMIZER, blocks_of(snapshot.moments))
         write_json(folder / OPTIMIZER_MANIFEST, {"files": {OPTIMIZER: account}})

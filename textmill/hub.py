@@ -8,7 +8,16 @@ from pathlib import Path
 from textmill.errors import TextmillError
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
-WANTED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
+WANTED = [
+    "config.json",
+    "adapter_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+]
 
 
 def open_folder(name: str, wanted: list[str] = WANTED) -> Path:

@@ -57,7 +57,7 @@ class Training:
         self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
         self.engine, self.stopping, self.run = engine, stopping, config.folder_of("train")
         self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every)
-        self.files, self.bad_logs = files_of(config, data, start.shape), 0
+        self.files, self.bad_logs = files_of(config, data, start), 0
         self.valid_loss: float | None = None
 
     def go(self, batches: Batches) -> None:

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from textmill import __version__
+from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX, is_adapter, open_adapter, read_apart
 from textmill.checkpoint import Checkpoint, Snapshot, WhichStep, find_checkpoint, open_model, steps_of, tidy
-from textmill.config import RunConfig
+from textmill.config import LoraConfig, RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
+from textmill.models.lora import first_adapters, peft_config_of
 from textmill.models.rules import rules_of
 from textmill.models.vocabulary import grow
 from textmill.stages import Force, differences
@@ -43,6 +46,10 @@ class Start:
     where: str
     made_from: dict[str, Any]
     changes: list[dict[str, Any]] = field(default_factory=list)
+    base: str | None = None
+    """Of adapters: the model that they change."""
+    whole: list[Named] = field(default_factory=list)
+    """Of adapters: weights of the start that are not the base's."""
 
 
 def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> Start:
@@ -79,12 +86,27 @@ def make_room(run: Path, step: int) -> None:
 def _anew(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     first = _shape_of(config, data, given)
-    added = added_since(given.folder, data.tokenizer) if given else {}
+    added = added_since(given.tokenizer, data.tokenizer) if given else {}
     shape = _fitting(_grown(first, data, added) if given else first, config, data, given)
     weights = grow(given.weights(), shape, added) if given else open_family(shape.family).first_weights(shape, config.train.seed)
     preflight(config.train, data, config.train.length or shape.positions, shape.vocab)
     where = str(given.folder) if given else "the first weights"
-    return Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, fingerprint_of(given.folder) if given else None))
+    start = Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, fingerprint_of(given.folder) if given else None))
+    return _adapting(start, config.model.lora, given, config) if config.model.lora and given else start
+
+
+def _adapting(start: Start, lora: LoraConfig, given: Checkpoint, config: RunConfig) -> Start:
+    """The start with new adapters; given weights that had to change before it are kept with them."""
+    if is_adapter(given.folder):
+        advice = f"textmill export {given.folder} export.folder=MERGED, then model.init_from=MERGED"
+        raise TextmillError(f"model.init_from: {given.folder} is an adapter itself; merge it first: {advice}")
+    weights = list(start.weights)
+    before = dict(open_family(start.shape.family).known_weights(given.weights()))
+    whole = [(name, values) for name, values in weights if not np.array_equal(values, before[name])]
+    weights += first_adapters(start.shape, lora, config.train.seed)
+    # A hub name finds its model anywhere; a folder is named in full.
+    named = str(config.model.init_from)
+    return replace(start, weights=weights, base=str(given.folder.resolve()) if Path(named).is_dir() else named, whole=whole)
 
 
 def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
@@ -98,7 +120,11 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     updates = int(found.progress["updates"])
     moments = found.moments() if updates else []
     changes_so_far = found.progress["changes"] + noted
-    return Start(found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far)
+    start = Start(found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far)
+    if config.model.lora is None:
+        return start
+    adapter = open_adapter(found.folder)
+    return replace(start, weights=read_apart(adapter), base=adapter.named, whole=list(adapter.whole.items()))
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +168,8 @@ def _made_from(config: RunConfig, data: Splits, shape: Any, given: str | None) -
     settings = config.results("train")
     settings["train.length"] = config.train.length or shape.positions
     described = {f"model.{name}": value for name, value in vars(shape).items()}
-    inputs = {"model.init_from": given, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
+    lora = config.model.lora.model_dump() if config.model.lora else None
+    inputs = {"model.init_from": given, "model.lora": lora, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     return {**settings, **described, **inputs}
 
 
@@ -165,7 +192,7 @@ def check_start(config: RunConfig) -> None:
         shape = shape_in(open_model(config.model.init_from).folder)
     else:
         shape = open_family(config.model.family).shape_of(config.model, vocab=1, end=0)
-    rules_of(shape, config.train)
+    rules_of(shape, config.train, config.model.lora)
 
 
 def told(facts: dict[str, Any]) -> str:
@@ -175,10 +202,13 @@ def told(facts: dict[str, Any]) -> str:
     return f"{of:,} parameters{share} on {facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}"
 
 
-def files_of(config: RunConfig, data: Splits, shape: Any) -> dict[str, bytes]:
-    """What every checkpoint holds besides weights: the config transformers reads, our own, and the tokenizer."""
+def files_of(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
+    """What every checkpoint holds besides weights: the configs that transformers and PEFT read, our own, and the tokenizer."""
+    shape, lora = start.shape, config.model.lora
     hf = open_family(shape.family).hf_config_of(shape)
-    texts = {"config.json": json.dumps(hf, indent=2) + "\n", "run.yaml": config.to_yaml(), **data.tokenizer.files(shape.positions)}
+    adapter = {MERGED_CONFIG: hf, ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)} if lora and start.base else None
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in (adapter or {"config.json": hf}).items()}
+    texts |= {"run.yaml": config.to_yaml(), **data.tokenizer.files(shape.positions)}
     return {name: text.encode() for name, text in texts.items()}
 
 
@@ -191,4 +221,7 @@ def snapshot_of(
         "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
         "textmill": __version__,
     }  # fmt: skip
-    return Snapshot(step, list(engine.weights()), list(engine.moments()), progress, files)
+    weights = [*engine.weights(), *start.whole]
+    if start.base is None:
+        return Snapshot(step, weights, list(engine.moments()), progress, files)
+    return Snapshot(step, [(PREFIX + name, values) for name, values in weights], list(engine.moments()), progress, files, ADAPTER_MODEL)

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from textmill.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
 from textmill.config.load import Tree, anchor, config_of, merged, named_corpora, read_yaml, tree_of, without_units
 from textmill.errors import TextmillError
@@ -82,7 +83,7 @@ def _from_folder(folder: Path, settings: list[str]) -> Where:
     made = next((place for place in found if (place / "run.yaml").is_file()), None)
     if made is not None:
         return Where(_config_of(_moved(made), settings, made / "run.yaml"))
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or is_adapter(folder):
         return Where(_config_of(_as_model(folder), settings), bare=True)
     raise TextmillError(f"{folder}: not made by textmill and not a model; it has no {PROJECT}, run.yaml or config.json")
 

@@ -14,14 +14,15 @@ from textmill.config.section import Section, marks, place
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
 from textmill.config.tokens import TokensConfig
-from textmill.config.training import ModelConfig, ShapeConfig, TrainConfig
+from textmill.config.training import LoraConfig, ModelConfig, ShapeConfig, TrainConfig
 from textmill.config.usage import EvaluateConfig, SampleConfig, TrackConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "LocalRunner", "ModelConfig", "RunConfig", "RunnerConfig",
-    "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig",
+    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "LocalRunner", "LoraConfig", "ModelConfig", "RunConfig",
+    "RunnerConfig", "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine",
+    "TrackConfig", "TrainConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
@@ -100,6 +101,8 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
+    if model.lora and not model.init_from:
+        raise TextmillError("model.lora: adapts given weights, and none are; set model.init_from")
     numbers = shape_numbers(model)
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
     if model.init_from and (fixed := [name for name in own if name != "dropout"]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import field_validator
 
 from textmill.config.section import Section, how, place
@@ -19,6 +21,8 @@ class ServeConfig(Section):
     """A file whose first line is the API key; without one the environment's TEXTMILL_API_KEY, and without that no key is asked."""
     name: str | None = how(None, min_length=1, max_length=200)
     """The model's name in requests and replies; its folder's if not said."""
+    adapter: Literal["merged", "apart"] = how("merged")
+    """An adapter's model: merged into its base when it is opened, or the base as it is and the adapter computed beside it."""
     slots: int = how(16, ge=1, le=1024)
     """Texts that are made at the same time."""
     queue: int = how(64, ge=0, le=100_000)

@@ -30,6 +30,17 @@ class ShapeConfig(Section):
     """Dropout on embeddings, attention and both residual branches."""
 
 
+class LoraConfig(Section):
+    """Adapters: the given weights stay, and a product of two narrow matrices beside each chosen one learns."""
+
+    rank: int = Field(8, ge=1)
+    """How narrow the matrices are."""
+    alpha: float = Field(16.0, gt=0)
+    """An adapter counts alpha / rank times."""
+    targets: list[str] = Field(["c_attn", "c_proj", "c_fc"], min_length=1)
+    """Matrices that get one: c_attn, c_proj, c_fc, parts of the net such as attn, mlp, "h.3", or patterns."""
+
+
 class ModelConfig(Section):
     """Which net."""
 
@@ -42,7 +53,9 @@ class ModelConfig(Section):
     """Numbers that differ from the named size, or the path of a Hugging Face config.json to take them from.
     With `model.init_from` only the dropout may be said."""
     init_from: str | None = source()
-    """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name."""
+    """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name; of an adapter, merged into its base."""
+    lora: LoraConfig | None = None
+    """Train adapters on `model.init_from` instead of its weights: `lora: {rank: 8}`; a checkpoint then holds them alone, as PEFT does."""
 
 
 UNITS = ("steps", "epochs", "samples", "tokens")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+from textmill.errors import TextmillError
 from textmill.tensors import Named
 from textmill.tokens.batches.batch import Batch
 
@@ -57,7 +58,7 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> Iterator[Named]:
-        """Host copies of the weights, in checkpoint names and layout."""
+        """Host copies of the weights, in checkpoint names and layout; of a net with adapters, what is trained of it."""
         ...
 
     def moments(self) -> Iterator[Named]:
@@ -82,6 +83,9 @@ class Engine(Protocol):
 
 
 def open_engine(config: Any, shape: Any) -> Engine:
-    """The engine that `engine.kind` names: engines/on_KIND.py has new_engine."""
-    engine: Engine = import_module(f"textmill.engines.on_{config.engine.kind}").new_engine(config, shape)
+    """The engine that `engine.kind` names: engines/on_KIND.py has new_engine, and says with ADAPTERS that it trains them."""
+    module = import_module(f"textmill.engines.on_{config.engine.kind}")
+    if config.model.lora and not getattr(module, "ADAPTERS", False):
+        raise TextmillError("model.lora: this engine trains no adapters; take it out, or set engine.kind=torch")
+    engine: Engine = module.new_engine(config, shape)
     return engine

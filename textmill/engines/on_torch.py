@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from textmill.models.dropout_torch import dropout_keys
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import IGNORED, Batch
 
+ADAPTERS = True
 CPU_LOGITS = 1 << 30
 """`micro_batch: auto` on a CPU, whose caches are small: as many samples as would have so many bytes of logits."""
 GPU_ROOM = 0.6
@@ -113,8 +115,9 @@ class TorchOnOneDevice:
         return None if batch.documents is None else on_device(batch.documents[rows], self.device)
 
     def weights(self) -> Iterator[Named]:
-        """Host copies of the weights."""
-        return named_copies(self.net, {parameter: parameter for _, parameter in self.net.named_parameters()})
+        """Host copies of the weights; of a net with adapters, what is trained of it."""
+        kept = self.optimizer.parameters if self.net.lora else [parameter for _, parameter in self.net.named_parameters()]
+        return named_copies(self.net, {parameter: parameter for parameter in kept})
 
     def moments(self) -> Iterator[Named]:
         """Host copies of the optimizer's state; none before the first update."""
@@ -138,7 +141,8 @@ class TorchOnOneDevice:
         """Device, arithmetic and size."""
         return {
             "device": str(self.device), "precision": str(self.precision).removeprefix("torch."), "micro_batch": self.micro_batch,
-            "parameters": self.net.shape.parameters, "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
+            "parameters": sum(math.prod(weight.shape) for weight, _ in weights_of(self.net).values()),
+            "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -158,7 +162,7 @@ def new_engine(config: RunConfig, shape: Any) -> TorchOnOneDevice:
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
     micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, device, precision)
-    net = new_net(shape, device)
+    net = new_net(shape, device, config.model.lora)
     net.recompute = config.engine.recompute
     return TorchOnOneDevice(net, config.train, micro_batch, precision, config.engine.compile)
 

@@ -22,7 +22,7 @@ class Updates:
     """Optimizers and their state; a gradient that is not finite changes nothing, and no step waits for the device."""
 
     def __init__(self, net: Net, train: TrainConfig, *, compiled: bool = False) -> None:
-        self.train, rules, trained = train, rules_of(net.shape, train), []
+        self.train, rules, trained = train, rules_of(net.shape, train, net.lora), []
         for name, (weight, parameter) in weights_of(net).items():
             parameter.requires_grad_(rules[name].trained)
             if rules[name].trained:

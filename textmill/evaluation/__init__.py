@@ -57,7 +57,7 @@ def _measured(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     from textmill.evaluation.perplexity import perplexity
     from textmill.models.nets_torch import open_net
 
-    tokenizer = open_tokenizer(checkpoint.folder)
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
     measure = _open_used(config, tokenizer) if config.tokens.use else _open_made(config, tokenizer, checkpoint)
     device = open_device(config.engine.device)
     precision = precision_of(config.engine.precision, device)

@@ -25,7 +25,7 @@ HELP = "/reset forgets the talk, /set temperature=0.7 changes a setting, /set sh
 def chat(config: RunConfig, step: WhichStep = "latest") -> None:
     """Talk with a model until the input ends."""
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
-    template = open_template(checkpoint.folder)
+    template = open_template(checkpoint.tokenizer)
     if template is None:
         raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
     from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do

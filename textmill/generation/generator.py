@@ -157,11 +157,11 @@ def _free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def open_generator(checkpoint: Checkpoint, engine: TorchEngine) -> Generator:
-    """A checkpoint's net, in the engine's arithmetic and on its device, with the tokenizer that stands beside it."""
-    tokenizer = open_tokenizer(checkpoint.folder)
+def open_generator(checkpoint: Checkpoint, engine: TorchEngine, *, apart: bool = False) -> Generator:
+    """A checkpoint's net, in the engine's arithmetic and on its device, with its tokenizer; an adapter `apart` stands beside its base."""
+    tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)
-    net = open_net(checkpoint.folder, device)
+    net = open_net(checkpoint.folder, device, apart=apart)
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(
             f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} pieces, its embedding {net.shape.vocab:,} vectors; "

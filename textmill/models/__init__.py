@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.adapters import config_path
 from textmill.config import SIZES
 from textmill.errors import TextmillError
 from textmill.files import read_json
@@ -26,7 +28,7 @@ class Weight:
     start: float
     """Standard deviation at the start; 0 with `ones` for LayerNorm scales."""
     layout: Literal["plain", "linear", "qkv", "qkv_bias", "vocab"] = "plain"
-    """How memory differs from the checkpoint: transposed, by head, padded."""
+    """How memory differs from the checkpoint: transposed, transposed and by head, by head alone (a bias, or rows of outputs), padded."""
     decay: bool = False
     ones: bool = False
     depth: int = 0
@@ -51,12 +53,20 @@ class Family(Protocol):
 
 def shape_in(folder: Path) -> Any:
     """The shape of the model in a folder, by its config.json."""
-    path = folder / "config.json"
+    path = config_path(folder)
     hf = read_json(path)
     kind = hf.get("model_type") if isinstance(hf, dict) else None
     if kind not in SIZES:
         raise TextmillError(f"{path}: model_type is {kind!r}; textmill knows {', '.join(SIZES)}")
     return open_family(kind).shape_of_hf(hf, str(path))
+
+
+def first_values(weight: Weight, seed: int) -> NDArray[np.float32]:
+    """A weight before the first step; it depends on the seed and its own name only, on any engine and mesh."""
+    if not weight.start:
+        return np.full(weight.shape, float(weight.ones), np.float32)
+    stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(weight.name.encode())]))
+    return stream.standard_normal(weight.shape, np.float32) * np.float32(weight.start)
 
 
 def open_family(name: str) -> Family:

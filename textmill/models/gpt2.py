@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.files import read_json
-from textmill.models import Weight
+from textmill.models import Weight, first_values
 
 Array = NDArray[np.float32]
 
@@ -153,13 +152,9 @@ def weights_of(shape: Shape) -> list[Weight]:
 
 
 def first_weights(shape: Shape, seed: int) -> Iterator[tuple[str, Array]]:
-    """The weights before the first step; each depends on the seed and its own name only, on any engine and mesh."""
+    """The weights before the first step."""
     for weight in weights_of(shape):
-        if weight.start:
-            stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(weight.name.encode())]))
-            yield weight.name, stream.standard_normal(weight.shape, np.float32) * np.float32(weight.start)
-        else:
-            yield weight.name, np.full(weight.shape, float(weight.ones), np.float32)
+        yield weight.name, first_values(weight, seed)
 
 
 def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
@@ -183,7 +178,7 @@ def to_memory(weight: Weight, values: Array, shape: Shape) -> Array:
     if weight.layout == "qkv":
         return values.T.reshape(3, heads, head, -1).swapaxes(0, 1).reshape(3 * shape.width, -1)
     if weight.layout == "qkv_bias":
-        return values.reshape(3, heads, head).swapaxes(0, 1).reshape(-1)
+        return values.reshape(3, heads, head, -1).swapaxes(0, 1).reshape(values.shape)
     if weight.layout == "vocab":
         return np.pad(values, [(0, shape.padded_vocab - shape.vocab), (0, 0)])
     return values
@@ -197,7 +192,7 @@ def to_checkpoint(weight: Weight, values: Array, shape: Shape) -> Array:
     elif weight.layout == "qkv":
         values = values.reshape(heads, 3, head, -1).swapaxes(0, 1).reshape(3 * shape.width, -1).T
     elif weight.layout == "qkv_bias":
-        values = values.reshape(heads, 3, head).swapaxes(0, 1).reshape(-1)
+        values = values.reshape(heads, 3, head, -1).swapaxes(0, 1).reshape(values.shape)
     elif weight.layout == "vocab":
         values = values[: shape.vocab]
     return np.ascontiguousarray(values)

@@ -107,7 +107,7 @@ class MLP(nn.Module):
         return out
 
     def _inner(self, x_NTE: Tensor) -> Tensor:
-        if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled():
+        if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
             x_NTF = F.linear(x_NTE, self.c_fc.weight)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.c_fc.bias, self.approximate == "tanh")
             return y_MF.view(x_NTF.shape)
@@ -140,7 +140,7 @@ class Net(nn.Module):
         self.wpe = nn.Embedding(shape.positions, shape.width)
         self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
-        self.recompute = 0
+        self.recompute, self.lora = 0, None
 
     def forward(
         self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Cache | None = None, documents_NT: Tensor | None = None

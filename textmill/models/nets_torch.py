@@ -11,9 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from textmill.adapters import is_adapter, open_adapter, read_apart, read_weights
+from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Family, Weight, open_family, shape_in
-from textmill.tensors import Named, read_model
+from textmill.models.lora import adapters_of, lora_of
+from textmill.models.lora_torch import adapt
+from textmill.tensors import Named
 
 
 class Net(Protocol):
@@ -22,6 +26,8 @@ class Net(Protocol):
     shape: Any
     recompute: int
     """Blocks at a time whose inner states are made again in backward; 0: none."""
+    lora: LoraConfig | None
+    """The adapters that stand beside its matrices."""
 
     @property
     def head(self) -> Tensor: ...
@@ -35,17 +41,21 @@ def _twin(shape: Any) -> Any:
     return import_module(f"textmill.models.{shape.family}_torch")
 
 
-def new_net(shape: Any, device: torch.device) -> Net:
-    """The family's net with memory taken and nothing in it yet."""
+def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None) -> Net:
+    """The family's net, with adapters where they are asked for; memory is taken and nothing in it yet."""
     with torch.device("meta"):
         net: nn.Module = _twin(shape).Net(shape)
+        if lora is not None:
+            adapt(net, lora)
     return cast(Net, net.to_empty(device=device).eval())
 
 
-def open_net(folder: Path, device: torch.device) -> Net:
-    """The net of a model folder, its weights in fp32."""
-    net = new_net(shape_in(folder), device)
-    fill(net, read_model(folder), str(folder))
+def open_net(folder: Path, device: torch.device, *, apart: bool = False) -> Net:
+    """The net of a model folder, its weights in fp32; an adapter is merged into its base, or stands beside it if asked."""
+    shape = shape_in(folder)
+    adapter = open_adapter(folder) if apart and is_adapter(folder) else None
+    net = new_net(shape, device, lora_of(adapter, shape) if adapter else None)
+    fill(net, read_apart(adapter) if adapter else read_weights(folder), str(folder))
     return net
 
 
@@ -63,7 +73,8 @@ def family_of(net: Net) -> Family:
 def weights_of(net: Net) -> dict[str, tuple[Weight, nn.Parameter]]:
     """Each weight by its checkpoint name, with the parameter that holds it."""
     family, parameters = family_of(net), dict(net.named_parameters())
-    return {weight.name: (weight, parameters[family.memory_name(weight.name)]) for weight in family.weights_of(net.shape)}
+    weights = [*family.weights_of(net.shape), *adapters_of(net.shape, net.lora)]
+    return {weight.name: (weight, parameters[family.memory_name(weight.name)]) for weight in weights}
 
 
 def fill(net: Net, named: Iterable[Named], where: str) -> None:

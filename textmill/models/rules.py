@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from textmill.config import TrainConfig
+from textmill.config import LoraConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.models import open_family
+from textmill.models.lora import adapters_of
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,19 @@ class Rule:
     """Its learning rate, as a multiple of the step's."""
 
 
-def rules_of(shape: Any, train: TrainConfig) -> dict[str, Rule]:
+def rules_of(shape: Any, train: TrainConfig, lora: LoraConfig | None = None) -> dict[str, Rule]:
     """The rule of every weight by its checkpoint name; the same for every engine, and made without a framework.
 
     The rate of block i is `train.learning_rate * train.layer_decay ** (layers - i)`, so the last block has one power of it and
     the first has `layers`; embeddings (and so the tied head) have `layers + 1`, and what comes after the blocks has none.
     Matrices and embeddings are decayed, or what `train.decayed` names instead, and of those nothing that `train.undecayed` names.
+    Where there are adapters, they have rules too, and nothing else is trained.
     """
-    family = open_family(shape.family)
-    weights = {family.memory_name(weight.name): weight for weight in family.weights_of(shape)}
+    family, adapters = open_family(shape.family), adapters_of(shape, lora)
+    weights = {family.memory_name(weight.name): weight for weight in [*family.weights_of(shape), *adapters]}
     frozen, decayed, undecayed = (matching(getattr(train, key), weights, f"train.{key}") for key in ("freeze", "decayed", "undecayed"))
+    if lora is not None:
+        frozen |= weights.keys() - {family.memory_name(weight.name) for weight in adapters}
     if len(frozen) == len(weights):
         raise TextmillError("train.freeze: leaves nothing to train; take some of it out")
     rules = {}

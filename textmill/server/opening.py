@@ -23,8 +23,9 @@ def open_service(config: RunConfig, step: WhichStep = "latest") -> Service:
 
     serve, key = config.serve, open_key(config.serve)
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
-    scheduler = Scheduler(open_generator(checkpoint, config.engine), slots=serve.slots, queue=serve.queue)
-    template = open_template(checkpoint.folder)
+    generator = open_generator(checkpoint, config.engine, apart=serve.adapter == "apart")
+    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue)
+    template = open_template(checkpoint.tokenizer)
     return Service(scheduler, serve, config.sample, serve.name or name_of(checkpoint), checkpoint.step, template, key)
 
 

@@ -1,0 +1,179 @@
+"""LoRA against PEFT: its folders and ours, merged and apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.test_family import shaken, shape_of
+from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapter, read_apart, read_weights
+from textmill.config import LoraConfig
+from textmill.errors import TextmillError
+from textmill.models import open_family
+from textmill.models.lora import adapters_of, first_adapters, peft_config_of
+from textmill.models.nets_torch import fill, named_copies, new_net, open_net, weights_of
+from textmill.tensors import blocks_of
+
+CPU = torch.device("cpu")
+NUMBERS = {"layers": 2, "heads": 3, "width": 24, "inner": 40, "positions": 20}
+VOCAB = 90
+IDS = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
+LORAS = [
+    LoraConfig(rank=3, alpha=7.0),
+    LoraConfig(rank=2, alpha=2.0, targets=["attn", "h.1.mlp.c_fc"]),
+    LoraConfig(rank=1, alpha=3.0, targets=["c_proj"]),
+]
+
+
+def write(path: Path, named: list[Any]) -> None:
+    path.write_bytes(b"".join(blocks_of(named)))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose every weight is something."""
+    folder, shape = tmp_path_factory.mktemp("base"), shape_of("nano", NUMBERS, VOCAB)
+    (folder / "config.json").write_text(json.dumps(open_family("gpt2").hf_config_of(shape)))
+    write(folder / "model.safetensors", shaken(shape))
+    return folder
+
+
+def written(folder: Path, base: Path, lora: LoraConfig) -> Path:
+    """An adapter folder of ours with noise in A and B."""
+    shape, dice = shape_of("nano", NUMBERS, VOCAB), np.random.default_rng(2)
+    pairs = [
+        (PREFIX + name, values + dice.normal(0, 0.2, values.shape).astype(np.float32)) for name, values in first_adapters(shape, lora, 5)
+    ]
+    folder.mkdir()
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config_of(shape, lora, str(base))))
+    write(folder / ADAPTER_MODEL, pairs)
+    return folder
+
+
+def logits_of(folder: Path, **options: Any) -> torch.Tensor:
+    net = open_net(folder, CPU, **options)
+    with torch.no_grad():
+        return net.logits(net(IDS))
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return float((one - other).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("lora", LORAS)
+def test_peft_opens_ours_and_gives_our_logits(base: Path, tmp_path: Path, lora: LoraConfig) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = written(tmp_path / "ours", base, lora)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    assert sum("lora_A" in name for name, _ in theirs.named_parameters()) == len(open_adapter(folder).pairs)
+    with torch.no_grad():
+        wanted, bare = theirs(IDS).logits, theirs.unload()(IDS).logits
+    assert (wanted - bare).abs().max() > 0.01, "the adapter does something"
+    assert near(logits_of(folder, apart=True), wanted)
+    assert near(logits_of(folder), wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"target_modules": ["c_attn", "mlp.c_proj"], "lora_dropout": 0.3}])
+def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    from peft import LoraConfig as Theirs
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, **options}
+    model = AutoModelForCausalLM.from_pretrained(base)
+    # What PEFT calls its true start: B is drawn as A is.
+    theirs = get_peft_model(model, Theirs(task_type="CAUSAL_LM", init_lora_weights=False, **settings)).eval()
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = theirs(IDS).logits
+    assert not near(logits_of(base), wanted)
+    assert near(logits_of(tmp_path), wanted)
+    assert near(logits_of(tmp_path, apart=True), wanted)
+    with torch.no_grad():
+        merged = theirs.merge_and_unload()
+    ours = dict(read_weights(tmp_path))
+    for name, values in merged.state_dict().items():
+        if name in ours:
+            assert np.abs(ours[name] - values.numpy()).max() < 1e-6, name
+
+
+def test_new_adapters_change_nothing_and_start_as_wide_as_pefts(base: Path) -> None:
+    shape, lora = shape_of("nano", {"layers": 1, "width": 96, "heads": 3}, VOCAB), LoraConfig(rank=16)
+    first = dict(first_adapters(shape, lora, 5))
+    again = dict(first_adapters(shape_of("nano", {"layers": 3, "width": 96, "heads": 3}, VOCAB), lora, 5))
+    assert all(np.array_equal(values, again[name]) for name, values in first.items()), "seed and name decide"
+    assert not any(values.any() for name, values in first.items() if "lora_B" in name)
+    for name, values in first.items():
+        if "lora_A" in name:
+            wanted = torch.empty(2000, values.shape[1])
+            torch.nn.init.kaiming_uniform_(wanted, a=5**0.5)
+            assert values.std() == pytest.approx(float(wanted.std()), rel=0.1), name
+
+
+def test_adapters_leave_the_net_as_they_came(base: Path, tmp_path: Path) -> None:
+    """Queries, keys and values stand by head in memory, B's rows with them."""
+    lora = LORAS[0]
+    adapter = open_adapter(written(tmp_path / "ours", base, lora))
+    net = new_net(shape_of("nano", NUMBERS, VOCAB), CPU, lora)
+    fill(net, read_apart(adapter), "test")
+    back = dict(named_copies(net, {parameter: parameter for _, parameter in net.named_parameters()}))
+    assert len(back) == len(weights_of(net)) == 2 * 12 + 4 + 2 * len(adapter.pairs)
+    for name, values in read_apart(adapter):
+        assert np.array_equal(back[name], values), name
+
+
+def test_targets_name_matrices_and_parts() -> None:
+    shape = shape_of("nano", NUMBERS, VOCAB)
+
+    def stems(*targets: str) -> set[str]:
+        weights = adapters_of(shape, LoraConfig(targets=list(targets)))
+        return {weight.name.removeprefix("transformer.").rpartition(".lora_")[0] for weight in weights}
+
+    blocks = ("h.0", "h.1")
+    assert stems("c_proj") == {f"{block}.{part}.c_proj" for block in blocks for part in ("attn", "mlp")}
+    assert stems("attn") == {f"{block}.attn.{name}" for block in blocks for name in ("c_attn", "c_proj")}
+    assert stems("h.1") == {"h.1.attn.c_attn", "h.1.attn.c_proj", "h.1.mlp.c_fc", "h.1.mlp.c_proj"}
+    assert stems("h.0.mlp.c_fc", "h.1.attn.c_a*") == {"h.0.mlp.c_fc", "h.1.attn.c_attn"}
+    with pytest.raises(
+        TextmillError, match=r"model\.lora\.targets: 'q_proj' matches no matrix .*; it has c_attn, c_proj, c_fc in each block"
+    ):
+        stems("q_proj")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_dora": True}, "use_dora is True; textmill reads plain LoRA"),
+        ({"rank_pattern": {"c_fc": 2}}, "rank_pattern is .*; textmill reads plain LoRA"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' .*; textmill reads LORA"),
+        ({"r": "many"}, "r is 'many'"),
+        ({"r": 5}, "has no lora_A and lora_B of rank 5"),
+        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": "./nowhere/at all"}, r"the model that this adapter changes is gone: .*nowhere/at all: no such folder"),
+        ({"fan_in_fan_out": False}, r"'transformer\.h\.0\.attn\.c_attn\.weight' is \[24, 72\]; the adapter was made for \[72, 24\]"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_sentence(base: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    folder = written(tmp_path / "ours", base, LORAS[0])
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({**settings, **change}))
+    with pytest.raises(TextmillError, match=said):
+        list(read_weights(folder))
+
+
+def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = written(tmp_path / "ours", base, LORAS[0])
+    pairs = [(name.replace("h.1.", "h.7."), values) for name, values in first_adapters(shape_of("nano", NUMBERS, VOCAB), LORAS[0], 5)]
+    write(folder / ADAPTER_MODEL, [(PREFIX + name, values) for name, values in pairs])
+    with pytest.raises(TextmillError, match=r"has no 'transformer\.h\.7\.attn\.c_attn', which the adapter changes"):
+        list(read_weights(folder))
+    with pytest.raises(TextmillError, match="which is an adapter itself; merge that one first"):
+        list(read_weights(written(tmp_path / "second", folder, LORAS[0])))

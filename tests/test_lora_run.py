@@ -1,0 +1,170 @@
+"""Adapters from end to end: trained, stopped, gone on with, opened by PEFT, and refused when their base is not what it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.test_chat_run import PAIRS, config_of, made, written
+from textmill.checkpoint import find_checkpoint, open_model, steps_of
+from textmill.cli import main
+from textmill.config import RunConfig, SampleConfig, TorchEngine
+from textmill.errors import TextmillError
+from textmill.generation.generator import open_generator
+from textmill.loop import train
+from textmill.models.nets_torch import open_net
+from textmill.tensors import read_tensors
+
+IDS = torch.tensor([[5, 17, 200, 31, 8, 99], [3, 1, 4, 1, 5, 9]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of plain text, without dropout, and its corpus beside it."""
+    folder = tmp_path_factory.mktemp("base")
+    texts = [f"{question} {answer}" for question, answer in PAIRS.items()] * 4
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    config = config_of(folder, corpus=plain(folder), tokenizer={"chat": None}, train={"layout": "packed", "steps": 4})
+    made(config)
+    return steps_of(train(config))[4]
+
+
+def plain(folder: Path) -> dict[str, Any]:
+    return {"sources": [str(folder / "a.jsonl")], "chat": None, "dedup": "none"}
+
+
+def adapting(folder: Path, base: Path, steps: int, **lora: Any) -> RunConfig:
+    """The config of a run of adapters on the base's own text."""
+    root, train_ = (
+        base.parents[1],
+        {"layout": "packed", "steps": steps, "learning_rate": 0.02, "schedule": "constant", "save_every": 3, "warmup": 0},
+    )
+    config = config_of(root.parent, corpus=plain(root.parent), tokenizer={"chat": None}, train={**train_, "folder": str(folder), "keep": 9})
+    model = config.model.model_validate({"init_from": str(base), "lora": {"rank": 4, **lora}, "shape": {"dropout": 0.1}})
+    return config.model_copy(update={"model": model})
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of adapters in one go."""
+    return train(adapting(tmp_path_factory.mktemp("lora") / "run", base, 6))
+
+
+def logits_of(folder: Path, **options: Any) -> torch.Tensor:
+    net = open_net(folder, torch.device("cpu"), **options)
+    with torch.no_grad():
+        return net.logits(net(IDS))
+
+
+def test_stopped_and_gone_on_with_it_gives_the_same_bits(base: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(adapting(tmp_path / "run", base, 3))
+    said = capsys.readouterr().out
+    assert "136,960 parameters, 8,192 of them trained (5.98%), on cpu" in said, said
+    train(adapting(tmp_path / "run", base, 6))
+    assert "goes on from step 3" in capsys.readouterr().out
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "run" / "step-0000006" / name).read_bytes() == (run / "step-0000006" / name).read_bytes(), name
+    train(adapting(run, base, 6))
+    assert "done already" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
+    folder = steps_of(run)[6]
+    assert not (folder / "model.safetensors").exists()
+    named = dict(read_tensors(folder / "adapter_model.safetensors"))
+    assert {name.rpartition(".lora_")[2] for name in named} == {"A.weight", "B.weight"}
+    assert {name.partition("/")[2] for name, _ in read_tensors(folder / "optimizer.safetensors")} == {
+        name.removeprefix("base_model.model.") for name in named
+    }
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()(IDS).logits
+        opened = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
+    assert (logits_of(base) - theirs).abs().max() > 1e-3, "six steps changed something"
+    for ours in (logits_of(folder), logits_of(folder, apart=True), opened):
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_apart_it_writes_what_it_writes_merged(run: Path) -> None:
+    checkpoint, greedy = open_model(str(run)), SampleConfig(temperature=0, max_tokens=12)
+    engine = TorchEngine(device="cpu", precision="fp32")
+    apart, merged = (open_generator(checkpoint, engine, apart=apart) for apart in (True, False))
+    assert (apart.net.lora is not None, merged.net.lora) == (True, None)
+    assert apart.texts(["Bye", "잘"], greedy) == merged.texts(["Bye", "잘"], greedy)
+
+
+def test_verbs_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), "sample.prompt=Bye", "sample.max_tokens=5", "engine.device=cpu"]) == 0
+    assert main(["generate", str(steps_of(run)[3]), "sample.max_tokens=5", "engine.device=cpu"]) == 0
+    assert main(["check", str(run)]) == 0
+    assert main(["evaluate", str(run), "evaluate.split=train", "engine.device=cpu", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["step"] == 6
+
+
+def test_a_folder_of_peft_without_anything_else_is_a_model(base: Path, run: Path, tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(steps_of(run)[6] / name, tmp_path)
+    assert main(["generate", str(tmp_path), "sample.max_tokens=5", "engine.device=cpu"]) == 0
+    assert torch.equal(logits_of(tmp_path), logits_of(steps_of(run)[6]))
+    # Weights to start from, too: all of them, merged.
+    config = adapting(tmp_path / "trained", base, 2)
+    whole = config.model.model_copy(update={"init_from": str(tmp_path), "lora": None})
+    started = train(config.model_copy(update={"model": whole, "train": config.train.model_copy(update={"learning_rate": 1e-12})}))
+    assert (logits_of(steps_of(started)[2]) - logits_of(tmp_path)).abs().max() < 1e-5
+    with pytest.raises(TextmillError, match=r"is an adapter itself; merge it first: textmill export"):
+        train(config.model_copy(update={"model": config.model.model_copy(update={"init_from": str(tmp_path)})}), force="yes")
+
+
+def test_a_base_that_changed_or_is_gone_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy, folder = tmp_path / "copy", tmp_path / "run"
+    shutil.copytree(base, copy)
+    (copy / "progress.json").unlink()  # no checkpoint of ours any more: nothing else guards its bits
+    config = adapting(folder, base, 2).model_copy(update={"model": adapting(folder, copy, 2).model})
+    train(config)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    words = ["generate", str(folder), "sample.max_tokens=2", "engine.device=cpu"]
+    assert main(words) == 2
+    assert "which this adapter changes, has other weights than when it was trained; put those back" in capsys.readouterr().err
+    with pytest.raises(TextmillError, match=r"model\.init_from was .*, is "):
+        train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})}))
+    shutil.rmtree(copy)
+    assert main(words) == 2
+    assert f"the model that this adapter changes is gone: {copy.resolve()}: no such folder" in capsys.readouterr().err
+    with pytest.raises(TextmillError, match="the model that this adapter changes is gone"):
+        train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})}))
+
+
+def test_new_tokens_travel_with_the_adapter(base: Path, tmp_path: Path) -> None:
+    """A chat template's tokens have vectors that the base does not; PEFT reads them into an embedding of the new size."""
+    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    chat = config_of(tmp_path, tokenizer={"use": str(base)}, train={"learning_rate": 0.01})
+    config = chat.model_copy(update={"model": chat.model.model_validate({"init_from": str(base), "lora": {"targets": ["attn"]}})})
+    made(config)
+    train(config)
+    found = find_checkpoint(train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})))
+    assert found is not None
+    assert found.step == 4
+    before, after = (dict(open_model(str(folder)).weights())["transformer.wte.weight"] for folder in (base, found.folder))
+    assert len(after) == len(before) + 3
+    assert np.array_equal(after[:-3], before)
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    theirs.resize_token_embeddings(len(AutoTokenizer.from_pretrained(found.folder)))
+    with torch.no_grad():
+        wanted = PeftModel.from_pretrained(theirs, found.folder).eval()(IDS).logits
+    assert wanted.shape[-1] == len(after)
+    assert (logits_of(found.folder) - wanted).abs().max() < 1e-5
+
+
+def test_adapters_need_something_to_adapt() -> None:
+    with pytest.raises(TextmillError, match=r"model\.lora: adapts given weights, and none are; set model\.init_from"):
+        RunConfig.model_validate({"model": {"lora": {"rank": 2}}})

@@ -1,0 +1,170 @@
+"""Adapter folders in PEFT's format: narrow matrices (LoRA) that change a model which stands elsewhere, read beside it or merged into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.errors import TextmillError
+from textmill.files import read_json
+from textmill.hub import open_folder
+from textmill.tensors import Named, fingerprint_of, read_model, read_tensors
+
+Array = NDArray[np.float32]
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_MODEL = "adapter_model.safetensors"
+MERGED_CONFIG = "merged_config.json"
+"""The config.json of the two merged; under that name transformers would look for the whole model beside it."""
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model that it wraps."""
+A, B = ".lora_A.weight", ".lora_B.weight"
+UNKNOWN = (
+    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
+    "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "velora_config",
+)  # fmt: skip
+"""PEFT's settings that change what the matrices mean; plain LoRA has none of them."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An opened adapter folder."""
+
+    named: str
+    """The model that it changes, as its config names it."""
+    base: Path
+    """Where that model stands."""
+    rank: int
+    scale: float
+    """What the product of the two matrices counts for."""
+    inputs_first: bool
+    """Whether the base's matrices are inputs x outputs, as GPT-2's are."""
+    pairs: dict[str, tuple[Array, Array]]
+    """A (rank x inputs) and B (outputs x rank), by the name of what they change, without its ".weight"."""
+    whole: dict[str, Array]
+    """Weights that stand here instead of in the base: an embedding with more rows."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter instead of a model."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def config_path(folder: Path) -> Path:
+    """Where a model's config stands: that of an adapter merged into its base, where it tells its own, else the base's."""
+    if not is_adapter(folder):
+        return folder / "config.json"
+    return folder / MERGED_CONFIG if (folder / MERGED_CONFIG).is_file() else base_of(folder) / "config.json"
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a model's tokenizer stands: in its own folder, or with the base of an adapter that has none."""
+    lacks = is_adapter(folder) and not any(path for pattern in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(pattern))
+    return base_of(folder) if lacks else folder
+
+
+def read_weights(folder: Path) -> Iterator[Named]:
+    """The weights of a model folder; those of an adapter merged into its base's."""
+    return merged(open_adapter(folder)) if is_adapter(folder) else read_model(folder)
+
+
+def read_apart(adapter: Adapter) -> Iterator[Named]:
+    """The weights of the base as they are, then the adapter's own."""
+    yield from _based(adapter)
+    for stem, (a, b) in adapter.pairs.items():
+        yield stem + A, a
+        yield stem + B, b
+
+
+def merged(adapter: Adapter) -> Iterator[Named]:
+    """The weights of the base with the adapter's products added."""
+    left = dict(adapter.pairs)
+    for name, values in _based(adapter):
+        if (pair := left.pop(_full(name).removesuffix(".weight"), None)) is None:
+            yield name, values
+            continue
+        product = pair[1] @ pair[0]
+        change = product.T if adapter.inputs_first else product
+        if change.shape != values.shape:
+            raise TextmillError(f"{adapter.base}: '{name}' is {list(values.shape)}; the adapter was made for {list(change.shape)}")
+        yield name, values + np.float32(adapter.scale) * change
+    if left:
+        raise TextmillError(f"{adapter.base}: has no '{next(iter(left))}', which the adapter changes; it is of another model")
+
+
+def _based(adapter: Adapter) -> Iterator[Named]:
+    """The base's weights, with those that the adapter's folder has in their place."""
+    for name, values in read_model(adapter.base):
+        yield name, adapter.whole.get(_full(name), values)
+
+
+def _full(name: str) -> str:
+    """A name with the prefix that files of a bare net lack."""
+    return name if name.startswith("transformer.") else f"transformer.{name}"
+
+
+def base_of(folder: Path) -> Path:
+    """The folder of an adapter's base; one that is gone, or is no longer what it was when the adapter was trained, is refused."""
+    named = _settings_of(folder).get("base_model_name_or_path")
+    if not isinstance(named, str):
+        raise TextmillError(f"{folder / ADAPTER_CONFIG}: names no base_model_name_or_path; write there which model the adapter changes")
+    try:
+        base = open_folder(named)
+    except TextmillError as error:
+        raise TextmillError(f"{folder}: the model that this adapter changes is gone: {error}; put it back") from None
+    if is_adapter(base):
+        raise TextmillError(f"{folder}: changes {named}, which is an adapter itself; merge that one first: textmill export {named}")
+    progress = read_json(folder / "progress.json") if (folder / "progress.json").is_file() else None
+    if progress and progress["made_from"]["model.init_from"] != fingerprint_of(base):
+        raise TextmillError(f"{folder}: {named}, which this adapter changes, has other weights than when it was trained; put those back")
+    return base
+
+
+def open_adapter(folder: Path) -> Adapter:
+    """The adapter in a folder; what plain LoRA cannot say is refused by name."""
+    settings, where = _settings_of(folder), folder / ADAPTER_CONFIG
+    if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none":
+        found = f"peft_type {settings.get('peft_type')!r} with bias {settings.get('bias')!r}"
+        raise TextmillError(f"{where}: found {found}; textmill reads LORA with bias 'none'")
+    for key in UNKNOWN:
+        if settings.get(key):
+            raise TextmillError(f"{where}: {key} is {settings[key]!r}; textmill reads plain LoRA, without it")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both are numbers, r a whole one above 0")
+    if not (folder / ADAPTER_MODEL).is_file():
+        raise TextmillError(f"{folder}: no {ADAPTER_MODEL} there; save the adapter as safetensors")
+    pairs, whole = _sorted_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
+    scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
+    return Adapter(settings["base_model_name_or_path"], base_of(folder), rank, scale, bool(settings.get("fan_in_fan_out")), pairs, whole)
+
+
+def _sorted_tensors(named: Iterable[Named], rank: int, where: Path) -> tuple[dict[str, tuple[Array, Array]], dict[str, Array]]:
+    """The pairs of an adapter file, and the weights that it holds whole."""
+    first: dict[str, Array] = {}
+    second: dict[str, Array] = {}
+    whole: dict[str, Array] = {}
+    for name, values in named:
+        stem = name.removeprefix(PREFIX)
+        half = first if stem.endswith(A) else second if stem.endswith(B) else None
+        if half is None:
+            whole[_full(stem)] = values
+        else:
+            half[_full(stem.removesuffix(A).removesuffix(B))] = values
+    for stem in sorted(first.keys() | second.keys()):
+        a, b = first.get(stem), second.get(stem)
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+            raise TextmillError(f"{where}: '{stem}' has no lora_A and lora_B of rank {rank}; the file is damaged or not plain LoRA")
+    return {stem: (first[stem], second[stem]) for stem in first}, whole
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    settings = read_json(folder / ADAPTER_CONFIG)
+    if not isinstance(settings, dict):
+        raise TextmillError(f"{folder / ADAPTER_CONFIG}: found a {type(settings).__name__}; it is not an adapter's config")
+    return settings

@@ -1,0 +1,73 @@
+"""LoRA as numbers: which matrices get an adapter, how it starts, and what PEFT is told of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from textmill.adapters import Adapter
+from textmill.config import LoraConfig
+from textmill.errors import TextmillError
+from textmill.models import Weight, first_values, open_family
+from textmill.tensors import Named
+
+
+def adapters_of(shape: Any, lora: LoraConfig | None) -> list[Weight]:
+    """The weights of the adapters, A and B of each matrix that the targets name; B lies as its matrix' outputs do."""
+    if lora is None:
+        return []
+    weights = []
+    for weight in _targets(shape, lora):
+        stem, (inputs, outputs) = weight.name.removesuffix(".weight"), weight.shape
+        laid: Any = "qkv_bias" if weight.layout == "qkv" else "plain"
+        # As wide as PEFT's uniform start between plus and minus one over the root of the inputs.
+        start = 1 / math.sqrt(3 * inputs)
+        weights.append(Weight(f"{stem}.lora_A.weight", (lora.rank, inputs), start, decay=True, depth=weight.depth))
+        weights.append(Weight(f"{stem}.lora_B.weight", (outputs, lora.rank), 0, laid, decay=True, depth=weight.depth))
+    return weights
+
+
+def _targets(shape: Any, lora: LoraConfig) -> list[Weight]:
+    """The matrices that get an adapter: each pattern names one, or a part of the net, by the end of its name or the whole of it."""
+    family = open_family(shape.family)
+    matrices = {family.memory_name(weight.name).removesuffix(".weight"): weight for weight in _matrices(shape)}
+    chosen: set[str] = set()
+    for pattern in lora.targets:
+        forms = (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
+        found = {name for name in matrices if any(fnmatchcase(name, form) for form in forms)}
+        if not found:
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
+            raise TextmillError(f"model.lora.targets: '{pattern}' matches no matrix of this model; it has {ends} in each block")
+        chosen |= found
+    return [weight for name, weight in matrices.items() if name in chosen]
+
+
+def _matrices(shape: Any) -> list[Weight]:
+    return [weight for weight in open_family(shape.family).weights_of(shape) if weight.layout in ("linear", "qkv")]
+
+
+def first_adapters(shape: Any, lora: LoraConfig, seed: int) -> Iterator[Named]:
+    """Adapters before the first step: A from seed and name, B nothing, so that the net starts as its base."""
+    for weight in adapters_of(shape, lora):
+        yield weight.name, first_values(weight, seed)
+
+
+def lora_of(adapter: Adapter, shape: Any) -> LoraConfig:
+    """The settings with which a net gets the very matrices of an adapter folder."""
+    short = open_family(shape.family).memory_name
+    return LoraConfig(rank=adapter.rank, alpha=adapter.scale * adapter.rank, targets=[short(stem) for stem in adapter.pairs])
+
+
+def peft_config_of(shape: Any, lora: LoraConfig, base: str) -> dict[str, Any]:
+    """The adapter_config.json with which PEFT opens the adapter; targets by their last word where that says it all."""
+    short = open_family(shape.family).memory_name
+    names = [short(weight.name).removesuffix(".weight") for weight in _targets(shape, lora)]
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    alike = [weight for weight in _matrices(shape) if weight.name.removesuffix(".weight").rpartition(".")[2] in ends]
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": True, "inference_mode": True, "init_lora_weights": True,
+        "target_modules": ends if len(alike) == len(names) else names,
+    }  # fmt: skip
