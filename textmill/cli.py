@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(words)
     except TextmillError as error:
-        print("textmill: " + " ".join(str(error).split()), file=sys.stderr)
+        if str(error):
+            print("textmill: " + " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("textmill: stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)

@@ -22,6 +22,14 @@ class Stopped(TextmillError):
     exit_code = EXIT_STOPPED
 
 
+class Told(TextmillError):
+    """Another process of the run told the user already; only the exit code is left to give."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
 def warn(message: str) -> None:
     """Say something on stderr that a person should know and that does not stop the work."""
     print(f"textmill: {message}", file=sys.stderr, flush=True)

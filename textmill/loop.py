@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 from textmill.checkpoint import Saver, WhichStep
 from textmill.config import RunConfig
 from textmill.course import Course, course_of
-from textmill.engines import Engine, Step, Sums, open_engine
-from textmill.errors import Stopped, TextmillError
+from textmill.engines import Engine, Ranks, Step, Sums, open_engine, open_ranks
+from textmill.engines.ranks import agreed, word_of
+from textmill.errors import EXIT_STOPPED, Stopped, TextmillError, Told
 from textmill.files import locked, new_folder, shown, write_json, write_text
 from textmill.generation.prompts import write_samples
-from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, told
+from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
@@ -22,7 +23,7 @@ from textmill.tokens.batches.ahead import ahead
 from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches
 from textmill.tokens.splits import Splits, open_splits
-from textmill.track import Trackers, open_trackers
+from textmill.track import Trackers
 
 PATIENCE = 5
 """Logged steps in a row without a finite loss before the run gives up."""
@@ -30,24 +31,37 @@ PATIENCE = 5
 
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
     """Train from the newest checkpoint, or from the beginning, to the last step; return the run's folder."""
+    run = config.folder_of("train")
+    with closing(open_ranks(config)) as ranks, ExitStack() as held:
+        data, start, batches, course = agreed(ranks, lambda: _begun(config, force, step, ranks, held))
+        if start.step >= course.steps:
+            if ranks.first:
+                print(f"train: done already: {shown(run)} (step {start.step:,})")
+            return run
+        engine = agreed(ranks, lambda: _loaded(config, start, ranks, held))
+        with Stopping() as stopping:
+            Training(config, course, data, start, engine, stopping).go(batches)
+    return run
+
+
+def _begun(config: RunConfig, force: Force, step: WhichStep, ranks: Ranks, held: ExitStack) -> tuple[Splits, Start, Batches, Course]:
+    """All that is known before the engine; the folder is locked by the first process for all."""
     data, run = open_splits(config), config.folder_of("train")
     new_folder(run, "train.folder")
-    with locked(run / ".lock", f"{run}: another process is training there; wait for it or set another train.folder"):
-        start = begin(config, data, force, step)
-        length = config.train.length or start.shape.positions
-        batches = open_batches(config.train, data, length=length, folder=run / INDEX)
-        course = course_of(config.train, batches, length)
-        if start.step >= course.steps:
-            print(f"train: done already: {shown(run)} (step {start.step:,})")
-            return run
-        engine = open_engine(config, start.shape)
-        try:
-            engine.load(start.weights, start.moments, start.updates, start.where)
-            with Stopping() as stopping:
-                Training(config, course, data, start, engine, stopping).go(batches)
-        finally:
-            engine.close()
-    return run
+    if ranks.first:
+        held.enter_context(locked(run / ".lock", f"{run}: another process is training there; wait for it or set another train.folder"))
+    start = begin(config, data, force, step)
+    length = config.train.length or start.shape.positions
+    batches = open_batches(config.train, data, length=length, folder=run / INDEX)
+    return data, start, batches, course_of(config.train, batches, length)
+
+
+def _loaded(config: RunConfig, start: Start, ranks: Ranks, held: ExitStack) -> Engine:
+    """An engine that holds what the run starts from."""
+    engine = open_engine(config, start.shape, ranks)
+    held.callback(engine.close)
+    engine.load(start.weights, start.moments, start.updates, start.where)
+    return engine
 
 
 class Training:
@@ -55,17 +69,18 @@ class Training:
 
     def __init__(self, config: RunConfig, course: Course, data: Splits, start: Start, engine: Engine, stopping: Stopping) -> None:
         self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
-        self.engine, self.stopping, self.run = engine, stopping, config.folder_of("train")
+        self.engine, self.ranks, self.first, self.stopping = engine, engine.ranks, engine.first, stopping
+        self.run = config.folder_of("train")
         self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every)
         self.files, self.bad_logs = files_of(config, data, start), 0
         self.valid_loss: float | None = None
 
     def go(self, batches: Batches) -> None:
         """All steps that are left."""
-        make_room(self.run, self.start.step)
-        (self.run / "stopped.json").unlink(missing_ok=True)
-        write_text(self.run / "run.yaml", self.config.to_yaml())
-        self.trackers = self._open_trackers()
+        if self.first:
+            make_room(self.run, self.start.step)
+            write_text(self.run / "run.yaml", self.config.to_yaml())
+        self.trackers = trackers_of(self.config, self.course, self.start, self.engine.facts()) if self.first else Trackers()
         self.clock, self.clocked = time.perf_counter(), self.start.step
         try:
             for step, batch in ahead(
@@ -86,12 +101,14 @@ class Training:
             self._log(done, result)
         paused = time.perf_counter()
         self.valid_loss = self._evaluate(done) if due(train.evaluate_every, done) else None
-        asked = self.stopping.asked
+        asked = word_of(self.ranks, self.stopping.asked)
         if asked or due(train.save_every, done):
             self._save(done, result)
         self.clock += time.perf_counter() - paused
         if asked and not last:
             self.saver.wait()
+            if not self.first:
+                raise Told(EXIT_STOPPED)
             write_json(self.run / "stopped.json", {"step": done, "signal": asked})
             raise Stopped(f"stopped by {asked} at step {done:,}, saved; the same command goes on from there")
 
@@ -120,21 +137,11 @@ class Training:
 
     def _save(self, done: int, result: Step) -> None:
         samples, length = self.course.samples(done), self.course.length
-        self.saver.save(snapshot_of(self.engine, done, self.start, samples, length, result.loss, self.valid_loss, self.files))
+        snapshot = snapshot_of(self.engine, done, self.start, samples, length, result.loss, self.valid_loss, self.files)
+        if self.first:
+            self.saver.save(snapshot)
         self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
-        if self.train.prompts:
+        if self.train.prompts and self.first:
             self.saver.wait()
             for line in write_samples(self.config, self.run / f"step-{done:07d}", done):
                 self.trackers.note(line)
-
-    def _open_trackers(self) -> Trackers:
-        facts: dict[str, Any] = self.engine.facts()
-        length, flops = self.course.length, self.start.shape.flops_per_token(self.course.length)
-        trackers = open_trackers(
-            self.config.track, self.run, steps=self.course.steps, start=self.start.step, tokens_per_step=self.train.batch * length,
-            flops_per_token=flops, peak_flops=facts["peak_flops"], settings=self.config.model_dump(mode="json"),
-        )  # fmt: skip
-        verb = f"goes on from step {self.start.step:,}" if self.start.step else "starts"
-        trackers.note(f"train: {told(facts)}; {verb}")
-        trackers.note(f"train: {self.course.spoken()}")
-        return trackers

@@ -15,6 +15,7 @@ from textmill import __version__
 from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX, is_adapter, open_adapter, read_apart
 from textmill.checkpoint import Checkpoint, Snapshot, WhichStep, find_checkpoint, open_model, steps_of, tidy
 from textmill.config import LoraConfig, RunConfig
+from textmill.course import Course
 from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
@@ -26,7 +27,7 @@ from textmill.tensors import Named, fingerprint_of
 from textmill.tokens.added import added_since
 from textmill.tokens.preflight import preflight
 from textmill.tokens.splits import Splits
-from textmill.track import check_trackers
+from textmill.track import Trackers, check_trackers, open_trackers
 from textmill.track.jsonl import cut_back
 
 SAMPLES = "samples.jsonl"
@@ -73,8 +74,9 @@ def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> St
 
 
 def make_room(run: Path, step: int) -> None:
-    """Take away what comes after the step that a run goes on from; all of it, when it starts anew."""
+    """Take away what comes after the step that a run goes on from, and word of an earlier stop; all of it, when it starts anew."""
     tidy(run)
+    (run / "stopped.json").unlink(missing_ok=True)
     for later, folder in steps_of(run).items():
         if later > step:
             remove_folder(folder)
@@ -199,7 +201,8 @@ def told(facts: dict[str, Any]) -> str:
     """What an engine says of itself before the first step; of a net that is trained in part, which part."""
     of, trained = facts["parameters"], facts["trained"]
     share = "" if trained == of else f", {trained:,} of them trained ({trained / of:.2%}),"
-    return f"{of:,} parameters{share} on {facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}"
+    many = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
+    return f"{of:,} parameters{share} on {many}{facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}"
 
 
 def files_of(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
@@ -212,16 +215,33 @@ def files_of(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
     return {name: text.encode() for name, text in texts.items()}
 
 
+def trackers_of(config: RunConfig, course: Course, start: Start, facts: dict[str, Any]) -> Trackers:
+    """Every place that the run's numbers go to; the first lines say what trains where, and for how long."""
+    flops, tokens = start.shape.flops_per_token(course.length), config.train.batch * course.length
+    trackers = open_trackers(
+        config.track, config.folder_of("train"), steps=course.steps, start=start.step, tokens_per_step=tokens,
+        flops_per_token=flops, peak_flops=facts["peak_flops"], settings=config.model_dump(mode="json"),
+    )  # fmt: skip
+    verb = f"goes on from step {start.step:,}" if start.step else "starts"
+    trackers.note(f"train: {told(facts)}; {verb}")
+    trackers.note(f"train: {course.spoken()}")
+    return trackers
+
+
 def snapshot_of(
     engine: Any, step: int, start: Start, samples: int, length: int, loss: float, valid_loss: float | None, files: dict[str, bytes]
 ) -> Snapshot:
-    """A copy in host memory of all that a checkpoint holds; losses as hex, so that no digit is lost."""
+    """A copy in host memory of all that a checkpoint holds, on the first process; losses as hex, so that no digit is lost."""
     progress = {
         "step": step, "updates": engine.updates(), "samples": samples, "tokens": samples * length, "loss": loss.hex(),
         "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
         "textmill": __version__,
     }  # fmt: skip
-    weights = [*engine.weights(), *start.whole]
+
+    def kept(_: str) -> bool:
+        return bool(engine.first)
+
+    weights, moments = [*engine.weights(kept), *start.whole], list(engine.moments(kept))
     if start.base is None:
-        return Snapshot(step, weights, list(engine.moments()), progress, files)
-    return Snapshot(step, [(PREFIX + name, values) for name, values in weights], list(engine.moments()), progress, files, ADAPTER_MODEL)
+        return Snapshot(step, weights, moments, progress, files)
+    return Snapshot(step, [(PREFIX + name, values) for name, values in weights], moments, progress, files, ADAPTER_MODEL)

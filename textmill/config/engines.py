@@ -28,8 +28,15 @@ class EngineSection(Section):
         return value
 
 
+class MeshConfig(Section):
+    """How the processes that a launcher started share the work."""
+
+    replicate: int | None = how(None, ge=1)
+    """Copies of the net, each on samples of its own; as many as there are processes if not said."""
+
+
 class TorchEngine(EngineSection):
-    """PyTorch on one device."""
+    """PyTorch on one device, or on many: one process each, started by torchrun or srun."""
 
     kind: Literal["torch"] = "torch"
     """torch: PyTorch."""
@@ -39,6 +46,8 @@ class TorchEngine(EngineSection):
     """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on a GPU that has it, else fp32."""
     compile: bool = how(False)
     """Compile the net with torch.compile: slower to start, faster after."""
+    mesh: MeshConfig = how(MeshConfig())
+    """How many processes share the work."""
     deterministic: bool = how(False)
     """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+from textmill.engines.ranks import Alone, Ranks
 from textmill.errors import TextmillError
 from textmill.tensors import Named
 from textmill.tokens.batches.batch import Batch
 
-__all__ = ["Engine", "Named", "Step", "Sums", "open_engine"]
+__all__ = ["Engine", "Mine", "Named", "Ranks", "Step", "Sums", "every", "open_engine", "open_ranks"]
+
+Mine = Callable[[str], bool]
+"""Which tensors, by name, a process wants a copy of."""
+
+
+def every(_: str) -> bool:
+    """All of them."""
+    return True
 
 
 class Step(Protocol):
@@ -40,13 +49,15 @@ class Sums:
 
 
 class Engine(Protocol):
-    """How a step is done; what and when is the loop's."""
+    """How a step is done; what and when is the loop's. All processes of a run call each method together, in the same order."""
 
+    ranks: Ranks
+    """The processes of the run, and what they agree on."""
     first: bool
     """The one process that prints and commits."""
 
     def samples_of(self, batch: int) -> slice:
-        """This process's part of a global batch."""
+        """This process's part of a global batch; tensor-parallel peers have the same part."""
         ...
 
     def train_step(self, batch: Batch, step: int, lr: float) -> Step:
@@ -54,15 +65,20 @@ class Engine(Protocol):
         ...
 
     def eval_step(self, batch: Batch) -> Sums:
-        """Losses of a batch, without dropout or gradient."""
+        """Losses of a batch, without dropout or gradient; every process is given the whole of it and looks at its part."""
         ...
 
-    def weights(self) -> Iterator[Named]:
-        """Host copies of the weights, in checkpoint names and layout; of a net with adapters, what is trained of it."""
+    def weights(self, mine: Mine = every) -> Iterator[Named]:
+        """Host copies of those weights that are `mine`, whole, in checkpoint names and layout; of a net with adapters,
+        of what is trained of it.
+
+        All processes walk it together and to its end, each with a `mine` of its own: what lies in shards is gathered by all,
+        one tensor at a time, and kept by those who want it.
+        """
         ...
 
-    def moments(self) -> Iterator[Named]:
-        """Host copies of the optimizer's state: m/NAME and v/NAME of AdamW, momentum/NAME of Muon."""
+    def moments(self, mine: Mine = every) -> Iterator[Named]:
+        """The optimizer's state in the same way: m/NAME and v/NAME of AdamW, momentum/NAME of Muon."""
         ...
 
     def load(self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str) -> None:
@@ -82,10 +98,20 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(config: Any, shape: Any) -> Engine:
-    """The engine that `engine.kind` names: engines/on_KIND.py has new_engine, and says with ADAPTERS that it trains them."""
-    module = import_module(f"textmill.engines.on_{config.engine.kind}")
+def open_ranks(config: Any) -> Ranks:
+    """The processes of this run, as the engine's launcher started them: engines/on_KIND.py has new_ranks."""
+    ranks: Ranks = _module_of(config).new_ranks(config)
+    return ranks
+
+
+def open_engine(config: Any, shape: Any, ranks: Ranks | None = None) -> Engine:
+    """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with ADAPTERS that it trains them."""
+    module = _module_of(config)
     if config.model.lora and not getattr(module, "ADAPTERS", False):
         raise TextmillError("model.lora: this engine trains no adapters; take it out, or set engine.kind=torch")
-    engine: Engine = module.new_engine(config, shape)
+    engine: Engine = module.new_engine(config, shape, ranks or Alone())
     return engine
+
+
+def _module_of(config: Any) -> Any:
+    return import_module(f"textmill.engines.on_{config.engine.kind}")

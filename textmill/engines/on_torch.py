@@ -1,25 +1,30 @@
-"""PyTorch on one device: micro-batches, mixed precision, fused AdamW, clipping, and no wait inside a step."""
+"""PyTorch, one process a device: micro-batches, mixed precision, fused AdamW, clipping, and no wait for the device inside a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from textmill.config import RunConfig, TrainConfig
 from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
-from textmill.engines import Named, Sums
+from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.graphs_torch import Recorded
 from textmill.engines.losses_torch import scored, summed_loss
-from textmill.engines.torch_parts import attention_order, hidden_states, on_device, token_shares
+from textmill.engines.meshes import Mesh, mesh_of
+from textmill.engines.ranks_torch import TorchRanks, open_ranks
+from textmill.engines.replicas_torch import Replicas
+from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
-from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.tokens.batches.batch import Batch
 
 ADAPTERS = True
 CPU_LOGITS = 1 << 30
@@ -56,35 +61,43 @@ class TorchStep:
         return not bool(torch.isfinite(self.norm_value))
 
 
-class TorchOnOneDevice:
+class OnTorch:
     """The Engine of `engine.kind: torch`."""
 
-    first = True
-
-    def __init__(self, net: Net, train: TrainConfig, micro_batch: int, precision: torch.dtype, compiled: bool) -> None:
-        self.net, self.train, self.micro_batch, self.precision = net, train, micro_batch, precision
+    def __init__(
+        self, net: Net, train: TrainConfig, mesh: Mesh, ranks: Ranks, micro_batch: int, precision: torch.dtype, compiled: bool
+    ) -> None:
+        self.net, self.train, self.mesh, self.ranks, self.first = net, train, mesh, ranks, ranks.first
+        self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.states = torch.compile(hidden_states, dynamic=False) if compiled else hidden_states
         self.optimizer = Updates(net, train, compiled=compiled)
-        recorded = compiled and self.device.type == "cuda"
+        self.replicas = Replicas(self.optimizer.parameters, None) if mesh.replicate > 1 else None
+        # Sums over copies leave in the middle of backward, from hooks that a recording does not replay.
+        recorded = compiled and self.device.type == "cuda" and self.replicas is None
         self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
 
     def samples_of(self, batch: int) -> slice:
-        """One process takes the whole batch."""
-        return slice(0, batch)
+        """Neighbouring samples, as many for each process."""
+        rows = batch // self.mesh.ways
+        return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Forward and backward by micro-batches, then one update; a non-finite gradient leaves the weights alone."""
-        shares = token_shares(batch, self.train.loss)
+        asked, asking = (int(count) for count in self.ranks.sums(asked_of(batch)))
+        shares = token_shares(batch, self.train.loss, asked, asking)
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if self._drops() else None
         total = torch.zeros((), device=self.device)
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             keys = None if keys_N is None else on_device(keys_N[rows], self.device)
             inputs, labels, share = (on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares))
-            total += self.one_pass(inputs, labels, share, keys, self._documents(batch, rows))
+            with self.replicas.last_pass(rows.stop >= len(batch.inputs)) if self.replicas else nullcontext():
+                total += self.one_pass(inputs, labels, share, keys, self._documents(batch, rows))
+        if self.replicas:
+            dist.all_reduce(total)
         norm = self.optimizer.step(lr)
-        return TorchStep(total, norm, int((batch.labels != IGNORED).sum()))
+        return TorchStep(total, norm, asked)
 
     def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""
@@ -97,7 +110,8 @@ class TorchOnOneDevice:
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
-        """Losses of a batch by micro-batches, without dropout."""
+        """Losses of this process's part of a batch by micro-batches, without dropout; then those of all."""
+        batch = part_of(batch, self.mesh.ways, self.ranks.rank)
         sums, correct = [], []
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
@@ -109,20 +123,21 @@ class TorchOnOneDevice:
             correct.append(right.sum())
         # Doubles are for the host: not every device has them.
         total = float(torch.stack(sums).cpu().double().sum())
-        return Sums(total, int((batch.labels != IGNORED).sum()), int(torch.stack(correct).sum()))
+        summed = self.ranks.sums([total, asked_of(batch)[0], int(torch.stack(correct).sum())])
+        return Sums(summed[0], int(summed[1]), int(summed[2]))
 
     def _documents(self, batch: Batch, rows: slice) -> Tensor | None:
         return None if batch.documents is None else on_device(batch.documents[rows], self.device)
 
-    def weights(self) -> Iterator[Named]:
+    def weights(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the weights; of a net with adapters, what is trained of it."""
         kept = self.optimizer.parameters if self.net.lora else [parameter for _, parameter in self.net.named_parameters()]
-        return named_copies(self.net, {parameter: parameter for parameter in kept})
+        return named_copies(self.net, {parameter: parameter for parameter in kept}, mine=mine)
 
-    def moments(self) -> Iterator[Named]:
+    def moments(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the optimizer's state; none before the first update."""
         for kind, state in self.optimizer.states():
-            yield from named_copies(self.net, state, f"{kind}/")
+            yield from named_copies(self.net, state, f"{kind}/", mine)
 
     def updates(self) -> int:
         """Updates done."""
@@ -141,7 +156,7 @@ class TorchOnOneDevice:
         """Device, arithmetic and size."""
         return {
             "device": str(self.device), "precision": str(self.precision).removeprefix("torch."), "micro_batch": self.micro_batch,
-            "parameters": sum(math.prod(weight.shape) for weight, _ in weights_of(self.net).values()),
+            "processes": self.ranks.world, "parameters": sum(math.prod(weight.shape) for weight, _ in weights_of(self.net).values()),
             "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
 
@@ -153,23 +168,29 @@ class TorchOnOneDevice:
         return bool(shape.embedding_dropout or shape.attention_dropout or shape.residual_dropout)
 
 
-def new_engine(config: RunConfig, shape: Any) -> TorchOnOneDevice:
+def new_ranks(config: RunConfig) -> Ranks:
+    """The processes that torchrun or srun started together, or this one alone."""
+    return open_ranks(config.engine.device)
+
+
+def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
     """The engine with an empty net; `load` fills it."""
-    device = open_device(config.engine.device)
+    mesh = mesh_of(config.engine.mesh, ranks.world, config.train, config.engine.micro_batch)
+    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
     precision = precision_of(config.engine.precision, device)
     if config.engine.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, device, precision)
+    micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, mesh, device, precision)
     net = new_net(shape, device, config.model.lora)
     net.recompute = config.engine.recompute
-    return TorchOnOneDevice(net, config.train, micro_batch, precision, config.engine.compile)
+    return OnTorch(net, config.train, mesh, ranks, micro_batch, precision, config.engine.compile)
 
 
-def _fitting(config: RunConfig, shape: Any, device: torch.device, precision: torch.dtype) -> int:
-    """The largest part of the batch that a simple rule lets through at once."""
-    length, batch = config.train.length or shape.positions, config.train.batch
+def _fitting(config: RunConfig, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype) -> int:
+    """The largest part of a process's samples that a simple rule lets through at once."""
+    length, batch = config.train.length or shape.positions, config.train.batch // mesh.ways
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.type == "cuda":
         room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters

@@ -31,18 +31,35 @@ def attention_order(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(kernels, set_priority=True)
 
 
-def token_shares(batch: Batch, loss: str) -> NDArray[np.float32]:
-    """What each token's loss counts for, so that summing gives the step's loss.
+def asked_of(batch: Batch) -> tuple[int, int]:
+    """How many tokens are asked, and how many samples ask anything."""
+    asked = batch.labels != IGNORED
+    return int(asked.sum()), int(np.count_nonzero(asked.any(1)))
 
-    token_mean: one over all asked tokens of the global batch; sample_mean: one over the sample's asked tokens
-    and over the samples that ask anything. A batch that asks nothing gives zeros.
+
+def token_shares(batch: Batch, loss: str, asked_tokens: int, asking_samples: int) -> NDArray[np.float32]:
+    """What each token's loss counts for, so that summing over all processes gives the step's loss; both counts are the global batch's.
+
+    token_mean: one over all asked tokens; sample_mean: one over the sample's asked tokens and over the samples that ask
+    anything. A batch that asks nothing gives zeros.
     """
     asked = (batch.labels != IGNORED).astype(np.float32)
     counts = asked.sum(1, keepdims=True)
-    samples = np.count_nonzero(counts) if loss == "sample_mean" else 1
-    shared = np.maximum(counts, 1) if loss == "sample_mean" else max(1.0, counts.sum())
+    samples = asking_samples if loss == "sample_mean" else 1
+    shared = np.maximum(counts, 1) if loss == "sample_mean" else np.float32(max(1, asked_tokens))
     shares: NDArray[np.float32] = (asked / (shared * max(1, samples))).astype(np.float32)
     return shares
+
+
+def part_of(batch: Batch, ways: int, number: int) -> Batch:
+    """One of several parts of a batch, all of one size: rows that ask nothing fill up the last ones."""
+    if ways == 1:
+        return batch
+    rows = -(-len(batch.inputs) // ways)
+    mine = np.arange(number * rows, (number + 1) * rows)
+    real, mine = mine < len(batch.inputs), np.minimum(mine, len(batch.inputs) - 1)
+    labels = np.where(real[:, None], batch.labels[mine], np.int32(IGNORED))
+    return Batch(batch.inputs[mine], labels, batch.samples[mine], None if batch.documents is None else batch.documents[mine])
 
 
 def hidden_states(net: Net, inputs_NT: Tensor, keys_N: Tensor | None, documents_NT: Tensor | None, precision: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -98,11 +98,13 @@ def to_memory(net: Net, weight: Weight, values: np.ndarray[Any, np.dtype[np.floa
     return torch.tensor(np.ascontiguousarray(laid))
 
 
-def named_copies(net: Net, tensors: dict[nn.Parameter, Tensor], prefix: str = "") -> Iterator[Named]:
-    """Host copies of what belongs to each parameter given, in checkpoint names and layout."""
+def named_copies(
+    net: Net, tensors: dict[nn.Parameter, Tensor], prefix: str = "", mine: Callable[[str], bool] = lambda _: True
+) -> Iterator[Named]:
+    """Host copies of what belongs to each parameter given and is `mine`, in checkpoint names and layout."""
     family = family_of(net)
     for name, (weight, parameter) in weights_of(net).items():
-        if parameter not in tensors:
+        if parameter not in tensors or not mine(prefix + name):
             continue
         values = tensors[parameter].detach().to("cpu", torch.float32).numpy()
         laid = family.to_checkpoint(weight, values, net.shape)

@@ -1,0 +1,94 @@
+"""The loop on several processes, started by torchrun: the numbers of one process, one voice, one end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.kill_train import numbers_of, prepared, textmill, trained
+from textmill.engines.ranks_torch import first_host, launch_of
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "textmill"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    prepared(folder)
+    return folder
+
+
+def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
+    return [*trained(root, run, steps), "train.schedule=constant", *more]
+
+
+def launched(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, timeout=300)
+
+
+def assert_equal(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert len(ours) == len(wanted)
+    for one, other in zip(ours, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert one == {name: pytest.approx(value, rel=2e-5 if name == "grad_norm" else 1e-6) for name, value in other.items()}
+
+
+def test_two_processes_give_the_numbers_of_one_and_either_goes_on(root: Path) -> None:
+    alone, two = root / "alone", root / "two"
+    assert textmill(*words(root, alone, 16)).returncode == 0
+    done = launched(*words(root, two, 10, "engine.micro_batch=2"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes on cpu") == 1, "one of them speaks"
+    assert_equal(numbers_of(two), numbers_of(alone)[: len(numbers_of(two))])
+    again = launched(*words(root, two, 10))
+    assert again.stdout.count("done already") == 1, again.stderr
+    assert textmill(*words(root, two, 16, "engine.micro_batch=2")).returncode == 0
+    assert_equal(numbers_of(two), numbers_of(alone))
+
+
+def test_a_signal_to_the_launcher_stops_all_after_one_step(root: Path) -> None:
+    run = root / "stopped"
+    long = words(root, run, 2000, "train.save_every=100000", "train.evaluate_every=100000")
+    process = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert said.count("stopped by SIGTERM at step") == 1, said
+    stopped = json.loads((run / "stopped.json").read_text())
+    assert (run / f"step-{stopped['step']:07d}" / "manifest.json").is_file()
+    assert numbers_of(run)[-1]["step"] == stopped["step"]
+
+
+def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
+    refused = launched(*words(root, root / "odd", 10, "train.batch=9"))
+    assert refused.returncode != 0
+    assert refused.stderr.count("train.batch: 9 samples are not to be shared evenly by 2 processes; 8 or 10 are") == 1, refused.stderr
+    assert "TextmillError" not in refused.stderr, "no traceback of ours"
+    assert not list((root / "odd").glob("step-*"))
+
+
+def test_launchers_are_understood() -> None:
+    assert launch_of({}) is None
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "gpu[03-07,9],x",
+        "SLURM_JOB_ID": "7",
+    }
+    for environment, wanted in ((torchrun, (3, 8, 1, "a:5")), (slurm, (5, 8, 1, "gpu03:20007"))):
+        launch = launch_of(environment)
+        assert launch is not None
+        assert (launch.rank, launch.world, launch.local, launch.meet) == wanted
+    assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is no step of its job"
+    assert [first_host(nodes) for nodes in ("a1,a2", "b[7,9]", "c-[001-100].x", "d")] == ["a1", "b7", "c-001", "d"]

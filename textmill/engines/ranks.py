@@ -1,0 +1,93 @@
+"""Ranks: the processes of one run, which of them this is, and what they agree on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from typing import Any, Protocol, TypeVar
+
+from textmill.errors import TextmillError, Told
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """All processes call each method together, in the same order; none of them waits for a device."""
+
+    rank: int
+    world: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that prints, locks and commits."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on any process."""
+        ...
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Numbers, each summed over all processes in double precision."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """The small JSON value of every process, by rank."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        ...
+
+    def close(self) -> None:
+        """Leave the others."""
+        ...
+
+
+class Alone:
+    """One process, which agrees with itself."""
+
+    rank, world, first = 0, 1, True
+
+    def any(self, flag: bool) -> bool:
+        """The flag."""
+        return flag
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The values."""
+        return list(values)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nobody to leave."""
+
+
+def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What every process does, or none: an error of one that the user must mend ends all of them, and is told once, as is all they say."""
+    value, fault = None, None
+    try:
+        with ExitStack() as silent:
+            if not ranks.first:
+                silent.enter_context(redirect_stdout(io.StringIO()))
+                silent.enter_context(redirect_stderr(io.StringIO()))
+            value = work()
+    except TextmillError as error:
+        fault = error
+    codes = ranks.gather(None if fault is None else fault.exit_code)
+    teller = next((rank for rank, code in enumerate(codes) if code is not None), None)
+    if fault is not None and teller == ranks.rank:
+        raise fault
+    if teller is not None:
+        raise Told(codes[teller])
+    return value  # type: ignore[return-value]
+
+
+def word_of(ranks: Ranks, word: str | None) -> str | None:
+    """What any process says, the same for all; nothing where none says anything."""
+    return next(filter(None, ranks.gather(word))) if ranks.any(word is not None) else None

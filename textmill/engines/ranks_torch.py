@@ -1,0 +1,130 @@
+"""Process groups from a launcher's environment: torchrun's, srun's, or none for one process alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from textmill.devices import open_device
+from textmill.engines.ranks import Alone, Ranks
+from textmill.errors import TextmillError
+
+FIRST_PORT, PORTS = 20_000, 20_000
+"""Where a SLURM job's processes meet when MASTER_PORT does not say: a port by the job's number."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process's place among those that were started with it."""
+
+    rank: int
+    world: int
+    local: int
+    """Its number on its own machine, which is that of its GPU."""
+    meet: str
+    """host:port of the first."""
+
+
+def launch_of(environment: Mapping[str, str]) -> Launch | None:
+    """What torchrun or srun says; nothing for a process started by itself."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        meet = f"{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', 29500)}"
+        return Launch(int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)), meet)
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
+        port = environment.get("MASTER_PORT") or FIRST_PORT + int(environment.get("SLURM_JOB_ID", 0)) % PORTS
+        rank, world = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
+        return Launch(rank, world, int(environment.get("SLURM_LOCALID", 0)), f"{host}:{port}")
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first name in SLURM's short spelling of several: gpu[03-07,9],cpu1 -> gpu03."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
+    return (match[1] + (match[2] or "")) if match else nodes
+
+
+def open_ranks(device: str) -> Ranks:
+    """The processes that a launcher started together, their groups opened; `device` is the word of `engine.device`."""
+    launch = launch_of(os.environ)
+    if launch is None or launch.world == 1:
+        return Alone()
+    chosen = device_of(device, launch)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group(backend, init_method=_store(launch), rank=launch.rank, world_size=launch.world)
+    return TorchRanks(launch, chosen)
+
+
+def _store(launch: Launch) -> str:
+    """torchrun has a meeting place of its own behind env://."""
+    return "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.meet}"
+
+
+def device_of(word: str, launch: Launch) -> torch.device:
+    """This process's own device."""
+    if word.startswith("cuda:"):
+        raise TextmillError(f"engine.device: '{word}' is one GPU for {launch.world} processes; say cuda, and each takes its own")
+    device = open_device(word)
+    if device.type == "mps":
+        raise TextmillError(f"engine.device: mps is one device for {launch.world} processes; set engine.device=cpu, or start one process")
+    if device.type == "cpu":
+        return device
+    if launch.local >= (count := torch.cuda.device_count()):
+        raise TextmillError(f"engine.device: process {launch.local} of this machine finds {count} GPUs; start one process a GPU")
+    return torch.device("cuda", launch.local)
+
+
+class TorchRanks:
+    """Ranks over a gloo group of its own, so that agreeing never meets the collectives of a step."""
+
+    def __init__(self, launch: Launch, device: torch.device) -> None:
+        self.rank, self.world, self.device = launch.rank, launch.world, device
+        self.group = dist.new_group(backend="gloo")
+
+    @property
+    def first(self) -> bool:
+        """Rank 0."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """One all-reduce of one number."""
+        return self.sums([int(flag)])[0] > 0
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """One all-reduce."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """Lengths first, then texts filled up to the longest."""
+        text = json.dumps(value).encode()
+        lengths = self._gathered(torch.tensor([len(text)], dtype=torch.int64))
+        longest = int(max(int(length) for length in lengths))
+        texts = self._gathered(torch.tensor(list(text.ljust(longest)), dtype=torch.uint8))
+        return [json.loads(bytes(one.tolist())) for one in texts]
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(found, tensor, group=self.group)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        dist.barrier(group=self.group)
+
+    def close(self) -> None:
+        """Give all groups back."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
