@@ -35,12 +35,14 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
 def typo(key: str) -> str:
     """The key with one letter of its last word swapped, dropped or doubled."""
     head, _, word = key.rpartition(".")
+    others = [leaf.rpartition(".")[2] for leaf, _ in LEAVES if leaf.startswith(f"{head}.") and leaf != key]
+    unclear = {other[:place] + other[place + 1 :] for other in others for place in range(len(other))}
     while True:
         place = DICE.randrange(1, len(word))
         wrong = DICE.choice(
             [word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:], word[:place] + "x" + word[place:]]
         )
-        if wrong not in OTHER_WORDS and wrong not in {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
+        if wrong not in OTHER_WORDS and wrong not in unclear | {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
             return f"{head}.{wrong}"
 
 
