@@ -20,11 +20,11 @@ from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of
+from textmill.models.resized import resized
 from textmill.models.rules import rules_of
-from textmill.models.vocabulary import grow
 from textmill.stages import Force, differences
 from textmill.tensors import Named, fingerprint_of
-from textmill.tokens.added import added_since
+from textmill.tokens.inherited import Inherited, inherited
 from textmill.tokens.preflight import preflight
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, check_trackers, open_trackers
@@ -88,9 +88,13 @@ def make_room(run: Path, step: int) -> None:
 def _anew(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     first = _shape_of(config, data, given)
-    added = added_since(given.tokenizer, data.tokenizer) if given else {}
-    shape = _fitting(_grown(first, data, added) if given else first, config, data, given)
-    weights = grow(given.weights(), shape, added) if given else open_family(shape.family).first_weights(shape, config.train.seed)
+    if given is not None:
+        heirs = inherited(given.tokenizer, data.tokenizer, first.vocab)
+        shape = _fitting(_resized(first, data, given, heirs), config, data, given)
+        weights: Iterable[Named] = resized(given.weights(), shape, heirs.kept, heirs.new)
+    else:
+        shape = _fitting(first, config, data, given)
+        weights = open_family(shape.family).first_weights(shape, config.train.seed)
     preflight(config.train, data, config.train.length or shape.positions, shape.vocab)
     where = str(given.folder) if given else "the first weights"
     start = Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, fingerprint_of(given.folder) if given else None))
@@ -136,21 +140,27 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shape_of(config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
-    """The shape of the net, from given weights where there are some; dropout is the config's to change."""
+    """The shape of the net, from given weights where there are some; dropout and positions are the config's to change."""
     if given is not None:
-        shape, dropout = shape_in(given.folder), getattr(config.model.shape, "dropout", None)
-        return shape if dropout is None else shape.with_dropout(dropout)
+        shape, own = shape_in(given.folder), config.model.shape
+        dropout, positions = (None, None) if isinstance(own, str) else (own.dropout, own.positions)
+        return replace(shape if dropout is None else shape.with_dropout(dropout), positions=positions or shape.positions)
     family, tokenizer = open_family(config.model.family), data.tokenizer
     return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
 
 
-def _grown(shape: Any, data: Splits, added: dict[int, list[int]]) -> Any:
-    """The shape of given weights with room for added tokens; a chat template's stop token is where the model ends."""
-    if added:
-        names = ", ".join(str(data.tokenizer.inner.id_to_token(id_)) for id_ in list(added)[:8])
-        print(f"train: {len(added):,} new tokens get vectors, each the mean of the pieces its text was made of: {names}", flush=True)
-        shape = replace(shape, vocab=max(shape.vocab, *(id_ + 1 for id_ in added)))
-    return shape if data.tokenizer.chat is None else replace(shape, end=data.tokenizer.end)
+def _resized(shape: Any, data: Splits, given: Checkpoint, heirs: Inherited) -> Any:
+    """The shape of given weights with the vectors that are wanted; another vocabulary, and a chat template, say where the model ends."""
+    if heirs.told and heirs.kept is None:
+        print(f"train: {heirs.told}", flush=True)
+    elif heirs.told:  # wanted, or a tokenizer that was forgotten to be named
+        warn(heirs.told)
+    before = shape_in(given.folder).positions
+    if shape.positions != before:
+        how = "interpolated" if shape.positions > before else "the first ones"
+        print(f"train: {shape.positions:,} positions instead of {before:,}: {how}", flush=True)
+    own = heirs.kept is None and data.tokenizer.chat is None
+    return replace(shape, vocab=heirs.rows, end=shape.end if own else data.tokenizer.end)
 
 
 def _fitting(shape: Any, config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
@@ -161,7 +171,10 @@ def _fitting(shape: Any, config: RunConfig, data: Splits, given: Checkpoint | No
             f"tokenize with the model's own tokenizer: tokenizer.use={given.folder if given else 'FOLDER'}"
         )
     if (config.train.length or 0) > shape.positions:
-        raise TextmillError(f"train.length: {config.train.length} is longer than the model's {shape.positions} positions; lower it")
+        raise TextmillError(
+            f"train.length: {config.train.length} is longer than the model's {shape.positions} positions; "
+            f"lower it, or set model.shape.positions={config.train.length}"
+        )
     return shape
 
 

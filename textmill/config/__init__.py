@@ -105,7 +105,7 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         raise TextmillError("model.lora: adapts given weights, and none are; set model.init_from")
     numbers = shape_numbers(model)
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
-    if model.init_from and (fixed := [name for name in own if name != "dropout"]):
+    if model.init_from and (fixed := [name for name in own if name not in ("dropout", "positions")]):
         key = f"model.shape.{fixed[0]}".rstrip(".")
         raise TextmillError(f"{key}: the weights of model.init_from bring their own shape; take {key} out, or model.init_from")
     if isinstance(model.shape, str) or model.init_from:

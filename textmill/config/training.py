@@ -51,7 +51,7 @@ class ModelConfig(Section):
     dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m; weights given by `model.init_from` bring their own."""
     shape: ShapeConfig | str = source(ShapeConfig())
     """Numbers that differ from the named size, or the path of a Hugging Face config.json to take them from.
-    With `model.init_from` only the dropout may be said."""
+    With `model.init_from` only dropout and positions may be said: more positions are interpolated, fewer are the first ones."""
     init_from: str | None = source()
     """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name; of an adapter, merged into its base."""
     lora: LoraConfig | None = None

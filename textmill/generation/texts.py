@@ -9,6 +9,7 @@ from typing import Protocol
 
 from tokenizers import pre_tokenizers
 
+from textmill.tokens.spelling import byte_signs
 from textmill.tokens.tokenizer import TextTokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -79,19 +80,12 @@ def bytes_of(tokenizer: TextTokenizer) -> list[bytes] | None:
     """The bytes of each token, where a text is its tokens' bytes laid end to end: byte-level BPE."""
     if ((json.loads(tokenizer.inner.to_str())["decoder"]) or {}).get("type") != "ByteLevel":
         return None
-    table, signs = _byte_signs(), set(pre_tokenizers.ByteLevel.alphabet())
+    table, signs = byte_signs(), set(pre_tokenizers.ByteLevel.alphabet())
     pieces = [b""] * tokenizer.vocab
     for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=True).items():
         # A token with a sign that stands for no byte is written as it is.
         pieces[id_] = bytes(table[sign] for sign in token) if signs.issuperset(token) else token.encode()
     return pieces
-
-
-def _byte_signs() -> dict[str, int]:
-    """Which byte each sign of byte-level BPE stands for: printable bytes for themselves, the others from 256 on in their order."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class StopWatch:

@@ -31,6 +31,8 @@ class Weight:
     """How memory differs from the checkpoint: transposed, transposed and by head, by head alone (a bias, or rows of outputs), padded."""
     decay: bool = False
     ones: bool = False
+    by_position: bool = False
+    """Whether its rows are positions."""
     depth: int = 0
     """How far below the head: 0 after the blocks, 1 in the last of them, one more than there are blocks in the embeddings."""
 

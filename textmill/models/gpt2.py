@@ -131,7 +131,7 @@ def weights_of(shape: Shape) -> list[Weight]:
 
     weights = [
         Weight("transformer.wte.weight", (shape.vocab, width), 0.02, "vocab", decay=True, depth=shape.layers + 1),
-        Weight("transformer.wpe.weight", (shape.positions, width), 0.02, decay=True, depth=shape.layers + 1),
+        Weight("transformer.wpe.weight", (shape.positions, width), 0.02, decay=True, by_position=True, depth=shape.layers + 1),
     ]
     for layer in range(shape.layers):
         h = f"transformer.h.{layer}"

@@ -1,0 +1,91 @@
+"""A run on given weights whose sizes differ: transformers hears what it heard before where all pieces are shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from textmill.checkpoint import steps_of
+from textmill.config import TokenizerConfig
+from textmill.config.load import config_of
+from textmill.corpus.prepare import prepare
+from textmill.errors import TextmillError
+from textmill.loop import train
+from textmill.tokens.tokenize import tokenize
+from textmill.tokens.tokenizer import fit
+
+POSITIONS = 24
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that transformers made, with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("given")
+    tokenizer = fit(iter([["The mill stands by the river. Every morning the wheel begins to turn."] * 4]), TokenizerConfig(vocab=300))
+    tokenizer.save(folder)
+    torch.manual_seed(2)
+    shape = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=POSITIONS, vocab_size=tokenizer.vocab)
+    GPT2LMHeadModel(shape).save_pretrained(folder)
+    return folder
+
+
+def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
+    """One step on it with a vocabulary of the new text, so small that no weight moves."""
+    tree: dict[str, Any] = {
+        "folder": str(folder), "corpus": {"sources": [str(texts)], "documents": "block", "dedup": "none"}, "tokenizer": {"vocab": 340},
+        "model": {"init_from": str(given), "shape": {"positions": positions}}, "engine": {"device": "cpu"}, "runner": {"workers": 1},
+        "train": {"steps": 1, "batch": 2, "warmup": 0, "learning_rate": 1e-30, "weight_decay": 0.0, "evaluate_batches": 1},
+    }  # fmt: skip
+    config = config_of(tree)
+    prepare(config)
+    tokenize(config)
+    return steps_of(train(config))[1]
+
+
+def test_another_tokenizer_and_more_positions(given: Path, tiny_texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = trained(tiny_texts.parent / "out", given, tiny_texts, 2 * POSITIONS - 1)
+    said = capsys.readouterr()
+    assert f"another tokenizer than that of {given}: " in said.err
+    assert f"train: {2 * POSITIONS - 1} positions instead of {POSITIONS}: interpolated" in said.out
+    old_net, new_net = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (given, after))
+    old, new = (AutoTokenizer.from_pretrained(folder) for folder in (given, after))
+    assert new_net.config.vocab_size == len(new) == 340
+    assert new_net.config.eos_token_id == new.eos_token_id
+    assert f"{len(old.get_vocab().keys() & new.get_vocab().keys()):,} of 340 pieces keep their vectors" in said.err
+    # With every other of the interpolated positions the new net is the old one: the same texts, the same logits of all shared pieces.
+    shared = sorted(old.get_vocab().keys() & new.get_vocab().keys())
+    before, now = (torch.tensor(tokenizer.convert_tokens_to_ids(shared)) for tokenizer in (old, new))
+    assert len(shared) > 256
+    dice = torch.Generator().manual_seed(1)
+    words = torch.randint(len(shared), (3, POSITIONS), generator=dice)
+    with torch.no_grad():
+        theirs = old_net(before[words]).logits[..., before]
+        ours = new_net(now[words], position_ids=torch.arange(POSITIONS)[None] * 2).logits[..., now]
+    assert (theirs - ours).abs().max() < 2e-6
+    # A new piece begins as the mean of what the old tokenizer makes of its text.
+    vectors, fresh = new_net.transformer.wte.weight.detach(), sorted(new.get_vocab().keys() - old.get_vocab().keys())
+    texts = {token: new.convert_tokens_to_string([token]) for token in fresh}
+    checked = {token: text for token, text in texts.items() if "\N{REPLACEMENT CHARACTER}" not in text}
+    assert len(checked) > 10
+    for token, text in checked.items():
+        mean = old_net.transformer.wte.weight.detach()[old(text)["input_ids"]].mean(0)
+        assert np.allclose(vectors[new.convert_tokens_to_ids(token)], mean, atol=1e-6)
+
+
+def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = trained(tiny_texts.parent / "out", given, tiny_texts, 10)
+    assert f"train: 10 positions instead of {POSITIONS}: the first ones" in capsys.readouterr().out
+    old_net, new_net = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given, after))
+    assert torch.equal(new_net.transformer.wpe.weight, old_net.transformer.wpe.weight[:10])
+    tree: dict[str, Any] = {"model": {"init_from": str(given)}, "folder": str(tiny_texts.parent / "out")}
+    with pytest.raises(TextmillError, match=r"longer than the model's 24 positions; lower it, or set model\.shape\.positions=99"):
+        train(config_of({**tree, "train": {"length": 99, "folder": str(tiny_texts.parent / "other")}}))
+    with pytest.raises(TextmillError, match=r"model\.positions was 10, is 12"):
+        train(config_of({**tree, "model": {"init_from": str(given), "shape": {"positions": 12}}, "train": {"steps": 2}}))
+    with pytest.raises(TextmillError, match=r"model\.shape\.width: the weights of model\.init_from bring their own shape"):
+        config_of({"model": {"init_from": str(given), "shape": {"width": 12}}})

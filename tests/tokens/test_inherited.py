@@ -1,0 +1,100 @@
+"""A vocabulary on a model that had another: pieces are the same when they spell the same, by the library's own decoding."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from textmill.config import TokenizerConfig
+from textmill.tokens.inherited import inherited
+from textmill.tokens.spelling import spellings_of
+from textmill.tokens.tokenizer import TextTokenizer, fit, open_tokenizer
+
+KINDS = {
+    "bpe": TokenizerConfig(vocab=360), "unigram": TokenizerConfig(kind="unigram", vocab=420),
+    "wordpiece": TokenizerConfig(kind="wordpiece", vocab=400, coverage=1.0),
+}  # fmt: skip
+
+
+def fitted(config: TokenizerConfig, texts: Path) -> TextTokenizer:
+    return fit(iter([[path.read_text(encoding="utf-8")] for path in sorted(texts.iterdir())]), config)
+
+
+def permuted(tokenizer: TextTokenizer, folder: Path) -> TextTokenizer:
+    """The same byte-level pieces under other ids."""
+    tree = json.loads(tokenizer.inner.to_str())
+    ids = list(range(tokenizer.vocab))
+    random.Random(5).shuffle(ids)
+    tree["model"]["vocab"] = {token: ids[id_] for token, id_ in tree["model"]["vocab"].items()}
+    for token in tree["added_tokens"]:
+        token["id"] = ids[token["id"]]
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
+    return open_tokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_piece_spells_what_the_library_decodes(kind: str, tiny_texts: Path) -> None:
+    tokenizer = fitted(KINDS[kind], tiny_texts)
+    inner: Tokenizer = tokenizer.inner
+    spelled = spellings_of(tokenizer)
+    assert spelled.keys() == set(inner.get_vocab().values())
+    before = tokenizer.encode("The mill")
+    seen = 0
+    for id_, spelling in spelled.items():
+        text = inner.decode([*before, id_], skip_special_tokens=False).removeprefix(inner.decode(before))
+        if spelling.special:
+            assert text.strip() == spelling.data.decode()
+        elif "\N{REPLACEMENT CHARACTER}" not in text:
+            assert text.encode() == spelling.data, inner.id_to_token(id_)
+            seen += 1
+    assert seen > 90
+
+
+@pytest.mark.parametrize(("old", "new"), [("bpe", "unigram"), ("unigram", "bpe"), ("wordpiece", "bpe"), ("bpe", "wordpiece")])
+def test_kinds_meet_in_what_they_spell(old: str, new: str, tiny_texts: Path, tmp_path: Path) -> None:
+    before, now = fitted(KINDS[old], tiny_texts), fitted(KINDS[new], tiny_texts)
+    before.save(tmp_path)
+    heirs = inherited(tmp_path, now, before.vocab)
+    assert heirs.kept is not None
+    assert heirs.rows == now.vocab
+    assert heirs.kept.keys() | heirs.new.keys() == set(range(now.vocab))
+    old_spelled, new_spelled = spellings_of(before), spellings_of(now)
+    texts = {id_: old_id for id_, old_id in heirs.kept.items() if not new_spelled[id_].special}
+    assert len(texts) > 60
+    assert all(new_spelled[id_] == old_spelled[old_id] for id_, old_id in texts.items())
+    assert heirs.kept[now.end] == before.end, "the token that ends a text ends it whatever it is called"
+    for id_, parts in heirs.new.items():
+        joined = b"".join(old_spelled[part].data for part in parts)
+        if parts != [before.end] and before.unknown is None:
+            assert joined.strip() == new_spelled[id_].data.strip()
+    assert f"{len(heirs.kept):,} of {now.vocab:,} pieces keep their vectors, {len(heirs.new):,} new ones" in str(heirs.told)
+
+
+def test_the_same_pieces_under_other_ids_all_keep_their_vectors(tiny_texts: Path, tmp_path: Path) -> None:
+    before = fitted(KINDS["bpe"], tiny_texts)
+    (tmp_path / "old").mkdir()
+    before.save(tmp_path / "old")
+    now = permuted(before, tmp_path / "new")
+    heirs = inherited(tmp_path / "old", now, before.vocab)
+    assert heirs.kept == {now.inner.token_to_id(token): id_ for token, id_ in before.inner.get_vocab().items()}
+    assert not heirs.new
+    assert inherited(tmp_path / "old", before, 400).kept is None
+    assert inherited(tmp_path / "old", before, 400).rows == 400, "rows that no token has stay"
+    assert inherited(tmp_path / "nowhere", now, 400).kept is None
+
+
+def test_bytes_that_are_no_text_start_from_the_bytes_they_are(tiny_texts: Path, tmp_path: Path) -> None:
+    """A Korean vocabulary on an English one: pieces that end within a character."""
+    english = fit(iter([[(tiny_texts / "english.txt").read_text()]]), TokenizerConfig(vocab=300))
+    english.save(tmp_path)
+    korean = fit(iter([[(tiny_texts / "korean.txt").read_text(encoding="utf-8")]]), TokenizerConfig(vocab=340))
+    heirs, spelled = inherited(tmp_path, korean, english.vocab), spellings_of(korean)
+    broken = {id_: parts for id_, parts in heirs.new.items() if spelled[id_].data.decode(errors="ignore").encode() != spelled[id_].data}
+    assert broken
+    for id_, parts in broken.items():
+        assert [english.inner.id_to_token(part) for part in parts] == list(str(korean.inner.id_to_token(id_)))
