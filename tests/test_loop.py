@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.kill_train import COMMAND, killed_until_done, last_weights, numbers_of, prepared, textmill, trained
 from textmill.config import RunConfig
@@ -101,6 +102,34 @@ def test_what_is_safe_is_taken_and_recorded(root: Path) -> None:
     assert {change["step"] for change in progress["changes"]} == {10}
     for wanted in ("train.steps was 10, is 14", "train.log_every was 1, is 2", "engine.micro_batch was auto, is 4"):
         assert wanted in changes
+
+
+def test_fp16_goes_on_with_its_loss_scale(root: Path) -> None:
+    config = config_for(root, root / "half", 24, "engine.precision=fp16", "train.keep=9", "train.evaluate_batches=1")
+    with torch.backends.mkldnn.flags(enabled=False):  # it is slow in fp16 on a CPU without it
+        train(config)
+        first = numbers_of(root / "half")
+        train(config, step=15)
+    assert numbers_of(root / "half") == first
+    scales = [line["loss_scale"] for line in first if "loss" in line]
+    assert scales[:3] == [2**32, 2**32, 2**31]
+    assert scales[-1] < scales[14], "it went on falling after the save"
+    progress = json.loads((root / "half" / "step-0000024" / "progress.json").read_text())
+    assert 0 < progress["updates"] < 24, "what overflowed is no update"
+    assert progress["scaling"]["scale"] == scales[-1]
+
+
+def test_a_loss_scale_that_cannot_help_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.engines.scaling_torch.FIRST", 16.0)
+    wild = ("engine.precision=fp16", "train.learning_rate=1e30", "train.clip=0", "train.warmup=0", "train.evaluate_batches=1")
+    with (
+        pytest.raises(TextmillError, match=r"no finite loss any more at step .* at a loss scale of 1; .*engine.precision=fp32"),
+        torch.backends.mkldnn.flags(enabled=False),
+    ):
+        train(config_for(root, root / "wild", 60, *wild))
+    scales = [line["loss_scale"] for line in numbers_of(root / "wild") if "loss" in line]
+    assert set(scales) == {16, 8, 4, 2, 1}
+    assert scales.count(1) == 5, "five logged steps at the lowest are enough"
 
 
 def test_from_an_earlier_step_and_anew(root: Path) -> None:

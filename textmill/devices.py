@@ -32,10 +32,18 @@ def open_device(name: str) -> torch.device:
 
 
 def precision_of(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix products; auto: bf16 on a GPU that has it, else fp32."""
+    """The dtype of the matrix products; auto: bf16 on a GPU that has it, fp16 on one of the generation before, else fp32."""
     if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+        name = _best_on(device)
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def _best_on(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "fp32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp16" if torch.cuda.get_device_capability(device)[0] == 7 else "fp32"
 
 
 def arithmetic(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:

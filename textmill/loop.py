@@ -60,7 +60,7 @@ def _loaded(config: RunConfig, start: Start, ranks: Ranks, held: ExitStack) -> E
     """An engine that holds what the run starts from."""
     engine = open_engine(config, start.shape, ranks)
     held.callback(engine.close)
-    engine.load(start.weights, start.moments, start.updates, start.where)
+    engine.load(start.weights, start.moments, start.updates, start.where, start.scaling)
     return engine
 
 
@@ -113,16 +113,18 @@ class Training:
             raise Stopped(f"stopped by {asked} at step {done:,}, saved; the same command goes on from there")
 
     def _log(self, done: int, result: Step) -> None:
+        scale, at = result.scale, "" if result.scale is None else f" at a loss scale of {result.scale:,.0f}"
         samples = self.course.samples(done) - self.course.samples(self.clocked)
         rate = samples * self.course.length / max(1e-9, time.perf_counter() - self.clock)
         values = {"loss": result.loss, "learning_rate": lr_at(done - 1, self.train), "grad_norm": result.norm, "tokens_per_second": rate}
-        self.trackers.log(done, values)
-        self.bad_logs = self.bad_logs + 1 if result.skipped else 0
+        self.trackers.log(done, values if scale is None else {**values, "loss_scale": scale})
+        # A loss scale above 1 falls until the gradients fit; below that nothing helps by itself.
+        self.bad_logs = self.bad_logs + 1 if result.skipped and (scale or 1.0) <= 1.0 else 0
         if result.skipped:
-            self.trackers.note(f"step {done}: loss or gradient is not finite; the update was left out")
+            self.trackers.note(f"step {done}: loss or gradient is not finite{at}; the update was left out")
         if self.bad_logs >= PATIENCE:
             advice = "lower train.learning_rate or set engine.precision=fp32, and start anew with --force"
-            raise TextmillError(f"{self.run}: no finite loss any more at step {done}; {advice}")
+            raise TextmillError(f"{self.run}: no finite loss any more at step {done}{at}; {advice}")
         self.clock, self.clocked = time.perf_counter(), done
 
     def _evaluate(self, done: int) -> float | None:

@@ -51,6 +51,8 @@ class Start:
     """Of adapters: the model that they change."""
     whole: list[Named] = field(default_factory=list)
     """Of adapters: weights of the start that are not the base's."""
+    scaling: dict[str, float] = field(default_factory=dict)
+    """Of fp16: what the loss scale goes on from."""
 
 
 def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> Start:
@@ -126,7 +128,10 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     updates = int(found.progress["updates"])
     moments = found.moments() if updates else []
     changes_so_far = found.progress["changes"] + noted
-    start = Start(found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far)
+    start = Start(
+        found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far,
+        scaling=found.progress.get("scaling", {}),
+    )  # fmt: skip
     if config.model.lora is None:
         return start
     adapter = open_adapter(found.folder)
@@ -248,7 +253,7 @@ def snapshot_of(
     progress = {
         "step": step, "updates": engine.updates(), "samples": samples, "tokens": samples * length, "loss": loss.hex(),
         "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
-        "textmill": __version__,
+        "textmill": __version__, "scaling": engine.scaling(),
     }  # fmt: skip
 
     def kept(_: str) -> bool:

@@ -209,6 +209,19 @@ def test_bf16_holds_every_weight_in_bf16(checkpoint: Checkpoint) -> None:
     assert generator.sample("The", SampleConfig(max_tokens=5)).tokens <= 5
 
 
+def test_fp16_says_what_fp32_says(checkpoint: Checkpoint, generator: Generator) -> None:
+    half = open_generator(checkpoint, TorchEngine(device="cpu", precision="fp16"))
+    assert {parameter.dtype for _, parameter in half.net.named_parameters()} == {torch.float16}
+    # On a CPU without fp16 oneDNN takes a second for what plain loops do in milliseconds.
+    with torch.backends.mkldnn.flags(enabled=False):
+        _say_the_same(half, generator)
+
+
+def _say_the_same(one: Generator, other: Generator) -> None:
+    for sample in (SampleConfig(max_tokens=12, temperature=0.0), SampleConfig(max_tokens=12, beams=2)):
+        assert one.texts(["The mill", "물레", ""], sample) == other.texts(["The mill", "물레", ""], sample)
+
+
 def test_more_slots_than_memory_are_refused_with_the_number_that_fits(generator: Generator) -> None:
     with pytest.raises(TextmillError, match=r"GiB can be had; take \d+ at most"):
         generator.new_slots(10**9, 96)

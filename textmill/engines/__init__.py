@@ -34,6 +34,10 @@ class Step(Protocol):
     def asked(self) -> int: ...
     @property
     def skipped(self) -> bool: ...
+    @property
+    def scale(self) -> float | None:
+        """What the loss was multiplied by, where a scaler does that; at 1 it can fall no more."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,14 @@ class Engine(Protocol):
         """The optimizer's state in the same way: m/NAME and v/NAME of AdamW, momentum/NAME of Muon."""
         ...
 
-    def load(self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str) -> None:
-        """Take weights, moments (none with 0 updates) and the count of updates; `where` names them in errors."""
+    def scaling(self) -> dict[str, float]:
+        """What the loss scale of fp16 goes on from; nothing in other arithmetic."""
+        ...
+
+    def load(
+        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
+    ) -> None:
+        """Take weights, moments (none with 0 updates), the count of updates and the loss scale's state; `where` names them in errors."""
         ...
 
     def updates(self) -> int:

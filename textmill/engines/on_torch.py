@@ -20,6 +20,7 @@ from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.replicas_torch import Replicas
+from textmill.engines.scaling_torch import Scaler
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
@@ -44,6 +45,7 @@ class TorchStep:
     loss_sum: Tensor
     norm_value: Tensor
     asked: int
+    scale_value: Tensor | None = None
 
     @property
     def loss(self) -> float:
@@ -60,6 +62,11 @@ class TorchStep:
         """Whether the update was left out, because loss or gradient was not finite."""
         return not bool(torch.isfinite(self.norm_value))
 
+    @property
+    def scale(self) -> float | None:
+        """What the loss was multiplied by in fp16."""
+        return None if self.scale_value is None else float(self.scale_value)
+
 
 class OnTorch:
     """The Engine of `engine.kind: torch`."""
@@ -73,6 +80,7 @@ class OnTorch:
         self.states = torch.compile(hidden_states, dynamic=False) if compiled else hidden_states
         self.optimizer = Updates(net, train, compiled=compiled)
         self.replicas = Replicas(self.optimizer.parameters, None) if mesh.replicate > 1 else None
+        self.scaler = Scaler(self.device) if precision == torch.float16 else None
         # Sums over copies leave in the middle of backward, from hooks that a recording does not replay.
         recorded = compiled and self.device.type == "cuda" and self.replicas is None
         self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
@@ -88,16 +96,21 @@ class OnTorch:
         shares = token_shares(batch, self.train.loss, asked, asking)
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if self._drops() else None
         total = torch.zeros((), device=self.device)
+        scale = self.scaler.scale if self.scaler else None
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             keys = None if keys_N is None else on_device(keys_N[rows], self.device)
             inputs, labels, share = (on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares))
+            # The scale goes in with the shares: the head's gradient is made in fp16 with the loss itself.
+            share = share if scale is None else share * scale
             with self.replicas.last_pass(rows.stop >= len(batch.inputs)) if self.replicas else nullcontext():
                 total += self.one_pass(inputs, labels, share, keys, self._documents(batch, rows))
         if self.replicas:
             dist.all_reduce(total)
-        norm = self.optimizer.step(lr)
-        return TorchStep(total, norm, asked)
+        norm = self.optimizer.step(lr, scale)
+        if self.scaler:
+            self.scaler.move(torch.isfinite(norm))
+        return TorchStep(total if scale is None else total / scale, norm, asked, scale)
 
     def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""
@@ -143,9 +156,17 @@ class OnTorch:
         """Updates done."""
         return self.optimizer.count()
 
-    def load(self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str) -> None:
-        """Take weights and moments in checkpoint names and layout."""
+    def scaling(self) -> dict[str, float]:
+        """The loss scale's state, in fp16."""
+        return self.scaler.state() if self.scaler else {}
+
+    def load(
+        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
+    ) -> None:
+        """Take weights and moments in checkpoint names and layout, and the loss scale's state."""
         fill(self.net, weights, where)
+        if self.scaler and scaling:
+            self.scaler.take(scaling)
         known = weights_of(self.net)
         for name, values in moments if updates else []:
             kind, _, of = name.partition("/")

@@ -43,11 +43,13 @@ class Updates:
         self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
 
-    def step(self, lr: float) -> Tensor:
-        """One update from the gradients, which are then dropped; return their norm before clipping."""
+    def step(self, lr: float, scale: Tensor | None = None) -> Tensor:
+        """One update from the gradients, which are `scale` times too large and then dropped; return their norm before clipping."""
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        norm = norm if scale is None else norm / scale
         finite = torch.isfinite(norm)
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
+        clip = clip if scale is None else clip / scale
         if self.muon:
             self.muon.step(lr, clip, finite)
         for group in self.adam.param_groups:
