@@ -32,10 +32,13 @@ def open_device(name: str) -> torch.device:
 
 
 def precision_of(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix products; auto: bf16 on a GPU that has it, fp16 on one of the generation before, else fp32."""
+    """The dtype of the matrix products; auto: bf16 on a GPU that has it, fp16 on one of the generation before, else fp32.
+
+    fp8 is for some products of training: all else that is done in it, and whoever uses the model later, works in bf16.
+    """
     if name == "auto":
         name = _best_on(device)
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}[name]
 
 
 def _best_on(device: torch.device) -> str:
@@ -44,6 +47,13 @@ def _best_on(device: torch.device) -> str:
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
     return "fp16" if torch.cuda.get_device_capability(device)[0] == 7 else "fp32"
+
+
+def check_fp8(device: torch.device) -> None:
+    """Refuse to train in fp8 on a chip that has no such products."""
+    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        what = f"found {device.type}" if device.type != "cuda" else f"this one has {found[0]}.{found[1]}"
+        raise TextmillError(f"engine.precision: fp8 needs a GPU of compute capability 8.9 or more, {what}; set engine.precision=auto")
 
 
 def arithmetic(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:

@@ -42,8 +42,9 @@ class TorchEngine(EngineSection):
     """torch: PyTorch."""
     device: str = how("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """auto, cpu, cuda, cuda:1 or mps; auto takes a GPU where there is one."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = how("auto")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = how("auto")
     """Arithmetic of the matrix products; weights stay fp32. fp16 trains with a loss scale that finds its own height.
+    fp8: bf16, with the products of MLPs and head in training rounded to fp8, on GPUs that have it (compute capability 8.9).
     auto: bf16 on a GPU that has it, fp16 on one of the V100's generation, else fp32."""
     compile: bool = how(False)
     """Compile the net with torch.compile: slower to start, faster after."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from textmill.models.fp8_torch import product8, rows8
 from textmill.tokens.batches.batch import IGNORED
 
 CPU_SCORES = 1 << 24
@@ -19,13 +20,14 @@ GPU_ROWS = 32768
 
 
 def summed_loss(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0, fp8: bool = False
 ) -> Tensor:
     """The sum of each asked token's loss times its share, 0 or more; rows of the head from `vocab` on have no part.
 
-    `smoothing` is label smoothing as in torch's cross_entropy; `z` weighs the square of the log of the softmax's denominator.
+    `smoothing` is label smoothing as in torch's cross_entropy; `z` weighs the square of the log of the softmax's denominator. With `fp8`
+    the scores are an fp8 product; their gradient, too wide a matrix to be rounded in a pass of its own, is worked on in bf16.
     """
-    loss: Tensor = _SummedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z)  # type: ignore[no-untyped-call]
+    loss: Tensor = _SummedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, fp8)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -40,14 +42,15 @@ def scored(x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int) -> tuple
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, fp8: bool
     ) -> Tensor:
         head = head_VE.to(x_ME.dtype)
+        head8 = rows8(head_VE) if fp8 else None
         slope_x = torch.empty_like(x_ME)
         slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=x_ME.device)
         for rows in _pieces(x_ME, head):
-            logits_MV = x_ME[rows] @ head.T
+            logits_MV = product8(rows8(x_ME[rows]), head8) if head8 else x_ME[rows] @ head.T
             losses_M = _grade(logits_MV, labels_M[rows], shares_M[rows], vocab, smoothing, z)
             total += (losses_M * shares_M[rows]).sum()
             torch.mm(logits_MV, head, out=slope_x[rows])
@@ -59,7 +62,7 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         slope_x, slope_head = ctx.saved_tensors
-        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None
+        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None, None
 
 
 def _pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:

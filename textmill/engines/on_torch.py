@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from textmill.config import RunConfig, TrainConfig
-from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
+from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.graphs_torch import Recorded
 from textmill.engines.losses_torch import scored, summed_loss
@@ -117,7 +117,7 @@ class OnTorch:
         with arithmetic(self.device, self.precision), attention_order(self.device):
             x_ME = self.states(self.net, inputs, keys, documents, self.precision)
         smoothing, z = self.train.label_smoothing, self.train.z_loss
-        loss = summed_loss(x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab, smoothing, z)
+        loss = summed_loss(x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab, smoothing, z, self.net.fp8)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -176,8 +176,9 @@ class OnTorch:
     def facts(self) -> dict[str, Any]:
         """Device, arithmetic and size."""
         return {
-            "device": str(self.device), "precision": str(self.precision).removeprefix("torch."), "micro_batch": self.micro_batch,
-            "processes": self.ranks.world, "parameters": sum(math.prod(weight.shape) for weight, _ in weights_of(self.net).values()),
+            "device": str(self.device), "precision": "float8" if self.net.fp8 else str(self.precision).removeprefix("torch."),
+            "micro_batch": self.micro_batch, "processes": self.ranks.world,
+            "parameters": sum(math.prod(weight.shape) for weight, _ in weights_of(self.net).values()),
             "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
 
@@ -206,6 +207,9 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
     micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, mesh, device, precision)
     net = new_net(shape, device, config.model.lora)
     net.recompute = config.engine.recompute
+    if config.engine.precision == "fp8":
+        check_fp8(device)
+        net.use_fp8()
     return OnTorch(net, config.train, mesh, ranks, micro_batch, precision, config.engine.compile)
 
 

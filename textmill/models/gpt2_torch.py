@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from textmill.errors import TextmillError
 from textmill.models.dropout_torch import drop
+from textmill.models.fp8_torch import MULTIPLE, linear8
 from textmill.models.gpt2 import Shape
 
 try:
@@ -101,10 +103,19 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(shape.width, shape.inner)
         self.c_proj = nn.Linear(shape.inner, shape.width)
         self.approximate = "tanh" if shape.activation == "gelu_new" else "none"
+        self.fp8 = False
 
     def forward(self, x_NTE: Tensor) -> Tensor:
+        if self.fp8 and torch.is_grad_enabled():
+            return self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
         out: Tensor = self.c_proj(self._inner(x_NTE))
         return out
+
+    def _in_fp8(self, x_ME: Tensor) -> Tensor:
+        x_MF = linear8(x_ME, self.c_fc.weight)
+        x_MF = F.gelu(x_MF + self.c_fc.bias.to(x_MF.dtype), approximate=self.approximate)
+        x_ME = linear8(x_MF, self.c_proj.weight)
+        return x_ME + self.c_proj.bias.to(x_ME.dtype)
 
     def _inner(self, x_NTE: Tensor) -> Tensor:
         if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
@@ -141,6 +152,19 @@ class Net(nn.Module):
         self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
         self.recompute, self.lora = 0, None
+        self.fp8 = False
+
+    def use_fp8(self) -> None:
+        """From now on training makes the MLPs' products in fp8; the head's are the loss's to make."""
+        if self.shape.width % MULTIPLE or self.shape.inner % MULTIPLE:
+            widths = f"{self.shape.width} and {self.shape.inner}"
+            raise TextmillError(f"engine.precision: fp8 needs widths that {MULTIPLE} divides, found {widths}; set engine.precision=auto")
+        if self.lora is not None:
+            raise TextmillError("engine.precision: fp8 is not made for the narrow matrices of model.lora; set engine.precision=auto")
+        self.fp8 = True
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.fp8 = True
 
     def forward(
         self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Cache | None = None, documents_NT: Tensor | None = None

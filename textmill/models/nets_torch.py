@@ -28,7 +28,10 @@ class Net(Protocol):
     """Blocks at a time whose inner states are made again in backward; 0: none."""
     lora: LoraConfig | None
     """The adapters that stand beside its matrices."""
+    fp8: bool
+    """Whether training makes products in fp8 where that pays."""
 
+    def use_fp8(self) -> None: ...
     @property
     def head(self) -> Tensor: ...
     def __call__(self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Any = None, documents_NT: Tensor | None = None) -> Tensor: ...
