@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
-from textmill.config import RunConfig, TorchEngine
+from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
 from textmill.models import open_family
+from textmill.tokens.batches.batch import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -37,6 +38,39 @@ def test_compiled_equals_eager() -> None:
     config = on_gpu(dropout=0.1)
     compiled = config.model_copy(update={"engine": config.engine.model_copy(update={"compile": True})})
     assert run(started(compiled), range(6)) == pytest.approx(run(started(config), range(6)), rel=1e-5)
+
+
+def test_documents_kept_apart_in_a_compiled_net_are_kept_apart_as_in_an_eager_one() -> None:
+    """Compiled, the mask is in blocks; shapes that fill them are needed."""
+    shape = ShapeConfig(layers=2, heads=2, width=64, positions=256)
+    train = TrainConfig(batch=4, length=256, learning_rate=1e-2)
+    ids = np.random.default_rng(1).integers(0, VOCAB, (4, 257), dtype=np.int32)
+    documents = (np.arange(256, dtype=np.int32) // 75 + 1)[None].repeat(4, 0)
+    batch = Batch(ids[:, :-1], ids[:, 1:], np.arange(4), documents=documents)
+    losses = []
+    for compiled in (False, True):
+        engine = TorchEngine(device="cuda", precision="fp32", micro_batch=4, compile=compiled)
+        opened = started(RunConfig(model=ModelConfig(size="nano", shape=shape), train=train, engine=engine))
+        losses.append([opened.train_step(batch, step, 1e-2).loss for step in range(6)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_fp16_is_near_once_its_scale_fits() -> None:
+    exact, engine = run(started(on_gpu()), range(1)), started(on_gpu("fp16"))
+    steps = [engine.train_step(batch_of(0), 0, 0.0) for _ in range(30)]
+    assert steps[0].skipped
+    assert not steps[-1].skipped
+    assert steps[-1].loss == pytest.approx(exact[0], rel=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no fp8 products here")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fp8_is_near_and_learns(compiled: bool) -> None:
+    config = on_gpu("fp8")
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"compile": compiled})})
+    exact, near = run(started(on_gpu("bf16")), range(30), unequal=False), run(started(config), range(30), unequal=False)
+    assert near == pytest.approx(exact, rel=3e-2)
+    assert near[-1] < near[0] - 1
 
 
 def test_auto_takes_the_gpu_in_bf16() -> None:

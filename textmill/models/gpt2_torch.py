@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from textmill.errors import TextmillError
@@ -16,6 +17,12 @@ try:
     from textmill.models.gelu_triton import bias_gelu
 except ImportError:  # Triton comes with torch's builds for GPUs
     bias_gelu = None  # type: ignore[assignment]
+
+
+BLOCK = 128
+"""Places of one block of a mask."""
+Mask = Tensor | BlockMask
+"""Which tokens each one may look at: [N, 1, T, T], or blocks of that."""
 
 
 class Cache:
@@ -44,22 +51,24 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(shape.width, shape.width)
         self.shape, self.layer = shape, layer
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask_N1TT: Tensor | None) -> Tensor:
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
         N, T, _ = x_NTE.shape
         qkv = self.c_attn(x_NTE).view(N, T, self.shape.heads, 3, -1)
         q_NHTD, k_NHTD, v_NHTD = (part.transpose(1, 2) for part in qkv.unbind(3))
         if cache is not None:
             k_NHTD, v_NHTD = cache.extend(self.layer, k_NHTD, v_NHTD)
         share = self.shape.attention_dropout
-        if keys_N is not None and share:
-            y_NHTD = self._plain(q_NHTD, k_NHTD, share, keys_N, mask_N1TT) @ v_NHTD
-        elif mask_N1TT is not None:
-            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=mask_N1TT)
+        if isinstance(mask, BlockMask):
+            y_NHTD = flex_attention(q_NHTD, k_NHTD, v_NHTD, block_mask=mask)
+        elif keys_N is not None and share:
+            y_NHTD = self._plain(q_NHTD, k_NHTD, share, keys_N, mask) @ v_NHTD
+        elif mask is not None:
+            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=mask)
         elif k_NHTD.shape[2] == T:
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, is_causal=True)
         else:
-            mask = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
-            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=mask)
+            seen = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
+            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=seen)
         out: Tensor = self.c_proj(y_NHTD.transpose(1, 2).reshape(N, T, -1))
         return out
 
@@ -80,6 +89,22 @@ def _apart(documents_NT: Tensor) -> Tensor:
     """Which tokens each one may look at when attention stays inside its document."""
     same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
     return (same_NTT & _causal(same_NTT.shape[1], same_NTT.shape[2], same_NTT.device))[:, None]
+
+
+def _blocks_apart(documents_NT: Tensor) -> BlockMask:
+    """The same in blocks, so that attention leaves out those in which nothing is looked at."""
+    N, T = documents_NT.shape
+
+    def seen(n: Tensor, h: Tensor, asking: Tensor, place: Tensor) -> Tensor:
+        return (asking >= place) & (documents_NT[n, asking] == documents_NT[n, place])
+
+    return create_block_mask(seen, N, None, T, T, device=documents_NT.device)
+
+
+def _in_blocks(documents_NT: Tensor, heads_width: int) -> bool:
+    """Whether masks in blocks pay: in a net that is compiled for a GPU, with shapes that fill the blocks."""
+    fills = documents_NT.shape[1] % BLOCK == 0 and heads_width in (16, 32, 64, 128, 256)
+    return documents_NT.is_cuda and torch.compiler.is_compiling() and fills
 
 
 def _begins(documents_NT: Tensor) -> Tensor:
@@ -136,8 +161,8 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.share, self.layer = shape.residual_dropout, layer
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask_N1TT: Tensor | None) -> Tensor:
-        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask_N1TT), self.share, keys_N, 3 * self.layer + 2)
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
+        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask), self.share, keys_N, 3 * self.layer + 2)
         return x_NTE + drop(self.mlp(self.ln_2(x_NTE)), self.share, keys_N, 3 * self.layer + 3)
 
 
@@ -172,14 +197,14 @@ class Net(nn.Module):
         """Hidden states of every token; `keys_N` asks for dropout, `cache` holds what came before, documents are kept apart if given."""
         before = cache.used if cache is not None else 0
         positions = torch.arange(before, before + ids_NT.shape[1], device=ids_NT.device)
-        mask_N1TT = None
+        mask: Mask | None = None
         if documents_NT is not None:
-            mask_N1TT = _apart(documents_NT)
+            mask = self._mask(documents_NT, keys_N)
             positions = positions - _begins(documents_NT)
         x_NTE = drop(_narrow(self.wte(ids_NT) + self.wpe(positions)), self.shape.embedding_dropout, keys_N, 0)
         again = self.recompute if cache is None and torch.is_grad_enabled() else 0
         for start in range(0, len(self.h), again or len(self.h)):
-            part = (start, start + (again or len(self.h)), x_NTE, keys_N, cache, mask_N1TT)
+            part = (start, start + (again or len(self.h)), x_NTE, keys_N, cache, mask)
             # Dropout is a hash of places, so that nothing random needs to be kept and replayed.
             x_NTE = checkpoint(self._blocks, *part, use_reentrant=False, preserve_rng_state=False) if again else self._blocks(*part)
         if cache is not None:
@@ -187,10 +212,16 @@ class Net(nn.Module):
         out: Tensor = self.ln_f(x_NTE)
         return out
 
-    def _blocks(self, start: int, stop: int, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask_N1TT: Tensor | None) -> Tensor:
+    def _blocks(self, start: int, stop: int, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
         for block in self.h[start:stop]:
-            x_NTE = block(x_NTE, keys_N, cache, mask_N1TT)
+            x_NTE = block(x_NTE, keys_N, cache, mask)
         return x_NTE
+
+    def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:
+        """What keeps documents apart; dropout on attention's weights and states made again need it written out."""
+        written = self.recompute or (keys_N is not None and self.shape.attention_dropout)
+        blocks = not written and _in_blocks(documents_NT, self.shape.width // self.shape.heads)
+        return _blocks_apart(documents_NT) if blocks else _apart(documents_NT)
 
     @property
     def head(self) -> Tensor:
