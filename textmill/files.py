@@ -91,7 +91,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TextmillError(f"{path}: no such file") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise TextmillError(f"{path}: not readable as JSON ({error}); the file is damaged or not ours") from None
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def read_tensors(path: Path) -> Iterator[Named]:
     try:
         header = json.loads(data[8 : 8 + length])
         header.pop("__metadata__", None)
-        claims = sorted((tuple(one["data_offsets"]), name, one["dtype"], tuple(one["shape"])) for name, one in header.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        claims = sorted((_whole(one["data_offsets"]), name, one["dtype"], _whole(one["shape"])) for name, one in header.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TextmillError(f"{path}: its header is not that of a safetensors file") from None
     position = 0
     for (start, end), name, dtype, shape in claims:
@@ -65,6 +66,11 @@ def read_tensors(path: Path) -> Iterator[Named]:
             yield name, values.reshape(shape)
 
 
+def _whole(numbers: list[int]) -> tuple[int, ...]:
+    """Numbers that a header claims, each of them whole."""
+    return tuple(index(number) for number in numbers)
+
+
 def _values(data: mmap.mmap, offset: int, count: int, dtype: str) -> NDArray[np.float32] | None:
     if dtype == "BF16":
         halves = np.frombuffer(data, "<u2", count, offset)
@@ -76,18 +82,28 @@ def _values(data: mmap.mmap, offset: int, count: int, dtype: str) -> NDArray[np.
 
 def read_model(folder: Path) -> Iterator[Named]:
     """The weights of a model folder, in one safetensors file or in Hugging Face shards."""
-    index = folder / "model.safetensors.index.json"
+    shards = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         yield from read_tensors(folder / "model.safetensors")
-    elif index.is_file():
-        for name in sorted(set(read_json(index)["weight_map"].values())):
-            if Path(name).name != name:
-                raise TextmillError(f"{index}: names the file '{name}', which leaves the folder")
+    elif shards.is_file():
+        for name in _shards_in(shards):
             yield from read_tensors(folder / name)
     else:
         pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
         found = f"found {', '.join(pickles[:3])}, which can run code when opened" if pickles else "found none"
         raise TextmillError(f"{folder}: no model.safetensors there, {found}; save the model as safetensors")
+
+
+def _shards_in(path: Path) -> list[str]:
+    """The files that an index names."""
+    tree = read_json(path)
+    names = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise TextmillError(f"{path}: has no weight_map from weights to files; save the model as safetensors again")
+    for name in names.values():
+        if Path(name).name != name:
+            raise TextmillError(f"{path}: names the file '{name}', which leaves the folder")
+    return sorted(set(names.values()))
 
 
 def fingerprint_of(folder: Path) -> str:

@@ -56,10 +56,22 @@ def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None) ->
 def open_net(folder: Path, device: torch.device, *, apart: bool = False) -> Net:
     """The net of a model folder, its weights in fp32; an adapter is merged into its base, or stands beside it if asked."""
     shape = shape_in(folder)
+    if not is_adapter(folder):
+        _check_size(shape, folder)
     adapter = open_adapter(folder) if apart and is_adapter(folder) else None
     net = new_net(shape, device, lora_of(adapter, shape) if adapter else None)
     fill(net, read_apart(adapter) if adapter else read_weights(folder), str(folder))
     return net
+
+
+def _check_size(shape: Any, folder: Path) -> None:
+    """Refuse a config.json that would have more memory taken than its weights can fill."""
+    least, held = (
+        (shape.layers * shape.width + shape.vocab) * shape.width,
+        sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+    )
+    if held and least > held:
+        raise TextmillError(f"{folder}: config.json describes more than {least:,} weights, its files hold {held:,} bytes; one of them lies")
 
 
 def new_cache(net: Net, samples: int, length: int) -> Any:
