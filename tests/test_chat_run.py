@@ -97,6 +97,9 @@ async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
     try:
         transport = httpx.ASGITransport(app=new_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            info = (await client.get("/tokenizer_info")).json()
+            theirs = AutoTokenizer.from_pretrained(steps_of(config.folder_of("train"))[150])
+            assert (info["chat_template"], info["eos_token"]) == (theirs.chat_template, END)
             for question in PAIRS:
                 body = {"model": service.name, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
                 choice = (await client.post("/v1/chat/completions", json=body, timeout=60)).json()["choices"][0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -321,3 +322,35 @@ def test_scores_that_are_no_numbers_end_their_own_text_only(
     assert "not finite" in readers[0].seen[-1].message
     assert readers[1].done().reason == "length"
     assert readers[1].text == generator.sample("The mill", sample).text
+
+
+def test_a_model_that_hangs_or_dies_is_said(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, reader, hung = Scheduler(generator, slots=1, queue=2), Reader(), threading.Event()
+    decode = scheduler._batch.slots.decode
+
+    def hang(*args: object) -> object:
+        hung.wait(PATIENCE)
+        return decode(*args)
+
+    monkeypatch.setattr(scheduler._batch.slots, "decode", hang)
+    assert scheduler.trouble(0.01) == ""
+    scheduler.submit(request(generator, sample=SampleConfig(max_tokens=2, min_tokens=2)), reader)
+    wait_for(lambda: "has not ended a step" in scheduler.trouble(0.01))
+    assert scheduler.trouble(PATIENCE) == ""
+    hung.set()
+    assert reader.done().reason == "length"
+    wait_for(lambda: scheduler.trouble(PATIENCE) == "")
+    monkeypatch.setattr(scheduler._batch.slots, "decode", lambda *_: 1 // 0)
+    for _ in range(3):
+        reader = Reader()
+        scheduler.submit(request(generator), reader)
+        assert reader.done().reason == "error"
+    assert scheduler.trouble(PATIENCE) == "the model's last 3 steps failed; restart the server"
+    monkeypatch.setattr(scheduler._batch, "step", lambda: sys.exit(1))
+    reader = Reader()
+    scheduler.submit(request(generator), reader)
+    assert reader.done() == Done("error", 0, "", "the model's thread has died; restart the server")
+    wait_for(lambda: "thread has died" in scheduler.trouble(PATIENCE))
+    with pytest.raises(TextmillError, match="thread has died"):
+        scheduler.submit(request(generator), Reader())
+    scheduler.close(PATIENCE)

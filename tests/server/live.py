@@ -93,6 +93,9 @@ class Echo:
         with self.lock:
             return {"active": len(self.active), "waiting": len(self.waiting), "slots": self.slots, "queue": self.queue, **self.counts}
 
+    def trouble(self, patience: float) -> str:
+        return ""
+
     def close(self, grace: float) -> None:
         end = time.monotonic() + grace
         with self.lock:
@@ -143,7 +146,7 @@ class Turns:
     """A template: each turn a line with its role."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.jinja = tokenizer, "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in messages)

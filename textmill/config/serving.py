@@ -41,6 +41,8 @@ class ServeConfig(Section):
     """A request's time, waiting included; then it ends with the text made so far."""
     grace: float = how(30.0, ge=0, le=3600)
     """Seconds that running requests have to finish when the server is stopped."""
+    patience: float = how(60.0, gt=0, le=86400)
+    """Seconds that one step of the model may take; after them it is taken for hung: /health says 503, and those who wait are told."""
     origins: list[str] = how([])
     """Web origins whose pages may call the server, such as https://example.org; none if not said."""
     hosts: list[str] = how([])

@@ -16,6 +16,12 @@ from textmill.generation.requests import Done, Reason, Request, Token
 Deliver = Callable[[Token | Done], None]
 
 
+AFTER = 5.0
+"""Seconds that closing waits for a step that does not end."""
+OFTEN = 3
+"""Steps that fail one after the other until the model is taken for broken."""
+
+
 class Full(Exception):
     """The queue is full; come back later."""
 
@@ -48,8 +54,9 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
         self._until: float | None = None
-        self._requests = self._tokens = self._cancelled = 0
-        self._thread = threading.Thread(target=self._work, name="textmill-scheduler", daemon=True)
+        self._requests = self._tokens = self._cancelled = self._failed = 0
+        self._begun: float | None = None
+        self._thread = threading.Thread(target=self._live, name="textmill-scheduler", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver, deadline: float | None = None) -> int:
@@ -63,6 +70,8 @@ class Scheduler:
         with self._change:
             if self._until is not None:
                 raise TextmillError("the server is closing; ask again when it is back")
+            if not self._thread.is_alive():
+                raise TextmillError(self._trouble(0.0))
             if len(self._waiting) >= self.queue + max(self.slots - len(self._active), 0):
                 raise Full
             self._requests += 1
@@ -87,14 +96,41 @@ class Scheduler:
                 "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
             }  # fmt: skip
 
+    def trouble(self, patience: float) -> str:
+        """What is wrong with the model, in words; empty: nothing. A step may take `patience` seconds."""
+        with self._change:
+            return self._trouble(patience) if self._until is None else ""
+
+    def _trouble(self, patience: float) -> str:
+        begun = self._begun
+        if not self._thread.is_alive():
+            return "the model's thread has died; restart the server"
+        if begun is not None and time.monotonic() - begun > patience:
+            return f"the model has not ended a step for {time.monotonic() - begun:.0f} s; restart the server if it does not come back"
+        return f"the model's last {self._failed} steps failed; restart the server" if self._failed >= OFTEN else ""
+
     def close(self, grace: float) -> None:
-        """Take nothing more; what was taken may finish within so many seconds and is cancelled then. Returns when all is over."""
+        """Take nothing more; what was taken may finish within so many seconds and is cancelled then.
+
+        Returns when all is over, or some seconds after the grace if the model is stuck in a step.
+        """
         with self._change:
             until = time.monotonic() + grace
             self._until = until if self._until is None else min(self._until, until)
             self._change.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(grace + AFTER)
+
+    def _live(self) -> None:
+        """Work until closed; should that ever fail, everyone is told."""
+        try:
+            self._work()
+        except BaseException as error:
+            with self._change:
+                jobs, self._active, self._waiting = [*self._active.values(), *self._waiting], {}, deque()
+            warn(f"the model's thread has died ({type(error).__name__}: {error}); restart the server")
+            for job in jobs:
+                self._tell(job, Done("error", 0, "", "the model's thread has died; restart the server"))
 
     def _work(self) -> None:
         while True:
@@ -135,14 +171,17 @@ class Scheduler:
 
     def _step(self) -> None:
         known = {row.number for row in (*self._batch.rows, *self._batch.waiting)}
+        self._begun = time.monotonic()
         try:
             for job in list(self._active.values()):
                 if job.number not in known:
                     self._batch.add(job.number, job.request, job.room)
             events = self._batch.step()
         except Exception as error:
+            self._begun = None
             self._fail(error)
             return
+        self._begun, self._failed = None, 0
         for number, event in events:
             job = self._active[number]
             if isinstance(event, Done):
@@ -155,6 +194,7 @@ class Scheduler:
 
     def _fail(self, error: Exception) -> None:
         """The model could not do a step: those at work are told, and the slots start anew."""
+        self._failed += 1
         message = str(error) if isinstance(error, TextmillError) else f"the model failed: {type(error).__name__}"
         warn(f"{type(error).__name__}: {error}")
         with self._change:

@@ -68,13 +68,15 @@ def _file(path: Path, kind: str) -> Callable[[], Awaitable[Response]]:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """Whether the server is alive."""
-        return JSONResponse({"status": "ok"})
+        """Whether the server is alive and its model works; 503 when only a restart can help."""
+        trouble = service.trouble()
+        return JSONResponse({"status": trouble or "ok"}, 503 if trouble else 200)
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
-        """Whether the server takes requests; 503 when it is stopping."""
-        return JSONResponse({"status": "stopping" if service.stopping else "ready"}, 503 if service.stopping else 200)
+        """Whether the server takes requests; 503 when it is stopping or its model does not work."""
+        trouble = "stopping" if service.stopping else service.trouble()
+        return JSONResponse({"status": trouble or "ready"}, 503 if trouble else 200)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

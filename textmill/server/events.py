@@ -12,11 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from textmill.generation.requests import Done
 from textmill.server.flights import Event, Flight, left
-from textmill.server.refusals import tree_of
+from textmill.server.refusals import Refusal, tree_of
 from textmill.server.service import Service
 
-QUIET = 15.0
-"""Seconds without an event after which a comment is sent, so that nothing between takes the line for dead."""
 STALLED = 60.0
 """Seconds that a client may leave a sent event unread."""
 
@@ -61,14 +59,17 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await put(_lines(self.begin))
         first = True
-        async for come in self.flight.events(QUIET):
-            if not come:
-                await put(b": waiting\n\n")
-                continue
-            if first:
-                first = False
-                self.service.metrics.first.add(self.flight.seconds())
-            await put(_lines(self.step(come)) + _lines(self._troubles(come)))
+        try:
+            async for come in self.flight.events():
+                if not come:  # so that nothing between takes the line for dead
+                    await put(b": waiting\n\n")
+                    continue
+                if first:
+                    first = False
+                    self.service.metrics.first.add(self.flight.seconds())
+                await put(_lines(self.step(come)) + _lines(self._troubles(come)))
+        except Refusal as refusal:
+            await put(_lines([tree_of(refusal.status, refusal.message, code=refusal.code)]))
         await put(_lines(self.end()) + b"data: [DONE]\n\n", more=False)
 
     def _troubles(self, come: list[Event]) -> Iterable[Tree]:

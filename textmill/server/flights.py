@@ -14,9 +14,11 @@ from starlette.types import Receive
 from textmill.errors import TextmillError
 from textmill.generation.requests import Done, Request, Token
 from textmill.server.refusals import Refusal
-from textmill.server.service import Scheduler, Service
+from textmill.server.service import Service
 
 Event = tuple[int, Token | Done]
+QUIET = 15.0
+"""Seconds without an event after which the model is looked at, and a streaming client is told that the line still lives."""
 
 
 @dataclass
@@ -39,8 +41,8 @@ class Text:
 class Flight:
     """Texts that were submitted together; the loop is woken once for whatever has come, not once a token."""
 
-    def __init__(self, scheduler: Scheduler, streamed: bool) -> None:
-        self._scheduler, self._streamed = scheduler, streamed
+    def __init__(self, service: Service, streamed: bool) -> None:
+        self._service, self._scheduler, self._streamed = service, service.scheduler, streamed
         self._loop = asyncio.get_running_loop()
         self._come, self._woken, self._events = asyncio.Event(), False, deque[Event]()
         self.numbers: list[int] = []
@@ -70,12 +72,18 @@ class Flight:
 
         return deliver
 
-    async def events(self, quiet: float | None = None) -> AsyncIterator[list[Event]]:
-        """What has come, as often as something has, until every text is done; after `quiet` seconds without anything, an empty list."""
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """What has come, as often as something has, until every text is done; nothing for a while is an empty list.
+
+        Nobody waits for a model that is broken: that is a refusal.
+        """
+        quiet = min(QUIET, self._service.config.patience)
         while self.ended < len(self.numbers):
             try:
                 await asyncio.wait_for(self._come.wait(), quiet)
             except TimeoutError:
+                if trouble := self._service.trouble():
+                    raise broken_refusal(trouble) from None
                 yield []
                 continue
             self._come.clear()
@@ -103,7 +111,9 @@ def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> F
 
     if service.stopping:
         raise stopping_refusal()
-    flight = Flight(service.scheduler, streamed)
+    if trouble := service.trouble():
+        raise broken_refusal(trouble)
+    flight = Flight(service, streamed)
     try:
         flight.submit(requests, service.config.seconds)
     except Full:
@@ -123,6 +133,11 @@ def full_refusal(service: Service) -> Refusal:
 def stopping_refusal() -> Refusal:
     """What a stopping server says."""
     return Refusal(503, "the server is stopping; ask another, or again later", code="stopping", retry_after=10)
+
+
+def broken_refusal(trouble: str) -> Refusal:
+    """What a server says whose model does not work."""
+    return Refusal(503, trouble, code="model_broken")
 
 
 async def finish(service: Service, http: HttpRequest, flight: Flight) -> list[Text]:

@@ -76,10 +76,11 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
 
     @routes.get("/tokenizer_info", response_model=None)
     async def tokenizer_info() -> Response:
-        """The tokenizer's special tokens, as lm-evaluation-harness asks for them."""
+        """The tokenizer's special tokens and its chat template, as lm-evaluation-harness asks for them."""
         tokenizer = service.scheduler.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
-        return JSONResponse({**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": None})
+        template = None if service.template is None else service.template.jinja
+        return JSONResponse({**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": template})
 
     @routes.get("/v1/models", response_model=None)
     async def models() -> Response:

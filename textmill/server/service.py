@@ -34,6 +34,10 @@ class Scheduler(Protocol):
         """What runs, waits and was done."""
         ...
 
+    def trouble(self, patience: float) -> str:
+        """What is wrong with the model; empty: nothing."""
+        ...
+
     def close(self, grace: float) -> None:
         """Finish what runs, then end."""
         ...
@@ -41,6 +45,11 @@ class Scheduler(Protocol):
 
 class Template(Protocol):
     """How a conversation becomes the prompt of a model that was trained on such."""
+
+    @property
+    def jinja(self) -> str:
+        """The same as transformers writes it."""
+        ...
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         """The conversation as token ids, ready for the assistant's turn where that is asked."""
@@ -80,6 +89,10 @@ class Service:
             "step": self.step, "vocab": self.scheduler.vocab, "chat": self.template is not None, "sample": told,
             "limits": {"max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt},
         }  # fmt: skip
+
+    def trouble(self) -> str:
+        """What is wrong with the model, in words; empty: nothing."""
+        return self.scheduler.trouble(self.config.patience)
 
     def wait_of(self) -> int:
         """Seconds after which a refused client may try again: what waits, at the rate of the last requests."""

@@ -22,6 +22,8 @@ class TalkTemplate:
 
     tokenizer: TextTokenizer
     form: Form
+    jinja: str
+    """The same as transformers reads it."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -42,6 +44,6 @@ class TalkTemplate:
 def open_template(folder: Path) -> TalkTemplate | None:
     """The chat template that stands with a tokenizer, where there is one of ours."""
     tokenizer = open_tokenizer(folder)
-    if tokenizer.chat_form is None:
+    if tokenizer.chat is None or tokenizer.chat_form is None:
         return None
-    return TalkTemplate(tokenizer, tokenizer.chat_form)
+    return TalkTemplate(tokenizer, tokenizer.chat_form, tokenizer.chat.jinja())
