@@ -1,0 +1,61 @@
+"""Requests that schemathesis makes from the OpenAPI description, good and broken: none is answered with a failure of the server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+
+from tests.server.conftest import Live
+
+COUNT = int(os.environ.get("TEXTMILL_TEST_CONTRACT", "20"))
+"""Requests of each route and kind."""
+
+
+@pytest.fixture(scope="module")
+def target(new_live: Callable[..., Live]) -> Live:
+    return new_live({"delay": 0.0002, "serve": {"max_tokens": 8, "seconds": 5.0}, "sample": {"max_tokens": 4}})
+
+
+def send(target: Live, operation: Any, mode: GenerationMode, statuses: Counter[tuple[str, int]]) -> None:
+    """Requests of one route, as its description has them or not."""
+    quick = settings(max_examples=COUNT, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+    @seed(7)
+    @quick
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        reply = case.call(base_url=target.url, timeout=30)
+        statuses[mode.value, reply.status_code] += 1
+        told = (case.method, case.path, str(case.body)[:300], reply.text[:300])
+        assert reply.status_code < 500, told
+        assert "Traceback" not in reply.text, told
+        if reply.status_code >= 400:
+            assert set(json.loads(reply.content)["error"]) == {"message", "type", "param", "code"}, told
+
+    check()
+
+
+def test_no_request_is_a_failure_of_the_server(target: Live) -> None:
+    api = schemathesis.openapi.from_dict(httpx.get(f"{target.url}/openapi.json").json())
+    statuses = Counter[tuple[str, int]]()
+    for found in api.get_all_operations():
+        operation = found.ok()
+        send(target, operation, GenerationMode.POSITIVE, statuses)
+        if operation.body:
+            send(target, operation, GenerationMode.NEGATIVE, statuses)
+    print(f"answers by kind: {dict(sorted(statuses.items()))}")
+    assert httpx.get(f"{target.url}/health").status_code == 200
+    assert {mode for mode, status in statuses if status == 200} >= {"positive"}
+    assert {mode for mode, status in statuses if status == 400} >= {"negative"}
+    target.wait_idle()
+    assert target.stop() == 0
+    assert "Traceback" not in "".join(target.said)
