@@ -168,3 +168,14 @@ def test_new_tokens_travel_with_the_adapter(base: Path, tmp_path: Path) -> None:
 def test_adapters_need_something_to_adapt() -> None:
     with pytest.raises(TextmillError, match=r"model\.lora: adapts given weights, and none are; set model\.init_from"):
         RunConfig.model_validate({"model": {"lora": {"rank": 2}}})
+
+
+def test_exported_it_is_one_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = steps_of(run)[6], tmp_path / "out"
+    assert main(["export", str(run), f"export.folder={out}"]) == 0
+    assert "with its adapter merged" in capsys.readouterr().out
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
+        merged = AutoModelForCausalLM.from_pretrained(out).eval()(IDS).logits
+    assert (merged - wanted).abs().max() < 1e-5
+    assert not (out / "adapter_config.json").exists()

@@ -18,6 +18,7 @@ _PLACES = {
     "evaluate": "textmill.evaluation",
     "generate": "textmill.generation",
     "chat": "textmill.generation.chat",
+    "export": "textmill.conversion",
     "merge": "textmill.tokens.merge",
     "check": "textmill.wholeness",
     "show": "textmill.views",

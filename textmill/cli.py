@@ -39,6 +39,7 @@ VERBS = {
     "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),
     "chat": Verb("textmill.generation.chat:chat", "talk with a model that was finetuned for it", ("sample", "engine"), ("--step",)),
     "serve": Verb("textmill.server:serve", "answer over HTTP, with a page to try it", ("serve", "sample", "engine"), ("--step",)),
+    "export": Verb("textmill.conversion:export", "a plain Hugging Face folder, adapters merged", ("export",), ("--force", "--step")),
     "show": Verb("textmill.views:show", "look at a corpus, at token stores, or at what a step saw", (), ("--step",)),
     "check": Verb("textmill.wholeness:check", "prove a folder whole: every bit of its data, and its manifest", (), ()),
     "recipes": Verb("textmill.recipes_list:recipes", "list the recipes that come with textmill", (), ()),
@@ -162,7 +163,7 @@ def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: 
 
         _one_place(places, name, "WHERE")
         where = open_where(places[0], settings)
-        if name not in ("evaluate", "generate", "chat", "serve") and where.bare:
+        if name not in ("evaluate", "generate", "chat", "serve", "export") and where.bare:
             raise TextmillError(
                 f"{places[0]}: is a model, not a run; start one from it: textmill {name} CONFIG model.init_from={places[0]}"
             )

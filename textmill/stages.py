@@ -25,8 +25,8 @@ class Stage:
     folder: Path
     made_from: dict[str, Any]
     """Settings and fingerprints of inputs, flat: 'corpus.split' -> value."""
-    run_yaml: str
-    """The resolved config, kept beside the result."""
+    run_yaml: str | None
+    """The resolved config, kept beside the result; none beside what is for others."""
 
     def done(self, force: Force) -> bool:
         """Whether the folder holds this very result already; refuses a folder made from something else."""
@@ -92,7 +92,8 @@ class Stage:
         """Write the manifest, as the very last thing: facts, every file's length and checksum, and what it was made from."""
         fingerprint = hash_json({name: account["sha256"] for name, account in files.items()})
         # The config says where and how, too; a manifest says what, and is the same wherever it was made.
-        write_text(part / "run.yaml", self.run_yaml)
+        if self.run_yaml is not None:
+            write_text(part / "run.yaml", self.run_yaml)
         manifest = {"verb": self.verb, "fingerprint": fingerprint, **facts, "files": files, "made_from": self.made_from}
         write_json(part / MANIFEST, {**manifest, "seal": hash_json(manifest)})
 

@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Iterator
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +21,39 @@ Named = tuple[str, NDArray[np.float32]]
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 READ_AS: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+Precision = Literal["fp32", "bf16", "fp16"]
+WRITTEN_AS: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 LONGEST_HEADER = 100_000_000
 
 
-def blocks_of(named: list[Named]) -> Iterator[bytes]:
-    """The bytes of a safetensors file of fp32 arrays: header, then every array in order."""
+def blocks_of(named: list[Named], precision: Precision = "fp32") -> Iterator[bytes]:
+    """The bytes of a safetensors file of arrays in one precision: header, then every array in order."""
+    dtype = WRITTEN_AS[precision]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in named:
-        start, end = end, end + values.nbytes
-        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [start, end]}
+        start, end = end, end + values.size * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, values in named:
-        yield np.ascontiguousarray(values, "<f4").tobytes()
+    for name, values in named:
+        yield _bytes_of(name, np.ascontiguousarray(values, "<f4"), precision)
+
+
+def _bytes_of(name: str, values: NDArray[np.float32], precision: Precision) -> bytes:
+    """Values rounded to the nearest of a precision, ties to even."""
+    if precision == "fp32":
+        return values.tobytes()
+    if precision == "fp16":
+        with np.errstate(over="ignore"):
+            halves = values.astype("<f2")
+        if np.isinf(halves).any():
+            raise TextmillError(f"'{name}' holds {np.abs(values).max():.4g}, more than fp16 can say; take bf16 or fp32")
+        return halves.tobytes()
+    bits = values.view(np.uint32)
+    rounded = np.where(np.isnan(values), bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
+    return (rounded >> 16).astype("<u2").tobytes()
 
 
 def read_tensors(path: Path) -> Iterator[Named]:

@@ -15,14 +15,14 @@ from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
 from textmill.config.tokens import TokensConfig
 from textmill.config.training import LoraConfig, ModelConfig, ShapeConfig, TrainConfig
-from textmill.config.usage import EvaluateConfig, SampleConfig, TrackConfig
+from textmill.config.usage import EvaluateConfig, ExportConfig, SampleConfig, TrackConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "LocalRunner", "LoraConfig", "ModelConfig", "RunConfig",
-    "RunnerConfig", "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig", "TokensConfig", "TorchEngine",
-    "TrackConfig", "TrainConfig",
+    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "ExportConfig", "LocalRunner", "LoraConfig", "ModelConfig",
+    "RunConfig", "RunnerConfig", "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig", "TokensConfig",
+    "TorchEngine", "TrackConfig", "TrainConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
@@ -44,6 +44,7 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
 
     @field_validator("runner", mode="before")

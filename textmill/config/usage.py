@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from textmill.config.section import Section, how, source
+from textmill.config.section import Section, how, place, source
 
 
 class EvaluateConfig(Section):
@@ -65,6 +65,15 @@ class SampleConfig(Section):
     """How many samples; each has its own seed, counted on from `sample.seed`."""
     batch: int = how(16, ge=1, le=4096)
     """Texts that go through the model at a time; each takes memory for its keys and values."""
+
+
+class ExportConfig(Section):
+    """A model as a folder for other tools."""
+
+    folder: str | None = place()
+    """The folder to write: config.json, model.safetensors, the tokenizer's files."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What the weights are rounded to."""
 
 
 class TrackConfig(Section):

@@ -1,0 +1,47 @@
+"""The verb export: a model as a plain Hugging Face folder, its adapter merged, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textmill.adapters import is_adapter
+from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.config import RunConfig
+from textmill.conversion.hugging_face import files_of, weights_of
+from textmill.errors import TextmillError
+from textmill.files import hash_json, shown, write_bytes
+from textmill.models import shape_in
+from textmill.stages import Force, Stage
+from textmill.tensors import blocks_of, fingerprint_of
+from textmill.tokens.tokenizer import open_tokenizer
+
+
+def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
+    """Write the model of a run, or any model folder, into `export.folder`; return the folder."""
+    if config.export.folder is None:
+        raise TextmillError("export.folder: says nothing; name the folder to write: textmill export WHERE export.folder=OUT")
+    folder, precision = Path(config.export.folder), config.export.precision
+    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    _refuse_overlap(folder, checkpoint)
+    shape, tokenizer = shape_in(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
+    files = files_of(shape, tokenizer, precision)
+    made_from = {"export.precision": precision, "weights": fingerprint_of(checkpoint.folder), "texts": hash_json(files)}
+    stage = Stage("export", folder, made_from, None)
+    if stage.done(force):
+        print(f"export: done already: {shown(folder)}")
+        return folder
+    with stage.building() as part:
+        accounts = {name: write_bytes(part / name, [text.encode()]) for name, text in files.items()}
+        blocks = blocks_of(list(weights_of(checkpoint, shape)), precision)
+        accounts["model.safetensors"] = write_bytes(part / "model.safetensors", blocks)
+        stage.finish(part, accounts, {"precision": precision, "parameters": shape.parameters})
+    merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
+    size = accounts["model.safetensors"]["bytes"] / 1e6
+    print(f"export: {shown(folder)}: {shape.parameters:,} parameters of {shown(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB")
+    return folder
+
+
+def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:
+    """A folder inside the model's, or the model's own, would be read and replaced at once."""
+    if folder.resolve().is_relative_to(checkpoint.folder.resolve()):
+        raise TextmillError(f"export.folder: {folder} lies in {checkpoint.folder}, which is to be exported; name a folder elsewhere")

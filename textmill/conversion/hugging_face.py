@@ -1,0 +1,34 @@
+"""A model as transformers opens it: what stands in config.json, the tokenizer's files, and the weights by its names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from textmill.checkpoint import Checkpoint
+from textmill.errors import TextmillError
+from textmill.models import open_family
+from textmill.tensors import Named
+from textmill.tokens.tokenizer import TextTokenizer
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Our precisions by the names that a config.json has for them."""
+
+
+def files_of(shape: Any, tokenizer: TextTokenizer, precision: str) -> dict[str, str]:
+    """Every file but the weights, the chat template with the tokenizer's."""
+    hf = {**open_family(shape.family).hf_config_of(shape), "dtype": DTYPES[precision]}
+    return {"config.json": json.dumps(hf, indent=2) + "\n", **tokenizer.files(shape.positions)}
+
+
+def weights_of(checkpoint: Checkpoint, shape: Any) -> Iterator[Named]:
+    """Every weight of the model once, under transformers' name and in its own shape; an adapter is merged into its base."""
+    family = open_family(shape.family)
+    missing = {weight.name: weight.shape for weight in family.weights_of(shape)}
+    for name, values in family.known_weights(checkpoint.weights()):
+        if missing.pop(name, None) != values.shape:
+            raise TextmillError(f"{checkpoint.folder}: '{name}' is {list(values.shape)}, which its config.json does not have")
+        yield name, values
+    if missing:
+        raise TextmillError(f"{checkpoint.folder}: lacks {len(missing)} weights, '{next(iter(missing))}' among them")
