@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from textmill.config import CorpusConfig, RunConfig
-from textmill.config.presets import NONE, PRESETS, PresetName, RuleName
+from textmill.config import CorpusConfig, RunConfig, TrainConfig
+from textmill.config.presets import NONE, PRESETS, TRAIN_PRESETS, PresetName, RuleName, TrainPresetName
 from textmill.corpus.clean import RULES
 from textmill.errors import TextmillError
 
@@ -16,6 +16,7 @@ from textmill.errors import TextmillError
 def test_names() -> None:
     assert set(PRESETS) == set(get_args(PresetName))
     assert set(get_args(RuleName)) == set(RULES)
+    assert set(TRAIN_PRESETS) == set(get_args(TrainPresetName))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -64,3 +65,27 @@ def test_a_written_config_reads_back_and_can_change_its_preset() -> None:
 def test_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TextmillError, match=message.replace(".", r"\.").replace("?", r"\?")):
         CorpusConfig(**settings)
+
+
+def test_presets_of_training() -> None:
+    muon = TrainConfig(preset="pretrain-muon")
+    assert (muon.optimizer, muon.learning_rate, muon.batch, muon.warmup) == ("muon", 6e-3, 32, 0.05)
+    assert TrainConfig(preset="pretrain-adamw").optimizer == "adamw"
+    assert TrainConfig(preset="none") == TrainConfig()
+    assert TrainConfig(preset="pretrain-muon", learning_rate=1e-3).learning_rate == 1e-3, "what is said stands above"
+    for name, said in TRAIN_PRESETS.items():
+        assert TrainConfig(**said).model_copy(update={"preset": name}) == TrainConfig(preset=name)
+
+
+def test_a_written_run_keeps_its_training_preset_and_what_was_said_beside_it() -> None:
+    config = RunConfig(train=TrainConfig(preset="pretrain-muon", batch=8, epochs=2.0))
+    tree = yaml.safe_load(config.to_yaml())
+    assert tree["train"]["preset"] == "pretrain-muon"
+    assert (tree["train"]["batch"], tree["train"]["epochs"]) == (8, 2.0)
+    assert "learning_rate" not in tree["train"]
+    assert RunConfig.model_validate(tree) == config
+    tree["train"]["preset"] = "pretrain-adamw"
+    changed = RunConfig.model_validate(tree).train
+    assert (changed.optimizer, changed.learning_rate, changed.batch) == ("adamw", 6e-4, 8)
+    assert config.results("train")["train.learning_rate"] == 6e-3, "what decides the result is compared by itself"
+    assert "train.preset" not in config.results("train")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer, model_validator
 
-from textmill.config.presets import COUNTRIES, LANGUAGES, NONE, PRESETS, PresetName, RuleName
+from textmill.config.presets import COUNTRIES, LANGUAGES, NONE, PRESETS, PresetName, RuleName, filled
 from textmill.config.section import Section, how, place, source
 from textmill.errors import TextmillError
 
@@ -114,8 +114,7 @@ class CorpusConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        preset = data.get("preset", "none") if isinstance(data, dict) else None
-        return {**PRESETS[preset], **data} if isinstance(preset, str) and preset in PRESETS else data
+        return filled(data, PRESETS)
 
     @model_serializer(mode="wrap")
     def _leave_to_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

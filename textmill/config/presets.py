@@ -1,4 +1,4 @@
-"""Named sets of cleaning settings, and the names that cleaning knows."""
+"""Named sets of settings for cleaning and for pretraining, and the names that cleaning knows."""
 
 from __future__ import annotations
 
@@ -48,6 +48,22 @@ _OWN: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {name: {**NONE, **own} for name, own in _OWN.items()}
+
+TrainPresetName = Literal["none", "pretrain-muon", "pretrain-adamw"]
+_PRETRAIN: dict[str, Any] = {"schedule": "cosine", "warmup": 0.05, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0}
+TRAIN_PRESETS: dict[str, dict[str, Any]] = {
+    "none": {},
+    # The best of what was tried on 124M parameters and 52M tokens in samples of 1,024; what that was stands in docs/benchmarks.md.
+    "pretrain-muon": {**_PRETRAIN, "optimizer": "muon", "learning_rate": 6e-3, "rest_rate": 1.0, "batch": 32},
+    "pretrain-adamw": {**_PRETRAIN, "optimizer": "adamw", "learning_rate": 6e-4, "batch": 64},
+}
+
+
+def filled(said: Any, presets: dict[str, dict[str, Any]]) -> Any:
+    """What a section is told, over what the preset that it names says."""
+    preset = said.get("preset", "none") if isinstance(said, dict) else None
+    return {**presets[preset], **said} if isinstance(preset, str) and preset in presets else said
+
 
 LANGUAGES = frozenset((
     "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs cv cy da de diq dsb dty dv "

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer, model_validator
 
+from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, filled
 from textmill.config.section import Section, how, place, source, texts
 from textmill.errors import TextmillError
 
@@ -69,6 +70,9 @@ class TrainConfig(Section):
 
     folder: str | None = place()
     """Where checkpoints and metrics go; `run` under `folder` if not said."""
+    preset: TrainPresetName = how("none")  # what comes out is decided by the settings that it fills
+    """Optimizer, rates, warm-up and batch for pretraining, by what was measured: pretrain-muon, pretrain-adamw; what is said beside it
+    stands above it."""
     layout: Literal["packed", "padded", "features", "chat"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document a sample;
     features: the rows that `tokens.kind=features` made, or existing ones that `tokens.use` names;
@@ -171,6 +175,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        return filled(data, TRAIN_PRESETS)
+
+    @model_validator(mode="before")
+    @classmethod
     def _one_unit(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
@@ -180,9 +189,11 @@ class TrainConfig(Section):
         return {name: value for name, value in data.items() if name != "steps" or value is not None}
 
     @model_serializer(mode="wrap")
-    def _leave_to_the_unit(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Steps that nobody said are not written beside what was said in their place.
-        return {name: value for name, value in write(self).items() if name != "steps" or self.unit == "steps"}
+    def _leave_to_unit_and_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Steps that nobody said are not written beside what was said in their place, nor what the preset says beside the preset.
+        said = TRAIN_PRESETS[self.preset]
+        own = {name: value for name, value in write(self).items() if name not in said or getattr(self, name) != said[name]}
+        return {name: value for name, value in own.items() if name != "steps" or self.unit == "steps"}
 
     @model_validator(mode="after")
     def _grows_evenly(self) -> TrainConfig:
