@@ -1,0 +1,125 @@
+"""`textmill train` with its data, logging and saving against the bare engine on the same batches, and seconds to its first loss.
+
+    python bench/whole_train.py [steps=200] [save=100] [first=1] [section.key=value ...]
+
+The data are the quickstart's unless settings name others, such as, for one GPU:
+corpus.sources=en.jsonl.xz tokenizer.use=gpt2 model.size=small train.length=1024 train.batch=64 engine.compile=true engine.micro_batch=64
+Both run the same steps after WARM that do not count; the whole loop logs every 10 steps and saves every `save`. Then the command itself is
+started twice, with empty caches of compiled code and with those it left: seconds from its start to the first line of metrics.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from textmill import loop
+from textmill.config import RunConfig
+from textmill.corpus.prepare import prepare
+from textmill.engines import Engine, open_engine
+from textmill.models import open_family
+from textmill.runs import begin
+from textmill.schedules import lr_at
+from textmill.tokens.batches.opening import open_batches
+from textmill.tokens.splits import open_splits
+from textmill.tokens.tokenize import tokenize
+from textmill.where import open_where
+
+WARM = 20
+"""Steps before the clock starts: they compile, and fill what is kept ahead."""
+COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())"]
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def bare(config: RunConfig, folder: Path) -> float:
+    """Seconds of a step of the engine alone, its batches made before."""
+    data = open_splits(config)
+    start = begin(config, data, "yes", "latest")
+    length = config.train.length or start.shape.positions
+    batches = open_batches(config.train, data, length=length, folder=folder)
+    ready = [batches.batch_at(step, slice(0, config.train.batch)) for step in range(8)]
+    engine = open_engine(config, start.shape)
+    engine.load(open_family(start.shape.family).first_weights(start.shape, 1), [], 0, "start")
+    for step in range(WARM):
+        last = engine.train_step(ready[step % 8], step, lr_at(step, config.train))
+    float(last.loss)
+    begun, counted = time.perf_counter(), config.train.steps - WARM - 1
+    for step in range(WARM, WARM + counted):
+        last = engine.train_step(ready[step % 8], step, lr_at(step, config.train))
+    float(last.loss)
+    spent = time.perf_counter() - begun
+    engine.close()
+    return spent / counted
+
+
+def whole(config: RunConfig) -> float:
+    """Seconds of a step of the loop; a step begins when the engine is called, just after all that was due after the one before."""
+    called: list[float] = []
+    opened = loop.open_engine
+
+    def clocked(*given: Any) -> Engine:
+        engine = opened(*given)
+        step: Any = engine.train_step
+
+        def train_step(*batch: Any) -> Any:
+            called.append(time.perf_counter())
+            return step(*batch)
+
+        engine.train_step = train_step  # type: ignore[method-assign]
+        return engine
+
+    loop.open_engine = clocked
+    try:
+        loop.train(config, "yes")
+    finally:
+        loop.open_engine = opened
+    return (called[-1] - called[WARM]) / (len(called) - 1 - WARM)
+
+
+def first_loss(words: list[str], run: Path, caches: Path) -> float:
+    """Seconds from the start of the command to its first line of metrics."""
+    places = {name: str(caches / name) for name in CACHES}
+    begun = time.perf_counter()
+    command = [*COMMAND, "train", *words, f"train.folder={run}", "--force"]
+    process = subprocess.Popen(command, env={**os.environ, **places}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+        time.sleep(0.01)
+    spent = time.perf_counter() - begun
+    process.terminate()
+    _, said = process.communicate()
+    assert metrics.exists(), said
+    return spent
+
+
+def main(words: list[str]) -> None:
+    """Measure, and print a line for each."""
+    own = {"steps": 200, "save": 100, "first": 1}
+    given = dict(word.split("=", 1) for word in words if "." not in word.partition("=")[0])
+    own.update({name: int(value) for name, value in given.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        steps = WARM + own["steps"] + 1
+        length = [f"train.steps={steps}", f"train.save_every={own['save']}", f"train.evaluate_every={10 * steps}", "train.log_every=10"]
+        settings = [f"folder={root}", *length, "train.evaluate_batches=1", *(word for word in words if "." in word.partition("=")[0])]
+        config = open_where("quickstart", settings).config
+        prepare(config)
+        tokenize(config)
+        alone, together = bare(config, root / "index"), whole(config)
+        tokens = config.train.batch * (config.train.length or 1024)
+        print(f"bare engine: {1e3 * alone:.2f} ms a step, {tokens / alone:,.0f} tokens/s")
+        print(
+            f"textmill train: {1e3 * together:.2f} ms a step, {tokens / together:,.0f} tokens/s, {alone / together:.3f} of the bare engine"
+        )
+        for kind in ("cold", "warm") if own["first"] else ():
+            spent = first_loss(["quickstart", *settings], root / kind, root / "caches")
+            print(f"{kind}: {spent:.1f} s from the start of the command to its first loss", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
