@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from bench.kill_train import numbers_of
+from textmill import open_model
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
@@ -154,6 +156,11 @@ def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(tiny_texts: Pat
     progress = [json.loads((run / f"step-{step:07d}" / "progress.json").read_text()) for step in steps]
     assert [one["samples"] for one in progress] == [first, last]
     assert [one["tokens"] for one in progress] == [32 * first, 32 * last]
-    assert f"{steps[1]} steps of 8 samples, growing to 32 from step 8 on" in capsys.readouterr().out
+    best = min(progress, key=lambda one: float.fromhex(one["valid_loss"]))
+    told = capsys.readouterr().out
+    assert f"{steps[1]} steps of 8 samples, growing to 32 from step 8 on" in told
+    assert f"train: the best checkpoint is step {best['step']}, valid loss {float.fromhex(best['valid_loss']):.4f}: " in told
+    assert open_model(str(run / "best")).step == best["step"]
+    assert AutoConfig.from_pretrained(run / "best").vocab_size == 300
     changes = json.loads((twice.folder_of("train") / f"step-{steps[1]:07d}" / "progress.json").read_text())["changes"]
     assert [change["change"] for change in changes] == ["train.epochs was 1.0, is 1.5"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from textmill.checkpoint import steps_of
+from textmill.checkpoint import name_best, steps_of
 from textmill.config import TokenizerConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
+from textmill.files import remove_folder
 from textmill.loop import train
+from textmill.runs import spoken_best
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.tokenizer import fit
 
@@ -89,3 +92,21 @@ def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, caps
         train(config_of({**tree, "model": {"init_from": str(given), "shape": {"positions": 12}}, "train": {"steps": 2}}))
     with pytest.raises(TextmillError, match=r"model\.shape\.width: the weights of model\.init_from bring their own shape"):
         config_of({"model": {"init_from": str(given), "shape": {"width": 12}}})
+
+
+def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path: Path) -> None:
+    for step, loss in ((10, 2.5), (20, 2.25), (30, None)):
+        folder = tmp_path / f"step-{step:07d}"
+        folder.mkdir()
+        (folder / "progress.json").write_text(json.dumps({"step": step, "valid_loss": None if loss is None else loss.hex()}))
+    assert name_best(tmp_path) == 20
+    assert (tmp_path / "best").resolve() == (tmp_path / "step-0000020").resolve()
+    assert spoken_best(tmp_path) == f"train: the best checkpoint is step 20, valid loss 2.2500: {tmp_path / 'best'}"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "valid_loss": 2.25}\n{"step": 25, "valid_loss": 2.125}\n{"step": 25}\n')
+    assert spoken_best(tmp_path).endswith("; step 25 had 2.1250 and was not saved: let train.save_every divide train.evaluate_every")
+    remove_folder(tmp_path / "step-0000020")
+    assert name_best(tmp_path) == 10
+    remove_folder(tmp_path / "step-0000010")
+    assert name_best(tmp_path) is None
+    assert not (tmp_path / "best").is_symlink()
+    assert spoken_best(tmp_path) == "train: no checkpoint has a valid loss, so none is best"

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from textmill.tensors import Named, blocks_of, read_tensors
 WhichStep = int | Literal["latest", "best"]
 OPTIMIZER_MANIFEST = "optimizer.manifest.json"
 OPTIMIZER = "optimizer.safetensors"
+BEST = "best"
+"""In a run's folder: a link to the checkpoint with the lowest valid loss."""
 STEP_NAME = re.compile(r"^step-(\d{7,})$")
 
 
@@ -113,8 +116,8 @@ def find_checkpoint(run: Path, which: WhichStep = "latest") -> Checkpoint | None
         return open_checkpoint(folders[which])
     candidates = [folder for _, folder in sorted(folders.items(), reverse=True)]
     if which == "best":
-        losses = {folder: loss for folder in candidates if (loss := _valid_loss(folder)) is not None}
-        candidates = sorted(losses, key=losses.__getitem__)
+        losses = losses_of(run)
+        candidates = [folders[step] for step in sorted(losses, key=losses.__getitem__)]
         if folders and not candidates:
             raise TextmillError(f"{run}: no checkpoint has a validation loss; use --step latest")
     for folder in candidates:
@@ -158,6 +161,23 @@ def _valid_loss(folder: Path) -> float | None:
         return None
 
 
+def losses_of(run: Path) -> dict[int, float]:
+    """The valid losses of a run's checkpoints by step, where one was measured."""
+    return {step: loss for step, folder in steps_of(run).items() if (loss := _valid_loss(folder)) is not None}
+
+
+def name_best(run: Path) -> int | None:
+    """Let `best` lead to the checkpoint with the lowest valid loss, and say its step; where there are no links, `--step best` finds it."""
+    losses, link = losses_of(run), run / BEST
+    best = min(losses, key=losses.__getitem__) if losses else None
+    with suppress(OSError):
+        if link.is_symlink():
+            link.unlink()
+        if best is not None:
+            link.symlink_to(steps_of(run)[best].name)
+    return best
+
+
 def write_checkpoint(run: Path, snapshot: Snapshot) -> Path:
     """Write one checkpoint as a temporary folder, its manifest last, and put it in place."""
     final = run / f"step-{snapshot.step:07d}"
@@ -182,8 +202,7 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
     """Remove checkpoints that no rule keeps; the optimizer goes from those kept for their weights only."""
     folders = steps_of(run)
     newest = list(folders)[-keep:]
-    losses = {step: loss for step, folder in folders.items() if (loss := _valid_loss(folder)) is not None}
-    best = min(losses, key=losses.__getitem__) if losses else None
+    best = name_best(run)
     removed = []
     for step, folder in folders.items():
         if step in newest:

@@ -15,7 +15,7 @@ from textmill.engines.ranks import agreed, word_of
 from textmill.errors import EXIT_STOPPED, Stopped, TextmillError, Told
 from textmill.files import locked, new_folder, shown, write_json, write_text
 from textmill.generation.prompts import write_samples
-from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
+from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, spoken_best, trackers_of
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
@@ -70,9 +70,8 @@ class Training:
     def __init__(self, config: RunConfig, course: Course, data: Splits, start: Start, engine: Engine, stopping: Stopping) -> None:
         self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
         self.engine, self.ranks, self.first, self.stopping = engine, engine.ranks, engine.first, stopping
-        self.run = config.folder_of("train")
+        self.run, self.files, self.bad_logs = config.folder_of("train"), files_of(config, data, start), 0
         self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every)
-        self.files, self.bad_logs = files_of(config, data, start), 0
         self.valid_loss: float | None = None
 
     def go(self, batches: Batches) -> None:
@@ -86,9 +85,10 @@ class Training:
             for step, batch in ahead(
                 lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))), self.start.step, self.course.steps
             ):
-                result = self.engine.train_step(batch, step, lr_at(step, self.train))
-                self._after(step + 1, result)
+                self._after(step + 1, self.engine.train_step(batch, step, lr_at(step, self.train)))
             self.saver.wait()
+            if self.first:
+                self.trackers.note(spoken_best(self.run))
         finally:
             self.saver.join()
             self.trackers.close()

@@ -60,6 +60,8 @@ class Facts:
 def preflight(train: TrainConfig, data: Splits, length: int, vectors: int) -> None:
     """Show three conversations, say what share is asked and cut, and refuse what would be found out days later; plain text passes."""
     stores = data.of("train")
+    if not data.of("valid"):
+        warn("there is no valid split, so nothing will tell when to stop or which step is best; give it a share in corpus.split")
     if train.layout != "chat":
         if any(store.asked is not None for store in stores):
             warn(f"the tokens are conversations, and train.layout={train.layout} asks every token, questions too; set train.layout=chat")
@@ -188,7 +190,6 @@ def _check_apart(train: list[TokenStore], valid: list[TokenStore]) -> None:
     """A valid split that was trained on measures memory; half of it is no accident."""
     digests = {digest for store in valid for digest in _digests(store)}
     if not digests:
-        warn("there is no valid split, so nothing will tell when to stop; give it a share in corpus.split")
         return
     both = len({digest for store in train for digest in _digests(store) if digest in digests})
     if 2 * both >= len(digests):
