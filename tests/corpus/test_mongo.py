@@ -145,6 +145,11 @@ def test_text_fields(world: World) -> None:
     assert "found ['q', 'a']; set corpus.text_key" in found[3].reason
     by_key = list(read_range(path, 0, 7, CorpusConfig(text_key="body")))
     assert [row.text for row in by_key if isinstance(row, Document)] == ["other"]
+    talks = list(read_range(path, 0, 7, CorpusConfig(chat="pairs")))
+    assert [row.turns for row in talks if isinstance(row, Document)] == [(("user", "hi"), ("assistant", "ho"))]
+    assert next(row.reason for row in talks if isinstance(row, Bad)).startswith("no question and answer in ['filt_text', 'form']")
+    named = list(read_range(path, 0, 7, CorpusConfig(chat="pairs", text_key="form+filt_text")))
+    assert next(row.turns for row in named if isinstance(row, Document)) == (("user", "raw"), ("assistant", "clean"))
 
 
 def test_write_back(world: World) -> None:

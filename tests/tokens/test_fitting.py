@@ -147,3 +147,13 @@ def test_a_used_tokenizer_is_copied_and_reported(shared_data: Path, tiny_texts: 
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert open_tokenizer(folder).end == 101
     assert report["all"]["by"]["this one"]["tokens"] > 0
+
+
+def test_settings_for_fitting_beside_use_are_warned_of(tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = config_of(tmp_path / "one", tiny_texts)
+    prepare(one)
+    folder = fit_tokenizer(one)
+    two = config_of(tmp_path / "two", tiny_texts, use=str(folder), special_tokens=["<usr>"], fit_on="sources")
+    assert "no effect" not in capsys.readouterr().err
+    fit_tokenizer(two)
+    assert "tokenizer.vocab, tokenizer.special_tokens: no effect, since tokenizer.use=" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from typing import overload
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
+from textmill.corpus.fields import Fields
 from textmill.corpus.mongo_bounds import Row, Stretch, bounds_of, notes_on, text_fields
 from textmill.corpus.mongo_server import Server, check_collections, open_server
 from textmill.corpus.records import RAW, Bad
@@ -50,10 +51,16 @@ def read_range(
     """The documents at positions start to stop, in order; `bounds` of the first look keeps the positions when collections grow."""
     server = _shared(open_server(path), os.getpid())
     index = MongoIndex(server, bounds_of(server) if bounds is None else bounds)
-    names = text_fields(text_key or config.text_key, raw=config.mongo_write_back)
+    key, source = text_key or config.text_key, f"mongo:{path}"
+    names = text_fields(key, raw=config.mongo_write_back)
+    talks = Fields(source, key, (), (), None, (), chat=config.chat) if config.chat else None
     try:
         for collection, row in index.scan(start, stop):
-            yield _document_of(collection, row, f"mongo:{path}", names)
+            if talks is None:
+                yield _document_of(collection, row, source, names)
+            else:
+                said = {name: value for name, value in row.items() if name not in ("_id", "idx")}
+                yield from talks.documents(said, place_of(collection, row), _raw(row))
     finally:
         index.rest()
 
@@ -203,5 +210,9 @@ def _document_of(collection: str, row: Row, source: str, names: Sequence[str]) -
         return Document(text, source, place_of(collection, row))
     found = [name for name in row if name not in ("_id", "idx")]
     reason = f"no text in {' or '.join(names)}; found {found}; set corpus.text_key"
-    raw = json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW]
-    return Bad(source, place_of(collection, row), reason[:RAW], raw)
+    return Bad(source, place_of(collection, row), reason[:RAW], _raw(row))
+
+
+def _raw(row: Row) -> bytes:
+    """The beginning of a document, to be looked at."""
+    return json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW]

@@ -19,6 +19,8 @@ from textmill.tokens.tokenizer import FILES, TextTokenizer, fit_words, open_name
 from textmill.tokens.vocab_report import measure, table_of
 
 REPORT = "report.json"
+FITTING = ("kind", "vocab", "min_frequency", "coverage", "special_tokens", "byte_fallback", "strip_accents", "digits", "cjk")
+"""Settings that only fitting reads."""
 
 
 def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
@@ -30,6 +32,7 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     if stage.done(force):
         print(f"fit-tokenizer: done already: {shown(folder)} ({open_manifest(folder)['vocab']:,} pieces)")
         return folder
+    _say_unread(config)
     with stage.building() as part:
         tokenizer = used or fit_words(count_words(parts_of(config), config), section)
         tokenizer.save(part)
@@ -62,6 +65,15 @@ def _used(config: RunConfig) -> TextTokenizer | None:
         return None
     used, turns = open_named(section.use, section.end, section.lowercase), turns_of(section.chat, section.turns)
     return used.with_chat(turns) if turns else used
+
+
+def _say_unread(config: RunConfig) -> None:
+    """Warn of settings for fitting where none is fitted."""
+    section = config.tokenizer
+    unread = [name for name in FITTING if getattr(section, name) != type(section).model_fields[name].default]
+    if section.use and unread:
+        names = ", ".join(f"tokenizer.{name}" for name in unread)
+        warn(f"{names}: no effect, since tokenizer.use={section.use} is taken as it is; take it out, or tokenizer.use")
 
 
 def _compare_twin(tokenizer: TextTokenizer) -> None:
