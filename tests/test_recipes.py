@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from textmill.checkpoint import open_checkpoint
 from textmill.cli import main
-from textmill.where import recipe_names, recipes_folder
+from textmill.config import TokenizerConfig
+from textmill.generation import samples_of
+from textmill.tokens.tokenizer import fit
+from textmill.where import open_where, recipe_names, recipes_folder
 
 QUICK = [
     "train.steps=2",
@@ -30,14 +37,37 @@ def _write_pairs(path: Path) -> None:
     path.write_text("Q,A,label\n" + "".join(f"{question},{answer},0\n" for question, answer in pairs), encoding="utf-8")
 
 
+def _write_model(folder: Path, texts: Path) -> None:
+    """A model that transformers made, beside its tokenizer."""
+    folder.mkdir()
+    tokenizer = fit(iter([[path.read_text(encoding="utf-8")] for path in texts.iterdir()]), TokenizerConfig(vocab=300))
+    tokenizer.save(folder)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=32, vocab_size=tokenizer.vocab)).save_pretrained(folder)
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipe(name: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_texts.parent
     shutil.copy(recipes_folder() / f"{name}.yaml", folder)
     monkeypatch.chdir(folder)
     _write_pairs(folder / "ChatbotData.csv")
+    _write_model(folder / "pretrained", tiny_texts)
     assert main(["run", f"{name}.yaml", *QUICK]) == 0, capsys.readouterr().err
     assert f"All is done. The model is runs/{name}/run/step-0000002" in capsys.readouterr().out
+    if name == "chat-ko":
+        _answers_come_through_the_template(folder / "runs" / name / "run")
+
+
+def _answers_come_through_the_template(run: Path) -> None:
+    """Of the chain without a question, with one, and of the prompts of training."""
+    talks = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
+    assert len(talks) == 3
+    assert all(re.match(r"<\|user\|>\d+시에 뭐 해\?<\|endoftext\|><\|assistant\|>", talk) for talk in talks)
+    assert main(["run", "chat-ko.yaml", *QUICK, "sample.prompt=5시에 뭐 해?"]) == 0
+    (talk,) = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
+    config = open_where("chat-ko.yaml", [*QUICK, "train.prompts=5시에 뭐 해?"]).config
+    (line,) = samples_of(open_checkpoint(run / "step-0000002"), config.train.prompts, config.sample, config.engine)
+    assert talk == f"<|user|>5시에 뭐 해?<|endoftext|><|assistant|>{line['text']}"
 
 
 def test_quickstart_sh(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from textmill.evaluation import ROWS, evaluate
 from textmill.evaluation.figures import table_of
 from textmill.files import read_json, shown, write_json
 from textmill.generation import generate
+from textmill.generation.answers import answer
 from textmill.loop import train
 from textmill.runs import check_start
 from textmill.stages import MANIFEST, Force
@@ -46,10 +47,12 @@ def run(config: RunConfig, force: Force = "no") -> Path:
         _headline(5, "evaluate")
         measured = evaluate(config) if _has(config, config.evaluate.split) else None
         _headline(6, "generate")
-        summary = {"asked": asked, "measured": measured, "texts": generate(_from_nothing(config))}
+        chat = config.train.layout == "chat"
+        texts = answer(config) if chat else [(config.sample.prompt or "") + text for text in generate(_from_nothing(config))]
+        summary = {"asked": asked, "measured": measured, "texts": texts}
         write_json(folder / SUMMARY, summary)
     else:
-        _tell_again(config, summary)
+        _tell_again(summary)
     _what_next(config, checkpoint)
     return folder
 
@@ -89,13 +92,13 @@ def _summary_of(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     return summary if summary["asked"] == asked else None
 
 
-def _tell_again(config: RunConfig, summary: dict[str, Any]) -> None:
+def _tell_again(summary: dict[str, Any]) -> None:
     if (measured := summary["measured"]) is not None:
         _headline(5, f"evaluate: done already, on the {measured['split']} split")
         print(table_of({row: measured[row] for row in ROWS if row in measured}))
     _headline(6, "generate: done already")
     for text in summary["texts"]:
-        print((config.sample.prompt or "") + text)
+        print(text)
 
 
 def _what_next(config: RunConfig, checkpoint: Path) -> None:

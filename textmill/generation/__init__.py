@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig, SampleConfig, TorchEngine
 from textmill.errors import TextmillError, warn
+from textmill.tokens.talks import open_template
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator, Sample
@@ -36,10 +37,15 @@ def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
 
 
 def samples_of(checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: TorchEngine) -> list[dict[str, Any]]:
-    """One continuation of each prompt: prompt, text, seed and number of new tokens; the seed counts up with the prompts."""
+    """One continuation of each prompt, or a chat model's answer to it: prompt, text, seed and number of new tokens; the seed counts up."""
+    from textmill.generation.answers import answers_of, asking
     from textmill.generation.generator import open_generator
 
-    return [asdict(one) for one in open_generator(checkpoint, engine).samples(prompts, sample)]
+    generator, template = open_generator(checkpoint, engine), open_template(checkpoint.tokenizer)
+    if template is None:
+        return [asdict(one) for one in generator.samples(prompts, sample)]
+    questions = [asking(template, prompt) for prompt in prompts]
+    return [asdict(one) for one in answers_of(generator, template, prompts, questions, sample)]
 
 
 def _seeded(sample: SampleConfig, number: int) -> SampleConfig:

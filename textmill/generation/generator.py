@@ -61,13 +61,17 @@ class Generator:
     def samples(self, prompts: list[str], sample: SampleConfig) -> list[Sample]:
         """What `texts` gives, with seeds and counts; `sample.batch` of them go through the net at a time."""
         settings = [sample.model_copy(update={"seed": sample.seed + place}) for place in range(len(prompts))]
-        requests = [self.request_of(prompt, one) for prompt, one in zip(prompts, settings, strict=True)]
-        texts, counts = [""] * len(prompts), [0] * len(prompts)
-        for place, event in self.run(requests, sample.batch):
+        return self.sampled(prompts, [self.request_of(prompt, one) for prompt, one in zip(prompts, settings, strict=True)], sample.batch)
+
+    def sampled(self, prompts: list[str], requests: list[Request], together: int) -> list[Sample]:
+        """What becomes of requests, each under the name of its prompt."""
+        texts, counts = [""] * len(requests), [0] * len(requests)
+        for place, event in self.run(requests, together):
             texts[place] += event.text
             if isinstance(event, Done):
                 counts[place] = event.tokens
-        return [Sample(prompt, text, one.seed, count) for prompt, text, one, count in zip(prompts, texts, settings, counts, strict=True)]
+        seeds = [request.sample.seed for request in requests]
+        return [Sample(*found) for found in zip(prompts, texts, seeds, counts, strict=True)]
 
     def run(self, requests: list[Request], together: int) -> Iterator[tuple[int, Event]]:
         """What becomes of requests, each by its place in the list, so many of them in slots at a time; a failure ends all."""
