@@ -32,7 +32,15 @@ class MeshConfig(Section):
     """How the processes that a launcher started share the work."""
 
     replicate: int | None = how(None, ge=1)
-    """Copies of the net, each on samples of its own; as many as there are processes if not said."""
+    """Copies of the net, each on samples of its own; as many as there are processes for if not said."""
+    shard: int = how(1, ge=1)
+    """Processes that a copy's weights, gradients and moments are cut over, each on samples of its own (FSDP, ZeRO-3)."""
+    keep: bool = how(False)
+    """shard: keep a block's gathered weights from forward to backward: more memory, a third less traffic (ZeRO-2)."""
+    tensor: int = how(1, ge=1)
+    """Processes that share the heads, the MLPs and the vocabulary of each layer, on the same samples (Megatron)."""
+    sequence: bool = how(True)
+    """tensor: share the LayerNorms and the stream between layers by tokens too: less memory, the same traffic."""
 
 
 class TorchEngine(EngineSection):

@@ -35,7 +35,7 @@ def summed_loss(
 def scored(x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """The loss of each token, 0 where nothing is asked, and whether its label has the highest score."""
     head = head_VE.to(x_ME.dtype)
-    parts = [_score(x_ME[rows] @ head.T, labels_M[rows], vocab) for rows in _pieces(x_ME, head)]
+    parts = [_score(x_ME[rows] @ head.T, labels_M[rows], vocab) for rows in pieces(x_ME, head)]
     return torch.cat([losses for losses, _ in parts]), torch.cat([right for _, right in parts])
 
 
@@ -49,13 +49,13 @@ class _SummedLoss(torch.autograd.Function):
         slope_x = torch.empty_like(x_ME)
         slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=x_ME.device)
-        for rows in _pieces(x_ME, head):
+        for rows in pieces(x_ME, head):
             logits_MV = product8(rows8(x_ME[rows]), head8) if head8 else x_ME[rows] @ head.T
             losses_M = _grade(logits_MV, labels_M[rows], shares_M[rows], vocab, smoothing, z)
             total += (losses_M * shares_M[rows]).sum()
             torch.mm(logits_MV, head, out=slope_x[rows])
             if slope_head is not None:
-                _add_product(slope_head, logits_MV.T, x_ME[rows])
+                add_product(slope_head, logits_MV.T, x_ME[rows])
         ctx.save_for_backward(slope_x, slope_head)
         return total
 
@@ -65,12 +65,12 @@ class _SummedLoss(torch.autograd.Function):
         return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None, None
 
 
-def _pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
+def pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
     rows = GPU_ROWS if x_ME.is_cuda else max(1, CPU_SCORES // len(head_VE))
     return [slice(start, start + rows) for start in range(0, len(x_ME), rows)]
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, summed in total's precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)

@@ -1,44 +1,88 @@
-"""Mesh: how many processes do what; a mesh that does not fit is refused before anything starts."""
+"""Mesh: how many processes do what; a mesh that does not fit is refused before anything starts, with those that do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from textmill.config import TrainConfig
+from textmill.config import RunConfig
 from textmill.config.engines import MeshConfig
 from textmill.errors import TextmillError
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes."""
+    """The sizes of the axes. Neighbouring ranks are tensor peers, then come shards, then copies."""
 
     replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence: bool = False
+    """Whether tensor peers share the stream between layers by tokens."""
+    keep: bool = False
+    """Whether gathered weights stay from forward to backward."""
 
     @property
     def ways(self) -> int:
         """Into how many parts a batch is cut."""
-        return self.replicate
+        return self.replicate * self.shard
 
 
-def mesh_of(config: MeshConfig, world: int, train: TrainConfig, micro_batch: int | str) -> Mesh:
-    """The mesh of so many processes."""
-    if config.replicate not in (None, world):
+def mesh_of(config: RunConfig, shape: Any, world: int) -> Mesh:
+    """The mesh of so many processes, on which batch and net fit."""
+    mesh = _mesh(config.engine.mesh, world)
+    _check_batch(config, mesh)
+    if mesh.tensor > 1:
+        _check_net(config, shape, mesh)
+    if config.train.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
         raise TextmillError(
-            f"engine.mesh.replicate: {config.replicate} copies want {config.replicate} processes, found {world}; "
-            f"start as many with torchrun --nproc-per-node {config.replicate}, or leave the setting out"
+            "train.optimizer: muon needs each matrix whole, and engine.mesh cuts them by shard or tensor; "
+            "set train.optimizer=adamw, or leave engine.mesh.replicate alone"
         )
-    mesh = Mesh(world)
+    return mesh
+
+
+def _mesh(config: MeshConfig, world: int) -> Mesh:
+    held = config.shard * config.tensor
+    replicate = config.replicate or max(1, world // held)
+    if replicate * held != world:
+        asked = f"replicate={replicate} x shard={config.shard} x tensor={config.tensor}"
+        near = f"{world // held * held} or {(world // held + 1) * held}" if world > held else str(held)
+        fitting = replicate * held if config.replicate else near
+        raise TextmillError(f"engine.mesh: {asked} is for {replicate * held} processes, found {world}; start {fitting}, or set other axes")
+    return Mesh(replicate, config.shard, config.tensor, config.sequence and config.tensor > 1, config.keep)
+
+
+def _check_batch(config: RunConfig, mesh: Mesh) -> None:
+    micro_batch, train = config.engine.micro_batch, config.train
     for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
         if size % mesh.ways:
-            raise TextmillError(
-                f"{key}: {size} samples are not to be shared evenly by {mesh.ways} processes; {_nearest(size, mesh.ways)} are"
-            )
+            near = _nearest(size, mesh.ways)
+            raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {mesh.ways} processes; {near} are")
         own = size // mesh.ways
         if isinstance(micro_batch, int) and own % micro_batch:
-            near = max(one for one in range(1, micro_batch + 1) if own % one == 0)
+            near = str(max(one for one in range(1, micro_batch + 1) if own % one == 0))
             raise TextmillError(f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a process; {near} does")
-    return mesh
+
+
+def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:
+    if config.model.lora:
+        raise TextmillError("model.lora: adapters are not shared by tensor peers; set engine.mesh.tensor=1 and use engine.mesh.shard")
+    if config.engine.precision == "fp8":
+        raise TextmillError("engine.precision: fp8 is not made for tensor peers; set engine.precision=auto, or engine.mesh.tensor=1")
+    for name, size in (("heads", shape.heads), ("inner", shape.inner)):
+        if size % mesh.tensor:
+            fitting = [str(ways) for ways in range(2, size + 1) if shape.heads % ways == 0 and shape.inner % ways == 0]
+            raise TextmillError(
+                f"engine.mesh.tensor: {mesh.tensor} does not divide model.shape.{name}={size}; "
+                + (f"{', '.join(fitting[:6])} would" if fitting else f"set model.shape.{name}={_nearest(size, mesh.tensor)}")
+            )
+    length = config.train.length or shape.positions
+    if mesh.sequence and length % mesh.tensor:
+        raise TextmillError(
+            f"engine.mesh.sequence: {mesh.tensor} tensor peers do not share {length} tokens evenly; "
+            f"set train.length={_nearest(length, mesh.tensor)}, or engine.mesh.sequence=false"
+        )
 
 
 def _nearest(number: int, divisor: int) -> str:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from textmill.config import RunConfig, TrainConfig
 from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.graphs_torch import Recorded
+from textmill.engines.layouts_torch import Layout, own_of
+from textmill.engines.losses_peers_torch import shared_loss, shared_scores
 from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.replicas_torch import Replicas
 from textmill.engines.scaling_torch import Scaler
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import Updates
@@ -72,27 +71,27 @@ class OnTorch:
     """The Engine of `engine.kind: torch`."""
 
     def __init__(
-        self, net: Net, train: TrainConfig, mesh: Mesh, ranks: Ranks, micro_batch: int, precision: torch.dtype, compiled: bool
+        self, net: Net, train: TrainConfig, layout: Layout, ranks: Ranks, micro_batch: int, precision: torch.dtype, compiled: bool
     ) -> None:
-        self.net, self.train, self.mesh, self.ranks, self.first = net, train, mesh, ranks, ranks.first
+        self.net, self.train, self.layout, self.ranks, self.first = net, train, layout, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.states = torch.compile(hidden_states, dynamic=False) if compiled else hidden_states
-        self.optimizer = Updates(net, train, compiled=compiled)
-        self.replicas = Replicas(self.optimizer.parameters, None) if mesh.replicate > 1 else None
+        self.optimizer = Updates(net, train, layout, compiled=compiled)
+        layout.watch(self.optimizer.parameters)
         self.scaler = Scaler(self.device) if precision == torch.float16 else None
-        # Sums over copies leave in the middle of backward, from hooks that a recording does not replay.
-        recorded = compiled and self.device.type == "cuda" and self.replicas is None
+        # Other processes are met in the middle of backward, from hooks that a recording does not replay.
+        recorded = compiled and self.device.type == "cuda" and ranks.world == 1
         self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
 
     def samples_of(self, batch: int) -> slice:
         """Neighbouring samples, as many for each process."""
-        rows = batch // self.mesh.ways
-        return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
+        rows = batch // self.layout.mesh.ways
+        return slice(self.layout.sample_part * rows, (self.layout.sample_part + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Forward and backward by micro-batches, then one update; a non-finite gradient leaves the weights alone."""
-        asked, asking = (int(count) for count in self.ranks.sums(asked_of(batch)))
+        asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.sums(asked_of(batch)))
         shares = token_shares(batch, self.train.loss, asked, asking)
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if self._drops() else None
         total = torch.zeros((), device=self.device)
@@ -103,11 +102,9 @@ class OnTorch:
             inputs, labels, share = (on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares))
             # The scale goes in with the shares: the head's gradient is made in fp16 with the loss itself.
             share = share if scale is None else share * scale
-            with self.replicas.last_pass(rows.stop >= len(batch.inputs)) if self.replicas else nullcontext():
+            with self.layout.last_pass(rows.stop >= len(batch.inputs)):
                 total += self.one_pass(inputs, labels, share, keys, self._documents(batch, rows))
-        if self.replicas:
-            dist.all_reduce(total)
-        norm = self.optimizer.step(lr, scale)
+        norm, total = self.optimizer.step(lr, scale), self.layout.total(total)
         if self.scaler:
             self.scaler.move(torch.isfinite(norm))
         return TorchStep(total if scale is None else total / scale, norm, asked, scale)
@@ -116,27 +113,31 @@ class OnTorch:
         """The loss of a micro-batch; its gradients are added to those there are."""
         with arithmetic(self.device, self.precision), attention_order(self.device):
             x_ME = self.states(self.net, inputs, keys, documents, self.precision)
-        smoothing, z = self.train.label_smoothing, self.train.z_loss
-        loss = summed_loss(x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab, smoothing, z, self.net.fp8)
+        asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
+        smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
+        loss = shared_loss(*asked, smoothing, z, peers) if peers else summed_loss(*asked, smoothing, z, self.net.fp8)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
         """Losses of this process's part of a batch by micro-batches, without dropout; then those of all."""
-        batch = part_of(batch, self.mesh.ways, self.ranks.rank)
+        batch = part_of(batch, self.layout.mesh.ways, self.layout.sample_part)
         sums, correct = [], []
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
             with arithmetic(self.device, self.precision):
                 x_ME = hidden_states(self.net, inputs, None, self._documents(batch, rows), self.precision)
-            losses, right = scored(x_ME, self.net.head, labels.flatten(), self.net.shape.vocab)
+            asked = (x_ME, self.net.head, labels.flatten(), self.net.shape.vocab)
+            losses, right = shared_scores(*asked, self.layout.peers) if self.layout.peers else scored(*asked)
             sums.append(losses.sum())
             correct.append(right.sum())
         # Doubles are for the host: not every device has them.
         total = float(torch.stack(sums).cpu().double().sum())
-        summed = self.ranks.sums([total, asked_of(batch)[0], int(torch.stack(correct).sum())])
+        self.layout.rest()
+        found = self.ranks.sums([total, asked_of(batch)[0], int(torch.stack(correct).sum())])
+        summed = [value / self.layout.mesh.tensor for value in found]
         return Sums(summed[0], int(summed[1]), int(summed[2]))
 
     def _documents(self, batch: Batch, rows: slice) -> Tensor | None:
@@ -145,12 +146,12 @@ class OnTorch:
     def weights(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the weights; of a net with adapters, what is trained of it."""
         kept = self.optimizer.parameters if self.net.lora else [parameter for _, parameter in self.net.named_parameters()]
-        return named_copies(self.net, {parameter: parameter for parameter in kept}, mine=mine)
+        return named_copies(self.net, {parameter: own_of(parameter) for parameter in kept}, mine=mine, whole=self.layout.whole)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the optimizer's state; none before the first update."""
         for kind, state in self.optimizer.states():
-            yield from named_copies(self.net, state, f"{kind}/", mine)
+            yield from named_copies(self.net, state, f"{kind}/", mine, self.layout.whole)
 
     def updates(self) -> int:
         """Updates done."""
@@ -164,14 +165,15 @@ class OnTorch:
         self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
     ) -> None:
         """Take weights and moments in checkpoint names and layout, and the loss scale's state."""
-        fill(self.net, weights, where)
+        fill(self.net, weights, where, lambda weight, one, whole: own_of(one).copy_(self.layout.part(weight, one, whole)))
         if self.scaler and scaling:
             self.scaler.take(scaling)
         known = weights_of(self.net)
         for name, values in moments if updates else []:
             kind, _, of = name.partition("/")
             weight, parameter = known[of]
-            self.optimizer.take(kind, parameter, to_memory(self.net, weight, values, where), updates)
+            whole = to_memory(self.net, weight, values, where)
+            self.optimizer.take(kind, parameter, self.layout.part(weight, parameter, whole), updates)
 
     def facts(self) -> dict[str, Any]:
         """Device, arithmetic and size."""
@@ -197,7 +199,7 @@ def new_ranks(config: RunConfig) -> Ranks:
 
 def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
     """The engine with an empty net; `load` fills it."""
-    mesh = mesh_of(config.engine.mesh, ranks.world, config.train, config.engine.micro_batch)
+    mesh = mesh_of(config, shape, ranks.world)
     device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
     precision = precision_of(config.engine.precision, device)
     if config.engine.deterministic:
@@ -205,12 +207,13 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
     micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, mesh, device, precision)
-    net = new_net(shape, device, config.model.lora)
+    layout = Layout(mesh, ranks.rank, device)
+    net = new_net(shape, device, config.model.lora, layout.place)
     net.recompute = config.engine.recompute
     if config.engine.precision == "fp8":
         check_fp8(device)
         net.use_fp8()
-    return OnTorch(net, config.train, mesh, ranks, micro_batch, precision, config.engine.compile)
+    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, config.engine.compile)
 
 
 def _fitting(config: RunConfig, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype) -> int:

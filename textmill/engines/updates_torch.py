@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from textmill.config import TrainConfig
+from textmill.engines.layouts_torch import Layout, own_of
 from textmill.engines.muon_torch import Muon
 from textmill.models import Weight
 from textmill.models.nets_torch import Net, weights_of
@@ -21,15 +23,19 @@ ADAM = {"m": "exp_avg", "v": "exp_avg_sq"}
 class Updates:
     """Optimizers and their state; a gradient that is not finite changes nothing, and no step waits for the device."""
 
-    def __init__(self, net: Net, train: TrainConfig, *, compiled: bool = False) -> None:
-        self.train, rules, trained = train, rules_of(net.shape, train, net.lora), []
+    def __init__(self, net: Net, train: TrainConfig, layout: Layout, *, compiled: bool = False) -> None:
+        self.train, self.layout, rules, trained = train, layout, rules_of(net.shape, train, net.lora), []
+        self.own: dict[nn.Parameter, nn.Parameter] = {}
+        """Each parameter of the net, and what this process updates of it: the same, where it holds the whole."""
         for name, (weight, parameter) in weights_of(net).items():
             parameter.requires_grad_(rules[name].trained)
             if rules[name].trained:
-                trained.append((weight, parameter, rules[name]))
+                self.own[parameter] = nn.Parameter(own_of(parameter)) if isinstance(parameter, DTensor) else parameter
+                trained.append((weight, self.own[parameter], rules[name]))
         matrices = [member for member in trained if _is_muons(member[0], train)]
         self.muon = Muon(matrices, net.shape.heads, compiled=compiled) if matrices else None
-        self.parameters = [parameter for _, parameter, _ in trained]
+        self.parameters = list(self.own)
+        self.weights = [(weight, own) for weight, own, _ in trained]
         rest = [member for member in trained if not _is_muons(member[0], train)]
         # One group of none at least: torch refuses an optimizer without any.
         alike = sorted({(rule.rate, rule.decay) for _, _, rule in rest}, reverse=True) or [(1.0, 0.0)]
@@ -39,13 +45,18 @@ class Updates:
         ]
         betas = (train.betas[0], train.betas[1])
         self.adam = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon, fused=True)
-        self.rest = [parameter for _, parameter, _ in rest]
+        adams = {own for _, own, _ in rest}
+        self.rest = [parameter for parameter, own in self.own.items() if own in adams]
         self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
 
     def step(self, lr: float, scale: Tensor | None = None) -> Tensor:
         """One update from the gradients, which are `scale` times too large and then dropped; return their norm before clipping."""
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        for parameter, own in self.own.items():
+            own.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradients = [(weight, own.grad) for weight, own in self.weights if own.grad is not None]
+        self.layout.join(gradients)
+        norm = self.layout.norm(gradients)
         norm = norm if scale is None else norm / scale
         finite = torch.isfinite(norm)
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
@@ -59,8 +70,8 @@ class Updates:
         self.adam.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.adam.step()
         self.done += finite
-        for parameter in self.parameters:
-            parameter.grad = None
+        for parameter, own in self.own.items():
+            parameter.grad = own.grad = None
         return norm
 
     def count(self) -> int:
@@ -71,20 +82,20 @@ class Updates:
         """Each kind of state by its name in a checkpoint; none before the first update."""
         if self.count():
             for kind, key in ADAM.items():
-                yield kind, {parameter: self.adam.state[parameter][key] for parameter in self.rest}
+                yield kind, {parameter: self.adam.state[self.own[parameter]][key] for parameter in self.rest}
             if self.muon:
                 yield "momentum", self.muon.momentum()
 
     def take(self, kind: str, parameter: nn.Parameter, values: Tensor, count: int) -> None:
-        """Go on with a parameter's state of one kind, after so many updates."""
+        """Go on with a parameter's state of one kind, after so many updates; the values are what this process holds of it."""
         self.done.fill_(count)
         if kind == "momentum":
             assert self.muon
             self.muon.take(parameter, values)
             return
-        state = self.adam.state[parameter]
+        state = self.adam.state[self.own[parameter]]
         state["step"] = torch.tensor(float(count), device=parameter.device)
-        state[ADAM[kind]] = values.to(parameter.device)
+        state[ADAM[kind]] = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _is_muons(weight: Weight, train: TrainConfig) -> bool:

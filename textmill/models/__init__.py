@@ -35,6 +35,8 @@ class Weight:
     """Whether its rows are positions."""
     depth: int = 0
     """How far below the head: 0 after the blocks, 1 in the last of them, one more than there are blocks in the embeddings."""
+    split: int | None = None
+    """The dimension, in memory, that tensor-parallel peers share; none: each has the whole of it."""
 
 
 class Family(Protocol):

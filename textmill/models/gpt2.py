@@ -130,21 +130,21 @@ def weights_of(shape: Shape) -> list[Weight]:
         return [Weight(f"{name}.weight", (width,), 0, ones=True), Weight(f"{name}.bias", (width,), 0)]
 
     weights = [
-        Weight("transformer.wte.weight", (shape.vocab, width), 0.02, "vocab", decay=True, depth=shape.layers + 1),
+        Weight("transformer.wte.weight", (shape.vocab, width), 0.02, "vocab", decay=True, split=0, depth=shape.layers + 1),
         Weight("transformer.wpe.weight", (shape.positions, width), 0.02, decay=True, by_position=True, depth=shape.layers + 1),
     ]
     for layer in range(shape.layers):
         h = f"transformer.h.{layer}"
         block = [
             *norm(f"{h}.ln_1"),
-            Weight(f"{h}.attn.c_attn.weight", (width, 3 * width), 0.02, "qkv", decay=True),
-            Weight(f"{h}.attn.c_attn.bias", (3 * width,), 0, "qkv_bias"),
-            Weight(f"{h}.attn.c_proj.weight", (width, width), residual, "linear", decay=True),
+            Weight(f"{h}.attn.c_attn.weight", (width, 3 * width), 0.02, "qkv", decay=True, split=0),
+            Weight(f"{h}.attn.c_attn.bias", (3 * width,), 0, "qkv_bias", split=0),
+            Weight(f"{h}.attn.c_proj.weight", (width, width), residual, "linear", decay=True, split=1),
             Weight(f"{h}.attn.c_proj.bias", (width,), 0),
             *norm(f"{h}.ln_2"),
-            Weight(f"{h}.mlp.c_fc.weight", (width, inner), 0.02, "linear", decay=True),
-            Weight(f"{h}.mlp.c_fc.bias", (inner,), 0),
-            Weight(f"{h}.mlp.c_proj.weight", (inner, width), residual, "linear", decay=True),
+            Weight(f"{h}.mlp.c_fc.weight", (width, inner), 0.02, "linear", decay=True, split=0),
+            Weight(f"{h}.mlp.c_fc.bias", (inner,), 0, split=0),
+            Weight(f"{h}.mlp.c_proj.weight", (inner, width), residual, "linear", decay=True, split=1),
             Weight(f"{h}.mlp.c_proj.bias", (width,), 0),
         ]
         weights += [replace(weight, depth=shape.layers - layer) for weight in block]

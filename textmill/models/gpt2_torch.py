@@ -50,10 +50,12 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(shape.width, 3 * shape.width)
         self.c_proj = nn.Linear(shape.width, shape.width)
         self.shape, self.layer = shape, layer
+        self.part = 0
+        """Which of its equal parts of the heads a tensor-parallel peer holds."""
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
         N, T, _ = x_NTE.shape
-        qkv = self.c_attn(x_NTE).view(N, T, self.shape.heads, 3, -1)
+        qkv = self.c_attn(x_NTE).view(N, T, -1, 3, self.shape.width // self.shape.heads)
         q_NHTD, k_NHTD, v_NHTD = (part.transpose(1, 2) for part in qkv.unbind(3))
         if cache is not None:
             k_NHTD, v_NHTD = cache.extend(self.layer, k_NHTD, v_NHTD)
@@ -77,7 +79,7 @@ class Attention(nn.Module):
         scores = (q_NHTD @ k_NHTD.transpose(2, 3)) * q_NHTD.shape[-1] ** -0.5
         mask = _causal(scores.shape[2], scores.shape[3], scores.device) if mask_N1TT is None else mask_N1TT
         scores = scores.masked_fill(~mask, float("-inf"))
-        return drop(scores.softmax(-1, dtype=torch.float32), share, keys_N, 3 * self.layer + 1).to(q_NHTD.dtype)
+        return drop(scores.softmax(-1, dtype=torch.float32), share, keys_N, 3 * self.layer + 1, self.part).to(q_NHTD.dtype)
 
 
 def _causal(asking: int, seen: int, device: torch.device) -> Tensor:
@@ -160,10 +162,12 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(shape.width, shape.epsilon)
         self.mlp = MLP(shape)
         self.share, self.layer = shape.residual_dropout, layer
+        self.part = 0
+        """Which of its equal parts of the tokens a sequence-parallel peer holds."""
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
-        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask), self.share, keys_N, 3 * self.layer + 2)
-        return x_NTE + drop(self.mlp(self.ln_2(x_NTE)), self.share, keys_N, 3 * self.layer + 3)
+        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask), self.share, keys_N, 3 * self.layer + 2, self.part)
+        return x_NTE + drop(self.mlp(self.ln_2(x_NTE)), self.share, keys_N, 3 * self.layer + 3, self.part)
 
 
 class Net(nn.Module):
@@ -176,7 +180,7 @@ class Net(nn.Module):
         self.wpe = nn.Embedding(shape.positions, shape.width)
         self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
-        self.recompute, self.lora = 0, None
+        self.recompute, self.lora, self.part = 0, None, 0
         self.fp8 = False
 
     def use_fp8(self) -> None:
@@ -201,7 +205,7 @@ class Net(nn.Module):
         if documents_NT is not None:
             mask = self._mask(documents_NT, keys_N)
             positions = positions - _begins(documents_NT)
-        x_NTE = drop(_narrow(self.wte(ids_NT) + self.wpe(positions)), self.shape.embedding_dropout, keys_N, 0)
+        x_NTE = drop(_narrow(self.wte(ids_NT) + self.wpe(positions)), self.shape.embedding_dropout, keys_N, 0, self.part)
         again = self.recompute if cache is None and torch.is_grad_enabled() else 0
         for start in range(0, len(self.h), again or len(self.h)):
             part = (start, start + (again or len(self.h)), x_NTE, keys_N, cache, mask)

@@ -44,12 +44,14 @@ def _twin(shape: Any) -> Any:
     return import_module(f"textmill.models.{shape.family}_torch")
 
 
-def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None) -> Net:
-    """The family's net, with adapters where they are asked for; memory is taken and nothing in it yet."""
+def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None, place: Callable[[Any], None] | None = None) -> Net:
+    """The family's net, with adapters where they are asked for; memory is taken, for what `place` leaves of it, and nothing in it yet."""
     with torch.device("meta"):
         net: nn.Module = _twin(shape).Net(shape)
         if lora is not None:
             adapt(net, lora)
+        if place is not None:
+            place(net)
     return cast(Net, net.to_empty(device=device).eval())
 
 
@@ -92,15 +94,16 @@ def weights_of(net: Net) -> dict[str, tuple[Weight, nn.Parameter]]:
     return {weight.name: (weight, parameters[family.memory_name(weight.name)]) for weight in weights}
 
 
-def fill(net: Net, named: Iterable[Named], where: str) -> None:
-    """Fill the net; every weight once, each of its own shape."""
+def fill(net: Net, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None) -> None:
+    """Fill the net; every weight once, each of its own shape. `put` does it where a process holds parts of weights."""
     family, missing = family_of(net), weights_of(net)
     with torch.no_grad():
         for name, values in family.known_weights(named):
             if name not in missing:
                 raise TextmillError(f"{where}: holds '{name}', which this model does not have")
             weight, parameter = missing.pop(name)
-            parameter.copy_(to_memory(net, weight, values, where))
+            laid = to_memory(net, weight, values, where)
+            put(weight, parameter, laid) if put else parameter.copy_(laid)
     if missing:
         raise TextmillError(f"{where}: lacks {len(missing)} weights, '{next(iter(missing))}' among them")
 
@@ -114,14 +117,18 @@ def to_memory(net: Net, weight: Weight, values: np.ndarray[Any, np.dtype[np.floa
 
 
 def named_copies(
-    net: Net, tensors: dict[nn.Parameter, Tensor], prefix: str = "", mine: Callable[[str], bool] = lambda _: True
-) -> Iterator[Named]:
-    """Host copies of what belongs to each parameter given and is `mine`, in checkpoint names and layout."""
+    net: Net, tensors: dict[nn.Parameter, Tensor], prefix: str = "", mine: Callable[[str], bool] = lambda _: True,
+    whole: Callable[[Weight, nn.Parameter, Tensor], Tensor] = lambda _weight, _parameter, own: own,
+) -> Iterator[Named]:  # fmt: skip
+    """Host copies of what belongs to each parameter given and is `mine`, in checkpoint names and layout; `whole` makes parts one."""
     family = family_of(net)
     for name, (weight, parameter) in weights_of(net).items():
-        if parameter not in tensors or not mine(prefix + name):
+        if parameter not in tensors:
             continue
-        values = tensors[parameter].detach().to("cpu", torch.float32).numpy()
+        tensor = whole(weight, parameter, tensors[parameter].detach())
+        if not mine(prefix + name):
+            continue
+        values = tensor.to("cpu", torch.float32).numpy()
         laid = family.to_checkpoint(weight, values, net.shape)
         # On a CPU a layout that does not differ is still the net's own memory, which the next step changes.
         yield prefix + name, laid.copy() if np.shares_memory(laid, values) else laid

@@ -1,0 +1,118 @@
+"""Every layout against one process, with dropout, samples of unequal length, documents kept apart and batches in several passes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engines import layout_process
+from tests.engines.layout_process import LAYOUTS, SAVED, STEPS, VOCAB, config_of, measured, processes_of, resumed, stepped
+from textmill.config import RunConfig
+from textmill.engines.meshes import Mesh, mesh_of
+from textmill.errors import TextmillError
+from textmill.models import open_family
+
+Measured = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Measured:
+    """One process, on the same config."""
+    return measured(config_of({}, clip=0.0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, alone: Measured) -> Path:
+    """Two launches, of 2 and of 4 processes; the second goes on from what the first saved."""
+    folder = tmp_path_factory.mktemp("layouts")
+    np.savez(folder / "one.state.npz", **alone[2])
+    for world in (2, 4):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        done = subprocess.run([*torchrun, layout_process.__file__, str(folder)], capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def losses(numbers: list[list[float]]) -> list[float]:
+    return [loss for loss, _ in numbers]
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_losses_norms_and_gradients_are_those_of_one_process(layout: str, folder: Path, alone: Measured) -> None:
+    numbers, gradients, _ = alone
+    ours = json.loads((folder / f"{layout}.json").read_text())
+    assert len(ours["first"] + ours["losses"]) == STEPS
+    assert losses(ours["first"] + ours["losses"]) == pytest.approx(losses(numbers["first"] + numbers["losses"]), rel=1e-6)
+    norm = np.sqrt(sum(float((values.astype(np.float64) ** 2).sum()) for values in gradients.values()))
+    assert ours["first"][0][1] == pytest.approx(norm, rel=1e-5)
+    found = dict(np.load(folder / f"{layout}.gradients.npz"))
+    assert found.keys() == gradients.keys()
+    for name, values in gradients.items():
+        assert np.abs(found[name] - values).max() < 1e-5 * norm, name
+
+
+def test_evaluation_sums_over_every_part(layout: str, folder: Path, alone: Measured) -> None:
+    """Batches of 8, 5 and 1 samples: the last ones leave processes without any."""
+    for ours, wanted in zip(json.loads((folder / f"{layout}.json").read_text())["sums"], alone[0]["sums"], strict=True):
+        assert ours == [pytest.approx(wanted[0], rel=1e-6), wanted[1], wanted[2]]
+
+
+def test_a_process_holds_its_part_alone(layout: str, folder: Path, alone: Measured) -> None:
+    mesh, whole = LAYOUTS[layout], alone[0]["parameters"]
+    held = json.loads((folder / f"{layout}.json").read_text())["parameters"]
+    assert whole / 8 < held <= 1.05 * whole / (mesh.get("shard", 1) * mesh.get("tensor", 1)), "what tensor peers all hold is little"
+
+
+def test_saved_and_loaded_it_goes_on(layout: str, folder: Path, alone: Measured) -> None:
+    """Bit for bit on the same layout; within the bound from another, and from this one on one process."""
+    ours, wanted = json.loads((folder / f"{layout}.json").read_text()), losses(alone[0]["losses"][SAVED - 1 :])
+    assert ours["own"] == ours["losses"][SAVED - 1 :]
+    assert losses(ours["after"]) == pytest.approx(wanted, rel=1e-6), ours["from"]
+    engine = resumed(config_of({}, clip=0.0), dict(np.load(folder / f"{layout}.state.npz")))
+    assert losses([list(one) for one in stepped(engine, range(SAVED, STEPS))]) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: Measured) -> None:
+    ours = dict(np.load(folder / f"{layout}.state.npz"))
+    assert {name: values.shape for name, values in ours.items()} == {name: values.shape for name, values in alone[2].items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world", "settings", "said"),
+    [
+        ({"replicate": 3}, 4, {}, "is for 3 processes, found 4; start 3"),
+        ({"shard": 4}, 6, {}, "is for 4 processes, found 6; start 4 or 8"),
+        ({"shard": 4, "tensor": 2}, 2, {}, "is for 8 processes, found 2; start 8"),
+        ({}, 3, {}, "train.batch: 8 samples are not to be shared evenly by 3 processes; 6 or 9 are"),
+        ({"shard": 4}, 4, {"engine.micro_batch": 4}, "engine.micro_batch: 4 does not divide the 2 samples of a process; 2 does"),
+        ({"tensor": 3}, 3, {}, "engine.mesh.tensor: 3 does not divide model.shape.heads=4; 2, 4 would"),
+        ({"tensor": 4}, 4, {"train.length": 22}, "set train.length=20 or 24, or engine.mesh.sequence=false"),
+        ({"shard": 2}, 2, {"train.optimizer": "muon"}, "muon needs each matrix whole"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_does(mesh: dict[str, Any], world: int, settings: dict[str, Any], said: str) -> None:
+    tree = config_of({}).model_dump()
+    tree["engine"] |= {"mesh": mesh, "micro_batch": "auto"}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    config = RunConfig(**tree)
+    with pytest.raises(TextmillError, match=said):
+        mesh_of(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0), world)
+
+
+def test_processes_that_no_axis_asks_for_hold_copies() -> None:
+    config = config_of({"shard": 2, "tensor": 2})
+    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    assert mesh_of(config, shape, 8) == Mesh(2, 2, 2, sequence=True)
+    assert max(map(processes_of, LAYOUTS)) == 4

@@ -1,0 +1,91 @@
+"""The head and its cross-entropy over a vocabulary that peers share: no peer ever has the logits of another.
+
+Shapes in names: M tokens, E width, V rows of the head that a peer holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from textmill.engines.losses_torch import add_product, pieces
+from textmill.engines.peers_torch import Peers
+from textmill.tokens.batches.batch import IGNORED
+
+
+def shared_loss(
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers
+) -> Tensor:
+    """`summed_loss` over the rows of all peers; the gradient of x is this peer's part of it."""
+    loss: Tensor = _SharedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, peers)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def shared_scores(x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, peers: Peers) -> tuple[Tensor, Tensor]:
+    """The loss of each token, 0 where nothing is asked, and whether its label has the highest score of all peers."""
+    head, begin = head_VE.to(x_ME.dtype), peers.rank * len(head_VE)
+    losses, right = [], []
+    for rows in pieces(x_ME, head):
+        logits_MV = (x_ME[rows] @ head.T)[:, : max(0, vocab - begin)].float()
+        softmax = _Softmax(logits_MV, labels_M[rows], begin, vocab, peers)
+        asked = labels_M[rows] != IGNORED
+        losses.append((softmax.spread_M - softmax.target_M).where(asked, 0))
+        # The lowest of the columns that have the highest score, as argmax has it on one process.
+        top_M = logits_MV.argmax(1) + begin if logits_MV.shape[1] else torch.full_like(labels_M[rows], vocab, dtype=torch.int64)
+        best_M = top_M.where(softmax.own_top_M == softmax.top_M, vocab)
+        dist.all_reduce(best_M, dist.ReduceOp.MIN, group=peers.group)
+        right.append(best_M == labels_M[rows])
+    return torch.cat(losses), torch.cat(right)
+
+
+class _Softmax:
+    """What peers find out together about a piece: the greatest score, the log of the denominator, the label's own score."""
+
+    def __init__(self, scores_MV: Tensor, labels_M: Tensor, begin: int, vocab: int, peers: Peers) -> None:
+        self.places_M = labels_M.long() - begin
+        self.here_M = (self.places_M >= 0) & (self.places_M < scores_MV.shape[1])
+        self.places_M = self.places_M.where(self.here_M, 0)
+        rows = len(scores_MV)
+        self.own_top_M = scores_MV.amax(1) if scores_MV.shape[1] else scores_MV.new_full((rows,), -torch.inf)
+        self.top_M = self.own_top_M.clone()
+        dist.all_reduce(self.top_M, dist.ReduceOp.MAX, group=peers.group)
+        sums = (scores_MV - self.top_M[:, None]).exp().sum(1)
+        targets = scores_MV.gather(1, self.places_M[:, None])[:, 0].where(self.here_M, 0) if scores_MV.shape[1] else torch.zeros_like(sums)
+        self.sum_M, self.target_M, self.plain_M = peers.summed(torch.stack([sums, targets, scores_MV.sum(1)]))
+        self.spread_M = self.top_M + self.sum_M.log()
+
+
+class _SharedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers
+    ) -> Tensor:
+        head, begin = head_VE.to(x_ME.dtype), peers.rank * len(head_VE)
+        slope_x = torch.empty_like(x_ME)
+        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), device=x_ME.device)
+        for rows in pieces(x_ME, head):
+            logits_MV, labels, asked = x_ME[rows] @ head.T, labels_M[rows], labels_M[rows] != IGNORED
+            scores_MV = logits_MV[:, : max(0, vocab - begin)].float()
+            one, share_M = _Softmax(scores_MV, labels, begin, vocab, peers), shares_M[rows].where(asked, 0)
+            losses_M = one.spread_M - (1 - smoothing) * one.target_M + z * one.spread_M.square() - smoothing * one.plain_M / vocab
+            total += (losses_M.where(asked, 0) * share_M).sum()
+            slopes = (scores_MV - one.spread_M[:, None]).exp() * (share_M * (1 + 2 * z * one.spread_M))[:, None]
+            slopes -= (share_M * (smoothing / vocab))[:, None]
+            if slopes.shape[1]:
+                slopes.scatter_add_(1, one.places_M[:, None], (-(1 - smoothing) * share_M).where(one.here_M, 0)[:, None])
+            logits_MV.zero_()[:, : slopes.shape[1]] = slopes
+            torch.mm(logits_MV, head, out=slope_x[rows])
+            if slope_head is not None:
+                add_product(slope_head, logits_MV.T, x_ME[rows])
+        ctx.save_for_backward(slope_x, slope_head)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        slope_x, slope_head = ctx.saved_tensors
+        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None, None

@@ -1,0 +1,162 @@
+"""Tensor-parallel peers: each holds whole heads, columns of the MLP and rows of the vocabulary, and they sum what each has.
+
+Shapes in names: N samples, T tokens, E width, V rows of the vocabulary that a peer holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Torch 2.13 has other names for these two, and warns of the old ones.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Peers:
+    """One group of peers. With `sequence` what lies between their sums is shared by tokens."""
+
+    group: Any
+    rank: int
+    count: int
+    sequence: bool
+
+    def enter(self, x_NTE: Tensor) -> Tensor:
+        """From the stream into what each peer has a part of: all tokens; in backward the peers' gradients are summed."""
+        joint = _Gather if self.sequence else _Copy
+        out: Tensor = joint.apply(x_NTE, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def leave(self, x_NTE: Tensor) -> Tensor:
+        """Back into the stream: the sum of all peers, of which each keeps its own tokens where they are shared."""
+        joint = _Scatter if self.sequence else _Sum
+        out: Tensor = joint.apply(x_NTE, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of all peers' values."""
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def gathered(self, x_NTE: Tensor) -> Tensor:
+        """All peers' tokens, one peer's after the other's."""
+        samples, tokens, width = x_NTE.shape
+        parts = x_NTE.new_empty(self.count * samples, tokens, width)
+        all_gather(parts, x_NTE.contiguous(), group=self.group)
+        return parts.view(self.count, samples, tokens, width).movedim(0, 1).flatten(1, 2)
+
+    def scattered(self, x_NTE: Tensor) -> Tensor:
+        """This peer's tokens of the sum of all."""
+        samples, tokens, width = x_NTE.shape
+        parts = x_NTE.reshape(samples, self.count, tokens // self.count, width).movedim(1, 0).flatten(0, 1)
+        own = torch.empty_like(parts[:samples])
+        reduce_scatter(own, parts, group=self.group)
+        return own
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.summed(slope), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        return peers.summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return slope, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return peers.gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.scattered(slope), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return peers.scattered(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.gathered(slope), None
+
+
+class RowLinear(nn.Linear):
+    """A matrix whose inputs are shared out; its bias is added once, to the sum."""
+
+    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
+        super().__init__(linear.in_features // peers.count, linear.out_features)
+        self.peers = peers
+
+    def forward(self, x: Tensor) -> Tensor:
+        partial = F.linear(x, self.weight)
+        return self.peers.leave(partial) + self.bias.to(partial.dtype)
+
+
+class Vocabulary(nn.Embedding):
+    """Rows of an embedding: a token that another peer holds is nothing here, and comes with the sum."""
+
+    def __init__(self, embedding: nn.Embedding, peers: Peers) -> None:
+        rows = -(-embedding.num_embeddings // peers.count)
+        super().__init__(rows, embedding.embedding_dim)
+        self.peers, self.begin = peers, rows * peers.rank
+
+    def forward(self, ids_NT: Tensor) -> Tensor:
+        own_NT = ids_NT - self.begin
+        here_NT = (own_NT >= 0) & (own_NT < self.num_embeddings)
+        return self.peers.leave(super().forward(own_NT.where(here_NT, 0)) * here_NT[..., None])
+
+
+class Positions(nn.Embedding):
+    """Position vectors of this peer's tokens alone."""
+
+    def __init__(self, embedding: nn.Embedding, peers: Peers) -> None:
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim)
+        self.peers = peers
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return super().forward(positions.chunk(self.peers.count, -1)[self.peers.rank])
+
+
+def share_out(net: Any, peers: Peers) -> None:
+    """Put a peer's parts in the place of the net's own modules, while it is still empty."""
+
+    def entered(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (peers.enter(given[0]), *given[1:])
+
+    tokens = peers.rank if peers.sequence else 0
+    net.part, net.wte = tokens, Vocabulary(net.wte, peers)
+    if peers.sequence:
+        net.wpe = Positions(net.wpe, peers)
+    for block in net.h:
+        block.part, block.attn.part = tokens, peers.rank
+        for holder, column in ((block.attn, "c_attn"), (block.mlp, "c_fc")):
+            whole = getattr(holder, column)
+            setattr(holder, column, nn.Linear(whole.in_features, whole.out_features // peers.count))
+            holder.c_proj = RowLinear(holder.c_proj, peers)
+            holder.register_forward_pre_hook(entered)
+    net.register_forward_hook(lambda _net, _given, x_NTE: peers.enter(x_NTE))
