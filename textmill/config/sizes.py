@@ -20,5 +20,8 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "dsgpt2-112m-half": {"layers": 6, "heads": 6, "width": 768, "positions": 64, "activation": "gelu", "dropout": 0.1},
         "dsgpt2-345m": {"layers": 24, "heads": 16, "width": 1024, "positions": 64, "activation": "gelu", "dropout": 0.1},
         "megatron-345m": {"layers": 24, "heads": 16, "width": 1024, "positions": 1024, "activation": "gelu_new", "dropout": 0.1},
+        "megatron-8.3b": {"layers": 72, "heads": 24, "width": 3072, "positions": 1024, "activation": "gelu_new", "dropout": 0.1},
+        # ASC22's task on Inspur's Yuan.
+        "yuan-4.7b": {"layers": 40, "heads": 24, "width": 3072, "positions": 2048, "activation": "gelu_new", "dropout": 0.1},
     },
 }

@@ -49,7 +49,8 @@ class ModelConfig(Section):
     """gpt2: a decoder that predicts the next token."""
     size: str = "small"
     """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
-    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m; weights given by `model.init_from` bring their own."""
+    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b;
+    weights given by `model.init_from` bring their own."""
     shape: ShapeConfig | str = source(ShapeConfig())
     """Numbers that differ from the named size, or the path of a Hugging Face config.json to take them from.
     With `model.init_from` only dropout and positions may be said: more positions are interpolated, fewer are the first ones."""
