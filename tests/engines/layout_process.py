@@ -17,7 +17,7 @@ from textmill.engines import Engine, open_engine, open_ranks
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
 
-VOCAB, LENGTH, ROWS, STEPS, SAVED = 150, 24, 8, 20, 6
+VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 20, 6, 6
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2": {"replicate": 2},
     "shard-2": {"shard": 2},
@@ -103,8 +103,19 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
     numbers["losses"] = stepped(engine, range(1, SAVED))
     state = state_of(engine)
     numbers["losses"] += stepped(engine, range(SAVED, STEPS))
+    numbers["muon"] = muons(config, ranks)
     numbers["parameters"] = sum(parameter.numel() for parameter in _held(engine))
     return numbers, gradients, state
+
+
+def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
+    """Steps of Muon, and the last of them again by an engine that goes on from what was saved before them."""
+    config = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "muon"})})
+    engine = started(config, ranks)
+    numbers = stepped(engine, range(SAVED))
+    state = state_of(engine)
+    numbers += stepped(engine, range(SAVED, SAVED + 2))
+    return numbers + stepped(resumed(config, state, ranks), range(SAVED, SAVED + 2))
 
 
 def _held(engine: Any) -> list[Any]:
@@ -126,9 +137,10 @@ def main(folder: Path) -> None:
         for number, name in enumerate(mine):
             config, before = config_of(LAYOUTS[name], clip=0.0), strangers[number % len(strangers)]
             numbers, gradients, state = measured(config, ranks)
-            numbers["own"] = stepped(resumed(config, state, ranks), range(SAVED, STEPS))
+            numbers["own"] = stepped(resumed(config, state, ranks), range(SAVED, SAVED + MORE))
             numbers["from"] = before
-            numbers["after"] = stepped(resumed(config, dict(np.load(folder / f"{before}.state.npz")), ranks), range(SAVED, STEPS))
+            stranger = resumed(config, dict(np.load(folder / f"{before}.state.npz")), ranks)
+            numbers["after"] = stepped(stranger, range(SAVED, SAVED + MORE))
             if ranks.first:
                 np.savez(folder / f"{name}.gradients.npz", **gradients)
                 np.savez(folder / f"{name}.state.npz", **state)

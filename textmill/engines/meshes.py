@@ -34,11 +34,6 @@ def mesh_of(config: RunConfig, shape: Any, world: int) -> Mesh:
     _check_batch(config, mesh)
     if mesh.tensor > 1:
         _check_net(config, shape, mesh)
-    if config.train.optimizer == "muon" and mesh.shard * mesh.tensor > 1:
-        raise TextmillError(
-            "train.optimizer: muon needs each matrix whole, and engine.mesh cuts them by shard or tensor; "
-            "set train.optimizer=adamw, or leave engine.mesh.replicate alone"
-        )
     return mesh
 
 

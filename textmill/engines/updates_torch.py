@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from textmill.config import TrainConfig
 from textmill.engines.layouts_torch import Layout, own_of
-from textmill.engines.muon_torch import Muon
+from textmill.engines.muon_shared_torch import SharedMuon
+from textmill.engines.muon_torch import Member, Muon
 from textmill.models import Weight
 from textmill.models.nets_torch import Net, weights_of
 from textmill.models.rules import rules_of
@@ -33,7 +34,7 @@ class Updates:
                 self.own[parameter] = nn.Parameter(own_of(parameter)) if isinstance(parameter, DTensor) else parameter
                 trained.append((weight, self.own[parameter], rules[name]))
         matrices = [member for member in trained if _is_muons(member[0], train)]
-        self.muon = Muon(matrices, net.shape.heads, compiled=compiled) if matrices else None
+        self.muon = self._muon(net, matrices, compiled=compiled) if matrices else None
         self.parameters = list(self.own)
         self.weights = [(weight, own) for weight, own, _ in trained]
         rest = [member for member in trained if not _is_muons(member[0], train)]
@@ -49,6 +50,12 @@ class Updates:
         self.rest = [parameter for parameter, own in self.own.items() if own in adams]
         self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
+
+    def _muon(self, net: Net, matrices: list[Member], *, compiled: bool) -> Muon | SharedMuon:
+        if self.layout.mesh.shard * self.layout.mesh.tensor == 1:
+            return Muon(matrices, net.shape.heads, compiled=compiled)
+        parameter_of = {own: parameter for parameter, own in self.own.items()}
+        return SharedMuon([(member, parameter_of[member[1]]) for member in matrices], net, self.layout, compiled=compiled)
 
     def step(self, lr: float, scale: Tensor | None = None) -> Tensor:
         """One update from the gradients, which are `scale` times too large and then dropped; return their norm before clipping."""
