@@ -53,6 +53,25 @@ def test_the_scheduler_gives_them_too(generator: Generator, on_gpu: Generator) -
     assert texts == generator.texts(PROMPTS, SAMPLES[1])
 
 
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("fp16", 2e-2), ("bf16", 2e-1)])
+def test_fused_steps_give_the_scores_of_plain_ones(checkpoint: Checkpoint, precision: str, bound: float) -> None:
+    """The same contexts and ids through the captured kernels and through torch's own operations, in fp32 the reference."""
+    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))
+    plain = generator.new_slots(4, 96)
+    plain.captured = False  # type: ignore[attr-defined]
+    fused = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))
+    fused.net.to(kinds[precision])  # type: ignore[attr-defined]
+    slots, places = fused.new_slots(4, 96), [2, 5, 40]
+    for one in (plain, slots):
+        one.prefill(0, [[1, 2], [4, 5, 6, 7, 8], [9] * 40])
+    ids = torch.tensor([5, 6, 7], device="cuda")
+    for _ in range(20):
+        wanted, found = plain.decode(ids, list(places)), slots.decode(ids, list(places)).float()
+        assert ((found - wanted).abs().max() / wanted.abs().max()).item() < bound
+        ids, places = wanted.argmax(1), [place + 1 for place in places]
+
+
 def test_half_precision_works(checkpoint: Checkpoint) -> None:
     generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="bf16"))
     sample = SampleConfig(max_tokens=20, min_tokens=20, seed=8)

@@ -198,8 +198,10 @@ def test_presence_and_frequency_count_the_new_text_only() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 10**6)), min_size=1, max_size=5))
 def test_the_numbers_of_a_batch_are_those_of_its_rows(pairs: list[tuple[int, int]]) -> None:
     states = [sampling.State(SampleConfig(seed=seed), (END,), number=number) for seed, number in pairs]
-    ours = sampling.uniforms_of(sampling.rules_of(states, torch.device("cpu")), states)
-    np.testing.assert_array_equal(ours.numpy(), [uniform_at(*pair) for pair in pairs])
+    uniforms = sampling.Uniforms(states, torch.device("cpu"))
+    for step in (0, 1, 15, 16, 40, 3):
+        ours = uniforms.of(states[0].number + step)
+        np.testing.assert_array_equal(ours.numpy(), [uniform_at(seed, number + step) for seed, number in pairs])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

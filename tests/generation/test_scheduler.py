@@ -137,6 +137,28 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
     assert batch.free == 4
 
 
+def test_a_prompt_of_several_texts_is_read_once(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = generator.new_batch(9)
+    prefill, read = batch.slots.prefill, []
+    monkeypatch.setattr(batch.slots, "prefill", lambda first, contexts: [prefill(first, contexts), read.extend(contexts)][0])
+    prompts = ["The mill", "물레방아는", "The mill", "a", "The mill", "물레방아는", "a", "", ""]
+    samples = [SampleConfig(seed=number, max_tokens=20) for number in range(len(prompts))]
+    requests = [dataclasses.replace(request(generator, *pair), logprobs=2) for pair in zip(prompts, samples, strict=True)]
+    requests[4] = dataclasses.replace(requests[4], echo=True)
+    found: list[list[Token | Done]] = [[] for _ in prompts]
+    for number, one in enumerate(requests):
+        batch.add(number, one, generator.room_of(one, quiet=True))
+    while batch.rows or batch.waiting:
+        for number, event in batch.step():
+            found[number].append(event)
+    assert sorted(map(tuple, filter(None, read))) == sorted(set(one.ids[:-1] for one in requests if len(one.ids) > 1))
+    for events, one in zip(found, requests, strict=True):
+        alone = [event for _, event in generator.run([one], 1)]
+        assert [event.text for event in events] == [event.text for event in alone]
+        logs = [[log for log, _ in event.prompt_logprobs[1:]] for event in (events[-1], alone[-1]) if isinstance(event, Done)]
+        assert logs[0] == pytest.approx(logs[1], abs=1e-5)
+
+
 def test_a_request_joins_while_others_are_at_work(generator: Generator, scheduler: Scheduler) -> None:
     first, second = Reader(), Reader()
     number = scheduler.submit(request(generator), first)

@@ -203,13 +203,13 @@ class Batch:
         """The last token of every text, on the device; some of them are known only there."""
         flight = self._flight
         if flight and flight.rows == self.rows:
-            return flight.ids_N.clamp(min=0)
+            return flight.ids_N
         places = {id(row): place for place, row in enumerate(flight.rows)} if flight else {}
         known_N = torch.tensor([row.ids[-1] for row in self.rows], device=self.slots.device)
         if flight is None:
             return known_N
         sources = [places.get(id(row), len(places) + place) for place, row in enumerate(self.rows)]
-        return torch.cat([flight.ids_N.clamp(min=0), known_N])[torch.tensor(sources, device=self.slots.device)]
+        return torch.cat([flight.ids_N, known_N])[torch.tensor(sources, device=self.slots.device)]
 
     def _land(self, flight: Flight) -> list[tuple[int, Event]]:
         """Take the tokens that were asked for; texts that are over leave."""
@@ -234,17 +234,22 @@ class Batch:
             group = [self.waiting.pop(0)]
             while self.waiting and (len(group) + 1) * len(self.waiting[0].ids) <= READ_AT_ONCE and not group[-1].request.echo:
                 group.append(self.waiting.pop(0))
-            first = len(self.rows)
-            self.rows += group
-            self._rules = None
-            if len(group[-1].ids) > 1:
-                hidden_NTE = self.slots.prefill(first, [row.ids[:-1] for row in group])
-                for place, row in enumerate(group):
-                    row.used = len(row.ids) - 1
-                    if row.request.echo:
-                        row.told = self._told(row, hidden_NTE[place, : row.used])
-            elif group[0].request.echo:
-                group[0].told = ((None, ()),)
+            self._read(group)
+
+    def _read(self, group: list[Row]) -> None:
+        """Read prompts into the next slots; one that several texts have is read once and copied."""
+        begin, read = len(self.rows), {row.request.ids: row for row in reversed(group)}
+        places = {ids: begin + number for number, ids in enumerate(read)}
+        self.rows += [*read.values(), *(row for row in group if read[row.request.ids] is not row)]
+        self._rules = None
+        longest = max(len(row.ids) for row in group)
+        hidden_NTE = self.slots.prefill(begin, [row.ids[:-1] for row in read.values()]) if longest > 1 else None
+        for place, row in enumerate(self.rows[begin:], begin):
+            source, row.used = places[row.request.ids], len(row.ids) - 1
+            if source != place:
+                self.slots.move(source, place, row.used)
+            if row.request.echo:
+                row.told = ((None, ()),) if hidden_NTE is None else self._told(row, hidden_NTE[source - begin, : row.used])
 
     def _slide(self) -> None:
         """A text that fills the model's view goes on with the last half of it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from textmill.errors import TextmillError
 from textmill.generation.batch import NOT_FINITE, Slots
 from textmill.generation.requests import Done, Request
-from textmill.generation.sampling import State, new_state, penalised
+from textmill.generation.sampling import State, forbid_ends, new_state, penalise_rows
 from textmill.generation.texts import StopWatch, TextStream
 from textmill.tokens.tokenizer import TextTokenizer
 
@@ -53,7 +53,9 @@ def search(home: Home, request: Request, room: int) -> Done:
         if not bool(torch.isfinite(scores_NV).all()):
             raise TextmillError(NOT_FINITE)
         logs_NV = scores_NV.float().log_softmax(1)
-        logs_NV = penalised(logs_NV, _states(request, running, ends, logs_NV), {})
+        states = _states(request, running, ends, logs_NV)
+        penalise_rows(logs_NV, states, range(len(states)))
+        forbid_ends(logs_NV, states, tuple(range(len(states))) if number <= sample.min_tokens else (), {})
         found = _best(logs_NV, running, max(2, 1 + len(ends)) * sample.beams)
         over = [beam.ids[-1] in ends or number == room for beam in found]
         finished += [beam for beam, last in zip(found[: sample.beams], over, strict=False) if last]

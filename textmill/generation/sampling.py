@@ -15,6 +15,8 @@ from textmill.config import SampleConfig
 from textmill.counters import GOLDEN, mix
 
 NEVER = -math.inf
+AHEAD = 16
+"""Steps whose random numbers are made at once."""
 COLDEST = 1e-30
 """Below this a temperature is no longer a number in single precision; the likeliest token is certain long before."""
 
@@ -112,6 +114,32 @@ WARPERS: list[tuple[str, float, Callable[..., Tensor]]] = [
 """Key, the value that changes nothing, and the rule; in transformers' order."""
 
 
+Early = dict[tuple[int, ...], tuple[Tensor, Tensor]]
+"""Rows that may not end yet, to where the ends stand in the scores."""
+
+
+class Uniforms:
+    """Numbers from 0 to below 1, each made of a row's seed and of how many new tokens it has; some steps are made ahead."""
+
+    def __init__(self, states: Sequence[State], device: torch.device) -> None:
+        self.seeds_N = mix(np.array([state.sample.seed for state in states], np.uint64) + GOLDEN)
+        self.numbers_N = np.array([state.number for state in states], np.uint64)
+        self.device, self.start, self.made_SN = device, 0, torch.empty(0)
+
+    def of(self, number: int) -> Tensor:
+        """The numbers of the rows when the first of them has so many new tokens; all rows count on together."""
+        step = number - int(self.numbers_N[0])
+        if not 0 <= step - self.start < len(self.made_SN):
+            steps_S1 = np.arange(step, step + AHEAD, dtype=np.uint64)[:, None]
+            keys_SN = mix(self.seeds_N * GOLDEN + (self.numbers_N + steps_S1) + GOLDEN)
+            made_SN = torch.from_numpy((keys_SN >> np.uint64(11)).astype(np.float64) / (1 << 53))
+            self.start, self.made_SN = (
+                step,
+                made_SN.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made_SN,
+            )
+        return self.made_SN[step - self.start]
+
+
 @dataclass(frozen=True)
 class Rules:
     """The rows that ask for each rule, and with what; made anew when texts join or leave."""
@@ -122,9 +150,12 @@ class Rules:
     """Whether any token is drawn."""
     drawn_N: Tensor | None
     """The rows whose token is drawn, where others take the likeliest."""
-    seeds_N: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    early: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Rows that may not end yet, to where the ends stand in the scores."""
+    uniforms: Uniforms
+    marked: tuple[int, ...]
+    """Rows with a bias or a penalty."""
+    young: tuple[int, ...]
+    """Rows that may not end yet."""
+    early: Early = field(default_factory=dict)
 
 
 def rules_of(states: Sequence[State], device: torch.device) -> Rules:
@@ -141,25 +172,31 @@ def rules_of(states: Sequence[State], device: torch.device) -> Rules:
     drawn_N = None
     if drawing and len(drawing) < len(states):
         drawn_N = torch.tensor([state.sample.temperature > 0 for state in states], device=device)
-    seeds_N = np.array([state.sample.seed for state in states], np.uint64)
-    return Rules(tuple(warpers), bool(drawing), drawn_N, mix(seeds_N + GOLDEN))
+    marked = tuple(row for row, state in enumerate(states) if state.bias or state.seen_V is not None or state.said_V is not None)
+    young = tuple(row for row, state in enumerate(states) if state.number < state.sample.min_tokens)
+    return Rules(tuple(warpers), bool(drawing), drawn_N, Uniforms(states, device), marked, young)
 
 
 def shaped(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
     """The scores after every rule: bias, penalties, min_tokens, then those of chance; a row is changed by its own rules only."""
-    logits_NV = penalised(logits_NV.float().clone(), states, rules.early)
+    young = tuple(row for row in rules.young if states[row].number < states[row].sample.min_tokens)
+    changed_NV = logits_NV.float()
+    if changed_NV is logits_NV and (rules.marked or young or any(rows_N is not None for _, rows_N, _ in rules.warpers)):
+        changed_NV = logits_NV.clone()
+    penalise_rows(changed_NV, states, rules.marked)
+    forbid_ends(changed_NV, states, young, rules.early)
     for rule, rows_N, values_N1 in rules.warpers:
         if rows_N is None:
-            logits_NV = rule(logits_NV, values_N1)
+            changed_NV = rule(changed_NV, values_N1)
         else:
-            logits_NV[rows_N] = rule(logits_NV[rows_N], values_N1)
-    return logits_NV
+            changed_NV[rows_N] = rule(changed_NV[rows_N], values_N1)
+    return changed_NV
 
 
-def penalised(logits_NV: Tensor, states: Sequence[State], early: dict[tuple[int, ...], tuple[Tensor, Tensor]]) -> Tensor:
-    """Scores after bias, penalties and min_tokens, in place."""
-    for row, state in enumerate(states):
-        logits_V = logits_NV[row]
+def penalise_rows(logits_NV: Tensor, states: Sequence[State], rows: Sequence[int]) -> None:
+    """Bias and penalties of these rows, in place."""
+    for row in rows:
+        state, logits_V = states[row], logits_NV[row]
         if state.bias:
             ids, values = zip(*state.bias, strict=True)
             logits_V[list(ids)] += torch.tensor(values, device=logits_V.device)
@@ -167,13 +204,15 @@ def penalised(logits_NV: Tensor, states: Sequence[State], early: dict[tuple[int,
             logits_V.copy_(penalise(logits_V, state.seen_V, torch.tensor(state.sample.repetition_penalty, device=logits_V.device)))
         if state.said_V is not None:
             logits_V -= state.said_V * state.sample.frequency_penalty + (state.said_V > 0) * state.sample.presence_penalty
-    if rows := tuple(row for row, state in enumerate(states) if state.number < state.sample.min_tokens):
-        if rows not in early:
-            pairs = [(row, id_) for row in rows for id_ in states[row].ends]
-            places_N2 = torch.tensor(pairs, device=logits_NV.device)
-            early[rows] = places_N2[:, 0], places_N2[:, 1]
+
+
+def forbid_ends(logits_NV: Tensor, states: Sequence[State], rows: tuple[int, ...], early: Early) -> None:
+    """No end of text for these rows, in place."""
+    if rows and rows not in early:
+        places_N2 = torch.tensor([(row, id_) for row in rows for id_ in states[row].ends], device=logits_NV.device)
+        early[rows] = places_N2[:, 0], places_N2[:, 1]
+    if rows:
         logits_NV[early[rows]] = NEVER
-    return logits_NV
 
 
 def choose(logits_NV: Tensor, uniforms: Tensor) -> Tensor:
@@ -185,24 +224,15 @@ def choose(logits_NV: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(ends_NV, points_N1, right=True).squeeze(1)
 
 
-def uniforms_of(rules: Rules, states: Sequence[State]) -> Tensor:
-    """The number from 0 to below 1 of each row: made of its seed and of how many new tokens it has."""
-    numbers_N = np.array([state.number for state in states], np.uint64)
-    keys_N = mix(rules.seeds_N * GOLDEN + numbers_N + GOLDEN)
-    return torch.from_numpy((keys_N >> np.uint64(11)).astype(np.float64) / (1 << 53))
-
-
 def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
     """The next token of each text: a function of its scores, its seed and how many new tokens it has; -1: its scores are no numbers."""
-    whole_N = torch.isfinite(logits_NV).all(1)
+    low_N, high_N = logits_NV.float().aminmax(dim=1)
+    whole_N = high_N - low_N < math.inf
     logits_NV = shaped(logits_NV, states, rules)
     if not rules.drawing:
         ids_N = logits_NV.argmax(1)
     else:
-        uniforms = uniforms_of(rules, states)
-        if logits_NV.is_cuda:
-            uniforms = uniforms.pin_memory().to(logits_NV.device, non_blocking=True)
-        ids_N = choose(logits_NV, uniforms)
+        ids_N = choose(logits_NV, rules.uniforms.of(states[0].number))
         if rules.drawn_N is not None:
             ids_N = torch.where(rules.drawn_N, ids_N, logits_NV.argmax(1))
     return torch.where(whole_N, ids_N, -1)

@@ -135,7 +135,7 @@ class MLP(nn.Module):
     def forward(self, x_NTE: Tensor) -> Tensor:
         if self.fp8 and torch.is_grad_enabled():
             return self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
-        out: Tensor = self.c_proj(self._inner(x_NTE))
+        out: Tensor = self.c_proj(self.inner(x_NTE))
         return out
 
     def _in_fp8(self, x_ME: Tensor) -> Tensor:
@@ -144,7 +144,8 @@ class MLP(nn.Module):
         x_ME = linear8(x_MF, self.c_proj.weight)
         return x_ME + self.c_proj.bias.to(x_ME.dtype)
 
-    def _inner(self, x_NTE: Tensor) -> Tensor:
+    def inner(self, x_NTE: Tensor) -> Tensor:
+        """What stands between the two matrices."""
         if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
             x_NTF = F.linear(x_NTE, self.c_fc.weight)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.c_fc.bias, self.approximate == "tanh")
