@@ -125,6 +125,26 @@ def test_settings_stay_and_reach_the_server(browser: Browser, slow: Live) -> Non
 
 
 @needs_browser
+def test_a_talk_longer_than_the_model_sees_goes_on(browser: Browser, new_live: Callable[..., Live]) -> None:
+    quick = new_live({"delay": 0.0005, "sample": {"max_tokens": 150}})
+    fresh(browser, quick.url)
+    browser.click("label:has(#mode-chat)")
+    for number in range(1, 5):
+        browser.type("#prompt", f"The mill {number}" + KEYS["enter"])
+        browser.wait(f"return document.getElementById('stop').disabled && document.querySelectorAll('.note').length == {number}")
+    assert "forgotten" in browser.text(f"{LAST} .note")
+    assert browser.run("return document.getElementById('trouble').hidden")
+    long = "mill " * 400
+    browser.run("document.getElementById('prompt').value = arguments[0]", long)
+    browser.type("#prompt", KEYS["enter"])
+    browser.wait("return !document.getElementById('trouble').hidden && document.getElementById('stop').disabled")
+    assert "tokens, with room for" in browser.text("#trouble")
+    assert browser.run("return document.getElementById('prompt').value") == long, "what got no answer is not lost"
+    assert browser.run("return document.querySelectorAll('.turn').length") == 8
+    assert browser.run("return messages.length") == 6, "nor is the talk: what the last answer was made from, and that answer"
+
+
+@needs_browser
 def test_the_page_asks_for_the_key(browser: Browser, new_live: Callable[..., Live]) -> None:
     guarded = new_live({}, {"TEXTMILL_API_KEY": "a-long-secret"})
     fresh(browser, guarded.url)

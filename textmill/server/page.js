@@ -37,7 +37,7 @@ async function call(path, options = {}) {
   }
   if (!reply.ok) {
     const told = await reply.json().catch(() => null);
-    throw new Error(told?.error?.message || `The server answered ${reply.status}.`);
+    throw Object.assign(new Error(told?.error?.message || `The server answered ${reply.status}.`), { code: told?.error?.code });
   }
   return reply;
 }
@@ -179,6 +179,29 @@ async function* eventsOf(reply) {
   }
 }
 
+function withSystem() {
+  const system = find("system").value.trim();
+  return [...(system ? [{ role: "system", content: system }] : []), ...messages];
+}
+
+// A talk that is longer than the model sees goes on without its oldest turns; whether it had to is told with the reply.
+async function post(path, body) {
+  const whole = [...messages];
+  for (let forgotten = false; ; forgotten = true) {
+    try {
+      const asked = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: running.signal };
+      return { reply: await call(path, asked), forgotten };
+    } catch (error) {
+      if (error.code !== "context_length_exceeded" || !body.messages || messages.length < 3) {
+        messages = whole;
+        throw error;
+      }
+      messages = messages.slice(2);
+      body.messages = withSystem();
+    }
+  }
+}
+
 async function ask(text) {
   const chat = mode() === "chat";
   const body = { ...settings(), stream: true, stream_options: { include_usage: true } };
@@ -186,9 +209,8 @@ async function ask(text) {
   let turn;
   if (chat) {
     newTurn("user", text);
-    const system = find("system").value.trim();
     messages.push({ role: "user", content: text });
-    Object.assign(body, { messages: [...(system ? [{ role: "system", content: system }] : []), ...messages], logprobs: true, top_logprobs: 5 });
+    Object.assign(body, { messages: withSystem(), logprobs: true, top_logprobs: 5 });
     turn = newTurn("assistant", "");
   } else {
     Object.assign(body, { prompt: text, logprobs: 5 });
@@ -208,7 +230,7 @@ async function follow(path, body, turn, chat) {
   setBusy(true, turn);
   showTrouble("");
   try {
-    const reply = await call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: running.signal });
+    const { reply, forgotten } = await post(path, body);
     for await (const event of eventsOf(reply)) {
       const choice = event.choices[0];
       if (!choice) { count = event.usage.completion_tokens; continue; }
@@ -219,6 +241,7 @@ async function follow(path, body, turn, chat) {
       toEnd(false);
     }
     note = reason === "stop" ? "ended" : reason === "length" ? "as long as was asked" : reason;
+    if (forgotten) note += "; the talk is longer than the model sees, its oldest turns are forgotten";
   } catch (error) {
     note = error.name === "AbortError" ? "stopped" : "broken off";
     if (error.name !== "AbortError") showTrouble(error.message);
@@ -226,8 +249,11 @@ async function follow(path, body, turn, chat) {
   if (!tokens.text) tokens.rest(text);
   if (chat && text) messages.push({ role: "assistant", content: text });
   else if (chat) {
+    // What got no answer goes back to where it was typed.
     const unanswered = messages.pop().content;
     find("prompt").value ||= unanswered;
+    turn.previousElementSibling.remove();
+    turn.remove();
   }
   const told = document.createElement("span");
   told.className = "note";
