@@ -72,6 +72,13 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     assert browser.text(".note") == "60 tokens, as long as was asked"
     assert "tokens/s" in browser.text("#speed")
     browser.hover(".token:nth-of-type(4)")
+    # Bytes that never make a character hide nothing that comes after them, and a stop string is not shown.
+    broken = [[0xEA, 0xB0], [0x61], [0xEA, 0xB0, 0x95], [0x62, 0x63]]
+    script = """const turn = document.createElement('div'), tokens = new Tokens(turn);
+        for (const bytes of arguments[0]) tokens.add({bytes, logprob: -1, top: []});
+        const seen = turn.textContent; tokens.end(seen.slice(0, -1)); return [seen, turn.textContent]"""
+    whole = b"".join(map(bytes, broken)).decode(errors="replace")
+    assert browser.run(script, broken) == [whole, whole[:-1]]
     assert "%" in browser.wait("return !document.getElementById('tip').hidden && document.getElementById('tip').textContent")
     shoot(browser, "continue-light-wide")
     assert browser.complaints() == []

@@ -111,16 +111,14 @@ function toEnd(always) {
   if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
 }
 
-// Tokens that are parts of one character are shown together, once the character is whole.
+// Tokens that are parts of one character are shown together, once the character is whole; bytes that never make one are shown as such.
 class Tokens {
-  constructor(turn) { this.turn = turn; this.bytes = []; this.held = []; this.text = ""; }
+  constructor(turn) { this.turn = turn; this.decoder = new TextDecoder("utf-8", { ignoreBOM: true }); this.held = []; this.text = ""; }
 
   add(token) {
     this.held.push(token);
-    this.bytes.push(...token.bytes);
-    let text;
-    try { text = new TextDecoder("utf-8", { fatal: true }).decode(new Uint8Array(this.bytes)); } catch { return; }
-    this.put(text);
+    const text = this.decoder.decode(new Uint8Array(token.bytes), { stream: true });
+    if (text) this.put(text);
   }
 
   put(text) {
@@ -132,11 +130,19 @@ class Tokens {
     span.tip = [`${JSON.stringify(text)}  ${percent(chance)}`, ...others.map(([other, p]) => `${percent(Math.exp(p))}  ${JSON.stringify(other)}`)].join("\n");
     this.turn.append(span);
     this.text += text;
-    this.bytes = [];
     this.held = [];
   }
 
-  rest(text) { if (text.length > this.text.length) { this.turn.append(text.slice(this.text.length)); } }
+  // The text decides: a stop string is no part of it, though its tokens came.
+  end(text) {
+    for (let over = this.text.length - text.length; over > 0 && this.turn.lastChild.className?.startsWith("token");) {
+      const span = this.turn.lastChild, length = span.textContent.length;
+      if (length > over) span.textContent = span.textContent.slice(0, length - over);
+      else span.remove();
+      over -= length;
+    }
+    if (text.length > this.text.length) this.turn.append(text.slice(this.text.length));
+  }
 }
 
 function percent(chance) { return `${(100 * chance).toFixed(chance < 0.0995 ? 2 : 1)}%`; }
@@ -246,7 +252,7 @@ async function follow(path, body, turn, chat) {
     note = error.name === "AbortError" ? "stopped" : "broken off";
     if (error.name !== "AbortError") showTrouble(error.message);
   }
-  if (!tokens.text) tokens.rest(text);
+  tokens.end(text);
   if (chat && text) messages.push({ role: "assistant", content: text });
   else if (chat) {
     // What got no answer goes back to where it was typed.
