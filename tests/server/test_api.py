@@ -268,3 +268,13 @@ def test_the_log_has_prompts_only_when_asked(new_live: Callable[..., Live]) -> N
         said = "".join(logging.said)
         assert "new_tokens=3" in said
         assert ("secret" in said) is asked
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(live: Live) -> None:
+    long = "mill " * 100_000
+    bodies = {"/v1/completions": {"prompt": long}, "/v1/chat/completions": {"messages": [{"role": "user", "content": long}]}}
+    for path, body in bodies.items():
+        reply = httpx.post(live.url + path, json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "500,000 characters, which 511 tokens cannot hold" in reply.json()["error"]["message"]
+    assert httpx.post(f"{live.url}/tokenize", json={"text": long}).json()["count"] > 511

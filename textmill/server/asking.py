@@ -67,6 +67,7 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
 async def prompt_of(service: Service, given: str | list[int], field: str = "prompt") -> Prompt:
     """One prompt, within the limits."""
     if isinstance(given, str):
+        check_length(service, len(given), field)
         ids = await encode(service, given, field)
         prompt = Prompt(given, tuple(ids or [service.scheduler.tokenizer.end]), not ids)
     else:
@@ -79,6 +80,13 @@ async def prompt_of(service: Service, given: str | list[int], field: str = "prom
         message = f"{field}: {found:,} tokens, with room for {most:,}; send a shorter one"
         raise Refusal(400, message, field=field, code="context_length_exceeded")
     return prompt
+
+
+def check_length(service: Service, characters: int, field: str) -> None:
+    """Refuse a text that cannot fit whatever its tokens are, before the work of finding them."""
+    if characters > service.longest_text:
+        message = f"{field}: {characters:,} characters, which {service.longest_prompt:,} tokens cannot hold; send a shorter one"
+        raise Refusal(400, message, field=field, code="context_length_exceeded")
 
 
 def check_ids(service: Service, ids: Sequence[int], field: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from textmill.errors import TextmillError
 from textmill.generation.requests import Token
-from textmill.server.asking import Prompt, prompt_of
+from textmill.server.asking import Prompt, check_length, prompt_of
 from textmill.server.completions import ending_of, usage_of
 from textmill.server.flights import Event, Text, texts_of
 from textmill.server.logprobs import chat_logprobs, entries_of
@@ -32,6 +32,7 @@ async def chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
             raise Refusal(
                 400, f"messages.{place}.content: holds half of a character pair; send it as UTF-8 text", field="messages"
             ) from None
+    check_length(service, sum(len(turn["content"]) for turn in turns), "messages")
     try:
         ids = service.template.render(turns, add_generation_prompt=True)
     except TextmillError as error:

@@ -72,9 +72,14 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     pieces: Pieces = field(init=False)
+    longest_text: float = field(init=False)
+    """Characters that a prompt can have at all: the longest token, as often as there is room."""
 
     def __post_init__(self) -> None:
-        self.pieces = Pieces(self.scheduler.tokenizer)
+        self.pieces, inner = Pieces(self.scheduler.tokenizer), self.scheduler.tokenizer.inner
+        # A normalizer may take characters away before they become tokens.
+        longest = math.inf if inner.normalizer else max(map(len, inner.get_vocab()))
+        self.longest_text = self.longest_prompt * longest
 
     @property
     def longest_prompt(self) -> int:
