@@ -19,6 +19,7 @@ import numpy as np
 
 from textmill import faults
 from textmill.checkpoint import STEP_NAME, Checkpoint, Snapshot, faults_in, find_checkpoint, prune, steps_of, tidy, write_checkpoint
+from textmill.deals import dealt
 
 RULES: dict[str, dict[str, int | None]] = {
     "the old one goes": {"keep": 1, "keep_every": None},
@@ -31,7 +32,9 @@ def snapshot(step: int, kilobytes: int = 1) -> Snapshot:
     values = np.random.default_rng(step).normal(size=(kilobytes * 64, 4)).astype(np.float32)
     progress = {"step": step, "updates": step, "valid_loss": (1 / step).hex()}
     files = {"config.json": b"{}", "run.yaml": b"step: %d\n" % step}
-    return Snapshot(step, [("w", values), ("b", values[0])], [("m/w", values * 2), ("v/w", values * 3)], progress, files)
+    weights, moments = [("w", values), ("b", values[0])], [("m/w", values * 2), ("v/w", values * 3)]
+    deals = (dealt("model", weights, values.nbytes)[0], dealt("optimizer", moments, values.nbytes)[0])  # two files of each
+    return Snapshot(step, weights, moments, progress, files, deals)
 
 
 def _save(run: Path, kilobytes: int, rule: dict[str, int | None]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,11 @@ import numpy as np
 import pytest
 
 from textmill import faults
-from textmill.checkpoint import Saver, Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
-from textmill.errors import Stopped, TextmillError
+from textmill.checkpoint import Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
+from textmill.deals import Deal, dealt
+from textmill.errors import Stopped, TextmillError, Told
+from textmill.ranks import Ranks
+from textmill.saver import Saver
 from textmill.tensors import blocks_of, read_tensors
 
 
@@ -29,6 +35,27 @@ def equal(one: Any, other: Any) -> bool:
     return all(
         name == named and np.array_equal(values, found) for (name, values), (named, found) in zip(sorted(one), sorted(other), strict=True)
     )
+
+
+class Threads:
+    """Processes of a run, played by threads."""
+
+    def __init__(self, rank: int, shared: list[Any], gate: threading.Barrier) -> None:
+        self.rank, self.world, self.first = rank, len(shared), rank == 0
+        self.shared, self.gate = shared, gate
+
+    def gather(self, value: Any) -> list[Any]:
+        self.shared[self.rank] = json.dumps(value)
+        self.gate.wait(60)
+        found = [json.loads(text) for text in self.shared]
+        self.gate.wait(60)
+        return found
+
+
+def in_threads(world: int, work: Callable[[Any], Any]) -> list[Any]:
+    shared, gate = [None] * world, threading.Barrier(world)
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(work, [Threads(rank, shared, gate) for rank in range(world)]))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -142,7 +169,7 @@ def test_retention(tmp_path: Path) -> None:
     assert best is not None
     assert best.step == 30
     assert by_number is not None
-    with pytest.raises(TextmillError, match=r"optimizer\.safetensors was pruned"):
+    with pytest.raises(TextmillError, match="its optimizer was pruned"):
         list(by_number.moments())
     with pytest.raises(TextmillError, match="no checkpoint of step 50; found 30, 40, 60, 70"):
         find_checkpoint(tmp_path, 50)
@@ -196,3 +223,79 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(TextmillError, match="leaves the folder"):
         list(open_checkpoint(tmp_path).weights())
+
+
+def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None:
+    dice = np.random.default_rng(1)
+    weights = [(name, dice.normal(size=(size, 10)).astype(np.float32)) for name, size in (("a", 10), ("b", 5), ("c", 30), ("d", 1))]
+    moments = [(f"m/{name}", values * 2) for name, values in weights]
+    deals = (dealt("model", weights, 700)[0], dealt("optimizer", moments, 700)[0])
+    assert [list(file) for file in deals[0].files] == [["a", "b"], ["c"], ["d"]], (
+        "in order, none above the limit but one that is larger alone"
+    )
+    folder = write_checkpoint(tmp_path, Snapshot(3, weights, moments, {"step": 3}, {"config.json": b"{}"}, deals))
+    names = {path.name for path in folder.glob("*.safetensors")}
+    assert names == {f"{stem}-0000{number}-of-00003.safetensors" for stem in ("model", "optimizer") for number in (1, 2, 3)}
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    assert equal(found.weights(), weights)
+    assert equal(found.moments(), moments)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(values.nbytes for _, values in weights)
+    for name in sorted(names):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-1])
+        assert any(name in fault for fault in faults_in(folder))
+        (folder / name).write_bytes(data)
+    write_checkpoint(tmp_path, snapshot(4))
+    prune(tmp_path, keep=1, keep_every=3)
+    assert not list(folder.glob("optimizer*"))
+    assert faults_in(folder) == []
+
+
+def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path: Path) -> None:
+    """Three processes as threads: what each is given and writes, and what they say to one another."""
+    values = {name: np.full((4, 4), float(number), np.float32) for number, name in enumerate("abcdefg")}
+    moments = {f"m/{name}": array * 2 for name, array in values.items()}
+
+    def work(ranks: Ranks, step: int) -> tuple[set[str], BaseException | None]:
+        deal = Deal("model", lambda name: values[name].nbytes, 128, ranks.rank, ranks.world)
+        own = [(name, array) for name, array in values.items() if deal.mine(name)]
+        state = Deal("optimizer", lambda name: moments[name].nbytes, 64, ranks.rank, ranks.world, len(deal.files))
+        mine = [(name, array) for name, array in moments.items() if state.mine(name)]
+        try:
+            if step == 2 and ranks.rank == 1:
+                own = [("a", values["a"])] * 2 + [("nowhere", values["a"])]  # a name that no file has
+            write_checkpoint(tmp_path, Snapshot(step, own, mine, {"step": step}, {"config.json": b"{}"}, (deal, state)), ranks)
+        except BaseException as error:
+            return {name for name, _ in own}, error
+        return {name for name, _ in own}, None
+
+    told = in_threads(3, lambda ranks: work(ranks, 1))
+    assert [fault for _, fault in told] == [None] * 3
+    assert [sorted(names) for names, _ in told] == [["a", "b", "g"], ["c", "d"], ["e", "f"]]
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    assert equal(found.weights(), list(values.items()))
+    assert equal(found.moments(), list(moments.items()))
+    told = in_threads(3, lambda ranks: work(ranks, 2))
+    assert [type(fault) for _, fault in told] == [Told, KeyError, Told]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
+
+
+def test_transformers_opens_several_files(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from textmill.config import ModelConfig, ShapeConfig
+    from textmill.models import gpt2
+
+    shape = gpt2.shape_of(ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0)
+    weights = list(gpt2.first_weights(shape, 3))
+    deal = dealt("model", weights, 4000)[0]
+    assert len(deal.files) > 5
+    files = {"config.json": json.dumps(gpt2.hf_config_of(shape)).encode()}
+    folder = write_checkpoint(tmp_path, Snapshot(1, weights, [], {"step": 1}, files, (deal, dealt("optimizer", [])[0])))
+    theirs, loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loaded.values())
+    found = {name.removeprefix("transformer."): values.numpy() for name, values in theirs.state_dict().items()}
+    assert all(np.array_equal(found[name.removeprefix("transformer.")], values) for name, values in weights)

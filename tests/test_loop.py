@@ -216,7 +216,7 @@ def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) ->
     assert list(steps_of(run)) == [5, 10, 12]
     metrics = numbers_of(run)
     attempts: list[tuple[list[str], dict[str, object], str]] = [
-        ([], {"step": 5}, "optimizer.safetensors was pruned"),
+        ([], {"step": 5}, "its optimizer was pruned"),
         (["model.init_from=nowhere/at-all/x"], {"force": "yes"}, "no such folder"),
         (["engine.device=cuda:7"], {"force": "yes"}, "is not there"),
         (["engine.device=cuda:7", "train.steps=20"], {}, "is not there"),

@@ -40,7 +40,7 @@ def run(config: RunConfig, force: Force = "no") -> Path:
     folder = train(config, force)
     checkpoint = list(steps_of(folder).values())[-1]
     files = read_json(checkpoint / MANIFEST)["files"]
-    weights = [account["sha256"] for name, account in files.items() if name.endswith("model.safetensors")]
+    weights = [account["sha256"] for name, account in files.items() if name.endswith(".safetensors")]
     asked = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
     summary = _summary_of(folder, asked)
     if summary is None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from textmill.adapters import is_adapter, read_weights, tokenizer_folder
-from textmill.errors import Stopped, TextmillError, warn
+from textmill.deals import Deal, dealt, write_dealt
+from textmill.errors import TextmillError, warn
 from textmill.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
 from textmill.hub import open_folder
+from textmill.ranks import ALONE, Ranks, together
 from textmill.stages import MANIFEST
-from textmill.tensors import Named, blocks_of, read_tensors
+from textmill.tensors import INDEX, Named, read_tensors
 
 WhichStep = int | Literal["latest", "best"]
 OPTIMIZER_MANIFEST = "optimizer.manifest.json"
-OPTIMIZER = "optimizer.safetensors"
 BEST = "best"
 """In a run's folder: a link to the checkpoint with the lowest valid loss."""
 STEP_NAME = re.compile(r"^step-(\d{7,})$")
@@ -44,10 +42,11 @@ class Checkpoint:
         """The optimizer's state by weight name: m/NAME, v/NAME; refused, when it is asked for, where it was pruned."""
         if not (self.folder / OPTIMIZER_MANIFEST).is_file():
             raise TextmillError(
-                f"{self.folder}: its {OPTIMIZER} was pruned; go on from a newer checkpoint, "
+                f"{self.folder}: its optimizer was pruned; go on from a newer checkpoint, "
                 f"or start a new run from its weights: model.init_from={self.folder}"
             )
-        yield from read_tensors(self.folder / OPTIMIZER)
+        for name in sorted(read_json(self.folder / OPTIMIZER_MANIFEST)["files"]):
+            yield from read_tensors(self.folder / name)
 
     @property
     def tokenizer(self) -> Path:
@@ -63,16 +62,16 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one checkpoint holds, in host memory."""
+    """What one checkpoint holds, in host memory: of weights and moments those that this process writes."""
 
     step: int
-    weights: list[Named]
-    moments: list[Named]
+    weights: Iterable[Named]
+    moments: Iterable[Named]
     progress: dict[str, Any]
     files: dict[str, bytes]
     """More files by name: config.json, run.yaml, the tokenizer's."""
-    model: str = "model.safetensors"
-    """The file that the weights go into."""
+    deals: tuple[Deal, Deal] | None = None
+    """Which tensors of all processes go into which file; if not said, all are here and go by the limit."""
 
 
 def steps_of(run: Path) -> dict[int, Path]:
@@ -178,24 +177,42 @@ def name_best(run: Path) -> int | None:
     return best
 
 
-def write_checkpoint(run: Path, snapshot: Snapshot) -> Path:
-    """Write one checkpoint as a temporary folder, its manifest last, and put it in place."""
+def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = ALONE) -> Path:
+    """Write one checkpoint as a temporary folder, its manifest last, and put it in place; all processes together."""
     final = run / f"step-{snapshot.step:07d}"
-    folder = run / f"{final.name}.tmp-{os.getpid()}"
-    clear(folder)
-    folder.mkdir(parents=True)
+    folder = run / f"{final.name}.tmp-new"
+    if snapshot.deals is None:
+        (weights, held), (moments, state) = dealt("model", snapshot.weights), dealt("optimizer", snapshot.moments)
+        snapshot = replace(snapshot, weights=held, moments=state, deals=(weights, moments))
     try:
-        files = {name: write_bytes(folder / name, [data]) for name, data in snapshot.files.items()}
-        files[snapshot.model] = write_bytes(folder / snapshot.model, blocks_of(snapshot.weights))
-        files["progress.json"] = write_json(folder / "progress.json", snapshot.progress)
-        account = write_bytes(folder / OPTIMIZER, blocks_of(snapshot.moments))
-        write_json(folder / OPTIMIZER_MANIFEST, {"files": {OPTIMIZER: account}})
-        write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
-        replace_folder(folder, final)
+        shares = together(ranks, lambda: _write_share(folder, snapshot))
+        together(ranks, lambda: _commit(folder, final, snapshot, shares) if ranks.first else None)
     except BaseException:
-        clear(folder)
+        if ranks.first:
+            clear(folder)
         raise
     return final
+
+
+def _write_share(folder: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The files of this process's weights and those of its moments, with their accounts."""
+    assert snapshot.deals
+    folder.mkdir(parents=True, exist_ok=True)
+    return [write_dealt(folder, deal, named) for deal, named in zip(snapshot.deals, (snapshot.weights, snapshot.moments), strict=True)]
+
+
+def _commit(folder: Path, final: Path, snapshot: Snapshot, shares: list[Any]) -> None:
+    """All that is written once, by the first process, when every file of tensors is there."""
+    assert snapshot.deals
+    files = {name: write_bytes(folder / name, [data]) for name, data in snapshot.files.items()}
+    files |= {name: account for weights, _ in shares for name, account in weights.items()}
+    if len(snapshot.deals[0].files) > 1:
+        files[INDEX] = write_json(folder / INDEX, snapshot.deals[0].index())
+    files["progress.json"] = write_json(folder / "progress.json", snapshot.progress)
+    moments = {name: account for _, moments in shares for name, account in moments.items()}
+    write_json(folder / OPTIMIZER_MANIFEST, {"files": moments})
+    write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
+    replace_folder(folder, final)
 
 
 def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
@@ -208,8 +225,8 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
         if step in newest:
             continue
         if step == best or (keep_every and step % keep_every == 0):
-            clear(folder / OPTIMIZER_MANIFEST)
-            clear(folder / OPTIMIZER)
+            for path in (folder / OPTIMIZER_MANIFEST, *folder.glob("optimizer*.safetensors")):
+                clear(path)
         else:
             remove_folder(folder)
             removed.append(folder)
@@ -221,47 +238,3 @@ def tidy(run: Path) -> None:
     for pattern in ("step-*.tmp-*", "step-*.old-*"):
         for path in run.glob(pattern):
             clear(path)
-
-
-class Saver:
-    """Writes checkpoints beside training, one at a time."""
-
-    def __init__(self, run: Path, *, keep: int, keep_every: int | None) -> None:
-        self.run = run
-        self._prune = partial(prune, run, keep=keep, keep_every=keep_every)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def save(self, snapshot: Snapshot) -> None:
-        """Begin writing; waits for the save before it, and raises what went wrong there."""
-        self.wait()
-        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
-        self._thread.start()
-
-    def _write(self, snapshot: Snapshot) -> None:
-        try:
-            if not faults_in(write_checkpoint(self.run, snapshot), deep=False):
-                self._prune()
-        except BaseException as error:
-            self._error = error
-
-    def check(self) -> None:
-        """Raise what went wrong in a save that is over; never waits."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.wait()
-
-    def join(self) -> None:
-        """Wait until the save under way is over."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def wait(self) -> None:
-        """Wait until the save under way is over; raise what went wrong in it."""
-        self.join()
-        if (error := self._error) is not None:
-            self._error = None
-            if isinstance(error, OSError):
-                reason = f"a checkpoint could not be written ({error.strerror}); those before it are whole"
-                raise Stopped(f"{self.run}: {reason}; make room and run again") from None
-            raise error

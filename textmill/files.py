@@ -46,7 +46,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_bytes(path: Path, blocks: Iterable[bytes]) -> dict[str, Any]:
+def write_bytes(path: Path, blocks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a file whole or not at all; return its length and SHA-256, taken while writing."""
     digest, length = hashlib.sha256(), 0
     with writing(path) as stream:

@@ -7,15 +7,16 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from textmill.checkpoint import Saver, WhichStep
+from textmill.checkpoint import WhichStep
 from textmill.config import RunConfig
 from textmill.course import Course, course_of
-from textmill.engines import Engine, Ranks, Step, Sums, open_engine, open_ranks
-from textmill.engines.ranks import agreed, word_of
+from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
 from textmill.errors import EXIT_STOPPED, Stopped, TextmillError, Told
 from textmill.files import locked, new_folder, shown, write_json, write_text
 from textmill.generation.prompts import write_samples
+from textmill.ranks import Ranks, agreed
 from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, spoken_best, trackers_of
+from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping
@@ -71,7 +72,7 @@ class Training:
         self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
         self.engine, self.ranks, self.first, self.stopping = engine, engine.ranks, engine.first, stopping
         self.run, self.files, self.bad_logs = config.folder_of("train"), files_of(config, data, start), 0
-        self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every)
+        self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every, ranks=self.ranks.again())
         self.valid_loss: float | None = None
 
     def go(self, batches: Batches) -> None:
@@ -96,12 +97,11 @@ class Training:
     def _after(self, done: int, result: Step) -> None:
         """What is due after so many steps: log, evaluate, save, stop."""
         train, due, last = self.train, self.course.due, done == self.course.steps
-        self.saver.check()
         if done == 1 or due(train.log_every, done):
             self._log(done, result)
         paused = time.perf_counter()
         self.valid_loss = self._evaluate(done) if due(train.evaluate_every, done) else None
-        asked = word_of(self.ranks, self.stopping.asked)
+        asked = asked_to_stop(self.ranks, self.stopping, self.saver)
         if asked or due(train.save_every, done):
             self._save(done, result)
         self.clock += time.perf_counter() - paused
@@ -138,12 +138,9 @@ class Training:
         return loss
 
     def _save(self, done: int, result: Step) -> None:
-        samples, length = self.course.samples(done), self.course.length
-        snapshot = snapshot_of(self.engine, done, self.start, samples, length, result.loss, self.valid_loss, self.files)
-        if self.first:
-            self.saver.save(snapshot)
+        self.saver.save(snapshot_of(self.engine, done, self.start, self.course, result.loss, self.valid_loss, self.files))
         self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
-        if self.train.prompts and self.first:
+        if self.train.prompts:
             self.saver.wait()
-            for line in write_samples(self.config, self.run / f"step-{done:07d}", done):
+            for line in write_samples(self.config, self.run / f"step-{done:07d}", done) if self.first else ():
                 self.trackers.note(line)

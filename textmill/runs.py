@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREF
 from textmill.checkpoint import BEST, Checkpoint, Snapshot, WhichStep, find_checkpoint, losses_of, name_best, open_model, steps_of, tidy
 from textmill.config import LoraConfig, RunConfig
 from textmill.course import Course
+from textmill.deals import Deal
 from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder, shown
 from textmill.models import open_family, shape_in
@@ -263,19 +266,26 @@ def trackers_of(config: RunConfig, course: Course, start: Start, facts: dict[str
 
 
 def snapshot_of(
-    engine: Any, step: int, start: Start, samples: int, length: int, loss: float, valid_loss: float | None, files: dict[str, bytes]
+    engine: Any, step: int, start: Start, course: Course, loss: float, valid_loss: float | None, files: dict[str, bytes]
 ) -> Snapshot:
-    """A copy in host memory of all that a checkpoint holds, on the first process; losses as hex, so that no digit is lost."""
+    """A copy in host memory of what a checkpoint holds and this process writes; losses as hex, so that no digit is lost."""
+    samples = course.samples(step)
     progress = {
-        "step": step, "updates": engine.updates(), "samples": samples, "tokens": samples * length, "loss": loss.hex(),
+        "step": step, "updates": engine.updates(), "samples": samples, "tokens": samples * course.length, "loss": loss.hex(),
         "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
         "textmill": __version__, "scaling": engine.scaling(),
     }  # fmt: skip
+    bytes_of = {weight.name: 4 * math.prod(weight.shape) for weight in open_family(start.shape.family).weights_of(start.shape)}
+    deal = partial(
+        Deal, size_of=lambda name: bytes_of.get(name.rpartition("/")[2], 0), limit=int(course.train.file_gb * 1e9),
+        rank=engine.ranks.rank, world=engine.ranks.world,
+    )  # fmt: skip
+    prefix, weights = (PREFIX, deal(ADAPTER_MODEL.removesuffix(".safetensors"))) if start.base else ("", deal("model"))
 
-    def kept(_: str) -> bool:
-        return bool(engine.first)
+    def mine(name: str) -> bool:
+        return weights.mine(prefix + name)
 
-    weights, moments = [*engine.weights(kept), *start.whole], list(engine.moments(kept))
-    if start.base is None:
-        return Snapshot(step, weights, moments, progress, files)
-    return Snapshot(step, [(PREFIX + name, values) for name, values in weights], moments, progress, files, ADAPTER_MODEL)
+    held = [*engine.weights(mine), *(one for one in start.whole if mine(one[0]))]
+    moments = deal("optimizer", turn=len(weights.files))
+    state = list(engine.moments(moments.mine))
+    return Snapshot(step, [(prefix + name, values) for name, values in held], state, progress, files, (weights, moments))

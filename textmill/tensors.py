@@ -24,6 +24,7 @@ READ_AS: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 Precision = Literal["fp32", "bf16", "fp16"]
 WRITTEN_AS: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 LONGEST_HEADER = 100_000_000
+INDEX = "model.safetensors.index.json"
 
 
 def blocks_of(named: list[Named], precision: Precision = "fp32") -> Iterator[bytes]:
@@ -100,7 +101,7 @@ def _values(data: mmap.mmap, offset: int, count: int, dtype: str) -> NDArray[np.
 
 def read_model(folder: Path) -> Iterator[Named]:
     """The weights of a model folder, in one safetensors file or in Hugging Face shards."""
-    shards = folder / "model.safetensors.index.json"
+    shards = folder / INDEX
     if (folder / "model.safetensors").is_file():
         yield from read_tensors(folder / "model.safetensors")
     elif shards.is_file():
@@ -127,4 +128,4 @@ def _shards_in(path: Path) -> list[str]:
 def fingerprint_of(folder: Path) -> str:
     """A hash of a model folder's weights: their files' whole content."""
     files = sorted(folder.glob("*.safetensors"))
-    return hash_json({path.name: hash_file(path) for path in files if path.name != "optimizer.safetensors"})
+    return hash_json({path.name: hash_file(path) for path in files if not path.name.startswith("optimizer")})

@@ -166,6 +166,8 @@ class TrainConfig(Section):
     """How many of the newest checkpoints stay; the best one and those of `train.keep_every` stay besides."""
     keep_every: int | None = how(None, ge=1)
     """Checkpoints whose step this divides are never pruned."""
+    file_gb: float = how(5.0, gt=0)
+    """Largest file of a checkpoint in GB; a larger state is written as several, which transformers opens as well."""
     prompts: list[str] = texts([])
     """Texts that each saved checkpoint continues, into samples.jsonl, so that progress can be read."""
 

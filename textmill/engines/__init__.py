@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-from textmill.engines.ranks import Alone, Ranks
 from textmill.errors import TextmillError
+from textmill.ranks import Alone, Ranks
 from textmill.tensors import Named
 from textmill.tokens.batches.batch import Batch
 

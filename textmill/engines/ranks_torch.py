@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from textmill.devices import open_device
-from textmill.engines.ranks import Alone, Ranks
 from textmill.errors import TextmillError
+from textmill.ranks import Alone, Ranks
 
 FIRST_PORT, PORTS = 20_000, 20_000
 """Where a SLURM job's processes meet when MASTER_PORT does not say: a port by the job's number."""
@@ -88,7 +88,7 @@ class TorchRanks:
     """Ranks over a gloo group of its own, so that agreeing never meets the collectives of a step."""
 
     def __init__(self, launch: Launch, device: torch.device) -> None:
-        self.rank, self.world, self.device = launch.rank, launch.world, device
+        self.launch, self.rank, self.world, self.device = launch, launch.rank, launch.world, device
         self.group = dist.new_group(backend="gloo")
 
     @property
@@ -123,6 +123,10 @@ class TorchRanks:
     def barrier(self) -> None:
         """Wait for all."""
         dist.barrier(group=self.group)
+
+    def again(self) -> TorchRanks:
+        """Over another group."""
+        return TorchRanks(self.launch, self.device)
 
     def close(self) -> None:
         """Give all groups back."""

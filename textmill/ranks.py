@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any, Protocol, TypeVar
 
-from textmill.errors import TextmillError, Told
+from textmill.errors import EXIT_STOPPED, TextmillError, Told
 
 T = TypeVar("T")
 
@@ -39,6 +39,10 @@ class Ranks(Protocol):
         """Wait for all."""
         ...
 
+    def again(self) -> Ranks:
+        """The same processes over a group of its own, for a thread of its own."""
+        ...
+
     def close(self) -> None:
         """Leave the others."""
         ...
@@ -64,8 +68,15 @@ class Alone:
     def barrier(self) -> None:
         """Nobody to wait for."""
 
+    def again(self) -> Alone:
+        """Itself."""
+        return self
+
     def close(self) -> None:
         """Nobody to leave."""
+
+
+ALONE = Alone()
 
 
 def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -88,6 +99,16 @@ def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def word_of(ranks: Ranks, word: str | None) -> str | None:
-    """What any process says, the same for all; nothing where none says anything."""
-    return next(filter(None, ranks.gather(word))) if ranks.any(word is not None) else None
+def together(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
+    """What the work of each process gave, by rank; where one fails, all do, the others without a word of their own."""
+    value, fault = None, None
+    try:
+        value = work()
+    except BaseException as error:
+        fault = error
+    found = ranks.gather([value, fault is not None])
+    if fault is not None:
+        raise fault
+    if any(failed for _, failed in found):
+        raise Told(EXIT_STOPPED)
+    return [value for value, _ in found]
