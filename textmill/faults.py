@@ -84,7 +84,8 @@ def begin_step(step: int) -> None:
 
 def hits(what: str, step: int) -> bool:
     """Whether this process is to break so in this step."""
-    return bool(_armed) and Fault(what, "step", step, int(os.environ.get("RANK", 0))) in _armed
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0
+    return bool(_armed) and Fault(what, "step", step, int(rank)) in _armed
 
 
 def _die() -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 from textmill.checkpoint import WhichStep
 from textmill.config import RunConfig
+from textmill.copies import check_copies
 from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
-from textmill.errors import EXIT_STOPPED, Stopped, TextmillError, Told
-from textmill.files import locked, new_folder, shown, write_json, write_text
+from textmill.errors import TextmillError
+from textmill.files import locked, new_folder, shown, write_text
 from textmill.generation.prompts import write_samples
 from textmill.ranks import Ranks, agreed
 from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, spoken_best, trackers_of
 from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
 from textmill.stages import Force
-from textmill.stopping import Stopping
+from textmill.stopping import Stopping, stopped, stopped_by
 from textmill.tokens.batches.ahead import ahead
 from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches
@@ -40,7 +42,7 @@ def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") ->
                 print(f"train: done already: {shown(run)} (step {start.step:,})")
             return run
         engine = agreed(ranks, lambda: _loaded(config, start, ranks, held))
-        with Stopping() as stopping:
+        with Stopping() as stopping, ranks.watched(partial(stopped, run)):
             Training(config, course, data, start, engine, stopping).go(batches)
     return run
 
@@ -86,6 +88,7 @@ class Training:
             for step, batch in ahead(
                 lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))), self.start.step, self.course.steps
             ):
+                self.ranks.at(f"step {step + 1}")
                 self._after(step + 1, self.engine.train_step(batch, step, lr_at(step, self.train)))
             self.saver.wait()
             if self.first:
@@ -99,6 +102,7 @@ class Training:
         train, due, last = self.train, self.course.due, done == self.course.steps
         if done == 1 or due(train.log_every, done):
             self._log(done, result)
+        check_copies(self.ranks, self.engine, done, self.config.engine.check_every)
         paused = time.perf_counter()
         self.valid_loss = self._evaluate(done) if due(train.evaluate_every, done) else None
         asked = asked_to_stop(self.ranks, self.stopping, self.saver)
@@ -107,10 +111,7 @@ class Training:
         self.clock += time.perf_counter() - paused
         if asked and not last:
             self.saver.wait()
-            if not self.first:
-                raise Told(EXIT_STOPPED)
-            write_json(self.run / "stopped.json", {"step": done, "signal": asked})
-            raise Stopped(f"stopped by {asked} at step {done:,}, saved; the same command goes on from there")
+            raise stopped_by(asked, self.run, done, self.first)
 
     def _log(self, done: int, result: Step) -> None:
         scale, at = result.scale, "" if result.scale is None else f" at a loss scale of {result.scale:,.0f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any, Protocol, TypeVar
 
 from textmill.errors import EXIT_STOPPED, TextmillError, Told
@@ -43,6 +43,14 @@ class Ranks(Protocol):
         """The same processes over a group of its own, for a thread of its own."""
         ...
 
+    def at(self, place: str) -> None:
+        """Say what this process is at, for the others to know if it never comes back."""
+        ...
+
+    def watched(self, leave: Callable[[str], None]) -> AbstractContextManager[None]:
+        """While open, one that dies or hangs ends them all, with its rank and every other's stack; `leave` is told why before that."""
+        ...
+
     def close(self) -> None:
         """Leave the others."""
         ...
@@ -71,6 +79,13 @@ class Alone:
     def again(self) -> Alone:
         """Itself."""
         return self
+
+    def at(self, place: str) -> None:
+        """Nobody asks."""
+
+    def watched(self, leave: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Nobody to watch."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nobody to leave."""

@@ -26,6 +26,7 @@ from textmill.models.lora import first_adapters, peft_config_of
 from textmill.models.resized import resized
 from textmill.models.rules import rules_of
 from textmill.stages import Force, differences
+from textmill.stopping import STOPPED
 from textmill.tensors import Named, fingerprint_of
 from textmill.tokens.inherited import Inherited, inherited
 from textmill.tokens.preflight import preflight
@@ -81,7 +82,7 @@ def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> St
 def make_room(run: Path, step: int) -> None:
     """Take away what comes after the step that a run goes on from, and word of an earlier stop; all of it, when it starts anew."""
     tidy(run)
-    (run / "stopped.json").unlink(missing_ok=True)
+    (run / STOPPED).unlink(missing_ok=True)
     for later, folder in steps_of(run).items():
         if later > step:
             remove_folder(folder)

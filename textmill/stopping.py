@@ -6,10 +6,13 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 from types import TracebackType
 
-from textmill.errors import EXIT_STOPPED
+from textmill.errors import EXIT_STOPPED, Stopped, TextmillError, Told
+from textmill.files import write_json
 
+STOPPED = "stopped.json"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
 
@@ -46,3 +49,16 @@ class Stopping:
                 signal.signal(number, handler)  # type: ignore[arg-type]
             signal.set_wakeup_fd(self._fd_before)
             self._near.close()
+
+
+def stopped(run: Path, why: str, step: int | None = None) -> None:
+    """Leave word that the run ended before its time and may go on; exit codes do not outlive every launcher."""
+    write_json(run / STOPPED, {"why": why, **({} if step is None else {"step": step})})
+
+
+def stopped_by(signal: str, run: Path, step: int, first: bool) -> TextmillError:
+    """What ends a run that was asked to stop and is saved; one process says so for all."""
+    if not first:
+        return Told(EXIT_STOPPED)
+    stopped(run, f"stopped by {signal}", step)
+    return Stopped(f"stopped by {signal} at step {step:,}, saved; the same command goes on from there")

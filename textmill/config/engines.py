@@ -19,6 +19,10 @@ class EngineSection(Section):
     """Samples that go through the device at a time; auto: as many as a simple memory rule allows."""
     recompute: int = how(0, ge=0)
     """Make inner states again in backward instead of keeping them, so many blocks at a time; 0: keep all. Same numbers, less memory."""
+    timeout: float = how(600.0, gt=0)
+    """Several processes: seconds without a move after which the run ends and says which process the others wait for."""
+    check_every: int = how(100, ge=1)
+    """Several processes: steps between two looks at whether their copies of the weights are still the same."""
 
     @field_validator("micro_batch")
     @classmethod

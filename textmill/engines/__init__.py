@@ -95,6 +95,10 @@ class Engine(Protocol):
         """Take weights, moments (none with 0 updates), the count of updates and the loss scale's state; `where` names them in errors."""
         ...
 
+    def copies(self) -> dict[str, int]:
+        """A number for each weight, or part of one, that other processes hold a copy of: the same for the same bits."""
+        ...
+
     def updates(self) -> int:
         """Optimizer updates done so far, skipped ones not counted."""
         ...

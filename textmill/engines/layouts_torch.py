@@ -102,6 +102,12 @@ class Layout:
             own = _gathered(turned, len(turned) * self.peers.count, self.peers.count, self.peers.group).movedim(0, weight.split)
         return own
 
+    def name_of(self, weight: Weight, parameter: nn.Parameter) -> str:
+        """The name of what this process holds of a weight: the same on those that hold the same."""
+        parts = [f"shard {self.shard_part}"] if isinstance(parameter, DTensor) else []
+        parts += [f"tensor {self.peers.rank}"] if self.peers and weight.split is not None else []
+        return f"{weight.name} ({', '.join(parts)})" if parts else weight.name
+
     def part(self, weight: Weight, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """What this process holds of a whole tensor."""
         if self.peers and weight.split is not None:

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from textmill import faults
 from textmill.config import RunConfig, TrainConfig
 from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
+from textmill.engines.bits_torch import bit_sums, flip_a_bit
 from textmill.engines.graphs_torch import Recorded
 from textmill.engines.layouts_torch import Layout, own_of
 from textmill.engines.losses_peers_torch import shared_loss, shared_scores
@@ -91,8 +94,13 @@ class OnTorch:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Forward and backward by micro-batches, then one update; a non-finite gradient leaves the weights alone."""
+        faults.begin_step(step)
         asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.sums(asked_of(batch)))
         shares = token_shares(batch, self.train.loss, asked, asking)
+        if faults.hits("nan", step):
+            shares = shares * np.float32("nan")
+        if faults.hits("flip", step):
+            flip_a_bit(own_of(self.optimizer.parameters[0]))
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if self._drops() else None
         total = torch.zeros((), device=self.device)
         scale = self.scaler.scale if self.scaler else None
@@ -153,6 +161,10 @@ class OnTorch:
         for kind, state in self.optimizer.states():
             yield from named_copies(self.net, state, f"{kind}/", mine, self.layout.whole)
 
+    def copies(self) -> dict[str, int]:
+        """The bits of what this process holds of each weight, summed on its device; processes that hold the same have the same."""
+        return bit_sums({self.layout.name_of(weight, parameter): own_of(parameter) for weight, parameter in weights_of(self.net).values()})
+
     def updates(self) -> int:
         """Updates done."""
         return self.optimizer.count()
@@ -194,7 +206,7 @@ class OnTorch:
 
 def new_ranks(config: RunConfig) -> Ranks:
     """The processes that torchrun or srun started together, or this one alone."""
-    return open_ranks(config.engine.device)
+    return open_ranks(config.engine.device, config.engine.timeout)
 
 
 def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:

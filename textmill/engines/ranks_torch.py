@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from textmill.devices import open_device
 from textmill.errors import TextmillError
 from textmill.ranks import Alone, Ranks
+from textmill.watch import Watch
 
+LOST = ("gloo", "NCCL", "Connection closed")
+"""Words of errors that a collective raises when another process is gone."""
 FIRST_PORT, PORTS = 20_000, 20_000
 """Where a SLURM job's processes meet when MASTER_PORT does not say: a port by the job's number."""
 
@@ -52,8 +60,8 @@ def first_host(nodes: str) -> str:
     return (match[1] + (match[2] or "")) if match else nodes
 
 
-def open_ranks(device: str) -> Ranks:
-    """The processes that a launcher started together, their groups opened; `device` is the word of `engine.device`."""
+def open_ranks(device: str, timeout: float) -> Ranks:
+    """The processes that a launcher started together, their groups opened; the words of `engine.device` and `engine.timeout`."""
     launch = launch_of(os.environ)
     if launch is None or launch.world == 1:
         return Alone()
@@ -61,13 +69,12 @@ def open_ranks(device: str) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group(backend, init_method=_store(launch), rank=launch.rank, world_size=launch.world)
-    return TorchRanks(launch, chosen)
-
-
-def _store(launch: Launch) -> str:
-    """torchrun has a meeting place of its own behind env://."""
-    return "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.meet}"
+    # torchrun has a meeting place of its own behind env://.
+    place = "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.meet}"
+    store, rank, world = next(rendezvous(place, launch.rank, launch.world))
+    # The watch is to speak first: it knows whom the others wait for.
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60))
+    return TorchRanks(launch, chosen, store, timeout)
 
 
 def device_of(word: str, launch: Launch) -> torch.device:
@@ -87,8 +94,10 @@ def device_of(word: str, launch: Launch) -> torch.device:
 class TorchRanks:
     """Ranks over a gloo group of its own, so that agreeing never meets the collectives of a step."""
 
-    def __init__(self, launch: Launch, device: torch.device) -> None:
+    def __init__(self, launch: Launch, device: torch.device, store: Any, timeout: float) -> None:
         self.launch, self.rank, self.world, self.device = launch, launch.rank, launch.world, device
+        self.store, self.timeout = store, timeout
+        self.watch: Watch | None = None
         self.group = dist.new_group(backend="gloo")
 
     @property
@@ -104,6 +113,7 @@ class TorchRanks:
         """One all-reduce."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
+        self._moved()
         found: list[float] = tensor.tolist()
         return found
 
@@ -118,6 +128,7 @@ class TorchRanks:
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(found, tensor, group=self.group)
+        self._moved()
         return found
 
     def barrier(self) -> None:
@@ -126,7 +137,32 @@ class TorchRanks:
 
     def again(self) -> TorchRanks:
         """Over another group."""
-        return TorchRanks(self.launch, self.device)
+        return TorchRanks(self.launch, self.device, self.store, self.timeout)
+
+    def _moved(self, place: str | None = None) -> None:
+        if self.watch is not None:
+            self.watch.moved(place)
+
+    def at(self, place: str) -> None:
+        """Known to the watch."""
+        self._moved(place)
+
+    @contextmanager
+    def watched(self, leave: Callable[[str], None]) -> Iterator[None]:
+        """A thread of its own, with its own line to the place where the processes meet."""
+        board = self.store.clone()
+        board.set_timeout(timedelta(seconds=max(5.0, self.timeout / 2)))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.watch = Watch(self.rank, self.world, PrefixStore(f"watch/{attempt}", board), self.timeout, leave)
+        try:
+            yield
+        except RuntimeError as error:
+            if any(word in str(error) for word in LOST):
+                traceback.print_exc()
+                self.watch.end(f"a collective failed ({str(error).splitlines()[0][:160]})")
+            raise
+        finally:
+            self.watch.close()
 
     def close(self) -> None:
         """Give all groups back."""

@@ -1,0 +1,94 @@
+"""A process that is gone, stopped or stuck ends the job and is named; one that goes wrong alone harms nobody."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from bench.kill_ranks import started, words_of
+from bench.kill_train import prepared
+from textmill.copies import parted
+from textmill.watch import Sign, verdict_of, waits_in
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watch")
+    prepared(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_the_job_ends_and_the_process_is_named(root: Path, kind: str) -> None:
+    run = root / kind
+    ending = started(words_of(root, run), ranks=2, fault=f"{kind}@step:5:1", waits_for=[0])[0]
+    assert ending.code == 75, ending.said
+    assert ending.names(kind, 1), ending.said
+    assert ending.told == {0}, ending.said
+    assert "train_step" in ending.said, "the stack says where it waited"
+    assert "rank 1" in json.loads((run / "stopped.json").read_text())["why"]
+
+
+def test_one_that_goes_wrong_alone(root: Path) -> None:
+    """A gradient that is not a number on one process of three is left out by all; a flipped bit is noticed and placed."""
+    run = root / "alone"
+    words = words_of(root, run, "train.batch=6", "train.save_every=1", "train.keep=20", "engine.check_every=3")
+    endings = started(words, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
+    assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].said
+    assert "step 3: loss or gradient is not finite; the update was left out" in endings[0].said
+    hashes = [_hash_of(run / f"step-{step:07d}") for step in (2, 3, 4)]
+    assert hashes[0] == hashes[1] != hashes[2], "nothing changed, on no process, and then it went on"
+    assert json.loads((run / "step-0000004" / "progress.json").read_text())["updates"] == 3
+    told = [ending.said for ending in endings.values() if "are no longer the same" in ending.said]
+    assert len(told) == 1, "one speaks for all"
+    assert "step 9: the copies of" in told[0]
+    assert "rank 1 differs from the other 2" in told[0]
+
+
+def _hash_of(folder: Path) -> str:
+    return str(json.loads((folder / "manifest.json").read_text())["files"]["model.safetensors"]["sha256"])
+
+
+def test_who_is_to_blame() -> None:
+    at, waits = "step 5", "all_reduce (x.py:1)"
+    first: list[Sign | None] = [Sign(3, at, waits), Sign(9, at, waits), Sign(4, at, None)]
+    later: list[Sign | None] = [Sign(6, at, waits), Sign(9, at, waits), Sign(7, at, None)]
+    assert verdict_of(first, later) == "silent, so dead, stopped or cut off: rank 1 (last seen in step 5)"
+    assert "rank 2 (never seen)" in verdict_of([*first[:2], None], [*later[:2], None])
+    later[1] = Sign(12, at, waits)
+    assert verdict_of(first, later) == "the others wait for rank 2 (in step 5)"
+    later[2] = Sign(8, at, waits)
+    assert verdict_of(first, later).startswith("all processes wait for one another")
+
+
+def test_the_place_of_a_wait_is_read_from_the_stack() -> None:
+    gate, end = threading.Event(), threading.Lock()
+    thread = threading.Thread(target=lambda: gate.wait(), daemon=True)
+    busy = threading.Thread(target=lambda: end.acquire(), daemon=True)
+    with end:
+        thread.start()
+        busy.start()
+        found = waits_in(thread)
+        assert waits_in(busy) is None
+    gate.set()
+    thread.join()
+    busy.join()
+    assert found is not None
+    assert "gate.wait()" in found
+    assert "test_watch.py" in found
+
+
+def test_the_odd_one_is_named() -> None:
+    assert parted([{"a": 1, "b": 2}, {"a": 1, "b": 2}]) is None
+    assert parted([{}, {}]) is None
+    assert parted([{"a": 1}, {"b": 2}]) is None, "parts that only one holds have no copy"
+    alone = parted([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
+    assert alone is not None
+    assert "'b'" in alone
+    assert "rank 1 differs from the other 2" in alone
+    two = parted([{"a": 1}, {"a": 2}])
+    assert two is not None
+    assert "rank 0 and 1 differ, and no majority" in two

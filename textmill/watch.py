@@ -1,0 +1,167 @@
+"""Watch: a thread beside training that tells the other processes where this one is, and ends the job when one is gone or stuck."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from textmill.errors import EXIT_STOPPED
+
+STDERR = 2
+PULSE = 1.0
+"""Seconds between two signs of life."""
+GRACE = 3
+"""Pulses for the others to tell where they are before the job ends."""
+PATIENCE = 8
+"""Pulses without a sign before a process counts as silent."""
+
+
+class Board(Protocol):
+    """Where the processes leave notes for one another; torch's stores are such."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last that was heard of a process."""
+
+    pulse: int
+    place: str
+    """What it is at, such as step 12."""
+    waits: str | None
+    """The collective that its main thread waits in."""
+
+
+class Watch:
+    """Ends this process with the stack of each thread when nothing moves for `timeout` seconds, or when another process ends the job.
+
+    `leave` is called with the verdict before that.
+    """
+
+    def __init__(self, rank: int, world: int, board: Board, timeout: float, leave: Callable[[str], None]) -> None:
+        self.rank, self.world, self.board, self.timeout, self.leave = rank, world, board, timeout, leave
+        self._place, self._since, self._pulse = "the start", time.monotonic(), 0
+        self._reason: str | None = None
+        self._closed = threading.Event()
+        self._main = threading.main_thread()
+        self._beat()
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+
+    def moved(self, place: str | None = None) -> None:
+        """The main thread goes on; what it is at now."""
+        self._place, self._since = place or self._place, time.monotonic()
+
+    def end(self, reason: str) -> None:
+        """End the job from the main thread, which cannot go on; never returns."""
+        self._reason = reason
+        while True:
+            time.sleep(1)
+
+    def close(self) -> None:
+        """Nothing to watch any more."""
+        self._closed.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _look(self) -> None:
+        while not self._closed.wait(PULSE):
+            # Where even this thread cannot run, the interpreter's own watchdog speaks.
+            faulthandler.dump_traceback_later(2 * self.timeout + 10 * PULSE, exit=True, file=STDERR)
+            try:
+                self._beat()
+                said = self.board.get("over").decode() if self.board.check(["over"]) else None
+            except RuntimeError as error:
+                if self._closed.wait(GRACE * PULSE):  # rank 0 was the first to be done
+                    return
+                self._finish(f"the place where the processes meet is gone ({_first_line(error)}): rank 0 or its launcher has ended")
+                return
+            waited = time.monotonic() - self._since
+            if self._reason is None and waited > self.timeout:
+                self._reason = f"nothing moved for {waited:.0f} s"
+            if said or self._reason:
+                self._finish(said or self._verdict())
+                return
+
+    def _beat(self) -> None:
+        self._pulse += 1
+        self.board.set(f"sign/{self.rank}", json.dumps([self._pulse, self._place, waits_in(self._main)]))
+
+    def _sign_of(self, rank: int) -> Sign | None:
+        key = f"sign/{rank}"
+        return Sign(*json.loads(self.board.get(key))) if self.board.check([key]) else None
+
+    def _verdict(self) -> str:
+        """Who is to blame, from two looks at every other process."""
+        try:
+            before = [self._sign_of(rank) for rank in range(self.world)]
+            for _ in range(PATIENCE):
+                time.sleep(PULSE)
+                self._beat()
+                now = [self._sign_of(rank) for rank in range(self.world)]
+                if not silent_in(before, now):
+                    break
+            return verdict_of(before, now)
+        except RuntimeError as error:
+            return f"rank 0 or its launcher has ended ({_first_line(error)})"
+
+    def _finish(self, verdict: str) -> None:
+        """Say where this process is, let the others do so, and end."""
+        waits, reason = waits_in(self._main), self._reason or "another process ends the job"
+        where = f"{self._place}, waiting in {waits}" if waits else self._place
+        print(f"textmill: rank {self.rank}: in {where}: {reason}; {verdict}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=STDERR, all_threads=True)
+        try:
+            self.leave(verdict)
+            self.board.set("over", verdict)
+            time.sleep(GRACE * PULSE)
+        finally:
+            os._exit(EXIT_STOPPED)
+
+
+def silent_in(before: list[Sign | None], now: list[Sign | None]) -> dict[int, Sign | None]:
+    """The processes that gave no sign between two looks."""
+    pairs = enumerate(zip(before, now, strict=True))
+    return {rank: new for rank, (old, new) in pairs if new is None or (old is not None and old.pulse == new.pulse)}
+
+
+def verdict_of(before: list[Sign | None], now: list[Sign | None]) -> str:
+    """Whom the others wait for: those that are silent, else those that take no part in what the others wait in."""
+    if silent := silent_in(before, now):
+        places = [f"rank {rank} ({f'last seen in {sign.place}' if sign else 'never seen'})" for rank, sign in silent.items()]
+        return f"silent, so dead, stopped or cut off: {', '.join(places)}"
+    idle = [f"rank {rank} (in {sign.place})" for rank, sign in enumerate(now) if sign is not None and sign.waits is None]
+    if idle and len(idle) < len(now):
+        return f"the others wait for {', '.join(idle)}"
+    return "all processes wait for one another: a network that is lost, or a collective that not all have come to"
+
+
+def waits_in(thread: threading.Thread) -> str | None:
+    """The collective that a thread waits in, read from its stack."""
+    frame: FrameType | None = sys._current_frames().get(thread.ident or -1)
+    collective = None
+    while frame is not None:
+        path, place = Path(frame.f_code.co_filename), f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if path.parts[-3:-1] == ("torch", "distributed"):
+            collective = frame.f_code.co_name if path.name == "distributed_c10d.py" else collective
+        elif collective:
+            return f"{collective} ({place})"
+        elif ".wait()" in (line := linecache.getline(str(path), frame.f_lineno)):
+            return f"{line.strip()} ({place})"
+        frame = frame.f_back
+    return collective
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
