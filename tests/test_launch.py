@@ -1,0 +1,96 @@
+"""The launch recipes: what they say is what a shell and torchrun understand, and they know when a run may go on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.kill_train import prepared, trained
+from textmill.where import recipes_folder
+
+LAUNCH = recipes_folder() / "launch"
+SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & other=$!
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@"; code=$?
+wait $other
+exit $code
+"""
+"""Two tasks on this machine, in place of a cluster."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    prepared(folder)
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A path on which this interpreter, its torchrun and a cluster of one machine are found."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    scripts = {
+        "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+        "torchrun": f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n',
+        "srun": SRUN,
+        "scontrol": f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol\n',
+    }
+    for name, text in scripts.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join([str(tools), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(recipes_folder().parent), "MASTER_PORT": port, "RANKS": "2"}
+
+
+def run(script: str, words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", str(LAUNCH / script), *words], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_it_is_a_script_and_says_how_it_is_called(path: Path, environment: dict[str, str]) -> None:
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    bare = run(path.name, [], environment)
+    assert bare.returncode == 2
+    assert f"{path.name} CONFIG.yaml [section.key=value ...]" in bare.stderr
+    assert f"{path.name} CONFIG.yaml [section.key=value ...]" in path.read_text(encoding="utf-8").partition("set -uo")[0]
+
+
+def test_torchrun_knows_every_option() -> None:
+    from torch.distributed.run import parse_args
+
+    words = (LAUNCH / "many-nodes.sh").read_text(encoding="utf-8").partition("\ntorchrun ")[2].partition("-m textmill")[0]
+    options = [word for word in words.split() if word.startswith("--")]
+    assert len(options) == 5
+    parsed = parse_args("--nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint a:1 --rdzv-id b -m textmill train x".split())
+    assert all(hasattr(parsed, option.removeprefix("--").replace("-", "_")) for option in options)
+
+
+def test_one_node(root: Path, environment: dict[str, str]) -> None:
+    folder = root / "one"
+    done = run("one-node.sh", [*trained(root, folder, 2)[1:], "train.warmup=0"], environment)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stdout
+    assert (folder / "step-0000002" / "manifest.json").is_file()
+
+
+def test_slurm_queues_again_what_may_go_on(root: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    folder = root / "slurm"
+    words = [*trained(root, folder, 4)[1:], "train.warmup=0", "engine.timeout=10"]
+    job = {**environment, "SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    lost = run("slurm.sh", words, {**job, "TEXTMILL_FAULT": "kill@step:2:1"})
+    assert lost.returncode == 75, lost.stderr
+    assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
+    again = run("slurm.sh", words, {**job, "SLURM_RESTART_COUNT": "1"})
+    assert again.returncode == 0, again.stderr
+    assert (folder / "step-0000004" / "manifest.json").is_file()
+    assert (tmp_path / "scontrol").read_text() == "requeue 77\n", "what is done stays out of the queue"
