@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -13,6 +13,8 @@ from textmill.errors import TextmillError
 class EngineSection(Section):
     """What every engine is told."""
 
+    one_process: ClassVar[bool] = False
+    """Whether one process has all devices of a machine; else each device has a process of its own."""
     kind: str
     """Which engine."""
     micro_batch: int | Literal["auto"] = how("auto")

@@ -1,0 +1,109 @@
+"""verify finds what was planted, names it, and finds nothing where nothing is."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from textmill.cli import main
+from textmill.config import RunConfig
+from textmill.verification.findings import Finding, findings_of
+from textmill.verification.launches import Seen, launch
+from textmill.verification.small import Plan, plan_of
+from textmill.where import open_where
+
+PLANTED = {
+    "a missing all-reduce": (
+        ["engine.mesh.replicate=2"],
+        """
+        import contextlib
+        from textmill.engines import replicas_torch
+        replicas_torch.Replicas.last_pass = lambda *_: contextlib.nullcontext()
+        """,
+    ),
+    "a mean of means": (
+        ["engine.mesh.replicate=2"],
+        """
+        from textmill.engines import on_torch
+        shares = on_torch.token_shares
+        def of_means(batch, loss, asked, asking):
+            own, samples = on_torch.asked_of(batch)
+            return shares(batch, loss, 2 * own, 2 * samples)
+        on_torch.token_shares = of_means
+        """,
+    ),
+    "a mask left out": (
+        ["engine.mesh.replicate=2", "train.apart=true"],
+        "from textmill.engines import on_torch\non_torch.OnTorch._documents = lambda *_: None",
+    ),
+    "unscaled accumulation": (
+        ["engine.mesh.replicate=2", "train.batch=32", "engine.micro_batch=8"],
+        """
+        from textmill.engines import on_torch
+        shares = on_torch.token_shares
+        on_torch.token_shares = lambda batch, *rest: 2 * shares(batch, *rest)
+        """,
+    ),
+}
+"""Settings, and what every process of several imports before anything else."""
+
+
+def plan(*settings: str) -> Plan:
+    return plan_of(open_where("quickstart", ["engine.precision=fp32", "model.shape.dropout=0.1", *settings]).config)
+
+
+def findings(plan: Plan, folder: Path) -> list[Finding]:
+    alone, many = launch([(plan.alone, folder / "alone", 1), (plan.many, folder / "many", plan.processes)])
+    return findings_of(plan.trials[0], alone[0], many[0])
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_what_is_planted_is_found(bug: str, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, code = PLANTED[bug]
+    guarded = "import os\nif int(os.environ.get('WORLD_SIZE', 1)) > 1:\n" + textwrap.indent(textwrap.dedent(code), "    ")
+    (tmp_path / "sitecustomize.py").write_text(guarded)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    parted = [finding for finding in findings(plan(*settings), tmp_path) if not finding.holds]
+    assert parted
+    assert any(finding.hint for finding in parted)
+
+
+def test_a_right_config_is_called_right_and_a_wrong_one_ends_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["verify", "quickstart", "engine.precision=fp32", "engine.recompute=1", "train.loss=sample_mean"]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "replicate 2 gives the numbers of one process" in told
+    assert "PARTED" not in told
+    monkeypatch.setattr("textmill.verification.launch", lambda trials: [_of(trials[0], 1.0), _of(trials[1], 1.5)])
+    assert main(words) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "does not give the numbers of one process: losses from step 1 on (there 1.5 times that of one process)" in said.err
+
+
+def _of(trial: tuple[list[RunConfig], Path, int], loss: float) -> list[Seen]:
+    gradients = [("m/a", np.ones(3, np.float32))]
+    return [Seen([{"loss": loss, "norm": 1.0, "asked": 5}], [1.0, 5, 5], ["same"] * trial[2], gradients) for _ in trial[0]]
+
+
+def test_a_process_that_ends_badly_is_told_with_what_it_said(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif os.environ.get('RANK') == '1':\n    sys.exit('out of luck')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    assert main(["verify", "quickstart", "engine.precision=fp32"]) == 2
+    assert "process 1 of 2 ended with 1; it said: SystemExit: out of luck" in capsys.readouterr().err
+
+
+def test_a_large_mesh_is_cut_down_and_what_is_said_is_kept() -> None:
+    large = plan("engine.mesh.replicate=64", "train.batch=512", "engine.micro_batch=4", "train.label_smoothing=0.1")
+    assert (large.processes, large.sizes) == (2, {"replicate": 2, "shard": 1, "tensor": 1})
+    small, alone = large.many[0], large.alone[0]
+    assert (small.engine.micro_batch, small.train.batch, alone.engine.micro_batch) == (2, 12, 6), "three micro-batches a process"
+    assert small.train.label_smoothing == 0.1
+    assert [trial.precision for trial in plan("engine.precision=auto").trials] == ["fp32", "bf16"]

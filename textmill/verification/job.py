@@ -1,0 +1,73 @@
+"""One process of a trial: the steps, and what it saw of them, written for who compares.
+
+python -m textmill.verification.job CONFIG.json FOLDER
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from textmill.config import RunConfig
+from textmill.engines import Engine, Named, open_engine, open_ranks
+from textmill.files import write_json
+from textmill.models import open_family
+from textmill.models.lora import first_adapters
+from textmill.tensors import blocks_of
+from textmill.tokens.batches.batch import Batch
+from textmill.verification.small import RATE, VOCAB, batches_of
+
+
+def part(batch: Batch, rows: slice) -> Batch:
+    """Some samples of a batch."""
+    arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: array[rows] for name, array in arrays.items() if array is not None})
+
+
+def hash_of(named: Iterable[Named]) -> str:
+    """One hash of all values by name."""
+    digest = hashlib.sha256()
+    for name, values in named:
+        digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
+    """The numbers of every step; the first process writes what the first step left of the gradients."""
+    rows, seen = engine.samples_of(config.train.batch), []
+    for step, batch in enumerate(batches_of(config)):
+        done = engine.train_step(part(batch, rows), step, RATE)
+        seen.append({"loss": done.loss, "norm": done.norm, "asked": done.asked})
+        if step == 0:
+            moments = [(name, values) for name, values in engine.moments() if not name.startswith("v/")]
+            if engine.first:
+                (folder / "gradients.safetensors").write_bytes(b"".join(blocks_of(moments)))
+    sums = engine.eval_step(batch)
+    return {"steps": seen, "valid": [sums.loss, sums.asked, sums.correct], "copies": engine.ranks.gather(hash_of(engine.weights()))}
+
+
+def main(words: list[str]) -> None:
+    """Run the config of each folder, one after the other, on the processes that were started together."""
+    folders = [Path(word) for word in words]
+    configs = [RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8")) for folder in folders]
+    ranks = open_ranks(configs[0])
+    for config, folder in zip(configs, folders, strict=True):
+        family = open_family(config.model.family)
+        shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+        weights = [*family.first_weights(shape, config.train.seed)]
+        weights += first_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
+        engine = open_engine(config, shape, ranks)
+        engine.load(weights, [], 0, "the first weights")
+        seen = seen_by(engine, config, folder)
+        if engine.first:
+            write_json(folder / "seen.json", seen)
+        engine.close()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

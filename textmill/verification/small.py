@@ -1,0 +1,155 @@
+"""A small copy of a run: its family, mesh, accumulation, kind of precision, loss and checkpointing, on a net that takes no time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import numpy as np
+
+from textmill.checkpoint import open_model
+from textmill.config import RunConfig, ShapeConfig
+from textmill.models import open_family, shape_in
+from textmill.tokens.batches.batch import IGNORED, Batch
+
+STEPS = 8
+"""Updates that are compared."""
+LENGTH, VOCAB, LAYERS, CHANNELS, MICRO = 24, 150, 2, 8, 2
+MOST = 4
+"""Processes up to which a mesh is tried as it is; of a larger one each axis is cut to two."""
+RATE = 1e-2
+"""The learning rate of every step."""
+AXES = ("replicate", "shard", "tensor")
+BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
+"""How far losses may lie apart, relative, by the arithmetic of the products."""
+MUON = 5e-3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One precision's run and how equal is equal in it."""
+
+    precision: str
+    loss_bound: float
+    gradient_bound: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run twice: on one process, and on all of the mesh."""
+
+    alone: list[RunConfig]
+    many: list[RunConfig]
+    trials: list[Trial]
+    processes: int
+    sizes: dict[str, int]
+
+    @property
+    def mesh(self) -> str:
+        """The mesh in words."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+
+    def spoken(self) -> str:
+        """What is about to be done."""
+        config = self.many[0]
+        kinds = " and ".join(trial.precision for trial in self.trials)
+        batch = f"{config.train.batch} samples a step by {config.engine.micro_batch}"
+        return f"{self.mesh} on {self.processes} processes of this machine, {batch}, {STEPS} steps in {kinds}"
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The small copies of a config: a list for one process, a list for the mesh, a pair a precision."""
+    sizes, precisions = mesh_sizes(config), precisions_of(config)
+    ways = sizes["replicate"] * sizes["shard"]
+    own = turns_of(config, ways) * MICRO
+    pairs = []
+    for precision in precisions:
+        small = _shrunk(config, precision, ways * own, sizes["tensor"])
+        pairs.append((_on(small, dict.fromkeys(AXES, 1), own), _on(small, sizes, MICRO)))
+    muon = config.train.optimizer == "muon"
+    trials = [Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2) for one in precisions]
+    return Plan([alone for alone, _ in pairs], [many for _, many in pairs], trials, math.prod(sizes.values()), sizes)
+
+
+def mesh_sizes(config: RunConfig) -> dict[str, int]:
+    """The axes of the mesh; two copies where none is said, and a large one cut down."""
+    mesh = getattr(config.engine, "mesh", None)
+    sizes = {axis: getattr(mesh, axis, None) or 1 for axis in AXES}
+    if math.prod(sizes.values()) == 1:
+        sizes["replicate"] = 2
+    return sizes if math.prod(sizes.values()) <= MOST else {axis: min(size, 2) for axis, size in sizes.items()}
+
+
+def turns_of(config: RunConfig, ways: int) -> int:
+    """Micro-batches of a step on each process: as many as the run will have, up to three; two where it is not known."""
+    if config.engine.micro_batch == "auto":
+        return 2
+    return max(1, min(3, config.train.batch // (ways * config.engine.micro_batch)))
+
+
+def precisions_of(config: RunConfig) -> list[str]:
+    """fp32, in which equal is equal, and the kind that the run will use."""
+    kind = getattr(config.engine, "precision", "fp32")
+    return ["fp32"] + [one for one in ("bf16", "fp16") if kind == one or (one == "bf16" and kind in ("auto", "fp8"))]
+
+
+def _shrunk(config: RunConfig, precision: str, batch: int, tensor: int) -> RunConfig:
+    """The config on a small net and a small batch, whatever its data."""
+    full = _full_shape(config)
+    heads = 2 * tensor
+    dropout = max(full.embedding_dropout, full.attention_dropout, full.residual_dropout)
+    shape = ShapeConfig(
+        layers=LAYERS, heads=heads, width=heads * CHANNELS, inner=4 * heads * CHANNELS, positions=LENGTH, activation=full.activation,
+        dropout=dropout,
+    )  # fmt: skip
+    names = [weight.name for weight in open_family(config.model.family).weights_of(full)]
+    frozen = [one for one in config.train.freeze if any(fnmatch(name.removeprefix("transformer."), one) for name in names if ".1." in name)]
+    train = {
+        "batch": batch,
+        "length": LENGTH,
+        "steps": STEPS,
+        "ramp": [],
+        "epochs": None,
+        "samples": None,
+        "tokens": None,
+        "freeze": frozen,
+    }
+    engine = {"device": "cpu", "compile": False, "precision": precision, "recompute": min(config.engine.recompute, LAYERS)}
+    known = {key: value for key, value in engine.items() if key in type(config.engine).model_fields}
+    return config.model_copy(update={
+        "model": config.model.model_copy(update={"size": "nano", "shape": shape, "init_from": None}),
+        "train": config.train.model_copy(update=train), "engine": config.engine.model_copy(update=known),
+    })  # fmt: skip
+
+
+def _on(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig:
+    """The config on a mesh of these sizes."""
+    update: dict[str, Any] = {"micro_batch": micro_batch}
+    if (mesh := getattr(config.engine, "mesh", None)) is not None:
+        update["mesh"] = mesh.model_copy(update={axis: size for axis, size in sizes.items() if axis in type(mesh).model_fields})
+    return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
+
+
+def _full_shape(config: RunConfig) -> Any:
+    """The net that the run will have, but for its vocabulary."""
+    if config.model.init_from:
+        return shape_in(open_model(config.model.init_from).folder)
+    return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+
+
+def batches_of(config: RunConfig) -> Iterator[Batch]:
+    """Global batches whose samples ask for different numbers of tokens, one of them for none; with documents where they are kept apart."""
+    dice, rows = np.random.default_rng(7), config.train.batch
+    for step in range(STEPS):
+        ids = (dice.integers(0, 12, (rows, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
+        labels = ids[:, 1:].copy()
+        for row in range(rows):
+            labels[row, LENGTH - row * LENGTH // rows :] = IGNORED
+        labels[step % rows] = IGNORED
+        documents = None
+        if config.train.apart:
+            documents = 1 + (np.arange(LENGTH)[None] >= dice.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
+        yield Batch(ids[:, :-1], labels, np.arange(step * rows, (step + 1) * rows), documents)
