@@ -1,10 +1,15 @@
-"""Seconds of training that a loss on real text takes: GPT-2 124M, a corpus in JSON lines, GPT-2's vocabulary.
+"""Seconds and tokens of training that a loss on real text takes: GPT-2 124M, a corpus in JSON lines, GPT-2's vocabulary.
 
-    python bench/time_to_loss.py CORPUS.jsonl.xz BPE_FOLDER [seconds=60] [optimizer=muon] [rate=6e-3] [rest=1] [batch=32] ...
+    python bench/time_to_loss.py CORPUS.jsonl.xz BPE_FOLDER [total=SECONDS] [seconds=60] [optimizer=muon] [rate=6e-3] [batch=32] ...
 
 Documents whose line number leaves 7 modulo 100 are validation, the rest training, an end-of-text after each. The loss is that of the first
 524,288 tokens of validation, in windows of 1,024. The clock counts training steps only; the schedule is a cosine over the seconds given
-with 5% of warm-up. A word `then` parts the settings of several runs, each of which begins with those before it.
+with 5% of warm-up. A word `then` parts the settings of several runs, each of which begins with those before it; `optimizer=adamw` and
+`optimizer=muon` bring the rate and batch of their preset unless these are said after them. `seconds=60,170,540` is a run for each.
+`total` is the time that all of it may take with compiling and evaluating: a run that would not fit is left out, and that is said.
+
+After a run its curve: seconds, tokens, validation loss, at fixed shares of its length. At the end, where runs were longer than one look,
+all curves at equal tokens. `valid` (tokens), `length`, `shape` (layers x heads x width) and `compile` make it small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -14,25 +19,44 @@ import json
 import lzma
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config.presets import TRAIN_PRESETS
 from textmill.engines import Engine, Sums, open_engine
 from textmill.models import open_family
 from textmill.schedules import lr_at
 from textmill.tokens.batches.batch import Batch
 
-LENGTH, END, VALID = 1024, 50256, 524288
+END = 50256
 TICKS = 100_000
 """The schedule's steps: the clock is read into so many."""
+LOOKS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 1.0)
+"""Shares of a run after which the validation loss is looked at."""
 SETTINGS: dict[str, Any] = {
-    "seconds": 60.0, "target": 4.416, "optimizer": "muon", "rate": 6e-3, "rest": 1.0, "batch": 32, "decay": 0.1, "beta2": 0.95,
-    "size": "small", "precision": "auto", "seed": 1,
+    "seconds": "60", "target": 4.416, "optimizer": "muon", "rate": 6e-3, "rest": 1.0, "batch": 32, "decay": 0.1, "beta2": 0.95,
+    "size": "small", "shape": "", "length": 1024, "valid": 524288, "precision": "auto", "compile": 1, "seed": 1,
 }  # fmt: skip
+
+
+@dataclass
+class Curve:
+    """What one run was seen to do: seconds, tokens and validation loss at each look."""
+
+    name: str
+    points: list[tuple[float, int, float]] = field(default_factory=list)
+
+    def at(self, tokens: int) -> float | None:
+        """The loss after so many tokens, in a straight line between two looks."""
+        for (_, low, high_loss), (_, high, low_loss) in zip(self.points, self.points[1:], strict=False):
+            if low <= tokens <= high:
+                return high_loss + (low_loss - high_loss) * (tokens - low) / max(1, high - low)
+        return None
 
 
 def tokens_of(corpus: Path, folder: Path) -> tuple[Any, Any]:
@@ -48,80 +72,123 @@ def tokens_of(corpus: Path, folder: Path) -> tuple[Any, Any]:
     return train, valid
 
 
-def batch_at(tokens: Any, order: Any, step: int, size: int) -> Batch:
+def order_of(settings: dict[str, Any], tokens: Any) -> Any:
+    """The order of the training windows."""
+    return np.random.default_rng(settings["seed"]).permutation((len(tokens) - 1) // settings["length"])
+
+
+def batch_at(tokens: Any, order: Any, step: int, settings: dict[str, Any], size: int | None = None) -> Batch:
     """Windows in a shuffled order, over and over."""
+    length, size = settings["length"], size or settings["batch"]
     places = np.arange(step * size, (step + 1) * size)
-    starts = order[places % len(order)].astype(np.int64) * LENGTH
-    ids = tokens[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32)
+    starts = order[places % len(order)].astype(np.int64) * length
+    ids = tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
     return Batch(ids[:, :-1], ids[:, 1:], places)
 
 
-def loss_of(engine: Engine, valid: Any) -> float:
+def loss_of(engine: Engine, valid: Any, settings: dict[str, Any]) -> float:
     """The mean loss of the validation windows."""
-    sums = Sums(0.0, 0, 0)
-    for step in range(VALID // LENGTH // 64):
-        sums = sums + engine.eval_step(batch_at(valid, np.arange(VALID // LENGTH), step, 64))
+    windows, sums = settings["valid"] // settings["length"], Sums(0.0, 0, 0)
+    size = min(64, windows)
+    for step in range(windows // size):
+        sums = sums + engine.eval_step(batch_at(valid, np.arange(windows), step, settings, size))
     return sums.loss / sums.asked
 
 
 def fresh(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     """An engine with first weights."""
+    length = settings["length"]
     train = TrainConfig(
-        batch=settings["batch"], length=LENGTH, steps=TICKS, learning_rate=settings["rate"], warmup=0.05, optimizer=settings["optimizer"],
+        batch=settings["batch"], length=length, steps=TICKS, learning_rate=settings["rate"], warmup=0.05, optimizer=settings["optimizer"],
         rest_rate=settings["rest"], weight_decay=settings["decay"], betas=[0.9, settings["beta2"]],
     )  # fmt: skip
-    engine = TorchEngine(compile=True, micro_batch=min(64, settings["batch"]), precision=settings["precision"])
-    config = RunConfig(model=ModelConfig(size=settings["size"]), train=train, engine=engine)
+    engine = TorchEngine(compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"])
+    shape = ShapeConfig()
+    if settings["shape"]:
+        layers, heads, width = map(int, settings["shape"].split("x"))
+        shape = ShapeConfig(layers=layers, heads=heads, width=width)
+    config = RunConfig(model=ModelConfig(size=settings["size"], shape=shape), train=train, engine=engine)
     family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=END + 1, end=END, length=LENGTH)
-    opened = open_engine(config, shape)
-    opened.load(family.first_weights(shape, settings["seed"]), [], 0, "start")
+    net = family.shape_of(config.model, vocab=END + 1, end=END, length=length)
+    opened = open_engine(config, net)
+    opened.load(family.first_weights(net, settings["seed"]), [], 0, "start")
     return opened, train
 
 
-def run(settings: dict[str, Any], train: Any, valid: Any) -> float:
-    """Train by the clock, look at the validation loss on the way, print when the target was met; return the last loss."""
-    order = np.random.default_rng(settings["seed"]).permutation((len(train) - 1) // LENGTH)
+def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Curve:
+    """Train by the clock and look at the validation loss on the way; print the curve and when the target was met."""
+    order, batch = order_of(settings, train), settings["batch"]
     engine, config = fresh(settings)
     for step in range(4):  # compiles; these steps' engine is dropped, and the clock starts with the next one's
-        float(engine.train_step(batch_at(train, order, step, settings["batch"]), step, 0.0).loss)
+        float(engine.train_step(batch_at(train, order, step, settings), step, 0.0).loss)
     del engine
     gc.collect()
     engine, config = fresh(settings)
-    float(engine.train_step(batch_at(train, order, 0, settings["batch"]), 0, 0.0).loss)
-    looks = [share * settings["seconds"] for share in (0.25, 0.5, 0.7, 0.8, 0.9, 0.95)]
-    spent, step, seen, met = 0.0, 0, [], None
-    while spent < settings["seconds"]:
-        until, begun, start = looks.pop(0) if looks else settings["seconds"], time.perf_counter(), spent
-        while spent < until:
-            rate = lr_at(int(spent / settings["seconds"] * TICKS), config)
-            last = engine.train_step(batch_at(train, order, step, settings["batch"]), step, rate)
-            step, spent = step + 1, start + time.perf_counter() - begun
-        training = last.loss
-        spent = start + time.perf_counter() - begun
-        loss = loss_of(engine, valid)
-        met = met or (spent if loss <= settings["target"] else None)
-        seen.append(f"{spent:.1f} s {loss:.3f}")
+    float(engine.train_step(batch_at(train, order, 0, settings), 0, 0.0).loss)
     chosen = " ".join(f"{key}={settings[key]}" for key in ("optimizer", "rate", "rest", "batch", "decay", "beta2", "seed"))
-    tokens = step * settings["batch"] * LENGTH
-    print(f"{chosen} | {'; '.join(seen)} | train {training:.3f} | {tokens / spent:,.0f} tokens/s, {tokens / 1e6:.1f}M", flush=True)
-    print(f"  {settings['target']} met at {met:.1f} s" if met else f"  {settings['target']} not met", flush=True)
+    curve, spent, step = Curve(f"{chosen} seconds={seconds:g}"), 0.0, 0
+    for share in LOOKS:
+        begun, start = time.perf_counter(), spent
+        while spent < share * seconds:
+            rate = lr_at(int(spent / seconds * TICKS), config)
+            last = engine.train_step(batch_at(train, order, step, settings), step, rate)
+            step, spent = step + 1, start + time.perf_counter() - begun
+        float(last.loss)
+        spent = start + time.perf_counter() - begun
+        curve.points.append((spent, step * batch * settings["length"], loss_of(engine, valid, settings)))
     engine.close()
-    return loss
+    print(f"{curve.name} | {curve.points[-1][1] / spent:,.0f} tokens/s", flush=True)
+    print("  " + "; ".join(f"{time_:.1f} s {tokens / 1e6:.2f}M {loss:.3f}" for time_, tokens, loss in curve.points))
+    met = next((time_ for time_, _, loss in curve.points if loss <= settings["target"]), None)
+    print(f"  {settings['target']} met at {met:.1f} s" if met else f"  {settings['target']} not met", flush=True)
+    return curve
+
+
+def at_equal_tokens(curves: list[Curve], count: int = 6) -> None:
+    """All curves side by side, at tokens that each of them has seen."""
+    least = min(curve.points[-1][1] for curve in curves)
+    marks = [least * number // count for number in range(1, count + 1)]
+    print("at equal tokens: " + " | ".join(f"{mark / 1e6:.2f}M" for mark in marks))
+    for curve in curves:
+        losses = [curve.at(mark) for mark in marks]
+        print(f"  {curve.name}: " + " | ".join("-" if loss is None else f"{loss:.3f}" for loss in losses), flush=True)
+
+
+def runs_of(words: list[str]) -> list[tuple[dict[str, Any], float]]:
+    """The settings of each run that is asked for, and its seconds."""
+    settings, asked = dict(SETTINGS), []
+    for word in [*words, "then"]:
+        if word == "then":
+            asked += [(dict(settings), float(seconds)) for seconds in settings["seconds"].split(",")]
+            continue
+        key, _, value = word.partition("=")
+        settings[key] = type(SETTINGS[key])(value)
+        if key == "optimizer":
+            preset = TRAIN_PRESETS[f"pretrain-{value}"]
+            settings.update(rate=preset["learning_rate"], rest=preset.get("rest_rate", 1.0), batch=preset["batch"])
+    return asked
 
 
 def main(words: list[str]) -> None:
-    """Every run that the words ask for."""
+    """Every run that the words ask for and the time allows."""
+    begun = time.perf_counter()
+    totals = [float(word.partition("=")[2]) for word in words if word.startswith("total=")]
+    asked = runs_of([word for word in words[2:] if not word.startswith("total=")])
     train, valid = tokens_of(Path(words[0]), Path(words[1]))
     print(f"{len(train):,} tokens of training, {len(valid):,} of validation", flush=True)
-    settings, asked = dict(SETTINGS), [*words[2:], "then"]
-    for word in asked:
-        if word == "then":
-            run(settings, train, valid)
-            gc.collect()
-        else:
-            key, _, value = word.partition("=")
-            settings[key] = type(SETTINGS[key])(value)
+    curves: list[Curve] = []
+    beside = 0.0
+    for settings, seconds in asked:
+        left = totals[0] - (time.perf_counter() - begun) if totals else float("inf")
+        if seconds + beside > left:
+            print(f"left out: {settings['optimizer']} for {seconds:g} s; {left:.0f} s are left, and {beside:.0f} go beside the training")
+            continue
+        start = time.perf_counter()
+        curves.append(run(settings, seconds, train, valid))
+        beside = max(beside, time.perf_counter() - start - seconds)
+        gc.collect()
+    if len(curves) > 1:
+        at_equal_tokens(curves)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Tokens a second of the torch engine and of transformers' GPT-2, both compiled, on one GPU in one run; with memory and start-up.
 
-    python bench/train_gpu.py [SIZE:BATCH ...] [precision=bf16] [length=1024] [steps=30] [optimizer=adamw] [peer=1] [kernels=0]
+    python bench/train_gpu.py [SIZE:BATCH ...] [precision=bf16] [length=1024] [steps=30] [optimizer=adamw] [peer=1] [kernels=0] [compile=1]
 
-Without sizes: small:64 and medium:32. The peer is GPT2LMHeadModel under torch.compile with autocast, fused AdamW and clipping, on the
-same random tokens. `kernels=1` prints where the GPU's time goes. MFU counts 6N + 12LHQT operations a token.
+Without sizes: small:64 and medium:32; large:16 and xl:8 (1.5B) are there too. precision: fp32, bf16, fp16, fp8 (the peer has no fp8 and
+stays in bf16); several with commas, such as bf16,fp8, are measured one after the other. The peer is GPT2LMHeadModel under torch.compile
+with autocast, fused AdamW and clipping, on the same random tokens; the last column is a line's rate over those of ours before it.
+`kernels=1` prints where the GPU's time goes. MFU counts 6N + 12LHQT operations a token.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
 
 VOCAB = 50257
-OPTIONS: dict[str, Any] = {"precision": "bf16", "length": 1024, "steps": 30, "optimizer": "adamw", "peer": 1, "kernels": 0}
+OPTIONS: dict[str, Any] = {"precision": "bf16", "length": 1024, "steps": 30, "optimizer": "adamw", "peer": 1, "kernels": 0, "compile": 1}
 
 
 def measured(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
@@ -45,7 +47,7 @@ def measured(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
 def ours(shape: Any, size: str, batch: int, options: dict[str, Any]) -> Callable[[int], Any]:
     """A step of the engine."""
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4, optimizer=options["optimizer"])
-    engine = TorchEngine(compile=True, micro_batch=batch, precision=options["precision"])
+    engine = TorchEngine(compile=bool(options["compile"]), micro_batch=batch, precision=options["precision"])
     opened = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=engine), shape)
     opened.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
     ids = ids_of(batch, options["length"])
@@ -70,7 +72,7 @@ def theirs(shape: Any, batch: int, options: dict[str, Any]) -> Callable[[int], A
     net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape))).to(device).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     inputs = torch.from_numpy(ids_of(batch, options["length"])[:, :-1]).long().to(device)
-    forward = torch.compile(net)
+    forward = torch.compile(net) if options["compile"] else net
 
     def step(number: int) -> Any:
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
@@ -101,40 +103,43 @@ def kernels(step: Callable[[int], Any], count: int = 3) -> None:
         print(f"  {spent:8.3f} ms {spent / total:6.1%} x{calls:<4d} {name[:110]}")
 
 
+def compared(word: str, options: dict[str, Any], device: torch.device, rates: dict[str, float]) -> None:
+    """A line for a size in one precision, and one for the peer, whose ratio is to ours; rates of ours are kept for the next precision's."""
+    length, peak = options["length"], peak_flops_of(device)
+    size, _, number = word.partition(":")
+    batch = int(number or 32)
+    shape = open_family("gpt2").shape_of(ModelConfig(size=size), vocab=VOCAB, end=0, length=length)
+    for who in ("textmill", "transformers")[: 1 + options["peer"]]:
+        torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
+        step = ours(shape, size, batch, options) if who == "textmill" else theirs(shape, batch, options)
+        first, each = measured(step, options["steps"])
+        rate = batch * length / each
+        held = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
+        used = f"{rate * shape.flops_per_token(length) / peak:.1%} MFU" if peak else ""
+        against = [f"{name} x{rate / other:.3f}" for name, other in rates.items()]
+        line = f"{size} {batch} x {length} | {who} {options['precision']} | {rate:,.0f} tokens/s | {used} | {held:.1f} GiB"
+        print(f"{line} | first step {first:.1f} s | {', '.join(against)}", flush=True)
+        if who == "textmill":
+            rates[options["precision"]] = rate
+            kernels(step) if options["kernels"] else None
+        del step
+        gc.collect()
+        torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main(words: list[str]) -> None:
-    """Measure every size asked for and print a line each."""
+    """Measure every size asked for in every precision asked for."""
     given = dict(word.split("=", 1) for word in words if "=" in word)
     options = {key: type(value)(given.get(key, value)) for key, value in OPTIONS.items()}
-    device, length = open_device("auto"), options["length"]
-    peak = peak_flops_of(device)
+    device = open_device("auto")
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{card}, torch {torch.__version__}, {options['precision']}, length {length}, {options['optimizer']}")
+    print(f"{card}, torch {torch.__version__}, length {options['length']}, {options['optimizer']}")
     for word in [word for word in words if "=" not in word] or ["small:64", "medium:32"]:
-        size, _, number = word.partition(":")
-        batch = int(number or 32)
-        shape = open_family("gpt2").shape_of(ModelConfig(size=size), vocab=VOCAB, end=0, length=length)
-        rates = {}
-        for who, make in (("textmill", ours), ("transformers + compile", theirs)):
-            if who != "textmill" and not options["peer"]:
-                continue
-            torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
-            step = make(shape, size, batch, options) if make is ours else theirs(shape, batch, options)
-            first, each = measured(step, options["steps"])
-            rates[who] = rate = batch * length / each
-            held = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
-            used = f"{rate * shape.flops_per_token(length) / peak:.1%} MFU" if peak else ""
-            ratio = f"{rates['textmill'] / rate:.2f}" if who != "textmill" else ""
-            print(
-                f"{size} {batch} x {length} | {who} | {rate:,.0f} tokens/s | {used} | {held:.1f} GiB | first step {first:.1f} s | {ratio}",
-                flush=True,
-            )
-            if options["kernels"] and who == "textmill":
-                kernels(step)
-            del step
-            gc.collect()
-            torch._dynamo.reset()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        rates: dict[str, float] = {}
+        for number, precision in enumerate(options["precision"].split(",")):
+            compared(word, {**options, "precision": precision, "peer": options["peer"] if not number else 0}, device, rates)
 
 
 if __name__ == "__main__":
