@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
+from textmill.config import LoraConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
+from textmill.models.lora import first_adapters
 
 FROZEN = ["wte", "h.0.*", "*.bias"]
 
@@ -78,3 +80,24 @@ def test_rates_and_decay_are_torchs_own_groups() -> None:
     wanted = {f"transformer.{name}": parameter.detach().numpy() for name, parameter in theirs.transformer.named_parameters()}
     for name, values in weights_of(engine).items():
         assert np.abs(values - wanted[name]).max() < 1e-5, name
+
+
+def test_adapters_are_kept_whether_they_are_trained_or_not() -> None:
+    config, lora = config_of("torch", freeze=["h.0"]), LoraConfig(rank=2)
+    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora, "init_from": "given"})})
+    base = list(open_family("gpt2").first_weights(shape, 5))
+
+    def engine_of(adapters: Any, moments: Any, updates: int) -> Engine:
+        engine = open_engine(config, shape)
+        engine.load([*base, *adapters], moments, updates, "given")
+        return engine
+
+    straight = engine_of(first_adapters(shape, lora, 5), [], 0)
+    first = weights_of(straight)
+    assert len(first) == 2 * 4 * 2
+    run(straight, range(3))
+    kept, moments = weights_of(straight), list(straight.moments())
+    assert {name for name, values in kept.items() if np.array_equal(values, first[name])} == {name for name in first if ".h.0." in name}
+    again = engine_of(kept.items(), moments, straight.updates())
+    assert run(again, range(3, 5)) == run(straight, range(3, 5))

@@ -74,7 +74,7 @@ class Engine(Protocol):
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of those weights that are `mine`, whole, in checkpoint names and layout; of a net with adapters,
-        of what is trained of it.
+        of those alone.
 
         All processes walk it together and to its end, each with a `mine` of its own: what lies in shards is gathered by all,
         one tensor at a time, and kept by those who want it.

@@ -26,6 +26,7 @@ from textmill.engines.scaling_torch import Scaler
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
+from textmill.models.lora import adapters_of
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import Batch
 
@@ -152,9 +153,11 @@ class OnTorch:
         return None if batch.documents is None else on_device(batch.documents[rows], self.device)
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of the weights; of a net with adapters, what is trained of it."""
-        kept = self.optimizer.parameters if self.net.lora else [parameter for _, parameter in self.net.named_parameters()]
-        return named_copies(self.net, {parameter: own_of(parameter) for parameter in kept}, mine=mine, whole=self.layout.whole)
+        """Host copies of the weights; of a net with adapters, those alone."""
+        known = {name: parameter for name, (_, parameter) in weights_of(self.net).items()}
+        adapters = [known[weight.name] for weight in adapters_of(self.net.shape, self.net.lora)]
+        kept = {parameter: own_of(parameter) for parameter in adapters or known.values()}
+        return named_copies(self.net, kept, mine=mine, whole=self.layout.whole)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the optimizer's state; none before the first update."""
