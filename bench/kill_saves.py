@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from textmill import faults
-from textmill.checkpoint import STEP_NAME, Checkpoint, Snapshot, faults_in, find_checkpoint, prune, steps_of, tidy, write_checkpoint
+from textmill.checkpoint import BEST, STEP_NAME, Checkpoint, Snapshot, faults_in, find_checkpoint, prune, steps_of, tidy, write_checkpoint
 from textmill.deals import dealt
 
 RULES: dict[str, dict[str, int | None]] = {
@@ -77,7 +77,8 @@ def found_in(run: Path, kilobytes: int) -> int:
     assert best is not None, f"{run}: the best one is not found"
     _assert_same(found, snapshot(found.step, kilobytes))
     tidy(run)
-    assert all(STEP_NAME.match(path.name) for path in run.iterdir()), f"{run}: something half made is left"
+    assert all(STEP_NAME.match(path.name) or path.name == BEST for path in run.iterdir()), f"{run}: something half made is left"
+    assert not (run / BEST).is_symlink() or not faults_in((run / BEST).resolve()), f"{run}: {BEST} leads to nothing whole"
     assert not [fault for folder in steps_of(run).values() for fault in faults_in(folder)]
     return found.step
 
