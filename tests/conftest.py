@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 # Two workers on two cores: a second thread each would only make them wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# XLA makes many small programs here, each used a few times: made quickly, and once by any process that a test starts.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    programs = tempfile.TemporaryDirectory(prefix="textmill-xla-")
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -23,6 +23,11 @@ def keys_of(counters: NDArray[np.int64], *numbers: int) -> NDArray[np.uint64]:
     return mix((counters.astype(np.uint64) + np.uint64(1)) * GOLDEN + np.uint64(key_of(*numbers)))
 
 
+def sample_keys(seed: int, step: int, samples: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """A 32-bit key for each sample of a step, from which dropout is made."""
+    return (keys_of(samples, seed, step) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+
+
 def key_of(*numbers: int) -> int:
     """One 64-bit key from several numbers, in their order."""
     key = np.zeros(1, np.uint64)

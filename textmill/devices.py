@@ -18,7 +18,8 @@ PEAK_FLOPS = {
 
 
 def open_device(name: str) -> torch.device:
-    """The device of `engine.device`; auto takes CUDA, then MPS, then the CPU."""
+    """The device of `engine.device`; auto takes CUDA, then MPS, then the CPU, as does torch for what a TPU trained."""
+    name = "auto" if name == "tpu" else name
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -65,5 +66,9 @@ def peak_flops_of(device: torch.device) -> float | None:
     """The device's peak rate, where it is known."""
     if device.type != "cuda":
         return None
-    card = torch.cuda.get_device_name(device)
+    return peak_flops_of_card(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of_card(card: str) -> float | None:
+    """The peak rate of a card by its maker's name, where it is known."""
     return next((rate for name, rate in PEAK_FLOPS.items() if name in card), None)

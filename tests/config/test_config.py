@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from textmill.config import BeamRunner, LocalRunner, RunConfig, TorchEngine, TrainConfig
+from textmill.config import BeamRunner, JaxEngine, JaxMesh, LocalRunner, RunConfig, TorchEngine, TrainConfig
+from textmill.config.engines import MeshConfig
 from textmill.config.help import all_help
 from textmill.config.load import config_of, merged, read_yaml, tree_of
 from textmill.config.words import OTHER_WORDS, fields, key_advice
@@ -114,6 +115,34 @@ def test_help_names_every_key() -> None:
 def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
     with pytest.raises(TextmillError, match=said):
         config_of({"runner": runner})
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"kind": "tensorflow"}, r"engine\.kind: found 'tensorflow'; choose one of torch, jax"),
+        ({"kind": "jax", "device": "mps"}, r"engine\.device: found 'mps'; give one of auto, cpu, cuda, tpu"),
+        ({"device": "tpu"}, r"engine\.device: found 'tpu'; choose one of auto, cpu, cuda, cuda:N, mps"),
+        ({"kind": "jax", "compile": True}, r"engine\.compile: engine\.kind=jax has no such key; take it out, or set engine\.kind=torch"),
+        ({"kind": "jax", "mesh": {"tensor": 0}}, r"engine\.mesh\.tensor: found 0; give a value at least 1"),
+        ({"kind": "jax", "mesh": {"keep": True}}, r"engine\.mesh\.keep: engine\.kind=jax has no such key; .* set engine\.kind=torch"),
+        ({"kind": "jax", "mesh": {"tensr": 2}}, r"engine\.mesh\.tensr: no such key; did you mean 'engine\.mesh\.tensor'"),
+    ],
+)
+def test_mistakes_are_told_in_the_words_of_the_kind(engine: object, said: str) -> None:
+    with pytest.raises(TextmillError, match=said):
+        config_of({"engine": engine})
+
+
+def test_another_kind_takes_over_what_it_knows_too() -> None:
+    """A run's own YAML has every key of the kind it was trained with."""
+    before = yaml.safe_load(RunConfig(engine=JaxEngine(micro_batch=4, recompute=1, mesh=JaxMesh(shard=2))).to_yaml())
+    assert config_of(merged(before, tree_of(["engine.kind=torch"]))).engine == TorchEngine(
+        micro_batch=4, recompute=1, mesh=MeshConfig(shard=2)
+    )
+    assert config_of(merged(before, tree_of(["engine.kind=jax"]))).engine == JaxEngine(micro_batch=4, recompute=1, mesh=JaxMesh(shard=2))
+    with pytest.raises(TextmillError, match=r"engine\.kind: found 'caffe'; choose one of"):
+        config_of(merged(before, tree_of(["engine.kind=caffe"])))
 
 
 def test_a_kind_is_chosen_by_any_door() -> None:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import JaxEngine, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 ENGINES = sorted(path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py"))
 VOCAB, LENGTH, ROWS = 150, 24, 8
-MAKE = {"torch": TorchEngine}
+MAKE = {"torch": TorchEngine, "jax": JaxEngine}
 
 
 def config_of(kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, **train: Any) -> RunConfig:

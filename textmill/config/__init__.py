@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
-from textmill.config.engines import EngineConfig, TorchEngine
+from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
 from textmill.config.section import Section, marks, place
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
@@ -20,12 +20,15 @@ from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "ExportConfig", "LocalRunner", "LoraConfig", "ModelConfig",
-    "RunConfig", "RunnerConfig", "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig", "TokensConfig",
+    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner",
+    "LoraConfig", "ModelConfig", "RunConfig", "RunnerConfig", "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig",
+    "TokensConfig",
     "TorchEngine", "TrackConfig", "TrainConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
+FIRST_KINDS = {"runner": "local", "engine": "torch"}
+"""What a section is when it does not say."""
 STAGE_FOLDERS: dict[StageName, str] = {"corpus": "corpus", "tokenizer": "tokenizer", "tokens": "tokens", "train": "run"}
 
 
@@ -40,17 +43,17 @@ class RunConfig(Section):
     runner: RunnerConfig = Field(default_factory=LocalRunner, discriminator="kind")
     model: ModelConfig = Field(default_factory=ModelConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
-    engine: EngineConfig = Field(default_factory=TorchEngine)
+    engine: EngineConfig = Field(default_factory=TorchEngine, discriminator="kind")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     sample: SampleConfig = Field(default_factory=SampleConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
 
-    @field_validator("runner", mode="before")
+    @field_validator("runner", "engine", mode="before")
     @classmethod
-    def _first_kind(cls, value: Any) -> Any:
-        return {"kind": "local", **value} if isinstance(value, dict) else value
+    def _first_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        return {"kind": FIRST_KINDS[str(info.field_name)], **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _cross_rules(self) -> RunConfig:

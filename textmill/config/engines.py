@@ -68,4 +68,28 @@ class TorchEngine(EngineSection):
     """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
 
 
-EngineConfig = TorchEngine
+class JaxMesh(Section):
+    """How JAX devices share the work; the product of the axes is the number of devices."""
+
+    replicate: int | None = how(None, ge=1)
+    """Copies of the net, each on samples of its own; as many as the devices leave room for if not said."""
+    shard: int = how(1, ge=1)
+    """Devices, each on samples of its own, that hold weights and moments in parts and put a weight together to use it."""
+    tensor: int = how(1, ge=1)
+    """Devices that compute the same samples together, each with a part of the heads, the inner channels and the vocabulary."""
+
+
+class JaxEngine(EngineSection):
+    """JAX on one device or a mesh of them."""
+
+    kind: Literal["jax"] = "jax"
+    """jax: JAX, on all its devices."""
+    device: Literal["auto", "cpu", "cuda", "tpu"] = how("auto")
+    """auto, cpu, cuda or tpu; auto takes what JAX finds. A TPU was never tried."""
+    precision: Literal["auto", "fp32", "bf16"] = how("auto")
+    """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on an accelerator, fp32 on a CPU."""
+    mesh: JaxMesh = how(JaxMesh())
+    """How the devices share the work."""
+
+
+EngineConfig = TorchEngine | JaxEngine

@@ -6,25 +6,31 @@ import json
 import textwrap
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from textmill.config import RunConfig, Section
 from textmill.config.load import spoken_type
 from textmill.config.words import fields, section_types
 
 
 def section_help(name: str) -> str:
-    """All keys of one section, as --help prints them."""
-    lines: list[str] = []
-    for key, field in fields():
-        if key != name and not key.startswith(name + "."):
-            continue
-        sections = section_types(field.annotation)
-        if sections and key == name:
-            lines.append(f"{name}: {(sections[0].__doc__ or '').strip()}")
-            continue
-        wanted = spoken_type(field.annotation)
-        lines.append(f"  {key}={_shown(field.get_default(call_default_factory=True))}" + (f"   ({wanted})" if not sections else ""))
-        lines += textwrap.wrap(field.description or "", 96, initial_indent="      ", subsequent_indent="      ")
+    """All keys of one section, as --help prints them; what several kinds of it have in common stands under the first."""
+    root = RunConfig.model_fields[name]
+    lines: list[str] = [] if section_types(root.annotation) else _key_lines(name, root)
+    said: set[tuple[str, str | None]] = set()
+    for section in section_types(root.annotation):
+        lines.append(f"{name}: {(section.__doc__ or '').strip()}")
+        for key, field in fields(section, f"{name}."):
+            if (key, field.description) not in said:
+                lines += _key_lines(key, field)
+            said.add((key, field.description))
     return "\n".join(lines) + "\n"
+
+
+def _key_lines(key: str, field: FieldInfo) -> list[str]:
+    wanted = "" if section_types(field.annotation) else f"   ({spoken_type(field.annotation)})"
+    line = f"  {key}={_shown(field.get_default(call_default_factory=True))}{wanted}"
+    return [line, *textwrap.wrap(field.description or "", 96, initial_indent="      ", subsequent_indent="      ")]
 
 
 def _shown(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig
 from textmill.config.section import Section, marks
@@ -112,10 +113,13 @@ def _source_under(base: Path, value: str, names: set[str]) -> str:
 
 
 def merged(tree: Tree, over: Tree) -> Tree:
-    """One tree with another laid over it, key by key."""
+    """One tree with another laid over it, key by key; under another kind of a section, only what that kind knows too."""
     result = dict(tree)
     for name, value in over.items():
         below = result.get(name)
+        if isinstance(below, dict) and isinstance(value, dict) and value.get("kind", below.get("kind")) != below.get("kind"):
+            kinds = [kind for kind in _kinds_of(name) if kind.model_fields["kind"].default == value["kind"]]
+            below = _known_to(kinds[0], below) if kinds else below
         result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result
 
@@ -126,6 +130,21 @@ def without_units(tree: Tree, said: Tree) -> Tree:
     if not isinstance(train, dict) or not set(UNITS) & said.get("train", {}).keys():
         return tree
     return {**tree, "train": {name: value for name, value in train.items() if name not in UNITS}}
+
+
+def _kinds_of(name: str) -> list[type[Section]]:
+    """The sections among which a kind chooses."""
+    field = RunConfig.model_fields.get(name)
+    return section_types(field.annotation) if field is not None and field.discriminator else []
+
+
+def _known_to(section: type[Section], tree: Tree) -> Tree:
+    """What of a tree a section has a place for."""
+    kept: Tree = {}
+    for name in tree.keys() & section.model_fields.keys():
+        inner = section_types(section.model_fields[name].annotation)
+        kept[name] = _known_to(inner[0], tree[name]) if inner and isinstance(tree[name], dict) else tree[name]
+    return kept
 
 
 def tree_of(words: list[str]) -> Tree:
@@ -191,7 +210,7 @@ def _first_mistake(error: ValidationError, tree: Tree) -> tuple[str, str]:
     """The message and the key of the first thing wrong."""
     mistakes = error.errors(include_url=False)
     first = next((one for one in mistakes if one["type"] == "extra_forbidden"), mistakes[0])
-    known = dict(fields())
+    known = _known_at(first["loc"])
     words = _written(first["loc"], known)
     key = next((name for name in _with_parents(".".join(words)) if name in known), ".".join(words))
     if first["type"] == "extra_forbidden":
@@ -205,6 +224,15 @@ def _first_mistake(error: ValidationError, tree: Tree) -> tuple[str, str]:
     found = first["input"]
     wanted = _wanted(known[key].annotation, [one for one in mistakes if one["loc"] == first["loc"]])
     return f"{key}: found {found!r}; {wanted}", key
+
+
+def _known_at(place: tuple[int | str, ...]) -> dict[str, FieldInfo]:
+    """Every key with its field; of a section that has kinds, those of the kind that the place names."""
+    known, name = dict(fields()), str(place[0]) if place else ""
+    for section in _kinds_of(name):
+        if place[1:2] == (section.model_fields["kind"].default,):
+            known |= dict(fields(section, f"{name}."))
+    return known
 
 
 def _written(place: tuple[int | str, ...], known: dict[str, Any]) -> list[str]:
@@ -221,10 +249,10 @@ def _written(place: tuple[int | str, ...], known: dict[str, Any]) -> list[str]:
 
 def _other_kind(key: str, tree: Tree) -> str:
     """What to say of a key that only another kind of its section has."""
-    name, _, leaf = key.partition(".")
-    sections = section_types(dict(fields())[name].annotation)
+    name = key.partition(".")[0]
+    sections = _kinds_of(name)
     kind = tree[name].get("kind", sections[0].model_fields["kind"].default)
-    wanted = next(section for section in sections if leaf in section.model_fields).model_fields["kind"].default
+    wanted = next(section for section in sections if key in dict(fields(section, f"{name}."))).model_fields["kind"].default
     return f"{key}: {name}.kind={kind} has no such key; take it out, or set {name}.kind={wanted}"
 
 

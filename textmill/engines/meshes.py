@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from textmill.config import RunConfig
+from textmill.config import RunConfig, TorchEngine
 from textmill.config.engines import MeshConfig
 from textmill.errors import TextmillError
 
@@ -30,6 +30,7 @@ class Mesh:
 
 def mesh_of(config: RunConfig, shape: Any, world: int) -> Mesh:
     """The mesh of so many processes, on which batch and net fit."""
+    assert isinstance(config.engine, TorchEngine)
     mesh = _mesh(config.engine.mesh, world)
     _check_batch(config, mesh)
     if mesh.tensor > 1:
@@ -52,7 +53,7 @@ def _check_batch(config: RunConfig, mesh: Mesh) -> None:
     micro_batch, train = config.engine.micro_batch, config.train
     for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
         if size % mesh.ways:
-            near = _nearest(size, mesh.ways)
+            near = nearest(size, mesh.ways)
             raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {mesh.ways} processes; {near} are")
         own = size // mesh.ways
         if isinstance(micro_batch, int) and own % micro_batch:
@@ -70,17 +71,17 @@ def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:
             fitting = [str(ways) for ways in range(2, size + 1) if shape.heads % ways == 0 and shape.inner % ways == 0]
             raise TextmillError(
                 f"engine.mesh.tensor: {mesh.tensor} does not divide model.shape.{name}={size}; "
-                + (f"{', '.join(fitting[:6])} would" if fitting else f"set model.shape.{name}={_nearest(size, mesh.tensor)}")
+                + (f"{', '.join(fitting[:6])} would" if fitting else f"set model.shape.{name}={nearest(size, mesh.tensor)}")
             )
     length = config.train.length or shape.positions
     if mesh.sequence and length % mesh.tensor:
         raise TextmillError(
             f"engine.mesh.sequence: {mesh.tensor} tensor peers do not share {length} tokens evenly; "
-            f"set train.length={_nearest(length, mesh.tensor)}, or engine.mesh.sequence=false"
+            f"set train.length={nearest(length, mesh.tensor)}, or engine.mesh.sequence=false"
         )
 
 
-def _nearest(number: int, divisor: int) -> str:
+def nearest(number: int, divisor: int) -> str:
     """The multiples of the divisor on both sides."""
     below = number // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)

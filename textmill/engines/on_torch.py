@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from textmill import faults
-from textmill.config import RunConfig, TrainConfig
+from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.bits_torch import bit_sums, flip_a_bit
@@ -214,29 +214,31 @@ def new_ranks(config: RunConfig) -> Ranks:
 
 def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
     """The engine with an empty net; `load` fills it."""
+    engine = config.engine
+    assert isinstance(engine, TorchEngine)
     mesh = mesh_of(config, shape, ranks.world)
-    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
-    precision = precision_of(config.engine.precision, device)
-    if config.engine.deterministic:
+    device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
+    precision = precision_of(engine.precision, device)
+    if engine.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    micro_batch = config.engine.micro_batch if config.engine.micro_batch != "auto" else _fitting(config, shape, mesh, device, precision)
+    micro_batch = engine.micro_batch if engine.micro_batch != "auto" else _fitting(config.train, engine, shape, mesh, device, precision)
     layout = Layout(mesh, ranks.rank, device)
     net = new_net(shape, device, config.model.lora, layout.place)
-    net.recompute = config.engine.recompute
-    if config.engine.precision == "fp8":
+    net.recompute = engine.recompute
+    if engine.precision == "fp8":
         check_fp8(device)
         net.use_fp8()
-    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, config.engine.compile)
+    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, engine.compile)
 
 
-def _fitting(config: RunConfig, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype) -> int:
+def _fitting(train: TrainConfig, engine: TorchEngine, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype) -> int:
     """The largest part of a process's samples that a simple rule lets through at once."""
-    length, batch = config.train.length or shape.positions, config.train.batch // mesh.ways
+    length, batch = train.length or shape.positions, train.batch // mesh.ways
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.type == "cuda":
         room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters
-        layer = STATE_BYTES[config.engine.compile] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+        layer = STATE_BYTES[engine.compile] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
         fits = int(room / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textmill.checkpoint import Checkpoint, WhichStep, model_of
-from textmill.config import RunConfig, SampleConfig, TorchEngine
+from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
 from textmill.tokens.talks import open_template
 
@@ -36,7 +36,7 @@ def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
     return _print_samples(generator, sample.prompt or "", sample)
 
 
-def samples_of(checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: TorchEngine) -> list[dict[str, Any]]:
+def samples_of(checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: EngineConfig) -> list[dict[str, Any]]:
     """One continuation of each prompt, or a chat model's answer to it: prompt, text, seed and number of new tokens; the seed counts up."""
     from textmill.generation.answers import answers_of, asking
     from textmill.generation.generator import open_generator

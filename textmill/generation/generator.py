@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from textmill.checkpoint import Checkpoint
-from textmill.config import SampleConfig, TorchEngine
+from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, precision_of
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event, Slots, slots_type
@@ -161,7 +161,7 @@ def _free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def open_generator(checkpoint: Checkpoint, engine: TorchEngine, *, apart: bool = False) -> Generator:
+def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, apart: bool = False) -> Generator:
     """A checkpoint's net, in the engine's arithmetic and on its device, with its tokenizer; an adapter `apart` stands beside its base."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from textmill.counters import keys_of
+from textmill.counters import sample_keys
 
 
 def _signed(number: int) -> int:
@@ -20,7 +20,7 @@ _FIRST, _SECOND = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
 
 def dropout_keys(seed: int, step: int, samples: NDArray[np.int64]) -> Tensor:
     """A 32-bit key for each sample of a step."""
-    return torch.from_numpy((keys_of(samples, seed, step) & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32))
+    return torch.from_numpy(sample_keys(seed, step, samples).view(np.int32))
 
 
 def drop(x: Tensor, share: float, keys_N: Tensor | None, site: int, part: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from textmill.adapters import is_adapter, open_adapter, read_apart, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Family, Weight, open_family, shape_in
+from textmill.models.layouts import in_memory, laid_out
 from textmill.models.lora import adapters_of, lora_of
 from textmill.models.lora_torch import adapt
 from textmill.tensors import Named
@@ -96,24 +97,16 @@ def weights_of(net: Net) -> dict[str, tuple[Weight, nn.Parameter]]:
 
 def fill(net: Net, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None) -> None:
     """Fill the net; every weight once, each of its own shape. `put` does it where a process holds parts of weights."""
-    family, missing = family_of(net), weights_of(net)
+    known = weights_of(net)
     with torch.no_grad():
-        for name, values in family.known_weights(named):
-            if name not in missing:
-                raise TextmillError(f"{where}: holds '{name}', which this model does not have")
-            weight, parameter = missing.pop(name)
-            laid = to_memory(net, weight, values, where)
+        for weight, values in laid_out([weight for weight, _ in known.values()], net.shape, named, where):
+            laid, parameter = torch.tensor(values), known[weight.name][1]
             put(weight, parameter, laid) if put else parameter.copy_(laid)
-    if missing:
-        raise TextmillError(f"{where}: lacks {len(missing)} weights, '{next(iter(missing))}' among them")
 
 
 def to_memory(net: Net, weight: Weight, values: np.ndarray[Any, np.dtype[np.float32]], where: str) -> Tensor:
     """Values in checkpoint layout as a tensor in the net's."""
-    if values.shape != weight.shape:
-        raise TextmillError(f"{where}: '{weight.name}' is {list(values.shape)}; this model's is {list(weight.shape)}")
-    laid = family_of(net).to_memory(weight, values.astype(np.float32, copy=False), net.shape)
-    return torch.tensor(np.ascontiguousarray(laid))
+    return torch.tensor(in_memory(net.shape, weight, values, where))
 
 
 def named_copies(

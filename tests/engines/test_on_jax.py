@@ -1,0 +1,196 @@
+"""JAX against torch: the same losses, the same dropout, one checkpoint; and a mesh of four host devices against one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from textmill.config import JaxEngine, JaxMesh, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.engines import Engine, open_engine
+from textmill.errors import TextmillError
+from textmill.models import open_family
+from textmill.tokens.batches.batch import IGNORED, Batch
+
+VOCAB, LENGTH, ROWS = 150, 24, 8
+KINDS = {"torch": TorchEngine, "jax": JaxEngine}
+GPT2 = open_family("gpt2")
+
+
+def engine_of(kind: str, *, dropout: float = 0.0, train: dict[str, Any] | None = None, **engine: Any) -> Engine:
+    """An engine whose weights begin at the same numbers."""
+    shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
+    settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-3, **(train or {})}
+    chosen = KINDS[kind](**{"device": "cpu", "micro_batch": 4, **engine})
+    config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=chosen)
+    net = GPT2.shape_of(config.model, vocab=VOCAB, end=0)
+    opened = open_engine(config, net)
+    opened.load(GPT2.first_weights(net, 5), [], 0, "the first weights")
+    return opened
+
+
+def batch_of(step: int, *, documents: bool = False) -> Batch:
+    """Samples that ask for different numbers of tokens, one of them for none."""
+    dice = np.random.default_rng(step)
+    ids = (dice.integers(0, 12, (ROWS, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
+    labels = ids[:, 1:].copy()
+    for row in range(ROWS):
+        labels[row, row * LENGTH // ROWS :] = IGNORED
+    numbers = np.sort(dice.integers(1, 4, (ROWS, LENGTH)), 1).astype(np.int32) if documents else None
+    return Batch(ids[:, :-1], labels, np.arange(step * ROWS, (step + 1) * ROWS), documents=numbers)
+
+
+def losses_of(engine: Engine, steps: range, lr: float = 1e-2, **options: Any) -> list[float]:
+    return [step.loss for step in [engine.train_step(batch_of(step, **options), step, lr) for step in steps]]
+
+
+def test_fifty_steps_are_those_of_torch_and_a_checkpoint_goes_from_hand_to_hand() -> None:
+    torch, jax = engine_of("torch"), engine_of("jax")
+    wanted = losses_of(torch, range(50))
+    assert wanted[-1] < 0.8 * wanted[0]
+    assert losses_of(jax, range(50)) == pytest.approx(wanted, rel=2e-6)
+    # What JAX ends with is what torch ends with, by name, and either goes on from it.
+    held = {"": dict(jax.weights()), "moments": dict(jax.moments())}
+    assert jax.updates() == torch.updates() == 50
+    for name, values in [*torch.weights(), *torch.moments()]:
+        other = held["moments" if name.startswith(("m/", "v/")) else ""][name]
+        # The key's bias has no gradient but noise, which Adam makes as large as any other.
+        close = np.abs(other - values).max() < 1e-4 * max(1e-6, np.abs(values).max())
+        assert close or "c_attn.bias" in name, name
+    again = engine_of("torch")
+    again.load(held[""].items(), held["moments"].items(), 50, "what JAX saved")
+    for one, other in ((again.weights(), held[""]), (again.moments(), held["moments"])):
+        assert all(np.array_equal(values, other[name]) for name, values in one), "bit for bit, through both layouts"
+    third = engine_of("jax")
+    third.load(again.weights(), again.moments(), again.updates(), "what torch took over")
+    later = losses_of(torch, range(50, 60))
+    assert losses_of(again, range(50, 60)) == pytest.approx(later, rel=1e-5)
+    assert [loss.hex() for loss in losses_of(third, range(50, 55))] == [loss.hex() for loss in losses_of(jax, range(50, 55))]
+
+
+def test_dropout_documents_and_every_part_of_the_loss_are_those_of_torch() -> None:
+    train = {"loss": "sample_mean", "label_smoothing": 0.1, "z_loss": 1e-3, "clip": 0.3, "freeze": ["wpe"], "layer_decay": 0.7}
+    torch, jax = (engine_of(kind, dropout=0.2, train=train, recompute=1) for kind in KINDS)
+    wanted = losses_of(torch, range(12), documents=True)
+    assert losses_of(jax, range(12), documents=True) == pytest.approx(wanted, rel=2e-6)
+    assert losses_of(engine_of("torch", train=train), range(1), documents=True) != wanted[:1], "dropout is on"
+    assert {name for name, _ in jax.moments()} == {name for name, _ in torch.moments()}
+    one, other = torch.eval_step(batch_of(99, documents=True)), jax.eval_step(batch_of(99, documents=True))
+    assert (other.asked, other.correct) == (one.asked, one.correct)
+    assert other.loss == pytest.approx(one.loss, rel=1e-5)
+
+
+def test_bf16_is_near_fp32_and_near_torch() -> None:
+    wanted = losses_of(engine_of("torch", precision="bf16"), range(20))
+    jax = engine_of("jax", precision="bf16")
+    found = losses_of(jax, range(20))
+    assert found == pytest.approx(wanted, rel=2e-2)
+    assert found != wanted
+    assert jax.facts()["precision"] == "bfloat16"
+    assert all(values.dtype == np.float32 for _, values in jax.weights())
+
+
+def test_muon_is_torchs() -> None:
+    train = {"optimizer": "muon", "rest_rate": 0.5}
+    torch, jax = (engine_of(kind, train=train) for kind in KINDS)
+    assert losses_of(jax, range(15)) == pytest.approx(losses_of(torch, range(15)), rel=5e-3)
+    assert [name for name, _ in jax.moments()] == [name for name, _ in torch.moments()]
+    first = {name: values for name, values in torch.moments() if name.startswith("momentum/")}
+    for name, values in jax.moments():
+        if name in first:
+            assert np.abs(values - first[name]).max() < 5e-2 * np.abs(first[name]).max(), name
+
+
+def test_pieces_of_the_loss_are_the_whole() -> None:
+    """Against the formula, written out in double precision."""
+    import jax
+    import jax.numpy as jnp
+
+    from textmill.engines.losses_jax import scored, summed_loss
+
+    dice = np.random.default_rng(1)
+    x, head = dice.standard_normal((4, 7, 16)).astype(np.float32), dice.standard_normal((128, 16)).astype(np.float32)
+    labels, shares = batch_of(0).labels[:4, :7], dice.random((4, 7)).astype(np.float32)
+    scores = (x.astype(np.float64) @ head.astype(np.float64).T)[..., :VOCAB][..., :100]
+    spread = np.log(np.exp(scores).sum(-1))
+    asked = labels != IGNORED
+    labels = np.where(asked, labels % 100, IGNORED).astype(np.int32)
+    picked = np.take_along_axis(scores, np.where(asked, labels, 0)[..., None], -1)[..., 0]
+    wanted = np.where(asked, spread - 0.8 * picked - 0.2 * scores.mean(-1) + 0.01 * spread**2, 0)
+    for tokens in (1000, 12, 4):
+        loss = jax.jit(lambda x, head, tokens=tokens: summed_loss(x, head, labels, shares, 100, tokens, 0.2, 0.01))
+        assert float(loss(x, head)) == pytest.approx((wanted * shares).sum(), rel=1e-6)
+        slope_x, slope_head = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, head)
+        bump = jnp.zeros_like(x).at[0, 0, 3].set(1e-2)
+        assert float(slope_x[0, 0, 3]) == pytest.approx(float(loss(x + bump, head) - loss(x - bump, head)) / 2e-2, rel=2e-3, abs=1e-4)
+        assert not np.asarray(slope_head)[100:].any(), "padding rows learn nothing"
+        sums, right = scored(jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels), 100, tokens)
+        np.testing.assert_allclose(np.asarray(sums), np.where(asked, spread - picked, 0).sum(1), rtol=1e-5, atol=1e-5)
+        assert (np.asarray(right) == ((scores.argmax(-1) == labels) & asked).sum(1)).all()
+
+
+def test_a_mesh_of_four_devices_gives_the_losses_of_one() -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    here = Path(__file__)
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent)])}
+    child = [sys.executable, "-c", "import test_on_jax; test_on_jax.on_four_devices()"]
+    done = subprocess.run(child, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    wanted = losses_of(engine_of("torch", micro_batch=1, train={"clip": 0.5}), range(20))
+    for mesh, losses in found["losses"].items():
+        assert losses == pytest.approx(wanted, rel=1e-6), mesh
+    assert found["parts"] == {"replicate": 1.0, "shard": 0.25, "both": 0.25}, "the share of a matrix that one device holds"
+    assert found["again"] == found["losses"]["both"][10:], "a checkpoint goes on bit for bit on the same mesh"
+    one = dict(engine_of("torch").weights())
+    assert found["names"] == sorted(one)
+    told = (
+        "want 3 devices, found 4",
+        "does not divide the net's 2 heads; 2 does",
+        "6 samples are not to be shared evenly by 4 devices; 4 or 8",
+    )
+    assert len(found["refused"]) == len(told)
+    assert all(part in said for part, said in zip(told, found["refused"], strict=True)), found["refused"]
+
+
+def on_four_devices() -> None:
+    """What the test above starts in a process of its own, since the number of devices is settled once."""
+    meshes = {"replicate": {"replicate": 4}, "shard": {"shard": 4}, "both": {"shard": 2, "tensor": 2}}
+    found: dict[str, Any] = {"losses": {}, "parts": {}, "refused": []}
+    for name, sizes in meshes.items():
+        options = {"micro_batch": 1, "mesh": JaxMesh(**sizes), "train": {"clip": 0.5}}
+        engine: Any = engine_of("jax", **options)
+        first = losses_of(engine, range(10))
+        held, moments = list(engine.weights()), list(engine.moments())
+        found["losses"][name] = first + losses_of(engine, range(10, 20))
+        matrix = engine.held["transformer.h.0.mlp.c_fc.weight"]
+        found["parts"][name] = matrix.addressable_shards[0].data.size / matrix.size
+        if name == "both":
+            again = engine_of("jax", **options)
+            again.load(held, moments, 10, "saved")
+            found["again"] = losses_of(again, range(10, 20))
+            found["names"] = sorted(name for name, _ in held)
+        engine.close()
+    for sizes, train in (({"shard": 3}, {}), ({"tensor": 4}, {}), ({}, {"batch": 6})):
+        try:
+            engine_of("jax", micro_batch=1, mesh=JaxMesh(**sizes), train=train)
+        except TextmillError as error:
+            found["refused"].append(str(error))
+    print(json.dumps(found))
+
+
+def test_the_door_says_what_is_missing() -> None:
+    script = "import sys; sys.modules['jax'] = None; import textmill.engines.on_jax"
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].endswith("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'")
+
+
+def test_a_device_that_is_not_there_is_said() -> None:
+    with pytest.raises(TextmillError, match=r"engine\.device: 'tpu' is not there; found cpu; set engine\.device=auto"):
+        engine_of("jax", device="tpu")

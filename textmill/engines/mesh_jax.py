@@ -1,0 +1,85 @@
+"""How JAX devices share weights and samples: a mesh of three axes, and by a weight's name and shape where its parts lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from textmill.config import JaxMesh, TrainConfig
+from textmill.engines.meshes import nearest
+from textmill.errors import TextmillError
+
+AXES = ("replicate", "shard", "tensor")
+SAMPLES = ("replicate", "shard")
+"""The axes over which samples are shared out."""
+
+
+class Layout:
+    """Where arrays lie on a mesh; `split` has the axis that tensor-parallel devices share, by the end of a weight's name."""
+
+    def __init__(self, mesh: Mesh, split: dict[str, int]) -> None:
+        self.mesh, self.split = mesh, split
+        self.ways = mesh.shape["replicate"] * mesh.shape["shard"]
+
+    def kept(self, name: str, shape: Sequence[int]) -> NamedSharding:
+        """A weight and its moments between uses: every device of `shard` and `tensor` has a part, where one can be cut evenly."""
+        axes: list[str | None] = self._by_tensor(name, len(shape))
+        free = [axis for axis, held in enumerate(axes) if held is None and shape[axis] % self.mesh.shape["shard"] == 0]
+        if free:
+            axes[max(free, key=lambda axis: shape[axis])] = "shard"
+        return self._sharding(*axes)
+
+    def whole(self, name: str, weight: Array) -> Array:
+        """A weight as a product reads it: put together over `shard`, still apart over `tensor`."""
+        return jax.lax.with_sharding_constraint(weight, self._sharding(*self._by_tensor(name, weight.ndim)))
+
+    def by_sample(self, x: Array) -> Array:
+        """An array whose first axis is samples."""
+        return jax.lax.with_sharding_constraint(x, self._sharding(SAMPLES))
+
+    def parts(self) -> NamedSharding:
+        """Micro-batches one after another, the samples of each shared out: [parts, samples, ...]."""
+        return self._sharding(None, SAMPLES)
+
+    def everywhere(self) -> NamedSharding:
+        """The same on all devices."""
+        return self._sharding()
+
+    def _by_tensor(self, name: str, dimensions: int) -> list[str | None]:
+        axis = next((axis for end, axis in self.split.items() if name.endswith(end)), None)
+        return ["tensor" if place == axis else None for place in range(dimensions)]
+
+    def _sharding(self, *axes: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+
+def open_mesh(config: JaxMesh, devices: list[jax.Device], splits: dict[str, int]) -> Mesh:
+    """The mesh of these devices; what does not divide is refused by name."""
+    count, held = len(devices), config.shard * config.tensor
+    replicate = config.replicate or max(1, count // held)
+    if replicate * held != count:
+        sizes = f"replicate={config.replicate or 'auto'}, shard={config.shard}, tensor={config.tensor}"
+        raise TextmillError(f"engine.mesh: {sizes} want {replicate * held} devices, found {count}; make their product {count}")
+    for what, number in splits.items():
+        if number % config.tensor:
+            near = max(size for size in range(1, config.tensor + 1) if all(many % size == 0 for many in splits.values()))
+            raise TextmillError(f"engine.mesh.tensor: {config.tensor} does not divide the net's {number} {what}; {near} does")
+    shape = (replicate, config.shard, config.tensor)
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_batch(train: TrainConfig, ways: int, micro_batch: int | str) -> None:
+    """Refuse a batch that so many devices cannot share evenly."""
+    for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
+        if size % ways:
+            raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {ways} devices; {nearest(size, ways)} are")
+        own = size // ways
+        if isinstance(micro_batch, int) and own % micro_batch:
+            near = math.gcd(own, micro_batch)
+            raise TextmillError(f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a device; {near} does")

@@ -1,0 +1,282 @@
+"""JAX on one device or a mesh of them: a whole optimizer step, accumulation and skipping included, as one compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from textmill.config import JaxEngine, RunConfig, TrainConfig
+from textmill.counters import sample_keys
+from textmill.devices import peak_flops_of_card
+from textmill.engines import Mine, Named, Ranks, Sums, every
+from textmill.engines.ranks import Alone
+from textmill.errors import TextmillError
+from textmill.models import open_family
+from textmill.models.layouts import in_memory, laid_out
+from textmill.tokens.batches.batch import IGNORED, Batch
+
+try:
+    import jax
+    import jax.numpy as jnp
+    import optax  # noqa: F401
+    from jax import Array
+except ImportError:
+    raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None
+
+from textmill.engines.losses_jax import scored, summed_loss, tokens_at_once
+from textmill.engines.mesh_jax import Layout, check_batch, open_mesh
+from textmill.engines.updates_jax import Updates
+
+PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+"""The words of `engine.device` in JAX's."""
+CPU_LOGITS = 1 << 30
+"""`micro_batch: auto` on a CPU: as many samples as would have so many bytes of logits."""
+ROOM = 0.6
+"""The share of an accelerator's memory that `micro_batch: auto` fills with weights, moments and what backward needs."""
+WEIGHT_BYTES, STATE_BYTES = 24, 48
+"""Of a weight, with its gradient and moments; and kept for backward, of a token in a layer for each channel, in bf16."""
+
+Arrays = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class JaxStep:
+    """Numbers still on the device; reading one waits for it."""
+
+    loss_value: Array
+    norm_value: Array
+    asked_value: Array
+    scale: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The step's loss before the update."""
+        return float(self.loss_value)
+
+    @property
+    def norm(self) -> float:
+        """The global gradient norm before clipping."""
+        return float(self.norm_value)
+
+    @property
+    def asked(self) -> int:
+        """Tokens that were asked for."""
+        return int(self.asked_value)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out, because loss or gradient was not finite."""
+        return not np.isfinite(self.norm)
+
+
+class JaxOnMesh:
+    """The Engine of `engine.kind: jax`."""
+
+    def __init__(self, shape: Any, train: TrainConfig, way: Any, layout: Layout, ranks: Ranks, micro_batch: int) -> None:
+        self.ranks, self.first = ranks, ranks.first
+        self.shape, self.train, self.layout, self.micro_batch = shape, train, layout, micro_batch
+        self.net: Any = import_module(f"textmill.models.{shape.family}_jax")
+        apart = layout.mesh.size > layout.mesh.shape["replicate"]
+        self.way = replace(way, whole=layout.whole if apart else None, by_sample=layout.by_sample)
+        self.device = layout.mesh.devices.flat[0]
+        self.at_once = tokens_at_once(self.device.platform, shape.padded_vocab) * layout.ways
+        self.known = {weight.name: weight for weight in open_family(shape.family).weights_of(shape)}
+        self.optimizer = Updates(shape, train, jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16)
+        self.held: Arrays = {}
+        self.state: dict[str, Any] = {}
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+        self.judge = jax.jit(self._judge)
+
+    def samples_of(self, batch: int) -> slice:
+        """One process takes the whole batch."""
+        return slice(0, batch)
+
+    def train_step(self, batch: Batch, step: int, lr: float) -> JaxStep:
+        """One compiled step; the host is free as soon as the arrays are on their way."""
+        keys_N = sample_keys(self.train.seed, step, batch.samples) if self._drops() else None
+        parts = self._laid(batch, keys_N)
+        self.held, self.state, *numbers = self.step(self.held, self.state, parts, np.float32(lr))
+        return JaxStep(*numbers)
+
+    def eval_step(self, batch: Batch) -> Sums:
+        """Losses of a batch by micro-batches, without dropout."""
+        parts = self._laid(batch, None)
+        sums = [self.judge(self.held, {name: values[number] for name, values in parts.items()}) for number in range(len(parts["labels"]))]
+        loss, correct = sum(float(loss) for loss, _ in sums), sum(int(right) for _, right in sums)
+        return Sums(loss, int((batch.labels != IGNORED).sum()), correct)
+
+    def weights(self, mine: Mine = every) -> Iterator[Named]:
+        """Host copies of the weights."""
+        return self._copies(self.held, "", mine)
+
+    def moments(self, mine: Mine = every) -> Iterator[Named]:
+        """Host copies of the optimizer's state; none before the first update."""
+        for kind in self.optimizer.kinds() if self.updates() else []:
+            yield from self._copies(self.state[kind], f"{kind}/", mine)
+
+    def updates(self) -> int:
+        """Updates done; Adam's own count."""
+        return int(self.state["count"])
+
+    def scaling(self) -> dict[str, float]:
+        """No loss scale: bf16 has fp32's range."""
+        return {}
+
+    def load(
+        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
+    ) -> None:
+        """Take weights and moments in checkpoint names and layout."""
+        self.held = {
+            weight.name: self._placed(weight.name, values) for weight, values in laid_out(self.known.values(), self.shape, weights, where)
+        }
+        self.held = {name: self.held[name] for name in self.known}
+        given = {name: in_memory(self.shape, self.known[name.partition("/")[2]], values, where) for name, values in moments if updates}
+        self.state = {"count": jax.device_put(np.int32(updates), self.layout.everywhere())}
+        for kind, names in self.optimizer.kinds().items():
+            self.state[kind] = {name: self._placed(name, given.pop(f"{kind}/{name}", None)) for name in names}
+
+    def facts(self) -> dict[str, Any]:
+        """Device, arithmetic and size."""
+        count, peak = self.layout.mesh.size, peak_flops_of_card(self.device.device_kind)
+        return {
+            "device": f"{count} x {self.device.device_kind}" if count > 1 else self.device.device_kind,
+            "precision": jnp.dtype(self.way.precision).name, "micro_batch": self.micro_batch, "parameters": self.shape.parameters,
+            "trained": sum(self.optimizer.trained.values()), "peak_flops": peak and peak * count,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Give the devices' memory back."""
+        for array in jax.tree.leaves((self.held, self.state)):
+            array.delete()
+        self.held, self.state = {}, {}
+
+    def _step(self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array) -> tuple[Any, ...]:
+        """All of an optimizer step: loss and gradients by micro-batches, clipping, the update, or none."""
+        shares, asked = _shares(parts["labels"], self.train.loss)
+        parts = {**parts, "shares": shares}
+        narrow = self.net.narrowed(weights, self.way.precision)
+        learning = {name: narrow[name] for name in self.optimizer.trained}
+        slopes = partial(jax.value_and_grad(self._loss), learning, narrow)
+        if len(shares) == 1:
+            loss, grads = slopes({name: values[0] for name, values in parts.items()})
+        else:
+            nothing = jnp.zeros(()), {name: jnp.zeros_like(weights[name]) for name in learning}
+            loss, grads = jax.lax.scan(partial(_summed, slopes), nothing, parts)[0]
+        grads = {name: jax.lax.with_sharding_constraint(grad, self.layout.kept(name, grad.shape)) for name, grad in grads.items()}
+        weights, state, norm = self.optimizer.step(weights, state, grads, lr)
+        return weights, state, loss, norm, asked
+
+    def _loss(self, learning: Arrays, others: Arrays, part: Arrays) -> Array:
+        """The loss of a micro-batch, as it depends on the weights that learn."""
+        weights = {**others, **learning}
+        x_NTE = self.net.states(weights, self.shape, self.way, part["inputs"], part.get("keys"), part.get("documents"))
+        head, train = self._head(weights), self.train
+        return summed_loss(x_NTE, head, part["labels"], part["shares"], self.shape.vocab, self.at_once, train.label_smoothing, train.z_loss)
+
+    def _judge(self, weights: Arrays, part: Arrays) -> tuple[Array, Array]:
+        """The summed loss of a micro-batch, and its tokens whose label has the highest score."""
+        narrow = self.net.narrowed(weights, self.way.precision)
+        x_NTE = self.net.states(narrow, self.shape, self.way, part["inputs"], None, part.get("documents"))
+        losses, right = scored(x_NTE, self._head(weights), part["labels"], self.shape.vocab, self.at_once)
+        return losses.sum(), right.sum()
+
+    def _head(self, weights: Arrays) -> Array:
+        head = weights[self.net.HEAD]
+        return head if self.way.whole is None else self.way.whole(self.net.HEAD, head)
+
+    def _laid(self, batch: Batch, keys_N: Any) -> Arrays:
+        """A batch on the devices as [parts, samples, ...]; rows that fill the last part ask for nothing."""
+        rows = min(self.micro_batch * self.layout.ways, -(-len(batch.inputs) // self.layout.ways) * self.layout.ways)
+        more = -len(batch.inputs) % rows
+        named = {"inputs": batch.inputs, "labels": batch.labels, "keys": keys_N, "documents": batch.documents}
+        arrays = {name: values for name, values in named.items() if values is not None}
+        sharding = self.layout.parts()
+        return {
+            name: jax.device_put(_filled(values, more, IGNORED if name == "labels" else 0).reshape(-1, rows, *values.shape[1:]), sharding)
+            for name, values in arrays.items()
+        }
+
+    def _placed(self, name: str, values: Any) -> Array:
+        """An array of a weight's shape in its place; zeros where there is none."""
+        if values is None:
+            values = np.zeros(self.held[name].shape, np.float32)
+        sharding = self.layout.kept(name, values.shape)
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    def _copies(self, arrays: Arrays, prefix: str, mine: Mine) -> Iterator[Named]:
+        family = open_family(self.shape.family)
+        for name in [name for name in self.known if name in arrays and mine(prefix + name)]:
+            # A copy: on a CPU the array's own memory is given away to the next step.
+            yield prefix + name, family.to_checkpoint(self.known[name], np.array(arrays[name]), self.shape)
+
+    def _drops(self) -> bool:
+        return bool(self.shape.embedding_dropout or self.shape.attention_dropout or self.shape.residual_dropout)
+
+
+def _summed(slopes: Any, sums: tuple[Array, Arrays], part: Arrays) -> tuple[tuple[Array, Arrays], None]:
+    """Loss and gradients with those of one micro-batch more, in the weights' own precision."""
+    loss, grads = slopes(part)
+    return (sums[0] + loss, jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums[1], grads)), None
+
+
+def _shares(labels: Array, loss: str) -> tuple[Array, Array]:
+    """What each token's loss counts for, so that summing gives the step's loss; and how many tokens are asked for, over all devices."""
+    asked = labels != IGNORED
+    counts, total = asked.sum(-1, keepdims=True), asked.sum()
+    whole = jnp.maximum(counts, 1) * jnp.maximum((counts > 0).sum(), 1) if loss == "sample_mean" else jnp.maximum(total, 1)
+    return asked / whole.astype(jnp.float32), total
+
+
+def _filled(values: Any, more: int, value: int) -> Any:
+    return np.pad(values, [(0, more), *[(0, 0)] * (values.ndim - 1)], constant_values=value) if more else values
+
+
+def new_ranks(config: RunConfig) -> Ranks:
+    """One process drives all devices."""
+    return Alone()
+
+
+def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
+    """The engine with an empty net; `load` fills it."""
+    engine, train = config.engine, config.train
+    assert isinstance(engine, JaxEngine)
+    net = import_module(f"textmill.models.{shape.family}_jax")
+    devices = open_devices(engine.device)
+    layout = Layout(open_mesh(engine.mesh, devices, net.splits_of(shape)), net.SPLIT)
+    check_batch(train, layout.ways, engine.micro_batch)
+    wanted = engine.precision if engine.precision != "auto" else "fp32" if devices[0].platform == "cpu" else "bf16"
+    precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[wanted])
+    head = shape.width // shape.heads
+    fused = devices[0].platform == "gpu" and wanted == "bf16" and head % 8 == 0 and head <= 128
+    way = net.Way(precision, engine.recompute, fused)
+    micro_batch = engine.micro_batch if engine.micro_batch != "auto" else _fitting(config, shape, devices[0], layout, precision)
+    return JaxOnMesh(shape, train, way, layout, ranks, micro_batch)
+
+
+def open_devices(name: str) -> list[jax.Device]:
+    """The devices of `engine.device`; auto takes what JAX takes."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if name == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        devices: list[jax.Device] = jax.devices(None if name == "auto" else PLATFORMS[name])
+    except RuntimeError:
+        raise TextmillError(f"engine.device: '{name}' is not there; found {jax.devices()[0].platform}; set engine.device=auto") from None
+    return devices
+
+
+def _fitting(config: RunConfig, shape: Any, device: jax.Device, layout: Layout, precision: Any) -> int:
+    """The largest part of a device's samples that a simple rule lets through at once."""
+    length, own = config.train.length or shape.positions, config.train.batch // layout.ways
+    fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
+    if device.platform != "cpu":
+        memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)
+        room = ROOM * memory - WEIGHT_BYTES * shape.parameters * layout.ways / layout.mesh.size
+        layer = STATE_BYTES * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+        fits = int(room / (layer * shape.layers * length * precision.itemsize / 2))
+    return max(size for size in range(1, own + 1) if own % size == 0 and size <= max(1, fits))

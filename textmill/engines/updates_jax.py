@@ -1,0 +1,92 @@
+"""What an optimizer step does to the weights, in JAX: optax's AdamW over all of them, or Muon over block matrices with AdamW over the rest.
+
+Pure: weights and state come in and go out. The state is `count`, and `m`, `v` and `momentum` by weight name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from textmill.config import TrainConfig
+from textmill.models import Weight, open_family
+from textmill.models.rules import rules_of
+
+State = dict[str, Any]
+MOMENTUM, LIKE_ADAM, TINY = 0.95, 0.2, 1e-7
+"""Muon's momentum, the length of its steps against AdamW's, and the least norm of a matrix: those of torch's side."""
+
+
+class Updates:
+    """The update of all weights; a gradient that is not finite changes nothing."""
+
+    def __init__(self, shape: Any, train: TrainConfig, turning: Any) -> None:
+        """`turning` is the precision in which Muon's matrices are made orthogonal."""
+        self.train, self.heads, self.rules, self.turning = train, shape.heads, rules_of(shape, train), turning
+        trained = [weight for weight in open_family(shape.family).weights_of(shape) if self.rules[weight.name].trained]
+        self.matrices = {weight.name: weight for weight in trained if train.optimizer == "muon" and weight.layout in ("linear", "qkv")}
+        self.rest = [weight.name for weight in trained if weight.name not in self.matrices]
+        self.trained = {weight.name: math.prod(weight.shape) for weight in trained}
+        self.adam = optax.scale_by_adam(train.betas[0], train.betas[1], train.epsilon)
+        # Newton-Schulz alone: optax's own momentum corrects a bias at the start that torch's Muon leaves.
+        axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        self.orthogonal = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, eps=TINY, weight_dimension_numbers=lambda _: axes)
+
+    def kinds(self) -> dict[str, list[str]]:
+        """Each kind of state by its name in a checkpoint, and the weights that have it."""
+        return {"m": self.rest, "v": self.rest, **({"momentum": list(self.matrices)} if self.matrices else {})}
+
+    def step(self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array) -> tuple[dict[str, Array], State, Array]:
+        """The weights and the state after one update, and the gradients' norm before clipping; only trained weights have gradients."""
+        grads = {name: grad.astype(jnp.float32) for name, grad in grads.items()}
+        norm = jnp.sqrt(sum(jnp.square(grad).sum() for grad in grads.values()))
+        if self.train.clip:
+            grads = {name: grad * jnp.minimum(1.0, self.train.clip / (norm + 1e-6)) for name, grad in grads.items()}
+        rest_rate = lr * self.train.rest_rate if self.matrices else lr
+        new, after = self._adam(weights, state, grads, rest_rate)
+        if self.matrices:
+            turned, after["momentum"] = self._muon(weights, state["momentum"], grads, lr)
+            new = {**new, **turned}
+        new = {name: new.get(name, values) for name, values in weights.items()}
+        kept = jnp.isfinite(norm)
+        return *jax.tree.map(lambda one, other: jnp.where(kept, one, other), (new, after), (weights, state)), norm
+
+    def _adam(self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array) -> tuple[dict[str, Array], State]:
+        before = optax.ScaleByAdamState(state["count"], state["m"], state["v"])
+        steps, adam = self.adam.update({name: grads[name] for name in self.rest}, before)
+        new = {name: self._decayed(name, weights[name], lr) - lr * self.rules[name].rate * steps[name] for name in self.rest}
+        return new, {"count": adam.count, "m": adam.mu, "v": adam.nu}
+
+    def _decayed(self, name: str, weight: Array, lr: Array) -> Array:
+        rule = self.rules[name]
+        return weight * (1 - lr * rule.rate * rule.decay) if rule.decay else weight
+
+    def _muon(
+        self, weights: dict[str, Array], momenta: dict[str, Array], grads: dict[str, Array], lr: Array
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        after = {name: momenta[name] + (1 - MOMENTUM) * (grads[name] - momenta[name]) for name in self.matrices}
+        new = {}
+        for name, weight in self.matrices.items():
+            ahead = self._parts(weight, grads[name] + MOMENTUM * (after[name] - grads[name])).astype(self.turning)
+            turned, _ = self.orthogonal.update(ahead, self.orthogonal.init(ahead))
+            step = self._whole(weight, turned.astype(jnp.float32), weights[name].shape)
+            rate = lr * self.rules[name].rate * LIKE_ADAM * math.sqrt(max(ahead.shape[1:]))
+            new[name] = self._decayed(name, weights[name], lr) - rate * step
+        return new, after
+
+    def _parts(self, weight: Weight, values: Array) -> Array:
+        """A matrix as [1 or 3, R, C]: queries, keys and values are three."""
+        if weight.layout != "qkv":
+            return values[None]
+        return values.reshape(self.heads, 3, -1, values.shape[1]).swapaxes(0, 1).reshape(3, -1, values.shape[1])
+
+    def _whole(self, weight: Weight, parts: Array, shape: tuple[int, ...]) -> Array:
+        """The way back of `_parts`."""
+        if weight.layout != "qkv":
+            return parts[0]
+        return parts.reshape(3, self.heads, -1, shape[1]).swapaxes(0, 1).reshape(shape)
