@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from textmill.config import JaxEngine, JaxMesh, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
-from textmill.engines import Engine, open_engine
+from textmill.engines import Engine, Ranks, open_engine, open_ranks
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
@@ -23,16 +24,23 @@ KINDS = {"torch": TorchEngine, "jax": JaxEngine}
 GPT2 = open_family("gpt2")
 
 
-def engine_of(kind: str, *, dropout: float = 0.0, train: dict[str, Any] | None = None, **engine: Any) -> Engine:
-    """An engine whose weights begin at the same numbers."""
+def config_of(kind: str, *, dropout: float = 0.0, train: dict[str, Any] | None = None, **engine: Any) -> RunConfig:
     shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
     settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-3, **(train or {})}
     chosen = KINDS[kind](**{"device": "cpu", "micro_batch": 4, **engine})
-    config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=chosen)
+    return RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=chosen)
+
+
+def started(config: RunConfig, ranks: Ranks | None = None) -> Engine:
+    """An engine whose weights begin at the same numbers."""
     net = GPT2.shape_of(config.model, vocab=VOCAB, end=0)
-    opened = open_engine(config, net)
-    opened.load(GPT2.first_weights(net, 5), [], 0, "the first weights")
-    return opened
+    engine = open_engine(config, net, ranks)
+    engine.load(GPT2.first_weights(net, 5), [], 0, "the first weights")
+    return engine
+
+
+def engine_of(kind: str, **options: Any) -> Engine:
+    return started(config_of(kind, **options))
 
 
 def batch_of(step: int, *, documents: bool = False) -> Batch:
@@ -183,6 +191,61 @@ def on_four_devices() -> None:
         except TextmillError as error:
             found["refused"].append(str(error))
     print(json.dumps(found))
+
+
+def test_two_processes_give_the_losses_of_one() -> None:
+    """Weights in parts over both, so that saving gathers what lies with the other."""
+    here = Path(__file__)
+    common = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent)]), "WORLD_SIZE": "2"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
+    child = [sys.executable, "-c", "import test_on_jax; test_on_jax.as_one_of_two()"]
+    both = [subprocess.Popen(child, env={**common, "RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
+    said = [json.loads(process.communicate(timeout=900)[0].splitlines()[-1]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    torch = engine_of("torch", micro_batch=4)
+    wanted = losses_of(torch, range(5))
+    sums = torch.eval_step(batch_of(7))
+    for one in said:
+        assert one["losses"] == pytest.approx(wanted, rel=1e-6)
+        assert one["asked"] == sums.asked
+        assert one["loss"] == pytest.approx(sums.loss, rel=1e-5)
+    names = sorted(name for name, _ in [*torch.weights(), *torch.moments()])
+    assert sorted(said[0]["names"] + said[1]["names"]) == names, "each keeps its own half, and both together have all"
+    norms = {name: float(np.abs(values).sum()) for name, values in torch.weights()}
+    for name, norm in {**said[0]["norms"], **said[1]["norms"]}.items():
+        assert "c_attn.bias" in name or norm == pytest.approx(norms[name], rel=1e-4, abs=1e-4), name
+
+
+def free_ports() -> int:
+    """A port that is free with the next one: processes meet at the first, JAX at the second."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def as_one_of_two() -> None:
+    """What the test above starts twice."""
+    config = config_of("jax", mesh=JaxMesh(shard=2))
+    ranks = open_ranks(config)
+    engine = started(config, ranks)
+    losses = [engine.train_step(_rows(batch_of(step), engine.samples_of(ROWS)), step, 1e-2).loss for step in range(5)]
+    sums = engine.eval_step(batch_of(7))
+    kept = list(engine.weights(lambda name: len(name) % 2 == ranks.rank))
+    names = [name for name, _ in [*kept, *engine.moments(lambda name: len(name) % 2 == ranks.rank)]]
+    norms = {name: float(np.abs(values).sum()) for name, values in kept}
+    print(json.dumps({"losses": losses, "asked": sums.asked, "loss": sums.loss, "names": names, "norms": norms}), flush=True)
+    engine.close()
+    ranks.close()
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    return Batch(batch.inputs[rows], batch.labels[rows], batch.samples[rows])
 
 
 def test_the_door_says_what_is_missing() -> None:

@@ -70,6 +70,9 @@ def open_mesh(config: JaxMesh, devices: list[jax.Device], splits: dict[str, int]
         if number % config.tensor:
             near = max(size for size in range(1, config.tensor + 1) if all(many % size == 0 for many in splits.values()))
             raise TextmillError(f"engine.mesh.tensor: {config.tensor} does not divide the net's {number} {what}; {near} does")
+    together = len(devices) // (1 + max(device.process_index for device in devices))
+    if together % config.tensor:
+        raise TextmillError(f"engine.mesh.tensor: {config.tensor} devices compute together, and a process has {together}; lower it")
     shape = (replicate, config.shard, config.tensor)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

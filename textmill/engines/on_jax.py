@@ -14,7 +14,7 @@ from textmill.config import JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_of_card
 from textmill.engines import Mine, Named, Ranks, Sums, every
-from textmill.engines.ranks import Alone
+from textmill.engines.torch_parts import part_of
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.models.layouts import in_memory, laid_out
@@ -25,15 +25,15 @@ try:
     import jax.numpy as jnp
     import optax  # noqa: F401
     from jax import Array
+    from jax.experimental.multihost_utils import process_allgather
 except ImportError:
     raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None
 
 from textmill.engines.losses_jax import scored, summed_loss, tokens_at_once
 from textmill.engines.mesh_jax import Layout, check_batch, open_mesh
+from textmill.engines.ranks_jax import open_devices, open_ranks
 from textmill.engines.updates_jax import Updates
 
-PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
-"""The words of `engine.device` in JAX's."""
 CPU_LOGITS = 1 << 30
 """`micro_batch: auto` on a CPU: as many samples as would have so many bytes of logits."""
 ROOM = 0.6
@@ -93,8 +93,9 @@ class JaxOnMesh:
         self.judge = jax.jit(self._judge)
 
     def samples_of(self, batch: int) -> slice:
-        """One process takes the whole batch."""
-        return slice(0, batch)
+        """Neighbouring samples, as many for each process."""
+        rows = batch // self.ranks.world
+        return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> JaxStep:
         """One compiled step; the host is free as soon as the arrays are on their way."""
@@ -105,7 +106,7 @@ class JaxOnMesh:
 
     def eval_step(self, batch: Batch) -> Sums:
         """Losses of a batch by micro-batches, without dropout."""
-        parts = self._laid(batch, None)
+        parts = self._laid(part_of(batch, self.ranks.world, self.ranks.rank), None)
         sums = [self.judge(self.held, {name: values[number] for name, values in parts.items()}) for number in range(len(parts["labels"]))]
         loss, correct = sum(float(loss) for loss, _ in sums), sum(int(right) for _, right in sums)
         return Sums(loss, int((batch.labels != IGNORED).sum()), correct)
@@ -136,7 +137,7 @@ class JaxOnMesh:
         }
         self.held = {name: self.held[name] for name in self.known}
         given = {name: in_memory(self.shape, self.known[name.partition("/")[2]], values, where) for name, values in moments if updates}
-        self.state = {"count": jax.device_put(np.int32(updates), self.layout.everywhere())}
+        self.state = {"count": jax.make_array_from_callback((), self.layout.everywhere(), lambda _: np.int32(updates))}
         for kind, names in self.optimizer.kinds().items():
             self.state[kind] = {name: self._placed(name, given.pop(f"{kind}/{name}", None)) for name in names}
 
@@ -169,6 +170,7 @@ class JaxOnMesh:
             loss, grads = jax.lax.scan(partial(_summed, slopes), nothing, parts)[0]
         grads = {name: jax.lax.with_sharding_constraint(grad, self.layout.kept(name, grad.shape)) for name, grad in grads.items()}
         weights, state, norm = self.optimizer.step(weights, state, grads, lr)
+        loss, norm, asked = jax.lax.with_sharding_constraint((loss, norm, asked), self.layout.everywhere())
         return weights, state, loss, norm, asked
 
     def _loss(self, learning: Arrays, others: Arrays, part: Arrays) -> Array:
@@ -183,7 +185,8 @@ class JaxOnMesh:
         narrow = self.net.narrowed(weights, self.way.precision)
         x_NTE = self.net.states(narrow, self.shape, self.way, part["inputs"], None, part.get("documents"))
         losses, right = scored(x_NTE, self._head(weights), part["labels"], self.shape.vocab, self.at_once)
-        return losses.sum(), right.sum()
+        sums: tuple[Array, Array] = jax.lax.with_sharding_constraint((losses.sum(), right.sum()), self.layout.everywhere())
+        return sums
 
     def _head(self, weights: Arrays) -> Array:
         head = weights[self.net.HEAD]
@@ -191,14 +194,15 @@ class JaxOnMesh:
 
     def _laid(self, batch: Batch, keys_N: Any) -> Arrays:
         """A batch on the devices as [parts, samples, ...]; rows that fill the last part ask for nothing."""
-        rows = min(self.micro_batch * self.layout.ways, -(-len(batch.inputs) // self.layout.ways) * self.layout.ways)
+        own = self.layout.ways // self.ranks.world
+        rows = own * min(self.micro_batch, -(-len(batch.inputs) // own))
         more = -len(batch.inputs) % rows
-        named = {"inputs": batch.inputs, "labels": batch.labels, "keys": keys_N, "documents": batch.documents}
-        arrays = {name: values for name, values in named.items() if values is not None}
+        named = (("inputs", batch.inputs, 0), ("labels", batch.labels, IGNORED), ("keys", keys_N, 0), ("documents", batch.documents, 0))
+        arrays: list[tuple[str, Any, int]] = [one for one in named if one[1] is not None]
         sharding = self.layout.parts()
         return {
-            name: jax.device_put(_filled(values, more, IGNORED if name == "labels" else 0).reshape(-1, rows, *values.shape[1:]), sharding)
-            for name, values in arrays.items()
+            name: jax.make_array_from_process_local_data(sharding, _filled(values, more, fill).reshape(-1, rows, *values.shape[1:]))
+            for name, values, fill in arrays
         }
 
     def _placed(self, name: str, values: Any) -> Array:
@@ -210,9 +214,14 @@ class JaxOnMesh:
 
     def _copies(self, arrays: Arrays, prefix: str, mine: Mine) -> Iterator[Named]:
         family = open_family(self.shape.family)
-        for name in [name for name in self.known if name in arrays and mine(prefix + name)]:
-            # A copy: on a CPU the array's own memory is given away to the next step.
-            yield prefix + name, family.to_checkpoint(self.known[name], np.array(arrays[name]), self.shape)
+        for name in [name for name in self.known if name in arrays]:
+            here = arrays[name].is_fully_addressable or arrays[name].is_fully_replicated
+            if here and not mine(prefix + name):
+                continue
+            # A copy: on a CPU the array's own memory is given away to the next step. What lies with others is gathered by all.
+            values = np.array(arrays[name] if here else process_allgather(arrays[name], tiled=True))
+            if mine(prefix + name):
+                yield prefix + name, family.to_checkpoint(self.known[name], values, self.shape)
 
     def _drops(self) -> bool:
         return bool(self.shape.embedding_dropout or self.shape.attention_dropout or self.shape.residual_dropout)
@@ -237,8 +246,8 @@ def _filled(values: Any, more: int, value: int) -> Any:
 
 
 def new_ranks(config: RunConfig) -> Ranks:
-    """One process drives all devices."""
-    return Alone()
+    """The processes that torchrun or srun started, or this one alone."""
+    return open_ranks(config.engine.device)
 
 
 def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
@@ -256,18 +265,6 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
     way = net.Way(precision, engine.recompute, fused)
     micro_batch = engine.micro_batch if engine.micro_batch != "auto" else _fitting(config, shape, devices[0], layout, precision)
     return JaxOnMesh(shape, train, way, layout, ranks, micro_batch)
-
-
-def open_devices(name: str) -> list[jax.Device]:
-    """The devices of `engine.device`; auto takes what JAX takes."""
-    jax.config.update("jax_default_matmul_precision", "highest")
-    if name == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-    try:
-        devices: list[jax.Device] = jax.devices(None if name == "auto" else PLATFORMS[name])
-    except RuntimeError:
-        raise TextmillError(f"engine.device: '{name}' is not there; found {jax.devices()[0].platform}; set engine.device=auto") from None
-    return devices
 
 
 def _fitting(config: RunConfig, shape: Any, device: jax.Device, layout: Layout, precision: Any) -> int:
