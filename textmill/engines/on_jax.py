@@ -80,7 +80,7 @@ class JaxOnMesh:
     def __init__(self, shape: Any, train: TrainConfig, way: Any, layout: Layout, ranks: Ranks, micro_batch: int) -> None:
         self.ranks, self.first = ranks, ranks.first
         self.shape, self.train, self.layout, self.micro_batch = shape, train, layout, micro_batch
-        self.net: Any = import_module(f"textmill.models.{shape.family}_jax")
+        self.net: Any = _twin(shape)
         apart = layout.mesh.size > layout.mesh.shape["replicate"]
         self.way = replace(way, whole=layout.whole if apart else None, by_sample=layout.by_sample)
         self.device = layout.mesh.devices.flat[0]
@@ -119,6 +119,11 @@ class JaxOnMesh:
         """Host copies of the optimizer's state; none before the first update."""
         for kind in self.optimizer.kinds() if self.updates() else []:
             yield from self._copies(self.state[kind], f"{kind}/", mine)
+
+    def copies(self) -> dict[str, int]:
+        """The bits of each part of a weight that this process holds, summed on its device; who holds the same has the same."""
+        parts = [(f"{name}{shard.index}", shard.data) for name, array in self.held.items() for shard in array.addressable_shards]
+        return {name: int(jax.lax.bitcast_convert_type(values, jnp.int32).sum()) for name, values in parts}
 
     def updates(self) -> int:
         """Updates done; Adam's own count."""
@@ -245,16 +250,21 @@ def _filled(values: Any, more: int, value: int) -> Any:
     return np.pad(values, [(0, more), *[(0, 0)] * (values.ndim - 1)], constant_values=value) if more else values
 
 
+def _twin(shape: Any) -> Any:
+    """The family's net in JAX: models/FAMILY_jax.py has states, narrowed, Way and where its weights are cut."""
+    return import_module(f"textmill.models.{shape.family}_jax")
+
+
 def new_ranks(config: RunConfig) -> Ranks:
     """The processes that torchrun or srun started, or this one alone."""
-    return open_ranks(config.engine.device)
+    return open_ranks(config.engine.device, config.engine.timeout)
 
 
 def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
     """The engine with an empty net; `load` fills it."""
     engine, train = config.engine, config.train
     assert isinstance(engine, JaxEngine)
-    net = import_module(f"textmill.models.{shape.family}_jax")
+    net = _twin(shape)
     devices = open_devices(engine.device)
     layout = Layout(open_mesh(engine.mesh, devices, net.splits_of(shape)), net.SPLIT)
     check_batch(train, layout.ways, engine.micro_batch)

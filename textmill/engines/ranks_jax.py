@@ -6,21 +6,21 @@ import os
 
 import jax
 
-from textmill.engines.ranks import Ranks
 from textmill.engines.ranks_torch import launch_of
 from textmill.engines.ranks_torch import open_ranks as open_torch_ranks
 from textmill.errors import TextmillError
+from textmill.ranks import Ranks
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The words of `engine.device` in JAX's."""
 
 
-def open_ranks(device: str) -> Ranks:
+def open_ranks(device: str, timeout: float) -> Ranks:
     """The processes that torchrun or srun started, or this one alone.
 
     They agree over gloo, as torch's do; JAX has a meeting place of its own, one port further.
     """
-    ranks, launch = open_torch_ranks("cpu"), launch_of(os.environ)
+    ranks, launch = open_torch_ranks("cpu", timeout), launch_of(os.environ)
     if launch is not None and launch.world > 1:
         host, _, port = launch.meet.rpartition(":")
         _choose(device)
