@@ -10,7 +10,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(TORCH)
 
 # Scripts under bench/ that take more than two minutes; run them by name.
-BENCH_SLOW := bench/kill_train.py bench/kill_prepare.py bench/roundtrip.py
+BENCH_SLOW := bench/kill_train.py bench/kill_ranks.py bench/kill_prepare.py bench/roundtrip.py
 BENCH ?= $(filter-out $(BENCH_SLOW),$(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
