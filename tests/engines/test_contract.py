@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from textmill.config import JaxEngine, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config.engines import DeepSpeedEngine
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 ENGINES = sorted(path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py"))
 VOCAB, LENGTH, ROWS = 150, 24, 8
-MAKE = {"torch": TorchEngine, "jax": JaxEngine}
+MAKE = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}
 
 
 def config_of(kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, **train: Any) -> RunConfig:

@@ -66,6 +66,8 @@ class RunConfig(Section):
             raise TextmillError(f"engine.micro_batch: {micro} does not divide train.batch={train.batch}{ramp}; {near} does")
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
             raise TextmillError(f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a share such as 0.05")
+        if train.optimizer in self.engine.refused:
+            raise TextmillError(f"train.optimizer: {self.engine.refused[train.optimizer]}; set adamw, or engine.kind=torch")
         if train.min_learning_rate > train.learning_rate:
             low, high = train.min_learning_rate, train.learning_rate
             raise TextmillError(f"train.min_learning_rate: {low} is above train.learning_rate={high}; lower it")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
-from textmill.config.section import Section, how
+from textmill.config.section import Section, how, place
 from textmill.errors import TextmillError
 
 
@@ -15,6 +15,8 @@ class EngineSection(Section):
 
     one_process: ClassVar[bool] = False
     """Whether one process has all devices of a machine; else each device has a process of its own."""
+    refused: ClassVar[dict[str, str]] = {}
+    """Optimizers that an engine does not have, and why."""
     kind: str
     """Which engine."""
     micro_batch: int | Literal["auto"] = how("auto")
@@ -92,4 +94,45 @@ class JaxEngine(EngineSection):
     """How the devices share the work."""
 
 
-EngineConfig = TorchEngine | JaxEngine
+class DeepSpeedEngine(EngineSection):
+    """DeepSpeed: weights, gradients and moments shared out over the processes that deepspeed, torchrun or srun started."""
+
+    refused: ClassVar[dict[str, str]] = {"muon": "muon wants whole matrices, which DeepSpeed cuts up"}
+    kind: Literal["deepspeed"] = "deepspeed"
+    """deepspeed: DeepSpeed's ZeRO over PyTorch."""
+    device: str = how("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto, cpu, cuda or cuda:1; auto takes a GPU where there is one."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = how("auto")
+    """Arithmetic of the net; masters stay fp32. fp16 has a loss scale that moves by itself. auto: bf16 on a GPU that has it, else fp32."""
+    zero: Literal["auto", 0, 1, 2, 3] = how("auto")
+    """What the processes share out: 0: nothing; 1: moments; 2: gradients too; 3: weights too. auto: as `engine.config` says, or 2."""
+    offload_optimizer: Literal["cpu", "nvme"] | None = how(None)
+    """Where masters and moments are kept instead of the device; nvme wants `engine.zero=3`."""
+    offload_weights: Literal["cpu", "nvme"] | None = how(None)
+    """Where weights wait until they are needed; wants `engine.zero=3`."""
+    nvme: str | None = place()
+    """A folder on a fast disk, for what is offloaded to nvme."""
+    config: str | None = place()
+    """A DeepSpeed JSON file, taken as it is; what it says against our settings is refused by name."""
+    extra: dict[str, Any] = how({})
+    """More of DeepSpeed's own settings, laid over all others."""
+
+    @model_validator(mode="after")
+    def _offloads(self) -> DeepSpeedEngine:
+        places = [self.offload_optimizer, self.offload_weights]
+        if self.offload_weights and self.zero in (0, 1, 2):
+            raise TextmillError(f"engine.offload_weights: wants engine.zero=3, found {self.zero}; whole weights stay on the device")
+        if self.offload_optimizer and self.zero == 0:
+            raise TextmillError("engine.offload_optimizer: wants engine.zero of 1 or more, found 0; set engine.zero=2")
+        if self.offload_optimizer == "nvme" and self.zero in (1, 2):
+            raise TextmillError(f"engine.offload_optimizer: nvme wants engine.zero=3, found {self.zero}; set it, or offload to cpu")
+        if "nvme" in places and self.nvme is None and self.config is None:
+            raise TextmillError("engine.nvme: not said; name a folder on a fast disk, since something is offloaded to nvme")
+        if self.precision == "fp16" and self.zero == 0:
+            raise TextmillError(
+                "engine.precision: fp16 wants engine.zero of 1 or more, found 0; set engine.zero=1 or engine.precision=bf16"
+            )
+        return self
+
+
+EngineConfig = TorchEngine | JaxEngine | DeepSpeedEngine

@@ -125,3 +125,8 @@ def named_copies(
         laid = family.to_checkpoint(weight, values, net.shape)
         # On a CPU a layout that does not differ is still the net's own memory, which the next step changes.
         yield prefix + name, laid.copy() if np.shares_memory(laid, values) else laid
+
+
+def net_of(shape: Any) -> Net:
+    """The family's net as its modules make themselves: its memory is taken where and how the caller's context says."""
+    return cast(Net, _twin(shape).Net(shape))

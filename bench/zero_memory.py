@@ -1,0 +1,90 @@
+"""What a process holds under each stage of ZeRO, against ZeRO-0: two processes on this machine, GPT-2 in fp32, two steps each.
+
+    python bench/zero_memory.py [SIZE]      (small, 124M weights, if not said; about 5 GB at most)
+
+Peak: the most memory a process took beyond what it had before the engine was opened, a sample's states (32 tokens) among it.
+Held: the tensors that are there between two steps, every one counted once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+LENGTH, PROCESSES = 32, 2
+
+
+def held() -> int:
+    """Bytes of all tensors, each memory counted once."""
+    import torch
+
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(size: str, zero: int, path: Path) -> None:
+    """What one process of the launched ones does."""
+    import numpy as np
+
+    from textmill.config import ModelConfig, RunConfig, TrainConfig
+    from textmill.config.engines import DeepSpeedEngine
+    from textmill.engines import open_engine, open_ranks
+    from textmill.models import open_family
+    from textmill.tokens.batches.batch import Batch
+
+    engine_section = DeepSpeedEngine(device="cpu", zero=zero, micro_batch=1)  # type: ignore[arg-type]
+    train = TrainConfig(batch=PROCESSES, length=LENGTH)
+    config = RunConfig(model=ModelConfig(size=size), train=train, engine=engine_section)
+    shape = open_family("gpt2").shape_of(config.model, vocab=50257, end=0)
+    import deepspeed  # noqa: F401
+
+    with closing(open_ranks(config)) as ranks:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with closing(open_engine(config, shape, ranks)) as engine:
+            engine.load(open_family("gpt2").first_weights(shape, 1), [], 0, "the first weights")
+            for step in range(2):
+                ids = np.random.default_rng(step).integers(0, 50257, (1, LENGTH + 1), dtype=np.int32)
+                engine.train_step(Batch(ids[:, :-1], ids[:, 1:], np.array([step])), step, 1e-4)
+            gc.collect()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            found = ranks.gather({"peak": peak * 1024, "held": held()})
+        if ranks.first:
+            path.write_text(json.dumps(found))
+
+
+def main() -> None:
+    """A launch for each stage, so that no peak hides another; then the table."""
+    size = sys.argv[1] if len(sys.argv) > 1 else "small"
+    rows = {}
+    for zero in (0, 1, 2, 3):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "found.json"
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", __file__, "in"]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+            done = subprocess.run([*command, size, str(zero), str(path)], env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr[-3000:])
+            rows[zero] = json.loads(path.read_text())
+    most = {zero: {key: max(one[key] for one in found) for key in ("peak", "held")} for zero, found in rows.items()}
+    print(f"GPT-2 {size}, fp32, {PROCESSES} processes; the process that holds most, in MB, and as a share of ZeRO-0's")
+    for zero, values in most.items():
+        columns = [f"{key} {value / 1e6:7.0f} ({value / most[0][key]:.2f})" for key, value in values.items()]
+        print(f"ZeRO-{zero}   {'   '.join(columns)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["in"]:
+        measure(sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        main()

@@ -1,0 +1,15 @@
+#!/bin/sh
+# One run over several machines by DeepSpeed's launcher: it reaches each host by ssh, with the same folder and Python on all of them.
+#
+#   sh deepspeed-hosts.sh HOSTFILE run.yaml [section.key=value ...]
+#
+# A hostfile has a line a machine, with its number of GPUs:
+#
+#   worker-1 slots=8
+#   worker-2 slots=8
+#
+# Prepare and tokenize first, on one machine: textmill run run.yaml train.steps=1, or the verbs one by one.
+set -eu
+hosts=$1
+shift
+exec deepspeed --hostfile "$hosts" --no_local_rank --module textmill train "$@" engine.kind=deepspeed

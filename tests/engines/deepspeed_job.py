@@ -1,0 +1,74 @@
+"""What each process of a launched DeepSpeed test does: `torchrun ... -m tests.engines.deepspeed_job JOB.json` trains as the job says.
+
+A run: engine settings, a stretch of steps, a folder to start from (or the first weights), a folder to leave its state in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.engines.test_contract import MAKE, ROWS, VOCAB, batch_of, config_of
+from textmill.engines import open_engine, open_ranks
+from textmill.models import open_family
+from textmill.ranks import Ranks
+from textmill.tokens.batches.batch import Batch
+
+LR = 1e-2
+
+
+def part(batch: Batch, rows: slice) -> Batch:
+    """Some samples of a batch."""
+    return Batch(batch.inputs[rows], batch.labels[rows], batch.samples[rows])
+
+
+def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Train; return losses, and whether what was loaded came back as it was."""
+    rows = run.get("rows", ROWS)
+    base = config_of("torch", dropout=run.get("dropout", 0.0), batch=rows, micro_batch=1, **run.get("train", {}))
+    section = MAKE[run["engine"].get("kind", "deepspeed")](device="cpu", **run["engine"])
+    config = base.model_copy(update={"engine": section})
+    family = open_family("gpt2")
+    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    with closing(open_engine(config, shape, ranks)) as engine:
+        if run.get("start"):
+            state = np.load(Path(run["start"]))
+            weights = [(name.removeprefix("w:"), values) for name, values in state.items() if name.startswith("w:")]
+            moments = [(name, values) for name, values in state.items() if not name.startswith(("w:", "updates"))]
+            engine.load(weights, moments, int(state["updates"]), "saved")
+            same = all(np.array_equal(dict(weights)[name], values) for name, values in engine.weights())
+            same = same and all(np.array_equal(dict(moments)[name], values) for name, values in engine.moments())
+        else:
+            engine.load(family.first_weights(shape, 5), [], 0, "the first weights")
+            same = True
+        mine = engine.samples_of(rows)
+        losses = [engine.train_step(part(batch_of(step), mine), step, LR).loss for step in range(*run["steps"])]
+        if run.get("save"):
+
+            def kept(_: str) -> bool:
+                return ranks.first
+
+            state = {**{f"w:{name}": values for name, values in engine.weights(kept)}, **dict(engine.moments(kept))}
+            if ranks.first:
+                np.savez(run["save"], updates=engine.updates(), **state)
+            ranks.barrier()
+        sums = engine.eval_step(batch_of(99))
+        return {"losses": losses, "same": same, "valid": [sums.loss, sums.asked, sums.correct], "updates": engine.updates()}
+
+
+def main(path: Path) -> None:
+    """Every run of the job, one after another; the first process writes what came out."""
+    job = json.loads(path.read_text())
+    with closing(open_ranks(config_of("torch"))) as ranks:
+        found = [done(run, ranks) for run in job]
+        if ranks.first:
+            path.with_suffix(".out").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,162 @@
+"""DeepSpeed against PyTorch: the same losses at every stage of ZeRO, on one process and on several, and one state handed back and forth."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+
+from tests.engines.deepspeed_job import done
+from tests.engines.test_contract import batch_of, config_of, run, started
+from textmill.errors import TextmillError
+from textmill.ranks import Alone
+
+STEPS = 50
+FP32, BF16 = 2e-6, 2e-2
+"""How equal is equal: relative, at every step."""
+
+
+@pytest.fixture(scope="module")
+def straight() -> list[float]:
+    """The torch engine's losses in fp32."""
+    return run(started(config_of("torch")), range(STEPS + 10))
+
+
+def worst(found: list[float], expected: list[float]) -> float:
+    """The greatest relative difference."""
+    assert len(found) == len(expected)
+    return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
+
+
+def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[dict[str, Any]]:
+    """What came of a job on so many processes; none of them is left over when torchrun is gone."""
+    path = folder / f"job-{processes}-{len(list(folder.iterdir()))}.json"
+    path.write_text(json.dumps(job))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "TEXTMILL_TEST_JOB": str(path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    ended = subprocess.run(
+        [*command, "-m", "tests.engines.deepspeed_job", str(path)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert not left_over(str(path)), "a process outlived the run"
+    found: list[dict[str, Any]] = json.loads(path.with_suffix(".out").read_text())
+    return found
+
+
+def left_over(word: str) -> list[int]:
+    """Processes that were started with this word in their environment and are still there, zombies among them."""
+    mark, found = f"TEXTMILL_TEST_JOB={word}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_one_process_has_torchs_losses(zero: int, straight: list[float]) -> None:
+    found = done({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, Alone())
+    assert worst(found["losses"], straight[:STEPS]) <= FP32
+    assert found["updates"] == STEPS
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All that is asked of two processes, in one launch: a run of each name."""
+    folder = tmp_path_factory.mktemp("two")
+    saved = str(folder / "zero3.npz")
+    runs = {f"zero{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, STEPS]} for zero in (0, 1, 2, 3)}
+    runs["zero3"]["save"] = saved
+    runs |= {f"bf16-{zero}": {"engine": {"zero": zero, "micro_batch": 2, "precision": "bf16"}, "steps": [0, 10]} for zero in (0, 1, 2, 3)}
+    runs["fp16"] = {"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 10]}
+    runs["recompute"] = {"engine": {"zero": 3, "micro_batch": 2, "recompute": 1}, "steps": [0, 5]}
+    offload = {"offload_optimizer": "cpu", "offload_weights": "cpu"}
+    runs["offload"] = {"engine": {"zero": 3, "micro_batch": 2, **offload}, "steps": [0, 5]}
+    runs["dropout"] = {"engine": {"zero": 2, "micro_batch": 2}, "steps": [0, 5], "dropout": 0.2}
+    found = launched(list(runs.values()), 2, folder)
+    return {**dict(zip(runs, found, strict=True)), "saved": {"at": saved}}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_two_processes_have_torchs_losses(zero: int, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
+    assert worst(two[f"zero{zero}"]["losses"], straight[:STEPS]) <= FP32
+
+
+@pytest.mark.parametrize("name", ["bf16-0", "bf16-1", "bf16-2", "bf16-3", "fp16"])
+def test_in_half_precision_they_are_near(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
+    difference = worst(two[name]["losses"], straight[:10])
+    assert 0 < difference <= BF16
+
+
+@pytest.mark.parametrize("name", ["recompute", "offload"])
+def test_saving_memory_changes_no_loss(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
+    assert worst(two[name]["losses"], straight[:5]) <= FP32
+
+
+def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) -> None:
+    assert worst(two["dropout"]["losses"], run(started(config_of("torch", dropout=0.2)), range(5))) <= FP32
+
+
+def test_an_evaluation_is_of_the_whole_batch(two: dict[str, dict[str, Any]]) -> None:
+    engine = started(config_of("torch"))
+    run(engine, range(STEPS))
+    sums = engine.eval_step(batch_of(99))
+    for name in ("zero1", "zero3"):
+        loss, asked, correct = two[name]["valid"]
+        assert (asked, correct) == (sums.asked, sums.correct)
+        assert loss == pytest.approx(sums.loss, rel=1e-5)
+
+
+def test_two_processes_state_goes_on_on_one_and_on_three(two: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    saved = two["saved"]["at"]
+    assert np.load(saved)["updates"] == STEPS
+    again = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [STEPS, STEPS + 6], "start": saved, "rows": 6}
+    torch = done({**again, "engine": {"kind": "torch", "micro_batch": 6}}, Alone())
+    for found in (done(again, Alone()), *launched([again], 3, tmp_path)):
+        assert found["same"], "weights and moments by name, bit for bit"
+        assert found["updates"] == STEPS + 6
+        assert worst(found["losses"], torch["losses"]) <= FP32
+
+
+def test_a_run_goes_from_torch_to_deepspeed_and_back(tmp_path: Path, straight: list[float]) -> None:
+    losses, start = [], None
+    for number, kind in enumerate(["torch", "deepspeed", "torch", "deepspeed"]):
+        save = str(tmp_path / f"{number}.npz")
+        engine = {"kind": kind, "micro_batch": 4, **({"zero": 3} if kind == "deepspeed" else {})}
+        found = done({"engine": engine, "steps": [10 * number, 10 * number + 10], "start": start, "save": save}, Alone())
+        assert found["same"], "weights and moments by name, bit for bit"
+        losses, start = [*losses, *found["losses"]], save
+    assert worst(losses, straight[:40]) <= 1e-5
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path: Path) -> None:
+    rules = {"freeze": ["wte", "h.0"], "layer_decay": 0.7}
+    runs = {"bf16": {"zero": zero, "precision": "bf16"}, "torch": {"kind": "torch"}, "fp32": {"zero": zero}}
+    first = dict(started(config_of("torch")).weights())
+    states, losses = {}, {}
+    for name, engine in runs.items():
+        save = str(tmp_path / f"{name}.npz")
+        losses[name] = done({"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, Alone())["losses"]
+        states[name] = np.load(save)
+    assert worst(losses["fp32"], losses["torch"]) <= FP32
+    for name, values in first.items():
+        stays = name.startswith(("transformer.wte", "transformer.h.0."))
+        assert np.array_equal(states["bf16"][f"w:{name}"], values) == stays, name
+        assert (f"m/{name}" in states["fp32"]) != stays
+
+
+def test_the_extra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(TextmillError, match=r"needs DeepSpeed; run: pip install .*textmill\[deepspeed\]"):
+        started(config_of("deepspeed"))
