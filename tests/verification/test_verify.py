@@ -47,6 +47,35 @@ PLANTED = {
         on_torch.token_shares = lambda batch, *rest: 2 * shares(batch, *rest)
         """,
     ),
+    "a wrong group": (
+        ["engine.mesh.replicate=2", "engine.mesh.tensor=2"],
+        """
+        from textmill.engines import layouts_torch
+        def watch(self, parameters):
+            self.replicas = layouts_torch.Replicas(parameters, None)
+        layouts_torch.Layout.watch = watch
+        """,
+    ),
+    "a bias added by each peer": (
+        ["engine.mesh.tensor=2"],
+        """
+        import torch
+        from textmill.engines.peers_torch import RowLinear
+        RowLinear.forward = lambda self, x: self.peers.leave(torch.nn.functional.linear(x, self.weight, self.bias))
+        """,
+    ),
+    "positions of another's tokens": (
+        ["engine.mesh.tensor=2", "engine.mesh.sequence=true"],
+        """
+        import torch
+        from textmill.engines.peers_torch import Positions
+        Positions.forward = lambda self, places: torch.nn.Embedding.forward(self, places.chunk(self.peers.count, -1)[0])
+        """,
+    ),
+    "a stale LayerNorm": (
+        ["engine.mesh.tensor=2", "engine.mesh.sequence=true"],
+        "from textmill.engines.layouts_torch import Layout\nLayout.join = lambda *_: None",
+    ),
 }
 """Settings, and what every process of several imports before anything else."""
 
