@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(TORCH)
 
-# Scripts under bench/ that take more than two minutes; run them by name.
-BENCH_SLOW := bench/deepspeed_ends.py bench/zero_memory.py bench/kill_train.py bench/kill_ranks.py bench/kill_prepare.py bench/roundtrip.py
-BENCH ?= $(filter-out $(BENCH_SLOW),$(wildcard bench/*.py))
+# Scripts under bench/ that need no argument, no GPU and no peer of their own, and end in a few minutes; run the others by name.
+BENCH ?= bench/batches.py bench/clean.py bench/near_duplicates.py bench/first_step.py bench/generate.py bench/decode_step.py \
+	bench/kill_saves.py bench/save_stall.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench docs wheel clean
@@ -33,7 +33,6 @@ lint: $(VENV)/dev ## style, types, and who may import whom
 	@$(BIN)/lint-imports --no-cache > $(VENV)/contracts.txt || { cat $(VENV)/contracts.txt; exit 1; }
 
 bench: $(VENV)/dev ## the quick measurements under bench/
-	@test -n "$(strip $(BENCH))" || echo "bench/ holds no quick script"
 	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 docs: $(VENV)/docs ## the pages, into site/
