@@ -61,6 +61,8 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
         (["train", "quickstart", "--step", "soon"], "--step: found 'soon'; give a number, latest or best"),
         (["train", "quickstart", "--step"], "--step: needs a value"),
         (["train", "quickstart", "train.stepz=3"], "train.stepz: no such key; did you mean 'train.steps'?"),
+        (["train", "quickstart", "train=5"], "train: found 5; give keys such as"),
+        (["train", "quickstart", "model=nano"], "model: found 'nano'; give keys such as"),
         (["generate", "quickstart", "sample.top_p=2"], "sample.top_p: found 2; give a value at most 1"),
         (["new", "x"], "new: no text named"),
         (["new", "x", "--text", "nothing/*.txt"], "nothing matches 'nothing/*.txt'"),

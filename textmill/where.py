@@ -68,7 +68,8 @@ def _from_file(path: Path, settings: list[str]) -> Where:
 def _config_of(tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None) -> RunConfig:
     """What stands in a file is relative to it, what is said on the command line to where the user stands."""
     said = anchor(tree_of(settings), Path.cwd(), named_corpora(tree, Path.cwd()))
-    if isinstance(said.get("model", {}).get("shape"), dict) and isinstance(tree.get("model", {}).get("shape"), str):
+    over, below = said.get("model"), tree.get("model")
+    if isinstance(over, dict) and isinstance(below, dict) and isinstance(over.get("shape"), dict) and isinstance(below.get("shape"), str):
         raise TextmillError(f"model.shape: is a path in {file}; numbers cannot be laid over it; say model.shape=PATH, or change the file")
     return config_of(merged(without_units(tree, said), said), file=file, lines=lines)
 

@@ -52,6 +52,11 @@ def test_values_of_the_command_line(word: str, value: object) -> None:
     assert getattr(getattr(config, section), key) == value
 
 
+def test_keys_and_values_are_said_in_braces() -> None:
+    words = ["engine.kind=deepspeed", "engine.extra={zero_optimization: {overlap_comm: false}}"]
+    assert config_of(tree_of(words)).engine.extra == {"zero_optimization": {"overlap_comm": False}}  # type: ignore[union-attr]
+
+
 def test_config_is_frozen_and_reads_back_from_its_own_yaml() -> None:
     config = config_of(tree_of(["train.learning_rate=1e-05", 'sample.prompt=한국어: "x"\n', "model.shape.heads=6"]))
     with pytest.raises(Exception, match="frozen"):
@@ -127,6 +132,10 @@ def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
         ({"kind": "jax", "mesh": {"tensor": 0}}, r"engine\.mesh\.tensor: found 0; give a value at least 1"),
         ({"kind": "jax", "mesh": {"keep": True}}, r"engine\.mesh\.keep: engine\.kind=jax has no such key; .* set engine\.kind=torch"),
         ({"kind": "jax", "mesh": {"tensr": 2}}, r"engine\.mesh\.tensr: no such key; did you mean 'engine\.mesh\.tensor'"),
+        ({"kind": "deepspeed", "device": "mps"}, r"engine\.device: found 'mps'; choose one of auto, cpu, cuda, cuda:N$"),
+        ({"kind": "deepspeed", "zero": 4}, r"engine\.zero: found 4; give one of auto, 0, 1, 2, 3$"),
+        ({"kind": "deepspeed", "extra": 5}, r"engine\.extra: found 5; give keys with values below it$"),
+        ("cuda", r"engine: found 'cuda'; give keys such as kind, micro_batch, recompute, timeout below it$"),
     ],
 )
 def test_mistakes_are_told_in_the_words_of_the_kind(engine: object, said: str) -> None:

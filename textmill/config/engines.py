@@ -56,7 +56,7 @@ class TorchEngine(EngineSection):
 
     kind: Literal["torch"] = "torch"
     """torch: PyTorch."""
-    device: str = how("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    device: str = how("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")
     """auto, cpu, cuda, cuda:1 or mps; auto takes a GPU where there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = how("auto")
     """Arithmetic of the matrix products; weights stay fp32. fp16 trains with a loss scale that finds its own height.

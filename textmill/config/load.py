@@ -6,7 +6,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -126,8 +126,8 @@ def merged(tree: Tree, over: Tree) -> Tree:
 
 def without_units(tree: Tree, said: Tree) -> Tree:
     """A tree whose run has no length, where one is laid over it: of steps and epochs what is said last holds."""
-    train = tree.get("train")
-    if not isinstance(train, dict) or not set(UNITS) & said.get("train", {}).keys():
+    train, over = tree.get("train"), said.get("train")
+    if not isinstance(train, dict) or not isinstance(over, dict) or not set(UNITS) & over.keys():
         return tree
     return {**tree, "train": {name: value for name, value in train.items() if name not in UNITS}}
 
@@ -166,10 +166,10 @@ def tree_of(words: list[str]) -> Tree:
 
 def _value_of(text: str, annotation: Any) -> Any:
     """A command-line value: plain text where the field takes text, a comma list where it takes a list, else YAML."""
-    options, is_list = get_args(annotation) or (annotation,), getattr(annotation, "__origin__", None) is list
-    if is_list and not text.startswith("["):
+    options, origin = get_args(annotation) or (annotation,), getattr(annotation, "__origin__", None)
+    if origin is list and not text.startswith("["):
         return [_value_of(item, options[0]) for item in text.split(",") if item]
-    if str in options and not is_list and not section_types(annotation):
+    if str in options and origin is not list and not (origin is dict and text.startswith("{")) and not section_types(annotation):
         return None if text in ("", "null") and type(None) in options else text
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader with one more number format
@@ -263,7 +263,8 @@ def _wanted(annotation: Any, mistakes: list[Any]) -> str:
         if (bound := bounds.get(mistake["type"])) is not None:
             return f"give a value {spoken[bound]} {mistake['ctx'][bound]}"
         if mistake["type"] == "string_pattern_mismatch":
-            return "choose one of auto, cpu, cuda, cuda:N, mps"
+            devices = mistake["ctx"]["pattern"].strip("^$()").replace(r"cuda(:\d+)?", "cuda|cuda:N")
+            return f"choose one of {', '.join(devices.split('|'))}"
         if mistake["type"] in ("too_short", "too_long"):
             return f"give {mistake['ctx'].get('min_length', mistake['ctx'].get('max_length'))} values"
     return f"give {spoken_type(annotation)}"
@@ -279,6 +280,8 @@ def spoken_type(annotation: Any) -> str:
     origin, options = getattr(annotation, "__origin__", None), get_args(annotation)
     if origin is list:
         return f"a list, each item {spoken_type(options[0])}"
-    if all(isinstance(option, str) for option in options):
-        return ("one of " if len(options) > 1 else "") + ", ".join(options)
-    return " or ".join(spoken_type(option) for option in options if option is not type(None))
+    if origin is dict:
+        return "keys with values below it"
+    if origin is Literal:
+        return ("one of " if len(options) > 1 else "") + ", ".join(map(str, options))
+    return " or ".join(dict.fromkeys(spoken_type(option) for option in options if option is not type(None)))
