@@ -65,8 +65,8 @@ def _farthest(what: str, key: str, one: Seen, many: Seen, bound: float) -> Findi
 def _gradients(trial: Trial, one: Seen, many: Seen) -> Finding:
     """The first step's gradients as the optimizer took them, tensor by tensor, against the norm of all."""
     ours, theirs = dict(one.gradients), dict(many.gradients)
-    if ours.keys() != theirs.keys():
-        odd = sorted(ours.keys() ^ theirs.keys())
+    if ours.keys() != theirs.keys() or not ours:
+        odd = sorted(ours.keys() ^ theirs.keys()) or ["none"]
         return Finding(f"gradients: {', '.join(odd[:3])} on one side only", math.inf, trial.gradient_bound)
     whole = math.sqrt(sum(float(np.square(values, dtype=np.float64).sum()) for values in ours.values())) or 1.0
     parts = {name: float(np.linalg.norm((theirs[name] - values).astype(np.float64))) / whole for name, values in ours.items()}

@@ -21,6 +21,9 @@ from textmill.tensors import blocks_of
 from textmill.tokens.batches.batch import Batch
 from textmill.verification.small import RATE, VOCAB, batches_of
 
+SCALING = {"scale": 1024.0, "good": 0, "left": 2}
+"""Where the loss scale of fp16 stands after the steps that it takes to come down, which would all be left out."""
+
 
 def part(batch: Batch, rows: slice) -> Batch:
     """Some samples of a batch."""
@@ -61,7 +64,7 @@ def main(words: list[str]) -> None:
         weights = [*family.first_weights(shape, config.train.seed)]
         weights += first_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
         engine = open_engine(config, shape, ranks)
-        engine.load(weights, [], 0, "the first weights")
+        engine.load(weights, [], 0, "the first weights", SCALING if config.engine.precision == "fp16" else None)
         seen = seen_by(engine, config, folder)
         if engine.first:
             write_json(folder / "seen.json", seen)
