@@ -87,7 +87,7 @@ def test_the_first_loss_is_the_formulas(kind: str, loss: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, dropout: float) -> None:
     whole = run(started(config_of(kind, loss=loss, dropout=dropout)), range(5))
-    for micro_batch in (1, 2, 4):
+    for micro_batch in (1, 4):
         parts = run(started(config_of(kind, loss=loss, dropout=dropout, micro_batch=micro_batch)), range(5))
         assert parts == pytest.approx(whole, rel=1e-6)
 
