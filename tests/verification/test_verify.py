@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from textmill.cli import main
 from textmill.config import RunConfig
+from textmill.config.engines import DeepSpeedEngine
 from textmill.verification.findings import Finding, findings_of
 from textmill.verification.launches import Seen, launch
 from textmill.verification.small import Plan, plan_of
@@ -118,6 +120,34 @@ def test_a_right_config_is_called_right_and_a_wrong_one_ends_with_a_reason(
 def _of(trial: tuple[list[RunConfig], Path, int], loss: float) -> list[Seen]:
     gradients = [("m/a", np.ones(3, np.float32))]
     return [Seen([{"loss": loss, "norm": 1.0, "asked": 5}], [1.0, 5, 5], ["same"] * trial[2], gradients) for _ in trial[0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "mesh"),
+    [("jax", ["engine.mesh.shard=2"], "shard 2 on 2 devices"), ("deepspeed", ["engine.zero=3"], "zero 3, replicate 2 on 2 processes")],
+)
+def test_the_other_engines_are_held_against_themselves_alone(kind: str, settings: list[str], mesh: str, tmp_path: Path) -> None:
+    """A right config, and in the same processes one whose several were told something else."""
+    pytest.importorskip(kind, reason=f"needs the extra {kind}")
+    right = plan(f"engine.kind={kind}", *settings)
+    assert right.spoken().startswith(mesh)
+    other = right.many[0].model_copy(update={"train": right.many[0].train.model_copy(update={"label_smoothing": 0.1})})
+    alone, many = launch([(right.alone, tmp_path / "alone", 1), ([right.many[0], other], tmp_path / "many", right.processes)])
+    assert all(finding.holds for finding in findings_of(right.trials[0], alone[0], many[0]))
+    parted = [finding.what for finding in findings_of(right.trials[0], alone[0], many[1]) if not finding.holds]
+    assert [what.partition(" ")[0] for what in parted] == ["losses", "gradient", "gradients", "the"], parted
+
+
+def test_a_file_of_deepspeeds_may_speak_of_the_whole_run(tmp_path: Path) -> None:
+    zero = {"stage": 3, "overlap_comm": False}
+    file = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": zero}
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    config = open_where("quickstart", ["engine.kind=deepspeed", f"engine.config={tmp_path / 'ds.json'}", "train.batch=512"]).config
+    small = plan_of(config)
+    assert [trial.precision for trial in small.trials] == ["fp32", "bf16"]
+    engines = [one.engine for one in small.many if isinstance(one.engine, DeepSpeedEngine)]
+    assert [(one.zero, one.config, one.micro_batch, one.extra) for one in engines] == 2 * [(3, None, 2, {"zero_optimization": zero})]
+    assert small.many[0].train.batch == 12
 
 
 def test_a_process_that_ends_badly_is_told_with_what_it_said(

@@ -84,6 +84,7 @@ class JaxMesh(Section):
 class JaxEngine(EngineSection):
     """JAX on one device or a mesh of them."""
 
+    one_process: ClassVar[bool] = True
     kind: Literal["jax"] = "jax"
     """jax: JAX, on all its devices."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = how("auto")

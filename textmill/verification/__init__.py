@@ -39,5 +39,5 @@ def _conclude(plan: Plan, faults: list[Finding], seconds: float) -> None:
     if faults:
         sys.stdout.flush()
         hint = next((finding.hint for finding in faults if finding.hint), "")
-        raise Parted(f"verify: {plan.mesh} does not give the numbers of one process: {faults[0].what}{'; ' if hint else ''}{hint}")
-    print(f"verify: {plan.mesh} gives the numbers of one process ({seconds:.0f} s)")
+        raise Parted(f"verify: {plan.mesh} does not give the numbers of {plan.one}: {faults[0].what}{'; ' if hint else ''}{hint}")
+    print(f"verify: {plan.mesh} gives the numbers of {plan.one} ({seconds:.0f} s)")

@@ -40,13 +40,14 @@ def findings_of(trial: Trial, one: Seen, many: Seen) -> list[Finding]:
     asked = max(abs(a["asked"] - b["asked"]) for a, b in zip(one.steps, many.steps, strict=True))
     drifted = [rank for rank, copy in enumerate(many.copies) if copy != many.copies[0]]
     hint = f"process {drifted[0]} went its own way: what is copied is not updated alike everywhere" if drifted else ""
+    copies = [Finding(f"weights of all {len(many.copies)} processes", float(len(drifted)), 0.0, hint)] if len(many.copies) > 1 else []
     return [
         Finding("tokens asked in each step", asked, 0.0, "tokens are not counted over all processes"),
         _farthest("losses", "loss", one, many, trial.loss_bound),
         _farthest("gradient norms", "norm", one, many, max(trial.loss_bound, trial.gradient_bound)),
         _gradients(trial, one, many),
         Finding("the loss of an evaluation", _relative(one.valid[0], many.valid[0]), trial.loss_bound),
-        Finding(f"weights of all {len(many.copies)} processes", float(len(drifted)), 0.0, hint),
+        *copies,
     ]
 
 

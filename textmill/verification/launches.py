@@ -18,7 +18,7 @@ from textmill.errors import TextmillError
 from textmill.files import read_json
 from textmill.tensors import Named, read_tensors
 
-PATIENCE = 300
+PATIENCE = 900
 """Seconds that a trial may take."""
 QUIET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID")
 """Words of the launcher that this process itself may have been started by."""
@@ -85,7 +85,8 @@ def _environments(one: bool, processes: int) -> list[dict[str, str]]:
     """What each process is told: its number among all; where one process has all devices, how many of them to pretend."""
     plain = {key: value for key, value in os.environ.items() if key not in QUIET} | {"OMP_NUM_THREADS": "1"}
     if one:
-        return [plain | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={processes}"}]
+        flags = f"--xla_force_host_platform_device_count={processes} --xla_backend_optimization_level=0"  # a program is used a few times
+        return [plain | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}]
     if processes == 1:
         return [plain]
     with socket.socket() as free:

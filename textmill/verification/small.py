@@ -12,6 +12,8 @@ import numpy as np
 
 from textmill.checkpoint import open_model
 from textmill.config import RunConfig, ShapeConfig
+from textmill.config.engines import DeepSpeedEngine
+from textmill.engines.deepspeed_json import read_file, settled
 from textmill.models import open_family, shape_in
 from textmill.tokens.batches.batch import IGNORED, Batch
 
@@ -26,6 +28,11 @@ AXES = ("replicate", "shard", "tensor")
 BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 """How far losses may lie apart, relative, by the arithmetic of the products."""
 MUON = 5e-3
+OF_THE_RUN = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16", "optimizer",
+    "scheduler",
+)  # fmt: skip
+"""Parts of a DeepSpeed file that a small copy says anew."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +56,27 @@ class Plan:
 
     @property
     def mesh(self) -> str:
-        """The mesh in words."""
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+        """The mesh in words; before it the stage of ZeRO where there is one."""
+        zero = getattr(self.many[0].engine, "zero", None)
+        return ("" if zero is None else f"zero {zero}, ") + " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+
+    @property
+    def one(self) -> str:
+        """What the mesh is held against."""
+        return "one device" if self.many[0].engine.one_process else "one process"
 
     def spoken(self) -> str:
         """What is about to be done."""
         config = self.many[0]
         kinds = " and ".join(trial.precision for trial in self.trials)
         batch = f"{config.train.batch} samples a step by {config.engine.micro_batch}"
-        return f"{self.mesh} on {self.processes} processes of this machine, {batch}, {STEPS} steps in {kinds}"
+        where = "devices that one process pretends" if config.engine.one_process else "processes of this machine"
+        return f"{self.mesh} on {self.processes} {where}, {batch}, {STEPS} steps in {kinds}"
 
 
 def plan_of(config: RunConfig) -> Plan:
     """The small copies of a config: a list for one process, a list for the mesh, a pair a precision."""
+    config = _without_file(config)
     sizes, precisions = mesh_sizes(config), precisions_of(config)
     ways = sizes["replicate"] * sizes["shard"]
     own = turns_of(config, ways) * MICRO
@@ -72,6 +87,17 @@ def plan_of(config: RunConfig) -> Plan:
     muon = config.train.optimizer == "muon"
     trials = [Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2) for one in precisions]
     return Plan([alone for alone, _ in pairs], [many for _, many in pairs], trials, math.prod(sizes.values()), sizes)
+
+
+def _without_file(config: RunConfig) -> RunConfig:
+    """DeepSpeed's own file speaks of the run's batch and precision, which a small copy changes: the rest of it becomes settings."""
+    engine = config.engine
+    if not isinstance(engine, DeepSpeedEngine) or engine.config is None:
+        return config
+    theirs = read_file(engine.config)
+    rest = {name: value for name, value in theirs.items() if name not in OF_THE_RUN}
+    update = {"config": None, "extra": rest | engine.extra}
+    return config.model_copy(update={"engine": settled(engine, theirs).model_copy(update=update)})
 
 
 def mesh_sizes(config: RunConfig) -> dict[str, int]:
