@@ -283,6 +283,20 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
 
 
+def test_a_folder_that_machines_do_not_share_is_told_at_the_first_save(tmp_path: Path) -> None:
+    def work(ranks: Ranks) -> str:
+        model, state = (Deal(stem, lambda _: 4, 4, ranks.rank, 2) for stem in ("model", "optimizer"))
+        own = [(name, np.zeros(1, np.float32)) for name in "ab" if model.mine(name)]
+        with pytest.raises(TextmillError) as told:
+            write_checkpoint(tmp_path / str(ranks.rank), Snapshot(1, own, [], {"step": 1}, {}, (model, state)), ranks)
+        return str(told.value)
+
+    first, second = in_threads(2, work)
+    assert "model-00002-of-00002.safetensors is missing, though a process wrote it; set train.folder to a place that all" in first
+    assert second == ""
+    assert find_checkpoint(tmp_path / "0") is None
+
+
 def test_transformers_opens_several_files(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

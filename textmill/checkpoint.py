@@ -210,6 +210,8 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, shares: list[Any]) ->
         files[INDEX] = write_json(folder / INDEX, snapshot.deals[0].index())
     files["progress.json"] = write_json(folder / "progress.json", snapshot.progress)
     moments = {name: account for _, moments in shares for name, account in moments.items()}
+    if faults := faults_of(folder, {**files, **moments}, deep=False):
+        raise TextmillError(f"{folder.parent}: {faults[0]}, though a process wrote it; set train.folder to a place that all machines share")
     write_json(folder / OPTIMIZER_MANIFEST, {"files": moments})
     write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
     replace_folder(folder, final)
