@@ -14,6 +14,7 @@ import pytest
 
 from bench.kill_train import numbers_of, prepared, textmill, trained
 from textmill.engines.ranks_torch import first_host, launch_of
+from textmill.errors import TextmillError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "textmill"]
 
@@ -91,4 +92,7 @@ def test_launchers_are_understood() -> None:
         assert launch is not None
         assert (launch.rank, launch.world, launch.local, launch.meet) == wanted
     assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is no step of its job"
+    for wrong in ({"RANK": "first", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}):
+        with pytest.raises(TextmillError, match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun or srun"):
+            launch_of(wrong)
     assert [first_host(nodes) for nodes in ("a1,a2", "b[7,9]", "c-[001-100].x", "d")] == ["a1", "b7", "c-001", "d"]

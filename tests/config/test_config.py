@@ -8,10 +8,11 @@ import pytest
 import yaml
 
 from textmill.config import BeamRunner, JaxEngine, JaxMesh, LocalRunner, RunConfig, TorchEngine, TrainConfig
-from textmill.config.engines import MeshConfig
+from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.config.help import all_help
 from textmill.config.load import config_of, merged, read_yaml, tree_of
 from textmill.config.words import OTHER_WORDS, fields, key_advice
+from textmill.engines.deepspeed_json import settled
 from textmill.errors import TextmillError
 from textmill.where import open_where
 
@@ -152,6 +153,11 @@ def test_another_kind_takes_over_what_it_knows_too() -> None:
     assert config_of(merged(before, tree_of(["engine.kind=jax"]))).engine == JaxEngine(micro_batch=4, recompute=1, mesh=JaxMesh(shard=2))
     with pytest.raises(TextmillError, match=r"engine\.kind: found 'caffe'; choose one of"):
         config_of(merged(before, tree_of(["engine.kind=caffe"])))
+
+
+def test_a_deepspeed_file_that_says_what_cannot_be_is_named() -> None:
+    with pytest.raises(TextmillError, match=r"ds\.json: what it says for engine\.zero is 5, which cannot be"):
+        settled(DeepSpeedEngine(config="ds.json"), {"zero_optimization": {"stage": 5}})
 
 
 def test_a_kind_is_chosen_by_any_door() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
@@ -48,7 +50,12 @@ def settled(engine: DeepSpeedEngine, theirs: Tree) -> DeepSpeedEngine:
     }
     own = engine.model_dump()
     opened = {name: value for name, value in found.items() if own[name] in (None, AUTO)}
-    return DeepSpeedEngine(**{**own, **opened})
+    try:
+        return DeepSpeedEngine(**{**own, **opened})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        wrong = f"what it says for engine.{first['loc'][0]} is {first['input']!r}"
+        raise TextmillError(f"{engine.config}: {wrong}, which cannot be; say another, or take it out") from None
 
 
 def json_of(config: RunConfig, engine: DeepSpeedEngine, theirs: Tree, *, world: int, micro_batch: int, precision: str, block: int) -> Tree:

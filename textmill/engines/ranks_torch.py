@@ -43,6 +43,16 @@ class Launch:
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
     """What torchrun or srun says; nothing for a process started by itself."""
+    try:
+        launch = _launch_in(environment)
+    except ValueError as error:
+        raise TextmillError(f"the launcher's environment: {error}; start the processes with torchrun or srun") from None
+    if launch is not None and not 0 <= launch.rank < launch.world:
+        raise TextmillError(f"the launcher's environment: rank {launch.rank} of {launch.world} processes; start them with torchrun or srun")
+    return launch
+
+
+def _launch_in(environment: Mapping[str, str]) -> Launch | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         meet = f"{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', 29500)}"
         return Launch(int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)), meet)
