@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from textmill.config import JaxEngine, ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import peak_flops_of_card
 from textmill.engines import open_engine
 from textmill.models import open_family
@@ -65,9 +66,7 @@ def engines_step(kind: str, shape: Any, size: str, batch: int, options: dict[str
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4)
     common = {"micro_batch": batch, "precision": options["precision"], "device": options["device"]}
     on_gpu = {"compile": True} if kind == "torch" and options["device"] != "cpu" else {}
-    section: Any = JaxEngine if kind == "jax" else TorchEngine
-    if kind == "deepspeed":
-        from textmill.config import DeepSpeedEngine as section  # type: ignore[attr-defined, no-redef]
+    section: Any = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}[kind]
     engine = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=section(**common, **on_gpu)), shape)
     engine.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
     made = batch_of(batch, options["length"])
