@@ -13,7 +13,7 @@ from textmill.config import RunConfig
 from textmill.copies import check_copies
 from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, Told
 from textmill.files import locked, new_folder, shown, write_text
 from textmill.generation.prompts import write_samples
 from textmill.ranks import Ranks, agreed
@@ -125,7 +125,8 @@ class Training:
             self.trackers.note(f"step {done}: loss or gradient is not finite{at}; the update was left out")
         if self.bad_logs >= PATIENCE:
             advice = "lower train.learning_rate or set engine.precision=fp32, and start anew with --force"
-            raise TextmillError(f"{self.run}: no finite loss any more at step {done}{at}; {advice}")
+            fault = TextmillError(f"{self.run}: no finite loss any more at step {done}{at}; {advice}")
+            raise fault if self.first else Told(fault.exit_code)
         self.clock, self.clocked = time.perf_counter(), done
 
     def _evaluate(self, done: int) -> float | None:
