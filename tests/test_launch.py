@@ -61,8 +61,9 @@ def test_it_is_a_script_and_says_how_it_is_called(path: Path, environment: dict[
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
     bare = run(path.name, [], environment)
     assert bare.returncode == 2
-    assert f"{path.name} CONFIG.yaml [section.key=value ...]" in bare.stderr
-    assert f"{path.name} CONFIG.yaml [section.key=value ...]" in path.read_text(encoding="utf-8").partition("set -uo")[0]
+    hosts = "HOSTFILE " if "hosts" in path.name else ""
+    assert f"{path.name} {hosts}CONFIG.yaml [section.key=value ...]" in bare.stderr
+    assert f"{path.name} {hosts}CONFIG.yaml [section.key=value ...]" in path.read_text(encoding="utf-8").partition("set -uo")[0]
 
 
 def test_torchrun_knows_every_option() -> None:
