@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,3 +98,27 @@ def test_launchers_are_understood() -> None:
         with pytest.raises(TextmillError, match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun or srun"):
             launch_of(wrong)
     assert [first_host(nodes) for nodes in ("a1,a2", "b[7,9]", "c-[001-100].x", "d")] == ["a1", "b7", "c-001", "d"]
+
+
+def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "textmill", *words(root, root / "alone-of-two", 10)]
+    first = subprocess.run([*command, "engine.timeout=2"], env={**place, "RANK": "0"}, capture_output=True, text=True, timeout=300)
+    assert first.returncode == 2
+    assert first.stderr.count("\n") == 1, first.stderr
+    assert "the 2 processes of this run did not meet" in first.stderr
+    second = subprocess.Popen([*command, "engine.timeout=600"], env={**place, "RANK": "1"}, stderr=subprocess.DEVNULL)
+    assert not _ended(second, 5), "nobody has come"
+    second.terminate()
+    assert _ended(second, 60)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

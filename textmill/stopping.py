@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -49,6 +51,20 @@ class Stopping:
                 signal.signal(number, handler)  # type: ignore[arg-type]
             signal.set_wakeup_fd(self._fd_before)
             self._near.close()
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Around a wait in which the interpreter hears no signal, before there is anything to save: they end the process as it stands."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stopped(run: Path, why: str, step: int | None = None) -> None:

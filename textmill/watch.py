@@ -58,7 +58,7 @@ class Watch:
         self._closed = threading.Event()
         self._main = threading.main_thread()
         self._beat()
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        threading.Thread(target=self._watched, name="watch", daemon=True).start()
 
     def moved(self, place: str | None = None) -> None:
         """The main thread goes on; what it is at now."""
@@ -73,7 +73,13 @@ class Watch:
     def close(self) -> None:
         """Nothing to watch any more."""
         self._closed.set()
-        faulthandler.cancel_dump_traceback_later()
+
+    def _watched(self) -> None:
+        """Look until it is closed, and take back the watchdog that each look sets."""
+        try:
+            self._look()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
         while not self._closed.wait(PULSE):

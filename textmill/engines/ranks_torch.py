@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from textmill.devices import open_device
 from textmill.errors import TextmillError
 from textmill.ranks import Alone, Ranks
+from textmill.stopping import leaving_at_once
 from textmill.watch import Watch
 
 LOST = ("gloo", "NCCL", "Connection closed")
@@ -81,9 +82,16 @@ def open_ranks(device: str, timeout: float) -> Ranks:
         torch.cuda.set_device(chosen)
     # torchrun has a meeting place of its own behind env://.
     place = "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.meet}"
-    store, rank, world = next(rendezvous(place, launch.rank, launch.world))
-    # The watch is to speak first: it knows whom the others wait for.
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60))
+    try:
+        with leaving_at_once():
+            store, rank, world = next(rendezvous(place, launch.rank, launch.world, timeout=timedelta(seconds=timeout)))
+            # The watch is to speak first: it knows whom the others wait for.
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60))
+    except dist.DistError as error:
+        raise TextmillError(
+            f"the {launch.world} processes of this run did not meet at {launch.meet} within {timeout:.0f} seconds "
+            f"({str(error).splitlines()[0][:160]}); start all of them, or raise engine.timeout"
+        ) from None
     return TorchRanks(launch, chosen, store, timeout)
 
 
