@@ -159,6 +159,11 @@ def test_a_process_that_ends_badly_is_told_with_what_it_said(
     assert "process 1 of 2 ended with 1; it said: SystemExit: out of luck" in capsys.readouterr().err
 
 
+def test_a_mesh_that_does_not_fit_the_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "quickstart", "engine.mesh.tensor=7"]) == 2
+    assert "engine.mesh.tensor: 7 does not divide" in capsys.readouterr().err
+
+
 def test_a_large_mesh_is_cut_down_and_what_is_said_is_kept() -> None:
     large = plan("engine.mesh.replicate=64", "train.batch=512", "engine.micro_batch=4", "train.label_smoothing=0.1")
     assert (large.processes, large.sizes) == (2, {"replicate": 2, "shard": 1, "tensor": 1})

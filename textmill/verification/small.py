@@ -12,8 +12,9 @@ import numpy as np
 
 from textmill.checkpoint import open_model
 from textmill.config import RunConfig, ShapeConfig
-from textmill.config.engines import DeepSpeedEngine
+from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.engines.deepspeed_json import read_file, settled
+from textmill.engines.meshes import mesh_of
 from textmill.models import open_family, shape_in
 from textmill.tokens.batches.batch import IGNORED, Batch
 
@@ -77,6 +78,9 @@ class Plan:
 def plan_of(config: RunConfig) -> Plan:
     """The small copies of a config: a list for one process, a list for the mesh, a pair a precision."""
     config = _without_file(config)
+    if isinstance(config.engine, TorchEngine):  # what does not fit the real net and batch is refused as a run would refuse it
+        said = config.engine.mesh
+        mesh_of(config, _full_shape(config), (said.replicate or 1) * said.shard * said.tensor)
     sizes, precisions = mesh_sizes(config), precisions_of(config)
     ways = sizes["replicate"] * sizes["shard"]
     own = turns_of(config, ways) * MICRO
