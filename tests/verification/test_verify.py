@@ -83,7 +83,7 @@ PLANTED = {
 
 
 def plan(*settings: str) -> Plan:
-    return plan_of(open_where("quickstart", ["engine.precision=fp32", "model.shape.dropout=0.1", *settings]).config)
+    return plan_of(open_where("quickstart", ["engine.precision=fp32", "model.shape.heads=4", "model.shape.dropout=0.1", *settings]).config)
 
 
 def findings(plan: Plan, folder: Path) -> list[Finding]:
