@@ -1,6 +1,6 @@
 """One process of a trial: the steps, and what it saw of them, written for who compares.
 
-python -m textmill.verification.job CONFIG.json FOLDER
+python -m textmill.verification.job FOLDER ...
 """
 
 from __future__ import annotations

@@ -78,15 +78,16 @@ class Plan:
 def plan_of(config: RunConfig) -> Plan:
     """The small copies of a config: a list for one process, a list for the mesh, a pair a precision."""
     config = _without_file(config)
+    full = _full_shape(config)
     if isinstance(config.engine, TorchEngine):  # what does not fit the real net and batch is refused as a run would refuse it
         said = config.engine.mesh
-        mesh_of(config, _full_shape(config), (said.replicate or 1) * said.shard * said.tensor)
+        mesh_of(config, full, (said.replicate or 1) * said.shard * said.tensor)
     sizes, precisions = mesh_sizes(config), precisions_of(config)
     ways = sizes["replicate"] * sizes["shard"]
     own = turns_of(config, ways) * MICRO
     pairs = []
     for precision in precisions:
-        small = _shrunk(config, precision, ways * own, sizes["tensor"])
+        small = _shrunk(config, full, precision, ways * own, sizes["tensor"])
         pairs.append((_on(small, dict.fromkeys(AXES, 1), own), _on(small, sizes, MICRO)))
     muon = config.train.optimizer == "muon"
     trials = [Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2) for one in precisions]
@@ -126,9 +127,8 @@ def precisions_of(config: RunConfig) -> list[str]:
     return ["fp32"] + [one for one in ("bf16", "fp16") if kind == one or (one == "bf16" and kind in ("auto", "fp8"))]
 
 
-def _shrunk(config: RunConfig, precision: str, batch: int, tensor: int) -> RunConfig:
+def _shrunk(config: RunConfig, full: Any, precision: str, batch: int, tensor: int) -> RunConfig:
     """The config on a small net and a small batch, whatever its data."""
-    full = _full_shape(config)
     heads = 2 * tensor
     dropout = max(full.embedding_dropout, full.attention_dropout, full.residual_dropout)
     shape = ShapeConfig(
