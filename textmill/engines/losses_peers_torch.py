@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from textmill.engines.losses_torch import add_product, pieces
+from textmill.engines.losses_torch import MadeInForward, add_product, pieces
 from textmill.engines.peers_torch import Peers
 from textmill.tokens.batches.batch import IGNORED
 
@@ -59,7 +59,7 @@ class _Softmax:
         self.spread_M = self.top_M + self.sum_M.log()
 
 
-class _SharedLoss(torch.autograd.Function):
+class _SharedLoss(MadeInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers
@@ -84,8 +84,3 @@ class _SharedLoss(torch.autograd.Function):
                 add_product(slope_head, logits_MV.T, x_ME[rows])
         ctx.save_for_backward(slope_x, slope_head)
         return total
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        slope_x, slope_head = ctx.saved_tensors
-        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None, None

@@ -39,7 +39,16 @@ def scored(x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int) -> tuple
     return torch.cat([losses for losses, _ in parts]), torch.cat([right for _, right in parts])
 
 
-class _SummedLoss(torch.autograd.Function):
+class MadeInForward(torch.autograd.Function):
+    """A loss whose gradients, of the states and of the head, are made with it, piece by piece, while the scores are at hand."""
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        slope_x, slope_head = ctx.saved_tensors
+        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None, None
+
+
+class _SummedLoss(MadeInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, fp8: bool
@@ -58,11 +67,6 @@ class _SummedLoss(torch.autograd.Function):
                 add_product(slope_head, logits_MV.T, x_ME[rows])
         ctx.save_for_backward(slope_x, slope_head)
         return total
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        slope_x, slope_head = ctx.saved_tensors
-        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None, None
 
 
 def pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
