@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from textmill.config import JaxMesh, TrainConfig
-from textmill.engines.meshes import nearest
+from textmill.config import JaxMesh
 from textmill.errors import TextmillError
 
 AXES = ("replicate", "shard", "tensor")
@@ -75,14 +73,3 @@ def open_mesh(config: JaxMesh, devices: list[jax.Device], splits: dict[str, int]
         raise TextmillError(f"engine.mesh.tensor: {config.tensor} devices compute together, and a process has {together}; lower it")
     shape = (replicate, config.shard, config.tensor)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def check_batch(train: TrainConfig, ways: int, micro_batch: int | str) -> None:
-    """Refuse a batch that so many devices cannot share evenly."""
-    for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
-        if size % ways:
-            raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {ways} devices; {nearest(size, ways)} are")
-        own = size // ways
-        if isinstance(micro_batch, int) and own % micro_batch:
-            near = math.gcd(own, micro_batch)
-            raise TextmillError(f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a device; {near} does")

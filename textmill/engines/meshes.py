@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from textmill.config import RunConfig, TorchEngine
+from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.errors import TextmillError
 
@@ -32,7 +32,7 @@ def mesh_of(config: RunConfig, shape: Any, world: int) -> Mesh:
     """The mesh of so many processes, on which batch and net fit."""
     assert isinstance(config.engine, TorchEngine)
     mesh = _mesh(config.engine.mesh, world)
-    _check_batch(config, mesh)
+    check_batch(config.train, mesh.ways, config.engine.micro_batch)
     if mesh.tensor > 1:
         _check_net(config, shape, mesh)
     return mesh
@@ -49,16 +49,15 @@ def _mesh(config: MeshConfig, world: int) -> Mesh:
     return Mesh(replicate, config.shard, config.tensor, config.sequence and config.tensor > 1, config.keep)
 
 
-def _check_batch(config: RunConfig, mesh: Mesh) -> None:
-    micro_batch, train = config.engine.micro_batch, config.train
+def check_batch(train: TrainConfig, ways: int, micro_batch: int | str, unit: str = "process", units: str = "processes") -> None:
+    """Refuse a batch, or one that it grows through, which so many ways or the micro-batches do not share evenly."""
     for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
-        if size % mesh.ways:
-            near = nearest(size, mesh.ways)
-            raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {mesh.ways} processes; {near} are")
-        own = size // mesh.ways
+        if size % ways:
+            raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {ways} {units}; {nearest(size, ways)} are")
+        own = size // ways
         if isinstance(micro_batch, int) and own % micro_batch:
-            near = str(max(one for one in range(1, micro_batch + 1) if own % one == 0))
-            raise TextmillError(f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a process; {near} does")
+            near = max(one for one in range(1, micro_batch + 1) if own % one == 0)
+            raise TextmillError(f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a {unit}; {near} does")
 
 
 def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:

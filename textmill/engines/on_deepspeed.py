@@ -24,6 +24,7 @@ from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.bits_torch import bit_sums
 from textmill.engines.deepspeed_json import json_of, read_file, settled
 from textmill.engines.losses_torch import scored, summed_loss
+from textmill.engines.meshes import check_batch
 from textmill.engines.on_torch import TorchStep
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.shards_deepspeed import Masters
@@ -249,14 +250,10 @@ def _adam(net: Net, train: TrainConfig) -> torch.optim.AdamW:
 
 def _micro_batch(section: DeepSpeedEngine, train: TrainConfig, shape: Any, ways: int) -> int:
     """Samples at a time: as the section says, or the most that divide a process's samples and have no more than some tokens."""
-    own = train.batch // ways
-    for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
-        if size % ways:
-            raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {ways} processes; {size // ways * ways + ways} are")
+    check_batch(train, ways, section.micro_batch)
     if section.micro_batch != "auto":
-        if own % section.micro_batch:
-            raise TextmillError(f"engine.micro_batch: {section.micro_batch} does not divide the {own} samples of a process; 1 does")
         return section.micro_batch
+    own = train.batch // ways
     most = max(1, TOKENS // (train.length or shape.positions))
     return max(size for size in range(1, own + 1) if own % size == 0 and size <= most)
 

@@ -30,7 +30,8 @@ except ImportError:
     raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None
 
 from textmill.engines.losses_jax import scored, summed_loss, tokens_at_once
-from textmill.engines.mesh_jax import Layout, check_batch, open_mesh
+from textmill.engines.mesh_jax import Layout, open_mesh
+from textmill.engines.meshes import check_batch
 from textmill.engines.ranks_jax import open_devices, open_ranks
 from textmill.engines.updates_jax import Updates
 
@@ -267,7 +268,7 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
     net = _twin(shape)
     devices = open_devices(engine.device)
     layout = Layout(open_mesh(engine.mesh, devices, net.splits_of(shape)), net.SPLIT)
-    check_batch(train, layout.ways, engine.micro_batch)
+    check_batch(train, layout.ways, engine.micro_batch, "device", "devices")
     wanted = engine.precision if engine.precision != "auto" else "fp32" if devices[0].platform == "cpu" else "bf16"
     precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[wanted])
     head = shape.width // shape.heads
