@@ -3,14 +3,16 @@
     python bench/serve_faults.py [slow clients]
 
 Limits first: bodies, headers and values far beyond them, each with the status, the time and the memory that it took. Then the times of
-small requests, alone and while so many clients (500) send their header a byte at a time and never end it. The model is small and of
-random weights.
+small requests, alone and, turn by turn, while so many clients (500) of another process send their header a byte a second, never end it, and
+come again when they are sent away; and what of a processor those cost the server, seen while nothing else is asked. The model is small
+and of random weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -21,8 +23,10 @@ from pathlib import Path
 
 from load_server import COMMAND, call, memory_of, small_model
 
-ASKED = 100
-"""Small requests of each measurement."""
+ASKED, TURNS = 60, 6
+"""Small requests of each measurement, and measurements alone and beside slow clients."""
+QUIET = 4.0
+"""Seconds in which the slow clients are all that there is."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -69,17 +73,37 @@ async def small_requests(port: int) -> list[float]:
     return sorted(times)
 
 
-async def hold_on(port: int) -> None:
+async def hold_on(port: int, number: int) -> None:
     """A client that never ends its header."""
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        for byte in HEAD * 1000:
-            writer.write(bytes([byte]))
-            await asyncio.sleep(1)
-    except OSError:
-        return
-    finally:
-        writer.close()
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.sleep(number % 100 / 100)
+            for byte in HEAD * 1000:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(1)
+        except OSError:
+            continue
+        finally:
+            writer.close()
+
+
+async def hold_all(port: int, slow: int) -> None:
+    """So many of them."""
+    await asyncio.gather(*(hold_on(port, number) for number in range(slow)))
+
+
+def work_of(pid: int) -> float:
+    """Seconds of a processor that a process has had."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def cost_of(pid: int) -> float:
+    """The share of a processor that a process takes now."""
+    before, begun = work_of(pid), time.monotonic()
+    await asyncio.sleep(QUIET)
+    return (work_of(pid) - before) / (time.monotonic() - begun)
 
 
 async def measure(port: int, pid: int, slow: int) -> None:
@@ -89,18 +113,26 @@ async def measure(port: int, pid: int, slow: int) -> None:
         before, begun = memory_of(pid), time.monotonic()
         status = await status_of(port, request)
         print(f"{name:<34}{status:>8}{(time.monotonic() - begun) * 1e3:>9.0f} ms{memory_of(pid) - before:>+8.1f} MB", flush=True)
-    alone = await small_requests(port)
-    holding = [asyncio.create_task(hold_on(port)) for _ in range(slow)]
-    await asyncio.sleep(3)
-    beside = await small_requests(port)
-    for task in holding:
-        task.cancel()
-    await asyncio.gather(*holding, return_exceptions=True)
-    for name, times in (("alone", alone), (f"beside {slow} slow clients", beside)):
+    alone, beside, costs = list[float](), list[float](), [await cost_of(pid)]
+    for _ in range(TURNS):
+        alone += await small_requests(port)
+        holding = subprocess.Popen([sys.executable, __file__, "hold", str(port), str(slow)])
+        try:
+            await asyncio.sleep(3)
+            beside += await small_requests(port)
+            costs.append(await cost_of(pid))
+        finally:
+            holding.kill()
+            holding.wait()
+    for name, times in (("alone", sorted(alone)), (f"beside {slow} slow clients", sorted(beside))):
         print(f"small requests {name}: median {statistics.median(times) * 1e3:.0f} ms, 99% {times[int(len(times) * 0.99)] * 1e3:.0f} ms")
+    idle, held = costs[0], statistics.median(costs[1:])
+    print(f"the server takes {idle:.1%} of a processor when nobody asks, {held:.1%} with {slow} slow clients")
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["hold"]:
+        asyncio.run(hold_all(int(sys.argv[2]), int(sys.argv[3])))
     slow = next((int(word) for word in sys.argv[1:] if word.isdigit()), 500)
     with tempfile.TemporaryDirectory() as root, open(Path(root) / "log", "w") as log:
         words = [str(small_model(Path(root))), "serve.port=0"]

@@ -27,6 +27,10 @@ class ServeConfig(Section):
     """Texts that are made at the same time."""
     queue: int = how(64, ge=0, le=100_000)
     """Texts that may wait for a slot; more are refused with 429."""
+    connections: int = how(1000, ge=1, le=100_000)
+    """Connections that may be open; beyond them the one that has waited longest for its request makes room, or the new one gets a 503."""
+    reading: float = how(10.0, gt=0, le=3600)
+    """Seconds that a client has to send a request, and a second more for every 16 KiB of it; then it gets a 408."""
     max_body: int = how(4_000_000, ge=1000)
     """Bytes of a request's body at most."""
     max_prompt: int | None = how(None, ge=1)

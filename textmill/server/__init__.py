@@ -8,8 +8,10 @@ from textmill.config import RunConfig
 
 def serve(config: RunConfig, step: WhichStep = "latest") -> None:
     """Answer over HTTP until stopped."""
-    from textmill.server.opening import open_service  # the web framework and the model's are loaded only when asked
+    from textmill.server.connections import allow_files  # the web framework and the model's are loaded only when asked
+    from textmill.server.opening import open_service
     from textmill.server.running import bind, run
 
+    allow_files(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # before the model, which may take minutes to load
     run(open_service(config, step), listening)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import json
@@ -31,8 +30,6 @@ PLACES = OPEN | {
 }
 TEXTS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-BODY_SECONDS = 30.0
-"""Time that a client has between two pieces of its body."""
 
 
 class Account:
@@ -129,7 +126,7 @@ def _is_address(name: str) -> bool:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large or do not come."""
+    """Refuses bodies that are too large."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.most = app, service.config.max_body
@@ -147,10 +144,7 @@ class BodyLimit:
             nonlocal found, whole
             if whole:
                 return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), BODY_SECONDS)
-            except TimeoutError:
-                raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s; send it faster") from None
+            message = await receive()
             found += len(message.get("body", b""))
             whole = message["type"] != "http.request" or not message.get("more_body", False)
             if found > self.most:

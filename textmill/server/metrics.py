@@ -35,6 +35,7 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, int]] = Counter()
         self.prompt_tokens = self.new_tokens = self.refused = self.left = self.timeouts = 0
+        self.connections = self.crowded = self.slow = 0
         self.seconds, self.first = Histogram(), Histogram()
         self._last: deque[float] = deque(maxlen=64)
 
@@ -57,6 +58,7 @@ class Metrics:
                   ("queue", "Texts that may wait.")]  # fmt: skip
         for key, told in gauges:
             lines += [*_head(f"textmill_{key}", "gauge", told), f"textmill_{key} {stats[key]}"]
+        lines += [*_head("textmill_connections", "gauge", "Open connections."), f"textmill_connections {self.connections}"]
         counts = [
             ("generated_tokens", stats["tokens"], "Tokens made, those of requests that ended early included."),
             ("scheduled", stats["requests"], "Texts asked of the model."), ("cancelled", stats["cancelled"], "Texts that were cancelled."),
@@ -65,6 +67,8 @@ class Metrics:
             ("refused", self.refused, "Requests refused because the queue was full."),
             ("clients_left", self.left, "Clients that left before their answer was whole."),
             ("timeouts", self.timeouts, "Texts that their time limit ended."),
+            ("connections_crowded", self.crowded, "Connections ended or refused because there were too many."),
+            ("connections_slow", self.slow, "Connections ended because their clients sent or read too slowly."),
         ]  # fmt: skip
         for key, count, told in counts:
             lines += [*_head(f"textmill_{key}_total", "counter", told), f"textmill_{key}_total {count}"]

@@ -8,11 +8,14 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import uvicorn
 
 from textmill.errors import TextmillError, warn
 from textmill.server.app import new_app
+from textmill.server.connections import Connection, Crowd
 from textmill.server.service import Service
 
 BACKLOG = 2048
@@ -40,11 +43,12 @@ class Server(uvicorn.Server):
 def run(service: Service, listening: socket.socket) -> None:
     """Serve on a bound socket until SIGTERM or ctrl-C."""
     serve = service.config
+    protocol: Any = partial(Connection, Crowd(serve.connections, serve.reading, service.metrics))
     listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
-        new_app(service), lifespan="off", ws="none", access_log=False, log_level="warning", server_header=False,
+        new_app(service), http=protocol, lifespan="off", ws="none", access_log=False, log_level="warning", server_header=False,
         timeout_graceful_shutdown=int(serve.grace + AFTER) + 1, backlog=BACKLOG,
     )  # fmt: skip
     if service.key is None and host not in ("127.0.0.1", "::1"):

@@ -1,0 +1,172 @@
+"""Connections are bounded in number and in time: slow clients go, good ones get in, and who is turned away is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from tests.server.conftest import Live
+from textmill.config import ServeConfig
+from textmill.errors import TextmillError
+from textmill.server import connections
+from textmill.server.connections import Connection, Crowd, allow_files
+from textmill.server.metrics import Metrics
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def connect(live: Live) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.port), timeout=60)
+
+
+def rest(line: socket.socket) -> bytes:
+    """All that comes until the server hangs up."""
+    got = b""
+    try:
+        while part := line.recv(65536):
+            got += part
+    except ConnectionResetError:
+        pass
+    return got
+
+
+def drip(line: socket.socket, byte: bytes) -> bytes:
+    """Send a byte now and then until the server hangs up; what it said."""
+    end = time.monotonic() + 60
+    line.settimeout(0.1)
+    got = b""
+    while time.monotonic() < end:
+        try:
+            part = line.recv(65536)
+            if not part:
+                return got
+            got += part
+        except TimeoutError:
+            line.sendall(byte)
+        except OSError:
+            return got
+    raise AssertionError(f"the server waits for ever; it said {got!r}")
+
+
+@pytest.fixture(scope="module")
+def hasty(new_live: Callable[..., Live]) -> Live:
+    return new_live({"serve": {"reading": 2.0, "max_body": 300_000}})
+
+
+def sent_slowly(live: Live, first: bytes, byte: bytes) -> bytes:
+    """What comes of a request that never ends."""
+    with connect(live) as line:
+        line.sendall(first)
+        return drip(line, byte)
+
+
+def test_slow_clients_are_told_and_let_go(hasty: Live) -> None:
+    before = hasty.stats()["connections_slow_total"]
+    answered = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    begun = [(HEAD, b"x"), (HEAD + b"Content-Length: 500\r\n\r\n{", b"x"), (answered + b"GET /hea", b"x"), (answered, b"\r\n")]
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(sent_slowly, hasty, *one) for one in begun]
+        refused = pool.submit(sent_slowly, hasty, HEAD + b"Content-Length: 1000000\r\n\r\n", b"x")
+        with connect(hasty) as line:
+            assert rest(line) == b"", "who never began gets no reply"
+    for one in found:
+        status, _, body = one.result().rpartition(b"\r\n\r\n")
+        assert b"HTTP/1.1 408" in status
+        assert json.loads(body)["error"]["message"] == "the request did not come whole within 2 s; send it faster"
+    assert refused.result().startswith(b"HTTP/1.1 413"), "a body that was refused does not hold its connection"
+    assert b"408" not in refused.result(), "it has its answer"
+    assert hasty.stats()["connections_slow_total"] >= before + 6
+
+
+def test_a_long_body_has_more_time(hasty: Live) -> None:
+    body = json.dumps({"text": "a" * 200_000}).encode()
+    with connect(hasty) as line:
+        line.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n")
+        line.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body[:150_000])
+        time.sleep(2.5)
+        line.sendall(body[150_000:])
+        assert rest(line).startswith(b"HTTP/1.1 200")
+
+
+def test_who_waits_makes_room_and_who_works_does_not(new_live: Callable[..., Live]) -> None:
+    narrow = new_live({"delay": 0.02, "serve": {"connections": 4, "slots": 8}})
+    idle = [connect(narrow) for _ in range(4)]
+    idle[0].sendall(b"GET")
+    assert httpx.get(f"{narrow.url}/health").status_code == 200
+    assert rest(idle[0]).startswith(b"HTTP/1.1 408"), "the one that had waited longest"
+    body = json.dumps({"prompt": "The mill", "max_tokens": 4000, "stream": True}).encode()
+    working = [connect(narrow) for _ in range(4)]
+    for line in working:
+        line.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert line.recv(1000).startswith(b"HTTP/1.1 200")
+    reply = httpx.get(f"{narrow.url}/health")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "all the connections that it may have" in reply.json()["error"]["message"]
+    for line in working:
+        assert line.recv(1000), "texts go on"
+        line.close()
+    stats: dict[str, float] = {}
+    end = time.monotonic() + 60
+    while not stats or stats["active"]:
+        assert time.monotonic() < end
+        try:
+            stats = narrow.stats()
+        except ValueError:  # still refused
+            time.sleep(0.05)
+    assert stats["connections"] <= 4
+    assert stats["connections_crowded_total"] >= 5
+    for line in idle:
+        line.close()
+    assert narrow.stop() == 0
+    assert "Traceback" not in "".join(narrow.said)
+
+
+async def large(scope: Any, receive: Any, send: Any) -> None:
+    """An application whose reply is larger than what the system keeps for a reader."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * 50_000_000})
+
+
+async def unread(crowd: Crowd) -> None:
+    """Asks for the large reply and reads nothing of it, until the server has had enough."""
+    config, loop = Config(large, lifespan="off"), asyncio.get_running_loop()
+    state = ServerState()
+    server = await loop.create_server(lambda: Connection(crowd, config=config, server_state=state, app_state={}), "127.0.0.1", 0)
+    with socket.create_connection(server.sockets[0].getsockname()[:2]) as line:
+        line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        end = loop.time() + 60
+        while not crowd.metrics.slow or state.connections:
+            assert loop.time() < end
+            await asyncio.sleep(0.02)
+    server.close()
+
+
+def test_a_reply_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD", 0.2)
+    crowd = Crowd(10, 60.0, Metrics())
+    asyncio.run(unread(crowd))
+    assert not crowd.waiting
+
+
+def test_connections_want_files() -> None:
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, most))
+        allow_files(ServeConfig(connections=500))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 756
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+    if most != resource.RLIM_INFINITY and most < 100_000:
+        with pytest.raises(TextmillError, match="open files, of which this system allows"):
+            allow_files(ServeConfig(connections=100_000))
