@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
+from textmill.generation.terminal import Terminal
 from textmill.tokens.talks import open_template
 
 if TYPE_CHECKING:
@@ -113,17 +115,17 @@ def _print_samples(generator: Generator, prompt: str, sample: SampleConfig) -> l
 
 def _converse(generator: Generator, sample: SampleConfig, checkpoint: Checkpoint) -> list[str]:
     """Continue line after line; a mistake in one line is said and the next is asked."""
-    print(f"{checkpoint.folder}: type a text to continue; an empty line starts from nothing; ctrl-D ends")
+    print(f"{checkpoint.folder}: type a text to continue; an empty line starts from nothing; ctrl-C stops a text, ctrl-D ends")
     texts: list[str] = []
-    while True:
-        try:
-            prompt = input("> ")
-        except EOFError:
-            print()
-            return texts
-        try:
-            texts += _print_samples(generator, prompt, sample)
-        except TextmillError as error:
-            warn(str(error))
-        # The same line typed again is a wish for another text.
-        sample = _seeded(sample, sample.count)
+    with Terminal() as terminal:
+        for prompt in terminal.lines():
+            try:
+                found = terminal.breaking_off(partial(_print_samples, generator, prompt, sample))
+                if found is None:
+                    print(" [stopped]", flush=True)
+                texts += found or []
+            except TextmillError as error:
+                warn(str(error))
+            # The same line typed again is a wish for another text.
+            sample = _seeded(sample, sample.count)
+    return texts

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from contextlib import suppress
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from textmill.checkpoint import WhichStep, model_of
@@ -14,6 +10,7 @@ from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import config_of, merged, tree_of
 from textmill.errors import TextmillError, warn
 from textmill.generation.requests import Request
+from textmill.generation.terminal import Terminal
 from textmill.tokens.talks import Message, TalkTemplate, open_template
 
 if TYPE_CHECKING:
@@ -30,33 +27,23 @@ def chat(config: RunConfig, step: WhichStep = "latest") -> None:
         raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
     from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
 
-    talk = Talk(open_generator(checkpoint, config.engine), template, config)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing here needs saving, and ctrl-C is for answers
-    if sys.stdin.isatty():
-        with suppress(ImportError):
-            import_module("readline")  # lines typed before come back with the arrow keys
-        print(f"{checkpoint.folder}: {HELP}")
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\nctrl-D ends")
-            continue
-        try:
-            talk.hear(line)
-        except TextmillError as error:
-            warn(str(error))
+    generator = open_generator(checkpoint, config.engine)
+    with Terminal() as terminal:
+        talk = Talk(generator, template, config, terminal)
+        if sys.stdin.isatty():
+            print(f"{checkpoint.folder}: {HELP}")
+        for line in terminal.lines():
+            try:
+                talk.hear(line)
+            except TextmillError as error:
+                warn(str(error))
 
 
 class Talk:
     """What was said so far, and how the model is to answer."""
 
-    def __init__(self, generator: Generator, template: TalkTemplate, config: RunConfig) -> None:
-        self.generator, self.template, self.config = generator, template, config
+    def __init__(self, generator: Generator, template: TalkTemplate, config: RunConfig, terminal: Terminal) -> None:
+        self.generator, self.template, self.config, self.terminal = generator, template, config, terminal
         self.messages: list[Message] = []
         self.answers = 0
 
@@ -90,15 +77,18 @@ class Talk:
         ids = self._ids_of([*self.messages, {"role": "user", "content": line}])
         request = Request(tuple(ids), self.sample, tuple(self.sample.stop), tuple(self.template.stop_ids))
         self.answers += 1
-        text = ""
-        try:
+        texts: list[str] = []
+
+        def answer() -> bool:
             for _, event in self.generator.run([request], 1):
-                text += event.text
+                texts.append(event.text)
                 print(event.text, end="", flush=True)
-        except KeyboardInterrupt:
+            return True
+
+        if not self.terminal.breaking_off(answer):
             print(" [stopped]", end="")
         print(flush=True)
-        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
+        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": "".join(texts)}]
 
     def _ids_of(self, messages: list[Message]) -> list[int]:
         """The talk as the model wants it; turns that leave no room for an answer are forgotten, the oldest first."""
