@@ -61,7 +61,11 @@ def test_the_page_takes_nothing_from_elsewhere(live: Live) -> None:
 def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None:
     fresh(browser, slow.url)
     assert browser.text("#model") == "mill, step 7, 512 tokens of context"
+    assert "Ask the model" in browser.text("#hint")
     browser.click("label:has(#mode-complete)")
+    browser.click("#hint button")
+    assert browser.run("return document.getElementById('prompt').value") == browser.text("#hint button"), "an example is one click away"
+    browser.run("document.getElementById('prompt').value = ''")
     browser.type("#prompt", HANGUL + KEYS["enter"])
     browser.wait("return document.querySelectorAll('.token').length > 3 && !document.getElementById('stop').disabled")
     browser.wait(IDLE)
@@ -81,7 +85,20 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     assert browser.run(script, broken) == [whole, whole[:-1]]
     assert "%" in browser.wait("return !document.getElementById('tip').hidden && document.getElementById('tip').textContent")
     shoot(browser, "continue-light-wide")
+    shaded = "return getComputedStyle(document.querySelector('.token.p2:not(:hover)')).backgroundColor"
+    assert browser.run(shaded) == "rgba(0, 0, 0, 0)"
+    browser.click("#shade")
+    assert browser.run(shaded) != "rgba(0, 0, 0, 0)"
+    browser.click(".again")
+    browser.wait(IDLE + " == 2")
+    assert browser.run("return document.querySelectorAll('.again').length") == 1
     assert browser.complaints() == []
+    browser.run("document.getElementById('top_k').value = -1")
+    browser.type("#prompt", KEYS["enter"])
+    browser.wait("return document.getElementById('top_k').ariaInvalid == 'true' && document.getElementById('more').open")
+    assert "top_k: wants at least 0; found -1" in browser.text("#trouble")
+    assert browser.run("return document.querySelectorAll('.turn').length") == 2, "what was refused leaves nothing behind"
+    assert ["400" in line for line in browser.complaints()] == [True]
 
 
 @needs_browser
@@ -91,6 +108,11 @@ def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: L
     browser.type("#prompt", ARABIC + KEYS["enter"])
     browser.wait(IDLE)
     assert browser.run("return getComputedStyle(document.querySelector('.turn.user')).direction") == "rtl"
+    before = browser.run("return messages.length")
+    browser.click(".again")
+    browser.wait("return !document.getElementById('stop').disabled")
+    browser.wait(IDLE + " == 1")
+    assert browser.run("return messages.length") == before == 2, "another answer takes the place of the first"
     browser.run(
         "const most = document.getElementById('max_tokens'); most.value = 400; most.dispatchEvent(new Event('input', {bubbles: true}))"
     )
@@ -99,6 +121,8 @@ def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: L
     browser.click("#stop")
     browser.wait("return document.querySelectorAll('.note').length == 2")
     assert "stopped" in browser.text(f"{LAST} .note")
+    sides = "return [...document.querySelectorAll('.turn.user')].map((turn) => Math.round(turn.getBoundingClientRect().right))"
+    assert len(set(browser.run(sides))) == 1, "who asks stands on one side, whichever way the text runs"
     slow.wait_idle()
     browser.run("document.getElementById('theme').click()")
     shoot(browser, "chat-dark-wide")

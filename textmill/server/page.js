@@ -3,6 +3,10 @@
 const find = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens"];
 const KEPT = [...NUMBERS, "stop_text", "seed", "system"];
+const HINTS = {
+  chat: ["Ask the model something.", "Who are you?", "Tell me a story.", "오늘 기분이 어때?"],
+  complete: ["Type the beginning of a text; the model goes on from it.", "Once upon a time", "The king said", "옛날 옛적에"],
+};
 
 let model = null;
 let running = null;
@@ -16,9 +20,11 @@ const tab = {
 function kept() { try { return JSON.parse(localStorage.getItem("textmill") || "{}"); } catch { return {}; } }
 function keep(more) { try { localStorage.setItem("textmill", JSON.stringify({ ...kept(), ...more })); } catch { /* nothing is kept then */ } }
 
-function showTrouble(text) {
+function showTrouble(text, field) {
   find("trouble").textContent = text;
   find("trouble").hidden = !text;
+  for (const name of KEPT) find(name).setAttribute("aria-invalid", String(name === field));
+  if (find("more").contains(field && find(field))) find("more").open = true;
 }
 
 async function call(path, options = {}) {
@@ -37,7 +43,7 @@ async function call(path, options = {}) {
   }
   if (!reply.ok) {
     const told = await reply.json().catch(() => null);
-    throw Object.assign(new Error(told?.error?.message || `The server answered ${reply.status}.`), { code: told?.error?.code });
+    throw Object.assign(new Error(told?.error?.message || `The server answered ${reply.status}.`), { code: told?.error?.code, field: told?.error?.param });
   }
   return reply;
 }
@@ -54,6 +60,7 @@ async function findModel() {
     model = told.data[0];
     find("model").textContent = model.id + (model.step ? `, step ${model.step.toLocaleString("en")}` : "") + `, ${model.max_model_len.toLocaleString("en")} tokens of context`;
     find("mode-chat").disabled = !model.chat;
+    find("mode-chat").parentElement.classList.toggle("missing", !model.chat);
     find("mode-chat").parentElement.title = model.chat ? "" : "This model has no chat template; it continues texts.";
     const asked = kept().mode;
     setMode(model.chat && asked !== "complete" ? "chat" : "complete");
@@ -81,7 +88,32 @@ function mode() { return document.querySelector("input[name=mode]:checked").valu
 function setMode(name) {
   find(`mode-${name}`).checked = true;
   find("system-label").hidden = name !== "chat";
-  find("prompt").placeholder = name === "chat" ? "Ask something" : "Once upon a time";
+  find("prompt").placeholder = name === "chat" ? "Ask something" : "The beginning of a text";
+  showHint();
+}
+
+function newButton(text, click) {
+  const button = document.createElement("button");
+  Object.assign(button, { type: "button", textContent: text, onclick: click });
+  return button;
+}
+
+// What a visitor may begin with, as long as nothing is there.
+function showHint() {
+  if (find("turns").querySelector(".turn")) return;
+  const hint = document.createElement("div"), told = document.createElement("p"), [line, ...examples] = HINTS[mode()];
+  hint.id = "hint";
+  told.textContent = line;
+  hint.append(told, ...examples.map((text) => newButton(text, () => { find("prompt").value = text; fit(); find("prompt").focus(); })));
+  find("turns").replaceChildren(hint);
+}
+
+// The box is as high as its text, also where the browser does not do that by itself.
+function fit() {
+  const box = find("prompt");
+  if (CSS.supports("field-sizing", "content")) return;
+  box.style.height = "auto";
+  box.style.height = `${box.scrollHeight}px`;
 }
 
 function settings() {
@@ -126,8 +158,9 @@ class Tokens {
     const chance = Math.exp(this.held.reduce((sum, token) => sum + token.logprob, 0));
     span.className = `token ${chance > 0.8 ? "" : chance > 0.5 ? "p1" : chance > 0.2 ? "p2" : chance > 0.05 ? "p3" : "p4"}`;
     span.textContent = text;
-    const others = this.held.length === 1 ? this.held[0].top : [];
-    span.tip = [`${JSON.stringify(text)}  ${percent(chance)}`, ...others.map(([other, p]) => `${percent(Math.exp(p))}  ${JSON.stringify(other)}`)].join("\n");
+    const likeliest = this.held.length === 1 ? this.held[0].top.map(([other, p]) => [other, Math.exp(p)]) : [];
+    const others = likeliest.filter(([other]) => other !== text);
+    span.tip = [[text, chance, true], ...others.map((one) => [...one, false])].sort((one, other) => other[1] - one[1]);
     this.turn.append(span);
     this.text += text;
     this.held = [];
@@ -209,24 +242,50 @@ async function post(path, body) {
 }
 
 async function ask(text) {
-  const chat = mode() === "chat";
-  const body = { ...settings(), stream: true, stream_options: { include_usage: true } };
-  if (model) body.model = model.id;
-  let turn;
-  if (chat) {
+  if (mode() === "chat") {
     newTurn("user", text);
     messages.push({ role: "user", content: text });
+  }
+  await answer(text);
+}
+
+async function answer(text) {
+  const chat = mode() === "chat", turn = newTurn("assistant", "");
+  const body = { ...settings(), stream: true, stream_options: { include_usage: true } };
+  if (model) body.model = model.id;
+  if (chat) {
     Object.assign(body, { messages: withSystem(), logprobs: true, top_logprobs: 5 });
-    turn = newTurn("assistant", "");
   } else {
     Object.assign(body, { prompt: text, logprobs: 5 });
-    turn = newTurn("assistant", "");
     const given = document.createElement("span");
     given.className = "given";
     given.textContent = text;
     turn.append(given);
   }
   await follow(chat ? "/v1/chat/completions" : "/v1/completions", body, turn, chat);
+}
+
+// Another answer to the last question takes its place; another continuation stands beside the first.
+function again(turn, text) {
+  if (running) return;
+  if (mode() === "chat") { messages.pop(); turn.remove(); }
+  answer(text);
+}
+
+function addFoot(turn, note, text, given) {
+  const foot = document.createElement("div"), told = document.createElement("span");
+  foot.className = "foot";
+  foot.dir = "ltr";
+  told.className = "note";
+  told.textContent = note;
+  const copy = newButton("Copy", async () => {
+    try { await navigator.clipboard.writeText(text); copy.textContent = "Copied"; } catch { getSelection().selectAllChildren(turn); }
+  });
+  for (const old of document.querySelectorAll(".again")) old.remove();
+  const more = newButton("Again", () => again(turn, given));
+  more.className = "again";
+  foot.append(told, copy, more);
+  turn.append(foot);
 }
 
 async function follow(path, body, turn, chat) {
@@ -250,7 +309,7 @@ async function follow(path, body, turn, chat) {
     if (forgotten) note += "; the talk is longer than the model sees, its oldest turns are forgotten";
   } catch (error) {
     note = error.name === "AbortError" ? "stopped" : "broken off";
-    if (error.name !== "AbortError") showTrouble(error.message);
+    if (error.name !== "AbortError") showTrouble(error.message, error.field);
   }
   tokens.end(text);
   if (chat && text) messages.push({ role: "assistant", content: text });
@@ -258,14 +317,11 @@ async function follow(path, body, turn, chat) {
     // What got no answer goes back to where it was typed.
     const unanswered = messages.pop().content;
     find("prompt").value ||= unanswered;
+    fit();
     turn.previousElementSibling.remove();
-    turn.remove();
   }
-  const told = document.createElement("span");
-  told.className = "note";
-  told.dir = "ltr";
-  told.textContent = `${count} tokens, ${note}`;
-  turn.append(told);
+  if (text || (note !== "broken off" && !chat)) addFoot(turn, `${count} tokens, ${note}`, (body.prompt ?? "") + text, body.prompt);
+  else turn.remove();
   showSpeed(count, first);
   setBusy(false, turn);
   toEnd(false);
@@ -282,12 +338,13 @@ function setBusy(busy, turn) {
   find("stop").disabled = !busy;
   find("clear").disabled = busy;
   for (const input of document.querySelectorAll("input[name=mode]")) input.disabled = busy || (input.value === "chat" && !model?.chat);
-  if (!busy) { running = null; find("prompt").focus(); }
+  if (!busy) { running = null; showHint(); find("prompt").focus(); }
 }
 
 function clearAll() {
   messages = [];
   find("turns").replaceChildren();
+  showHint();
   find("speed").textContent = "";
   showTrouble("");
   find("prompt").focus();
@@ -295,7 +352,6 @@ function clearAll() {
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
-  find("theme").textContent = name === "dark" ? "Light" : "Dark";
 }
 
 function showTip(event) {
@@ -303,7 +359,14 @@ function showTip(event) {
   const token = event.target.closest?.(".token");
   tip.hidden = !token;
   if (!token) return;
-  tip.textContent = token.tip;
+  tip.replaceChildren(...token.tip.map(([text, chance, chosen]) => {
+    const row = document.createElement("div"), bar = document.createElement("i"), name = document.createElement("b");
+    row.className = chosen ? "chosen" : "";
+    bar.style.width = `${Math.min(100 * chance, 100)}%`;
+    name.textContent = text.startsWith("bytes:\\x") ? text.slice(6).replaceAll("\\x", " ").trim() : JSON.stringify(text);
+    row.append(bar, name, percent(chance));
+    return row;
+  }));
   const place = token.getBoundingClientRect();
   tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 4))}px`;
   tip.style.top = `${place.bottom + tip.offsetHeight + 4 > innerHeight ? place.top - tip.offsetHeight - 4 : place.bottom + 4}px`;
@@ -312,10 +375,12 @@ function showTip(event) {
 function send() {
   const text = find("prompt").value;
   if (running || (mode() === "chat" && !text.trim())) return;
-  if (mode() === "chat") find("prompt").value = "";
+  if (mode() === "chat") { find("prompt").value = ""; fit(); }
   ask(text);
 }
 
+find("prompt").addEventListener("input", fit);
+find("shade").addEventListener("input", () => { document.body.classList.toggle("shaded", find("shade").checked); keep({ shade: find("shade").checked }); });
 find("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 find("prompt").addEventListener("keydown", (event) => {
   // While a character is being composed (Korean, Chinese, Japanese), Enter belongs to it.
@@ -343,5 +408,8 @@ for (const input of document.querySelectorAll("input[name=mode]")) {
 }
 find("key-dialog").addEventListener("close", () => { const key = find("key").value.trim(); if (key) { tab.key = key; findModel(); } });
 document.addEventListener("pointerover", showTip);
+find("turns").addEventListener("scroll", () => { find("tip").hidden = true; });
+find("shade").checked = Boolean(kept().shade);
+document.body.classList.toggle("shaded", find("shade").checked);
 setTheme(kept().theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
 findModel();
