@@ -63,6 +63,50 @@ def test_it_streams_a_chat(client: Any) -> None:
     assert chunks[-1].usage.completion_tokens == 80
 
 
+def test_it_streams_several_texts_with_what_belongs_to_them(client: Any) -> None:
+    asked = {
+        "model": "mill",
+        "prompt": HANGUL,
+        "max_tokens": 12,
+        "n": 3,
+        "stop": ["zzz", "yyy"],
+        "seed": 5,
+        "logprobs": 1,
+        "user": "someone",
+    }
+    whole = client.completions.create(**asked)
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for index in range(3):
+        parts = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(part.text for part in parts) == whole.choices[index].text
+        assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == whole.choices[index].logprobs.tokens
+        assert [part.finish_reason for part in parts if part.finish_reason] == ["length"]
+    assert (last.choices, last.usage) == ([], whole.usage)
+
+
+def test_what_changes_no_answer_is_taken_and_what_would_is_refused(client: Any) -> None:
+    asked = {"model": "mill", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2}
+    fine = {
+        "response_format": {"type": "text"}, "modalities": ["text"], "tools": None, "tool_choice": "none", "parallel_tool_calls": False,
+        "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s", "prompt_cache_key": "k", "seed": 1,
+        "stop": ["q", "z"],
+    }  # fmt: skip
+    assert client.chat.completions.create(**asked, **fine).choices[0].message.content
+    with client.chat.completions.stream(**{**asked, "max_completion_tokens": 40}, stop=["\n"]) as events:
+        assert events.get_final_completion().choices[0].message.content == "user: x"
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    for more, said in [
+        ({"tools": [tool]}, "tools: is not supported; leave it out"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type: wants 'text'"),
+        ({"functions": [tool["function"]]}, "functions: is not supported"),
+        ({"reasoning_effort": "low"}, "reasoning_effort: is not supported"),
+        ({"extra_body": {"guided_regex": "a+"}}, "guided_regex: no such field"),
+        ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.chat.completions.create(**asked, **more)
+
+
 def test_its_errors_are_the_servers_sentences(client: Any, new_live: Callable[..., Live]) -> None:
     with pytest.raises(openai.BadRequestError, match="wants at most 1; found 3"):
         client.completions.create(model="mill", prompt="x", top_p=3)

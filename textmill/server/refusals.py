@@ -93,11 +93,15 @@ def sentence_of(errors: Sequence[Mapping[str, Any]], path: str) -> tuple[str, st
         near = difflib.get_close_matches(top, known_fields(path), n=1, cutoff=0.6)
         name = shown(top, quoted=False)
         return f"{name}: no such field; " + (f"did you mean '{near[0]}'?" if near else "leave it out"), name
+    name = ".".join(shown(str(part), quoted=False) for part in place if not _is_tag(str(part)))
+    if error["type"] == "extra_forbidden":
+        return f"{name}: no such field; leave it out", top
+    if error["type"] == "none_required" and len(same) == 1:
+        return f"{name}: is not supported; leave it out", top
     if error["type"] == "missing":
         return f"{'.'.join(map(str, place))}: is missing", top
     if len(same) > 1 and top in WANTED:
         return f"{top}: wants {WANTED[top]}", top
-    name = ".".join(shown(str(part), quoted=False) for part in place if not _is_tag(str(part)))
     wanted = str(error["msg"])
     for word, ours in WORDS.items():
         wanted = wanted.replace(word, ours)

@@ -71,10 +71,12 @@ class Sampling(Body):
     """Send the text as it comes, as server-sent events."""
     stream_options: StreamOptions | None = None
     user: Any = None
-    """Accepted and not used, as are `metadata`, `store` and `service_tier`."""
+    """Accepted and not used, as are the next five: no text depends on them."""
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
 
 class CompletionBody(Sampling):
@@ -91,7 +93,7 @@ class CompletionBody(Sampling):
     best_of: int | None = Field(None, ge=1)
     """Only the value of `n`."""
     suffix: None = None
-    """Text to fill in before is not supported."""
+    """Not supported: a text that stands behind what is filled in."""
 
 
 class TextPart(Body):
@@ -101,13 +103,17 @@ class TextPart(Body):
     text: str
 
 
-class Message(BaseModel):
-    """One turn of a conversation."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
+class Message(Body):
+    """One turn of a conversation; an answer can be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    refusal: None = None
+    annotations: list[None] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+    name: None = None
 
 
 class TextFormat(Body):
@@ -130,6 +136,21 @@ class ChatBody(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     """So many likeliest tokens at each place, with `logprobs`."""
     response_format: TextFormat | None = None
+    """Text is the one format."""
+    modalities: list[Literal["text"]] | None = None
+    """Text is the one way to answer."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """Accepted and not used, as is `parallel_tool_calls`: there are no tools to choose from."""
+    parallel_tool_calls: bool | None = None
+    tools: None = None
+    """Not supported, nor are the next seven."""
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 class TokenizeBody(Body):
