@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from bench.engine_ends import ended
 from bench.kill_train import numbers_of, prepared, textmill, trained
 
 for extra in ("deepspeed", "jax"):
@@ -35,14 +35,13 @@ def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
 
 
 def sit(root: Path, run: Path, number: int) -> None:
-    """One sitting: DeepSpeed on two processes, JAX on four devices of one process, torch as it is."""
+    """One sitting: DeepSpeed on two processes, JAX on four devices of one process, torch as it is; it ends, and leaves no process."""
     engine, asked = SITTINGS[number], words(root, run, EACH * (number + 1), *SITTINGS[number])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if "engine.kind=deepspeed" in engine else []
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, *launcher, "-m", "textmill", *asked]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert ended(command, environment) == "well"
 
 
 def state_of(run: Path, step: int) -> dict[str, NDArray[np.float32]]:

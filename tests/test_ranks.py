@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bench.engine_ends import left_behind
 from bench.kill_train import numbers_of, prepared, textmill, trained
 from textmill.engines.ranks_torch import first_host, launch_of
 from textmill.errors import TextmillError
@@ -33,7 +34,11 @@ def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
 
 
 def launched(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, timeout=300)
+    """Two processes to their end; none is left, neither alive nor as a zombie."""
+    with left_behind() as left:
+        done = subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, timeout=300)
+    assert not left
+    return done
 
 
 def assert_equal(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
 
+from bench.engine_ends import ended
 from tests.engines.deepspeed_job import done
 from tests.engines.test_contract import batch_of, config_of, run, started
 from textmill.errors import TextmillError
@@ -40,26 +40,10 @@ def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[di
     """What came of a job on so many processes; none of them is left over when torchrun is gone."""
     path = folder / f"job-{processes}-{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(job))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "TEXTMILL_TEST_JOB": str(path)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    ended = subprocess.run(
-        [*command, "-m", "tests.engines.deepspeed_job", str(path)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert not left_over(str(path)), "a process outlived the run"
+    assert ended([*command, "-m", "tests.engines.deepspeed_job", str(path)], environment) == "well"
     found: list[dict[str, Any]] = json.loads(path.with_suffix(".out").read_text())
-    return found
-
-
-def left_over(word: str) -> list[int]:
-    """Processes that were started with this word in their environment and are still there, zombies among them."""
-    mark, found = f"TEXTMILL_TEST_JOB={word}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:
-            continue
     return found
 
 
