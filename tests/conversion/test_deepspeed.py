@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.damage import WRONG, mutated
 from textmill.conversion.deepspeed import convert, main, weights_in
 from textmill.conversion.pickles import Left, read_pickle
 from textmill.errors import TextmillError
+from textmill.models import open_family
 from textmill.tensors import read_model
 
 CONFIG = {"vocab_size": 60, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2, "model_type": "gpt2"}
+MORE = {
+    "n_inner": 96, "activation_function": "gelu_new", "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5, "eos_token_id": 5, "scale_attn_weights": True, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def net() -> Any:
@@ -149,3 +157,38 @@ def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path: Path, capsys: pytes
     with pytest.raises(TextmillError, match="no folder beside it"):
         convert(folder, config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_damage_of_any_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the files hold, the model's config and the name of the tag, each damaged in seeded places; no trace is ever shown."""
+    family = open_family("gpt2")
+    state = {name: torch.from_numpy(values) for name, values in family.first_weights(family.shape_of_hf(CONFIG, "here"), 3)}
+    flat = torch.cat([value.flatten() for value in state.values()])
+    whole = {"module": dict(state), "param_shapes": [{name: value.shape for name, value in state.items()}]}
+    masters = [{"single_partition_of_fp32_groups": [flat]}, {"fp32_flat_groups": [flat]}]
+    aligned = {"partition_count": 1, "param_alignment_paddings": [[0] * len(state)]}
+    model, optim = (
+        tmp_path / "tag" / name for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    )  # fmt: skip
+    model.parent.mkdir()
+    dice, said, wrong = random.Random(7), [], (*WRONG, torch.zeros(3), torch.Size([2, 10**30]), Left())
+    for number in range(200):
+        config, tag = dict(CONFIG), b"tag"
+        held: dict[Path, Any] = {model: whole, optim: {"optimizer_state_dict": {**aligned, **masters[number // 4 % 2]}}}
+        if number % 4 < 2:
+            path = (model, optim)[number % 4]
+            held[path] = mutated(held[path], dice, wrong)
+        elif number % 4 == 2:
+            config = mutated({**CONFIG, **MORE}, dice)
+        else:
+            tag = dice.choice([b"tag\n", b"\xff\xfe", b"ta\0g", b"", b".", b"..", b"tag/../tag", dice.randbytes(5)])
+        model.touch()
+        optim.touch()
+        monkeypatch.setattr("textmill.conversion.deepspeed.read_pickle", held.__getitem__)
+        (tmp_path / "latest").write_bytes(tag)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        code = main([str(tmp_path), str(tmp_path / "config.json"), str(tmp_path / "out")])
+        said.append(capsys.readouterr().err)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert (code, said[-1].count("\n")) in ((0, 0), (2, 1)), said[-1]
+    assert len(set(said)) > 40

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.damage import mutated
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.engines.deepspeed_json import json_of, read_file, settled
@@ -149,3 +152,44 @@ def test_a_file_that_is_no_settings_is_refused(tmp_path: Path, text: str, word: 
     (tmp_path / "broken.json").write_text(text)
     with pytest.raises(TextmillError, match=word):
         read_file(str(tmp_path / "broken.json"))
+
+
+def test_damage_of_any_kind_is_one_sentence(tmp_path: Path) -> None:
+    """Seeded places of three files that are taken as they are: each is taken still, or refused in a sentence, never with a trace."""
+    dice, refused = random.Random(3), set()
+    scheduled = {**DSGPT2, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "steps_per_print": 10}
+    for number in range(600):
+        tree, train = [(DSGPT2, OURS), (HUGGING, {"batch": 8}), (scheduled, OURS)][number % 3]
+        damaged = mutated(tree, dice)
+        try:
+            _, json_ = told(tmp_path, damaged, train, micro=train["batch"], auto="bf16")
+        except TextmillError as error:
+            refused.add(str(error))
+        else:
+            assert isinstance(json_["zero_optimization"], dict)
+    assert len(refused) > 60
+    assert not any("\n" in said for said in refused)
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"zero_optimization": True}, "zero_optimization is true; an object belongs there"),
+        ({"zero_optimization": None}, "zero_optimization is null; an object belongs there"),
+        (
+            {"zero_optimization": {"offload_optimizer": "cpu"}},
+            'zero_optimization.offload_optimizer is "cpu"; an object or null belongs there',
+        ),
+        ({"fp16": "auto", "bf16": [1]}, "bf16 is [1]; an object belongs there"),
+        ({"optimizer": {"type": ["AdamW"]}}, 'optimizer.type is ["AdamW"]; a text belongs there'),
+        ({"scheduler": {"params": 3}}, "scheduler.params is 3; an object belongs there"),
+        ({"steps_per_print": "often"}, 'steps_per_print is "often"; a number belongs there'),
+        ({"wall_clock_breakdown": None}, "wall_clock_breakdown is null; true or false belongs there"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_by_name(tree: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(TextmillError, match=re.escape(f"ds_config.json: {said}")):
+        told(tmp_path, tree, {})
+    if tree.keys() != {"fp16", "bf16"}:
+        with pytest.raises(TextmillError, match=re.escape(f"engine.extra: {said}")):
+            told(tmp_path, None, {}, extra=tree)

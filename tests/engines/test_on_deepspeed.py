@@ -140,6 +140,26 @@ def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path:
         assert (f"m/{name}" in states["fp32"]) != stays
 
 
+@pytest.mark.parametrize(
+    ("zero", "tree"),
+    [
+        (2, {"communication_data_type": 7}),
+        (2, {"elasticity": {"enabled": True}}),
+        (1, {"zero_optimization": {"overlap_comm": [3]}}),
+        (3, {"zero_optimization": {"reduce_bucket_size": "big"}}),
+        (0, {"gradient_accumulation_dtype": 1, "activation_checkpointing": 5}),
+    ],
+)
+def test_what_deepspeed_does_not_take_is_told_in_a_sentence(zero: int, tree: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text(json.dumps(tree))
+    for engine in ({"config": str(tmp_path / "ds_config.json")}, {"extra": tree}):
+        with pytest.raises(
+            TextmillError, match=r"(ds_config.json|engine.extra): DeepSpeed does not take these settings \(.*\); mend them"
+        ) as told:
+            done({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, Alone())
+        assert "\n" not in str(told.value)
+
+
 def test_the_extra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(TextmillError, match=r"needs DeepSpeed; run: pip install .*textmill\[deepspeed\]"):

@@ -26,6 +26,7 @@ from textmill.models import open_family
 from textmill.tensors import Named, blocks_of
 
 Tree = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
 WHOLE = "mp_rank_00_model_states.pt"
 RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 PLACE = re.compile(r"^.*?(?=(transformer|lm_head)\.)")
@@ -63,39 +64,89 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
     model = folder / WHOLE if (folder / WHOLE).is_file() else folder / f"zero_pp_rank_0_{WHOLE}"
     if not model.is_file():
         raise TextmillError(f"{folder}: no {WHOLE} there; name a folder that DeepSpeed's save_checkpoint wrote")
-    states = read_pickle(model)
-    weights = {name: value for name, value in dict(states.get("module") or {}).items() if isinstance(value, Tensor) and value.numel()}
+    states = _tree(read_pickle(model), "what it holds", model)
+    module = _tree({} if states.get("module") is None else states["module"], "module", model)
+    weights = {name: value for name, value in module.items() if isinstance(name, str) and isinstance(value, Tensor) and value.numel()}
     if not parts:
         return weights
-    optims = [read_pickle(path)["optimizer_state_dict"] for path in parts]
+    optims = [
+        _tree(_tree(read_pickle(path), "what it holds", path).get("optimizer_state_dict"), "optimizer_state_dict", path) for path in parts
+    ]
     count = optims[0].get("partition_count", len(optims))
-    if max(count if isinstance(count, list) else [count]) != len(optims):
+    counts = count if isinstance(count, list) else [count]
+    if not counts or not all(type(one) is int for one in counts):
+        raise _damaged(parts[0], "partition_count", count, "a number")
+    if max(counts) != len(optims):
         raise TextmillError(f"{folder}: {len(optims)} of {count} optim_states files are there; all are needed")
-    shapes = [{name: tuple(size) for name, size in group.items()} for group in states["param_shapes"]]
-    if "fp32_flat_groups" in optims[0]:
-        return {**weights, **dict(_pieces(shapes, [optim["fp32_flat_groups"] for optim in optims]))}
-    if "single_partition_of_fp32_groups" in optims[0]:
-        gaps = optims[0].get("param_alignment_paddings")
-        return {**weights, **dict(_stretches(shapes, [optim["single_partition_of_fp32_groups"] for optim in optims], gaps))}
-    return weights
+    layouts = {"fp32_flat_groups": _pieces, "single_partition_of_fp32_groups": _stretches}
+    kind = next((kind for kind in layouts if kind in optims[0]), None)
+    if kind is None:
+        return weights
+    flats = [_tensors(optim.get(kind), kind, path) for optim, path in zip(optims, parts, strict=True)]
+    shapes = _shapes(states.get("param_shapes"), model)
+    return {**weights, **dict(layouts[kind](shapes, flats, optims[0].get("param_alignment_paddings"), folder))}
 
 
-def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[list[Tensor]], gaps: Any) -> Iterator[tuple[str, Tensor]]:
+def _tree(value: Any, what: str, where: Path) -> Tree:
+    if not isinstance(value, dict):
+        raise _damaged(where, what, value, "a dict")
+    return value
+
+
+def _tensors(value: Any, what: str, where: Path) -> list[Tensor]:
+    if not isinstance(value, list) or not all(isinstance(one, Tensor) for one in value):
+        raise _damaged(where, what, value, "a list of tensors")
+    return [one.flatten() for one in value]
+
+
+def _shapes(groups: Any, where: Path) -> list[Shapes]:
+    """The shape of each weight by name, in the order in which they lie in a group."""
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and all(map(_is_size, group.items())) for group in groups):
+        raise _damaged(where, "param_shapes", groups, "a list of shapes by name")
+    return [{name: tuple(size) for name, size in group.items()} for group in groups]
+
+
+def _is_size(item: tuple[Any, Any]) -> bool:
+    name, size = item
+    return isinstance(name, str) and isinstance(size, tuple | list) and all(type(side) is int and side >= 0 for side in size)
+
+
+def _damaged(where: Path, what: str, found: Any, wanted: str) -> TextmillError:
+    return TextmillError(f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or another's")
+
+
+def _stretches(shapes: list[Shapes], flats: list[list[Tensor]], gaps: Any, where: Path) -> Iterator[tuple[str, Tensor]]:
     """ZeRO-1 and 2: the weights of a group one after another, cut evenly into as many parts as there were processes."""
     for number, sizes in enumerate(shapes):
-        whole, start = torch.cat([flat[number] for flat in flats]), 0
+        whole, start = torch.cat([torch.empty(0), *[flat[number] for flat in flats if number < len(flat)]]), 0
         for place, (name, size) in enumerate(sizes.items()):
-            yield name, whole[start : start + math.prod(size)].view(size)
-            start += math.prod(size) + (int(gaps[number][place]) if gaps else 0)
+            yield name, _shaped(whole[start : min(len(whole), start + math.prod(size))], name, size, where)
+            start += math.prod(size) + _gap(gaps, number, place, where)
 
 
-def _pieces(shapes: list[dict[str, tuple[int, ...]]], flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _gap(gaps: Any, number: int, place: int, where: Path) -> int:
+    """How many numbers are left out after a weight."""
+    if gaps is None or (isinstance(gaps, list) and not gaps):
+        return 0
+    try:
+        return int(gaps[number][place])
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise _damaged(where, "param_alignment_paddings", gaps, "a list of lists of numbers") from None
+
+
+def _pieces(shapes: list[Shapes], flats: list[list[Tensor]], _: Any, where: Path) -> Iterator[tuple[str, Tensor]]:
     """ZeRO-3: every weight cut into as many parts as there were processes, the last filled up; a process has its parts in a row."""
-    rows, start = [torch.cat([group.flatten() for group in flat]) for flat in flats], 0
+    rows, start = [torch.cat([torch.empty(0), *flat]) for flat in flats], 0
     for name, size in (item for sizes in shapes for item in sizes.items()):
-        room = -(-math.prod(size) // len(rows))
-        yield name, torch.cat([row[start : start + room] for row in rows])[: math.prod(size)].view(size)
+        room = min(-(-math.prod(size) // len(rows)), len(rows[0]) - start)
+        yield name, _shaped(torch.cat([row[start : start + room] for row in rows])[: math.prod(size)], name, size, where)
         start += room
+
+
+def _shaped(flat: Tensor, name: str, size: tuple[int, ...], where: Path) -> Tensor:
+    if len(flat) != math.prod(size):
+        raise TextmillError(f"{where}: '{name}' is {list(size)}, but its masters end after {len(flat)} numbers; the files are damaged")
+    return flat.view(size)
 
 
 def _renamed(weights: dict[str, Tensor]) -> Iterator[Named]:
@@ -109,7 +160,7 @@ def _tagged(checkpoint: Path) -> Path:
         raise TextmillError(f"{checkpoint}: no such folder")
     if not (latest := checkpoint / "latest").is_file():
         return checkpoint
-    tag = latest.read_text(encoding="utf-8").strip()
+    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if Path(tag).name != tag or not (checkpoint / tag).is_dir():
         raise TextmillError(f"{latest}: names '{tag}', which is no folder beside it; name the tag's folder itself")
     return checkpoint / tag

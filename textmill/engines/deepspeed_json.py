@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,6 +21,17 @@ AUTO = "auto"
 """What files that were written for Hugging Face leave to whoever reads them."""
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "LRRangeTest": "range_test"}
 """DeepSpeed's schedules by our names."""
+KINDS: dict[str, tuple[str, ...]] = {
+    "an object": ("zero_optimization", "fp16", "bf16", "data_types", "optimizer", "optimizer.params", "scheduler", "scheduler.params"),
+    "an object or null": ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+    "true or false": ("wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients"),
+    "a number": ("steps_per_print",),
+    "a text": ("optimizer.type", "scheduler.type"),
+}
+"""What is taken for granted where it is read, here or by DeepSpeed, and so is looked at before."""
+TYPES: dict[str, tuple[type, ...]] = {
+    "an object": (dict,), "an object or null": (dict, NoneType), "true or false": (bool,), "a number": (int, float), "a text": (str,),
+}  # fmt: skip
 OUR_OWN = ("optimizer", "scheduler")
 """Parts of a file that are held against our settings and not handed on: the optimizer and its rate are ours."""
 
@@ -29,11 +42,35 @@ def read_file(path: str | None) -> Tree:
         return {}
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TextmillError(f"engine.config: {path} is not readable as JSON ({error})") from None
     if not isinstance(tree, dict):
         raise TextmillError(f"engine.config: {path} holds a {type(tree).__name__}; DeepSpeed's settings are an object")
-    return _said(tree)
+    tree = _said(tree)
+    _check_kinds(tree, path)
+    return tree
+
+
+def _check_kinds(tree: Tree, where: str) -> None:
+    for kind, names in KINDS.items():
+        for name in names:
+            part, _, last = name.rpartition(".")
+            holder = tree.get(part, {}) if part else tree
+            if last in holder and not isinstance(found := holder[last], TYPES[kind]):
+                raise TextmillError(f"{where}: {name} is {json.dumps(found)}; {kind} belongs there")
+
+
+@contextmanager
+def their_say(engine: DeepSpeedEngine) -> Iterator[None]:
+    """DeepSpeed's own look at settings of a user's: what it does not take is told in a sentence."""
+    try:
+        yield
+    except Exception as error:
+        where = " and ".join([*([engine.config] if engine.config else []), *(["engine.extra"] if engine.extra else [])])
+        if not where or isinstance(error, TextmillError):
+            raise
+        said = " ".join(str(error).split())
+        raise TextmillError(f"{where}: DeepSpeed does not take these settings ({type(error).__name__}: {said[:400]}); mend them") from None
 
 
 def settled(engine: DeepSpeedEngine, theirs: Tree) -> DeepSpeedEngine:
@@ -78,6 +115,7 @@ def json_of(config: RunConfig, engine: DeepSpeedEngine, theirs: Tree, *, world: 
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if precision == "fp16":
         ours["fp16"] = {"enabled": True}
+    _check_kinds(engine.extra, "engine.extra")
     kept = {name: value for name, value in theirs.items() if name not in OUR_OWN}
     whole = _laid(_laid(_laid({"zero_optimization": _sizes(block)}, kept), ours), engine.extra)
     if whole.get("bf16", {}).get("enabled") and engine.zero == 1 and whole.get("data_types", {}).get("grad_accum_dtype") == "fp32":
@@ -157,7 +195,7 @@ def _equal(found: Any, ours: Any) -> bool:
         return bool(found is ours)
     try:
         return float(found) == float(ours)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return bool(found == ours)
 
 

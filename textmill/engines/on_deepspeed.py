@@ -22,7 +22,7 @@ from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.bits_torch import bit_sums
-from textmill.engines.deepspeed_json import json_of, read_file, settled
+from textmill.engines.deepspeed_json import json_of, read_file, settled, their_say
 from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.meshes import check_batch
 from textmill.engines.on_torch import TorchStep
@@ -222,15 +222,16 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     sizes = {"world": ranks.world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
     told = json_of(config, section, theirs, precision=WORDS[precision], **sizes)
     torch.set_float32_matmul_precision("highest")
-    if section.zero == 3:
-        with deepspeed.zero.Init(config_dict_or_path=told):
-            net = net_of(shape)
-    else:
-        net = new_net(shape, device)
-    net.recompute = section.recompute
-    task = Task(net, config.train, precision, mixed=section.zero == 0)
-    adam = _adam(net, config.train)
-    engine, *_ = deepspeed.initialize(model=task, optimizer=adam, config=told)
+    with their_say(section):
+        if section.zero == 3:
+            with deepspeed.zero.Init(config_dict_or_path=told):
+                net = net_of(shape)
+        else:
+            net = new_net(shape, device)
+        net.recompute = section.recompute
+        task = Task(net, config.train, precision, mixed=section.zero == 0)
+        adam = _adam(net, config.train)
+        engine, *_ = deepspeed.initialize(model=task, optimizer=adam, config=told)
     if section.zero == 3:
         deepspeed.zero.register_external_parameter(task, net.head)
     return OnDeepSpeed(engine, adam, task, ranks, micro_batch, int(section.zero))

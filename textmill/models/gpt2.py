@@ -21,6 +21,8 @@ Array = NDArray[np.float32]
 OBJECTIVE = "next_token"
 VOCAB_MULTIPLE = 128
 SAME_ACTIVATION = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "gelu": "gelu"}
+DROPOUTS = {"embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout", "resid_pdrop": "residual_dropout"}
+"""Shares that are dropped, by transformers' names and ours."""
 MUST_BE = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "tie_word_embeddings": True, "add_cross_attention": False,
@@ -88,25 +90,31 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         if hf.get(key, wanted) != wanted:
             raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's GPT-2 has {key}={wanted} only")
     activation = hf.get("activation_function", "gelu_new")
-    if activation not in SAME_ACTIVATION:
+    if not isinstance(activation, str) or activation not in SAME_ACTIVATION:
         raise TextmillError(f"{where}: activation_function is {activation!r}; gelu_new and gelu are known")
     for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"):
         if type(hf.get(key)) is not int or hf[key] < 1:
             raise TextmillError(f"{where}: {key} is {hf.get(key)!r}; a GPT-2 config.json has a whole number above 0 there")
+    for key in (*DROPOUTS, "layer_norm_epsilon"):
+        if not isinstance(value := hf.get(key, 0.1), int | float) or not 0 <= value < 1:
+            raise TextmillError(f"{where}: {key} is {value!r}; a GPT-2 config.json has a number from 0 to 1 there")
+    if hf.get("n_inner") is not None and (type(hf["n_inner"]) is not int or hf["n_inner"] < 1):
+        raise TextmillError(f"{where}: n_inner is {hf['n_inner']!r}; a GPT-2 config.json has a whole number above 0 there, or null")
     if hf["n_embd"] % hf["n_head"]:
         raise TextmillError(f"{where}: {hf['n_head']} heads do not divide the width {hf['n_embd']}; mend n_head or n_embd")
     return Shape(
         layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
-        positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf), activation=SAME_ACTIVATION[activation],
-        embedding_dropout=hf.get("embd_pdrop", 0.1), attention_dropout=hf.get("attn_pdrop", 0.1),
-        residual_dropout=hf.get("resid_pdrop", 0.1), epsilon=hf.get("layer_norm_epsilon", 1e-5),
+        positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf, where), activation=SAME_ACTIVATION[activation],
+        epsilon=hf.get("layer_norm_epsilon", 1e-5), **{name: hf.get(key, 0.1) for key, name in DROPOUTS.items()},
     )  # fmt: skip
 
 
-def _end_of(hf: dict[str, Any]) -> int:
+def _end_of(hf: dict[str, Any], where: str) -> int:
     end = hf.get("eos_token_id")
-    end = end[0] if isinstance(end, list) else end
-    return hf["vocab_size"] - 1 if end is None else int(end)
+    end = end[0] if isinstance(end, list) and end else end
+    if end is not None and type(end) is not int:
+        raise TextmillError(f"{where}: eos_token_id is {end!r}; a GPT-2 config.json has the number of a token there, or null")
+    return hf["vocab_size"] - 1 if end is None else end
 
 
 def hf_config_of(shape: Shape) -> dict[str, Any]:
