@@ -3,8 +3,9 @@
     kill@disk:7        die as by SIGKILL before the 7th write, fsync, rename or removal
     full@disk:7        from the 7th on, what is written or synced finds the disk full
     kill@step:5:1      rank 1 dies before step 5; stop: it is stopped as by SIGSTOP; hang: it waits for ever
-    nan@step:5:1       a gradient of rank 1 is not a number in step 5
-    flip@step:5:1      one bit of a weight flips on rank 1 before step 5
+    spike@step:5:1     the labels of rank 1 are garbage in step 5
+    nan@step:5:1       a gradient of rank 1 is not a number in step 5, on the torch engine
+    flip@step:5:1      one bit of a weight flips on rank 1 before step 5, on the torch engine
 
 Several are parted by commas; steps count from 0, and a rank that is not said is 0. Without the variable nothing is looked at.
 """
@@ -23,7 +24,7 @@ from typing import Literal
 from textmill.errors import TextmillError
 
 VARIABLE = "TEXTMILL_FAULT"
-SPELLING = re.compile(r"(kill|full)@(disk):(\d+)|(kill|stop|hang|nan|flip)@(step):(\d+)(?::(\d+))?")
+SPELLING = re.compile(r"(kill|full)@(disk):(\d+)|(kill|stop|hang|spike|nan|flip)@(step):(\d+)(?::(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ def hits(what: str, step: int) -> bool:
     """Whether this process is to break so in this step."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0
     return bool(_armed) and Fault(what, "step", step, int(rank)) in _armed
+
+
+def armed(*kinds: str) -> list[str]:
+    """Which of these are to happen at some step of some process."""
+    return [fault.what for fault in _armed if fault.what in kinds]
 
 
 def _die() -> None:

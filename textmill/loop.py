@@ -8,14 +8,15 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+from textmill import faults
 from textmill.checkpoint import WhichStep
 from textmill.config import RunConfig
 from textmill.copies import check_copies
 from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
-from textmill.errors import TextmillError, Told
 from textmill.files import locked, new_folder, shown, write_text
 from textmill.generation.prompts import write_samples
+from textmill.patience import Patience
 from textmill.ranks import Ranks, agreed
 from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, spoken_best, trackers_of
 from textmill.saver import Saver, asked_to_stop
@@ -23,13 +24,11 @@ from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping, stopped, stopped_by
 from textmill.tokens.batches.ahead import ahead
+from textmill.tokens.batches.batch import garbled
 from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers
-
-PATIENCE = 5
-"""Logged steps in a row without a finite loss before the run gives up."""
 
 
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
@@ -64,6 +63,8 @@ def _loaded(config: RunConfig, start: Start, ranks: Ranks, held: ExitStack) -> E
     engine = open_engine(config, start.shape, ranks)
     held.callback(engine.close)
     engine.load(start.weights, start.moments, start.updates, start.where, start.scaling)
+    if engine.guard:
+        engine.guard.take(start.spikes)
     return engine
 
 
@@ -73,7 +74,8 @@ class Training:
     def __init__(self, config: RunConfig, course: Course, data: Splits, start: Start, engine: Engine, stopping: Stopping) -> None:
         self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
         self.engine, self.ranks, self.first, self.stopping = engine, engine.ranks, engine.first, stopping
-        self.run, self.files, self.bad_logs = config.folder_of("train"), files_of(config, data, start), 0
+        self.run, self.files = config.folder_of("train"), files_of(config, data, start)
+        self.patience = Patience(self.run, engine.guard, self.first)
         self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every, ranks=self.ranks.again())
         self.valid_loss: float | None = None
 
@@ -89,6 +91,8 @@ class Training:
                 lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))), self.start.step, self.course.steps
             ):
                 self.ranks.at(f"step {step + 1}")
+                faults.begin_step(step)
+                batch = garbled(batch) if faults.hits("spike", step) else batch
                 self._after(step + 1, self.engine.train_step(batch, step, lr_at(step, self.train)))
             self.saver.wait()
             if self.first:
@@ -114,19 +118,11 @@ class Training:
             raise stopped_by(asked, self.run, done, self.first)
 
     def _log(self, done: int, result: Step) -> None:
-        scale, at = result.scale, "" if result.scale is None else f" at a loss scale of {result.scale:,.0f}"
         samples = self.course.samples(done) - self.course.samples(self.clocked)
         rate = samples * self.course.length / max(1e-9, time.perf_counter() - self.clock)
         values = {"loss": result.loss, "learning_rate": lr_at(done - 1, self.train), "grad_norm": result.norm, "tokens_per_second": rate}
-        self.trackers.log(done, values if scale is None else {**values, "loss_scale": scale})
-        # A loss scale above 1 falls until the gradients fit; below that nothing helps by itself.
-        self.bad_logs = self.bad_logs + 1 if result.skipped and (scale or 1.0) <= 1.0 else 0
-        if result.skipped:
-            self.trackers.note(f"step {done}: loss or gradient is not finite{at}; the update was left out")
-        if self.bad_logs >= PATIENCE:
-            advice = "lower train.learning_rate or set engine.precision=fp32, and start anew with --force"
-            fault = TextmillError(f"{self.run}: no finite loss any more at step {done}{at}; {advice}")
-            raise fault if self.first else Told(fault.exit_code)
+        self.trackers.log(done, values | self.patience.numbers(result))
+        self.patience.look(done, result, self.trackers)
         self.clock, self.clocked = time.perf_counter(), done
 
     def _evaluate(self, done: int) -> float | None:

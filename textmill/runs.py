@@ -57,6 +57,8 @@ class Start:
     """Of adapters: weights of the start that are not the base's."""
     scaling: dict[str, float] = field(default_factory=dict)
     """Of fp16: what the loss scale goes on from."""
+    spikes: dict[str, Any] = field(default_factory=dict)
+    """Of `train.spike`: what the guard goes on from."""
 
 
 def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> Start:
@@ -135,7 +137,7 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     changes_so_far = found.progress["changes"] + noted
     start = Start(
         found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far,
-        scaling=found.progress.get("scaling", {}),
+        scaling=found.progress.get("scaling", {}), spikes=found.progress.get("spikes", {}),
     )  # fmt: skip
     if config.model.lora is None:
         return start
@@ -274,7 +276,7 @@ def snapshot_of(
     progress = {
         "step": step, "updates": engine.updates(), "samples": samples, "tokens": samples * course.length, "loss": loss.hex(),
         "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
-        "textmill": __version__, "scaling": engine.scaling(),
+        "textmill": __version__, "scaling": engine.scaling(), "spikes": engine.guard.saved() if engine.guard else {},
     }  # fmt: skip
     bytes_of = {weight.name: 4 * math.prod(weight.shape) for weight in open_family(start.shape.family).weights_of(start.shape)}
     deal = partial(

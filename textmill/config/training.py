@@ -146,6 +146,11 @@ class TrainConfig(Section):
     """Block i learns at the rate times this to the power of (layers - i), embeddings at one power more, the last LayerNorm at the rate."""
     clip: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
+    spike: float | None = how(None, gt=0)
+    """Leave out the update of a step whose loss is so many robust deviations above the median of the last `train.spike_window` updates'
+    losses, such as 6; off if not said."""
+    spike_window: int = how(128, ge=2)
+    """spike: updates whose losses are the level; before there are as many, none is left out."""
     loss: Literal["token_mean", "sample_mean"] = "token_mean"
     """token_mean: summed loss over all asked tokens of the step; sample_mean: the mean of each sample's mean."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)

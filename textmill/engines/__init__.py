@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+from textmill import faults
+from textmill.engines.spikes import Guard
 from textmill.errors import TextmillError
 from textmill.ranks import Alone, Ranks
 from textmill.tensors import Named
@@ -59,6 +61,8 @@ class Engine(Protocol):
     """The processes of the run, and what they agree on."""
     first: bool
     """The one process that prints and commits."""
+    guard: Guard | None
+    """What leaves out the update of a loss far above those before it, where `train.spike` asks for it."""
 
     def samples_of(self, batch: int) -> slice:
         """This process's part of a global batch; tensor-parallel peers have the same part."""
@@ -119,10 +123,13 @@ def open_ranks(config: Any) -> Ranks:
 
 
 def open_engine(config: Any, shape: Any, ranks: Ranks | None = None) -> Engine:
-    """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with ADAPTERS that it trains them."""
+    """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with ADAPTERS that it trains them,
+    with FAULTS that it breaks where `textmill.faults` tells it to."""
     module = _module_of(config)
     if config.model.lora and not getattr(module, "ADAPTERS", False):
         raise TextmillError("model.lora: this engine trains no adapters; take it out, or set engine.kind=torch")
+    if (inner := faults.armed("nan", "flip")) and not getattr(module, "FAULTS", False):
+        raise TextmillError(f"{faults.VARIABLE}: {inner[0]} happens inside the torch engine alone; take it out, or set engine.kind=torch")
     engine: Engine = module.new_engine(config, shape, ranks or Alone())
     return engine
 

@@ -22,6 +22,14 @@ GPU_ROWS = 32768
 """Tokens at a time on an accelerator: enough to fill it."""
 
 
+def token_shares(labels: Array, loss: str) -> tuple[Array, Array]:
+    """What each token's loss counts for, so that summing gives the step's loss; and how many tokens are asked for, over all devices."""
+    asked = labels != IGNORED
+    counts, total = asked.sum(-1, keepdims=True), asked.sum()
+    whole = jnp.maximum(counts, 1) * jnp.maximum((counts > 0).sum(), 1) if loss == "sample_mean" else jnp.maximum(total, 1)
+    return asked / whole.astype(jnp.float32), total
+
+
 def tokens_at_once(platform: str, vocab: int) -> int:
     """Tokens whose logits are there at a time."""
     return max(1, CPU_SCORES // vocab) if platform == "cpu" else GPU_ROWS

@@ -28,6 +28,7 @@ from textmill.engines.meshes import check_batch
 from textmill.engines.on_torch import TorchStep
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.shards_deepspeed import Masters
+from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import ADAM
 from textmill.errors import TextmillError
@@ -71,6 +72,7 @@ class OnDeepSpeed:
         self.train, self.precision, self.micro_batch = task.train_config, task.precision, micro_batch
         self.device = torch.device(engine.device)
         self.trained = sum(math.prod(weight.shape) for weight, parameter in weights_of(self.net).values() if parameter.requires_grad)
+        self.guard = new_guard(self.train, torch, lambda values: torch.tensor(values, device=self.device))
         self.masters = Masters(engine.optimizer, adam, stage, self.device)
         self.frozen: dict[nn.Parameter, Tensor] = {}
         """What is not trained, on the host, as it was given: it has no master, and the net may hold it in less than fp32."""
@@ -81,7 +83,7 @@ class OnDeepSpeed:
         return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
-        """DeepSpeed's forward and backward by micro-batches, then its step, which a gradient that is not finite makes an empty one."""
+        """DeepSpeed's forward and backward by micro-batches, then its step, an empty one for a spike or a gradient that is not finite."""
         asked, asking = (int(count) for count in self.ranks.sums(asked_of(batch)))
         # DeepSpeed takes means over processes, and scales a loss of fp16 after it has made its gradient: both go into the shares.
         scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
@@ -92,17 +94,24 @@ class OnDeepSpeed:
         total = torch.zeros((), device=self.device)
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
-            self.engine.set_gradient_accumulation_boundary(rows.stop >= len(batch.inputs))
+            last = rows.stop >= len(batch.inputs)
+            self.engine.set_gradient_accumulation_boundary(last)
             loss = self._pass(batch, rows, on_device(shares[rows], self.device), None if keys_N is None else keys_N[rows])
+            total += loss.detach()
+            if last:
+                total /= self.ranks.world * scale
+                if self.ranks.world > 1:
+                    dist.all_reduce(total)
+                spike = self.guard.judged(self.guard.state, total) if self.guard else None
+                # DeepSpeed leaves out what is not finite, and has no other word for it.
+                loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
             # A new tensor, even where nothing is divided: DeepSpeed would divide its own by the micro-batches.
             self.engine.backward(loss / scale, scale_wrt_gas=False)
-            total += loss.detach()
-        norm = None if self.stage else self._guard()
+        norm = None if self.stage else self._clip()
         self.engine.step()
-        total /= self.ranks.world * scale
-        if self.ranks.world > 1:
-            dist.all_reduce(total)
         norm = torch.as_tensor(self.engine.get_global_grad_norm()) if norm is None else norm
+        if self.guard:
+            self.guard.state = self.guard.after(self.guard.state, total, spike, torch.isfinite(norm), step + 1)
         return TorchStep(total, norm, asked, torch.tensor(scale) if self.precision == torch.float16 else None)
 
     def _pass(self, batch: Batch, rows: slice, share: Tensor | None, keys: Any = None) -> Any:
@@ -110,7 +119,7 @@ class OnDeepSpeed:
         inputs, labels, keys, documents = (None if one is None else on_device(one, self.device) for one in given)
         return self.engine(inputs, labels, share, keys, documents)
 
-    def _guard(self) -> Tensor:
+    def _clip(self) -> Tensor:
         """Without ZeRO: the gradient's norm; Adam clips by it, and leaves all as it is where it is not finite."""
         norm = torch.nn.utils.get_total_norm([parameter.grad for _, parameter in self.net.named_parameters() if parameter.grad is not None])
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
@@ -218,6 +227,8 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     theirs = read_file(config.engine.config)
     section = settled(config.engine, theirs)
     precision = precision_of(section.precision, device)
+    if config.train.spike and precision == torch.float16:
+        raise TextmillError("train.spike: in fp16 DeepSpeed would take a spike for an overflow; set engine.precision=bf16, or take it out")
     micro_batch = _micro_batch(section, config.train, shape, ranks.world)
     sizes = {"world": ranks.world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
     told = json_of(config, section, theirs, precision=WORDS[precision], **sizes)

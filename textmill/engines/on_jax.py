@@ -14,6 +14,7 @@ from textmill.config import JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_of_card
 from textmill.engines import Mine, Named, Ranks, Sums, every
+from textmill.engines.spikes import State, new_guard
 from textmill.engines.torch_parts import part_of
 from textmill.errors import TextmillError
 from textmill.models import open_family
@@ -29,7 +30,7 @@ try:
 except ImportError:
     raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None
 
-from textmill.engines.losses_jax import scored, summed_loss, tokens_at_once
+from textmill.engines.losses_jax import scored, summed_loss, token_shares, tokens_at_once
 from textmill.engines.mesh_jax import Layout, open_mesh
 from textmill.engines.meshes import check_batch
 from textmill.engines.ranks_jax import open_devices, open_ranks
@@ -88,6 +89,7 @@ class JaxOnMesh:
         self.at_once = tokens_at_once(self.device.platform, shape.padded_vocab) * layout.ways
         self.known = {weight.name: weight for weight in open_family(shape.family).weights_of(shape)}
         self.optimizer = Updates(shape, train, jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16)
+        self.guard = new_guard(train, jnp, self._everywhere)
         self.held: Arrays = {}
         self.state: dict[str, Any] = {}
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
@@ -102,7 +104,10 @@ class JaxOnMesh:
         """One compiled step; the host is free as soon as the arrays are on their way."""
         keys_N = sample_keys(self.train.seed, step, batch.samples) if self._drops() else None
         parts = self._laid(batch, keys_N)
-        self.held, self.state, *numbers = self.step(self.held, self.state, parts, np.float32(lr))
+        memory = self.guard.state if self.guard else None
+        self.held, self.state, memory, *numbers = self.step(self.held, self.state, parts, np.float32(lr), memory, np.int32(step + 1))
+        if self.guard and memory:
+            self.guard.state = memory
         return JaxStep(*numbers)
 
     def eval_step(self, batch: Batch) -> Sums:
@@ -143,7 +148,7 @@ class JaxOnMesh:
         }
         self.held = {name: self.held[name] for name in self.known}
         given = {name: in_memory(self.shape, self.known[name.partition("/")[2]], values, where) for name, values in moments if updates}
-        self.state = {"count": jax.make_array_from_callback((), self.layout.everywhere(), lambda _: np.int32(updates))}
+        self.state = {"count": self._everywhere(np.int32(updates))}
         for kind, names in self.optimizer.kinds().items():
             self.state[kind] = {name: self._placed(name, given.pop(f"{kind}/{name}", None)) for name in names}
 
@@ -162,9 +167,11 @@ class JaxOnMesh:
             array.delete()
         self.held, self.state = {}, {}
 
-    def _step(self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array) -> tuple[Any, ...]:
+    def _step(
+        self, weights: Arrays, state: dict[str, Any], parts: Arrays, lr: Array, memory: State | None, number: Array
+    ) -> tuple[Any, ...]:
         """All of an optimizer step: loss and gradients by micro-batches, clipping, the update, or none."""
-        shares, asked = _shares(parts["labels"], self.train.loss)
+        shares, asked = token_shares(parts["labels"], self.train.loss)
         parts = {**parts, "shares": shares}
         narrow = self.net.narrowed(weights, self.way.precision)
         learning = {name: narrow[name] for name in self.optimizer.trained}
@@ -175,9 +182,11 @@ class JaxOnMesh:
             nothing = jnp.zeros(()), {name: jnp.zeros_like(weights[name]) for name in learning}
             loss, grads = jax.lax.scan(partial(_summed, slopes), nothing, parts)[0]
         grads = {name: jax.lax.with_sharding_constraint(grad, self.layout.kept(name, grad.shape)) for name, grad in grads.items()}
-        weights, state, norm = self.optimizer.step(weights, state, grads, lr)
-        loss, norm, asked = jax.lax.with_sharding_constraint((loss, norm, asked), self.layout.everywhere())
-        return weights, state, loss, norm, asked
+        spike = self.guard.judged(memory, loss) if self.guard and memory else jnp.array(False)
+        weights, state, norm = self.optimizer.step(weights, state, grads, lr, spike)
+        memory = self.guard.after(memory, loss, spike, jnp.isfinite(norm), number) if self.guard and memory else None
+        memory, loss, norm, asked = jax.lax.with_sharding_constraint((memory, loss, norm, asked), self.layout.everywhere())
+        return weights, state, memory, loss, norm, asked
 
     def _loss(self, learning: Arrays, others: Arrays, part: Arrays) -> Array:
         """The loss of a micro-batch, as it depends on the weights that learn."""
@@ -211,6 +220,10 @@ class JaxOnMesh:
             for name, values, fill in arrays
         }
 
+    def _everywhere(self, values: Any) -> Array:
+        """A small array that every device has."""
+        return jax.make_array_from_callback(np.shape(values), self.layout.everywhere(), lambda index: values[index])
+
     def _placed(self, name: str, values: Any) -> Array:
         """An array of a weight's shape in its place; zeros where there is none."""
         if values is None:
@@ -237,14 +250,6 @@ def _summed(slopes: Any, sums: tuple[Array, Arrays], part: Arrays) -> tuple[tupl
     """Loss and gradients with those of one micro-batch more, in the weights' own precision."""
     loss, grads = slopes(part)
     return (sums[0] + loss, jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums[1], grads)), None
-
-
-def _shares(labels: Array, loss: str) -> tuple[Array, Array]:
-    """What each token's loss counts for, so that summing gives the step's loss; and how many tokens are asked for, over all devices."""
-    asked = labels != IGNORED
-    counts, total = asked.sum(-1, keepdims=True), asked.sum()
-    whole = jnp.maximum(counts, 1) * jnp.maximum((counts > 0).sum(), 1) if loss == "sample_mean" else jnp.maximum(total, 1)
-    return asked / whole.astype(jnp.float32), total
 
 
 def _filled(values: Any, more: int, value: int) -> Any:

@@ -23,6 +23,7 @@ from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.scaling_torch import Scaler
+from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
@@ -30,7 +31,7 @@ from textmill.models.lora import adapters_of
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import Batch
 
-ADAPTERS = True
+ADAPTERS, FAULTS = True, True
 CPU_LOGITS = 1 << 30
 """`micro_batch: auto` on a CPU, whose caches are small: as many samples as would have so many bytes of logits."""
 GPU_ROOM = 0.6
@@ -84,6 +85,7 @@ class OnTorch:
         self.optimizer = Updates(net, train, layout, compiled=compiled)
         layout.watch(self.optimizer.parameters)
         self.scaler = Scaler(self.device) if precision == torch.float16 else None
+        self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         # Other processes are met in the middle of backward, from hooks that a recording does not replay.
         recorded = compiled and self.device.type == "cuda" and ranks.world == 1
         self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
@@ -94,8 +96,7 @@ class OnTorch:
         return slice(self.layout.sample_part * rows, (self.layout.sample_part + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
-        """Forward and backward by micro-batches, then one update; a non-finite gradient leaves the weights alone."""
-        faults.begin_step(step)
+        """Forward and backward by micro-batches, then one update; a non-finite gradient or a spike leaves the weights alone."""
         asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.sums(asked_of(batch)))
         shares = token_shares(batch, self.train.loss, asked, asking)
         if faults.hits("nan", step):
@@ -113,10 +114,15 @@ class OnTorch:
             share = share if scale is None else share * scale
             with self.layout.last_pass(rows.stop >= len(batch.inputs)):
                 total += self.one_pass(inputs, labels, share, keys, self._documents(batch, rows))
-        norm, total = self.optimizer.step(lr, scale), self.layout.total(total)
+        total = self.layout.total(total)
+        loss = total if scale is None else total / scale
+        spike = self.guard.judged(self.guard.state, loss) if self.guard else None
+        norm = self.optimizer.step(lr, scale, spike)
         if self.scaler:
             self.scaler.move(torch.isfinite(norm))
-        return TorchStep(total if scale is None else total / scale, norm, asked, scale)
+        if self.guard:
+            self.guard.state = self.guard.after(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
+        return TorchStep(loss, norm, asked, scale)
 
     def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""

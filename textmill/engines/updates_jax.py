@@ -23,7 +23,7 @@ MOMENTUM, LIKE_ADAM, TINY = 0.95, 0.2, 1e-7
 
 
 class Updates:
-    """The update of all weights; a gradient that is not finite changes nothing."""
+    """The update of all weights; a gradient that is not finite, or a spike, changes nothing."""
 
     def __init__(self, shape: Any, train: TrainConfig, turning: Any) -> None:
         """`turning` is the precision in which Muon's matrices are made orthogonal."""
@@ -41,8 +41,11 @@ class Updates:
         """Each kind of state by its name in a checkpoint, and the weights that have it."""
         return {"m": self.rest, "v": self.rest, **({"momentum": list(self.matrices)} if self.matrices else {})}
 
-    def step(self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array) -> tuple[dict[str, Array], State, Array]:
-        """The weights and the state after one update, and the gradients' norm before clipping; only trained weights have gradients."""
+    def step(
+        self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array, spike: Array
+    ) -> tuple[dict[str, Array], State, Array]:
+        """The weights and the state after one update, or none where there is a spike, and the gradients' norm before clipping;
+        only trained weights have gradients."""
         grads = {name: grad.astype(jnp.float32) for name, grad in grads.items()}
         norm = jnp.sqrt(sum(jnp.square(grad).sum() for grad in grads.values()))
         if self.train.clip:
@@ -53,7 +56,7 @@ class Updates:
             turned, after["momentum"] = self._muon(weights, state["momentum"], grads, lr)
             new = {**new, **turned}
         new = {name: new.get(name, values) for name, values in weights.items()}
-        kept = jnp.isfinite(norm)
+        kept = jnp.isfinite(norm) & ~spike
         return *jax.tree.map(lambda one, other: jnp.where(kept, one, other), (new, after), (weights, state)), norm
 
     def _adam(self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array) -> tuple[dict[str, Array], State]:

@@ -22,7 +22,7 @@ ADAM = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
 class Updates:
-    """Optimizers and their state; a gradient that is not finite changes nothing, and no step waits for the device."""
+    """Optimizers and their state; a gradient that is not finite, or a spike, changes nothing, and no step waits for the device."""
 
     def __init__(self, net: Net, train: TrainConfig, layout: Layout, *, compiled: bool = False) -> None:
         self.train, self.layout, rules, trained = train, layout, rules_of(net.shape, train, net.lora), []
@@ -57,26 +57,27 @@ class Updates:
         parameter_of = {own: parameter for parameter, own in self.own.items()}
         return SharedMuon([(member, parameter_of[member[1]]) for member in matrices], net, self.layout, compiled=compiled)
 
-    def step(self, lr: float, scale: Tensor | None = None) -> Tensor:
-        """One update from the gradients, which are `scale` times too large and then dropped; return their norm before clipping."""
+    def step(self, lr: float, scale: Tensor | None = None, spike: Tensor | None = None) -> Tensor:
+        """One update from the gradients, which are `scale` times too large and then dropped, or none where there is a spike;
+        return their norm before clipping."""
         for parameter, own in self.own.items():
             own.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         gradients = [(weight, own.grad) for weight, own in self.weights if own.grad is not None]
         self.layout.join(gradients)
         norm = self.layout.norm(gradients)
         norm = norm if scale is None else norm / scale
-        finite = torch.isfinite(norm)
+        kept = torch.isfinite(norm) if spike is None else torch.isfinite(norm) & ~spike
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
         clip = clip if scale is None else clip / scale
         if self.muon:
-            self.muon.step(lr, clip, finite)
+            self.muon.step(lr, clip, kept)
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"] * (self.train.rest_rate if self.muon else 1.0)
         # The fused update reads both on the device, so that clipping takes no pass of its own and skipping no wait.
         self.adam.grad_scale = clip.reciprocal()  # type: ignore[attr-defined]
-        self.adam.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.adam.found_inf = (~kept).float()  # type: ignore[attr-defined]
         self.adam.step()
-        self.done += finite
+        self.done += kept
         for parameter, own in self.own.items():
             parameter.grad = own.grad = None
         return norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,3 +29,9 @@ class Batch:
     """[samples]: next sentence, order or class."""
     weights: NDArray[np.float32] | None = None
     """[samples] or [samples, length]."""
+
+
+def garbled(batch: Batch) -> Batch:
+    """The batch with labels that are garbage: wherever one is asked, the same token, which it does not ask for elsewhere."""
+    others = np.setdiff1d(np.arange(batch.labels.max() + 1), batch.labels)
+    return replace(batch, labels=np.where(batch.labels == IGNORED, IGNORED, others[0] if len(others) else 0).astype(np.int32))

@@ -1,0 +1,59 @@
+"""Updates that were left out: told where they were, remembered over a resume, and too many in a row end the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.kill_train import numbers_of, prepared
+from tests.test_loop import config_for
+from textmill import faults
+from textmill.errors import TextmillError
+from textmill.loop import train
+
+GUARDED = ("train.spike=8", "train.spike_window=8", "train.keep=9", "train.evaluate_batches=1", "train.log_every=4")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("patience")
+    prepared(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faults.arm("")
+
+
+def test_spikes_are_told_remembered_and_end_the_run(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(root, root / "spiky", 24, *GUARDED)
+    faults.arm("spike@step:17,spike@step:18")
+    train(config)
+    assert "step 20: 2 updates were left out, the last in step 19: the loss was more than 8 deviations above" in capsys.readouterr().out
+    first = numbers_of(root / "spiky")
+    assert [line["spikes"] for line in first if "loss" in line][-3:] == [0, 2, 2]
+    progress = json.loads((root / "spiky" / "step-0000024" / "progress.json").read_text())
+    assert progress["updates"] == 22
+    assert {name: progress["spikes"][name] for name in ("left", "streak", "last")} == {"left": 2, "streak": 0, "last": 19}
+    train(config, step=15)
+    assert numbers_of(root / "spiky") == first
+    assert json.loads((root / "spiky" / "step-0000024" / "progress.json").read_text()) == progress
+    monkeypatch.setattr("textmill.patience.SPIKES", 5)
+    faults.arm(",".join(f"spike@step:{step}" for step in range(17, 24)))
+    with pytest.raises(TextmillError, match=r"step 24: the last 7 updates were left out, their losses far above .* with --step"):
+        train(config, step=15)
+
+
+@pytest.mark.parametrize("engine", ["jax", "deepspeed"])
+def test_faults_inside_an_engine_are_refused_by_others(root: Path, engine: str) -> None:
+    pytest.importorskip(engine, reason=f"needs the extra {engine}")
+    faults.arm("nan@step:3")
+    with pytest.raises(TextmillError, match=r"TEXTMILL_FAULT: nan happens inside the torch engine alone"):
+        train(config_for(root, root / engine, 6, f"engine.kind={engine}"))
