@@ -48,7 +48,7 @@ def adapting(folder: Path, base: Path, steps: int, **lora: Any) -> RunConfig:
         {"layout": "packed", "steps": steps, "learning_rate": 0.02, "schedule": "constant", "save_every": 3, "warmup": 0},
     )
     config = config_of(root.parent, corpus=plain(root.parent), tokenizer={"chat": None}, train={**train_, "folder": str(folder), "keep": 9})
-    model = config.model.model_validate({"init_from": str(base), "lora": {"rank": 4, **lora}, "shape": {"dropout": 0.1}})
+    model = config.model.model_validate({"init_from": str(base), "lora": {"rank": 4, "dropout": 0.2, **lora}, "shape": {"dropout": 0.1}})
     return config.model_copy(update={"model": model})
 
 
@@ -74,6 +74,8 @@ def test_stopped_and_gone_on_with_it_gives_the_same_bits(base: Path, run: Path, 
         assert (tmp_path / "run" / "step-0000006" / name).read_bytes() == (run / "step-0000006" / name).read_bytes(), name
     train(adapting(run, base, 6))
     assert "done already" in capsys.readouterr().out
+    with pytest.raises(TextmillError, match=r"trained from something else: model\.lora\.dropout was 0\.2, is "):
+        train(adapting(run, base, 6, dropout=0.0))
 
 
 def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:

@@ -42,6 +42,8 @@ class Adapter:
     rank: int
     scale: float
     """What the product of the two matrices counts for."""
+    dropout: float
+    """The share of what goes into the matrices that training drops."""
     inputs_first: bool
     """Whether the base's matrices are inputs x outputs, as GPT-2's are."""
     pairs: dict[str, tuple[Array, Array]]
@@ -137,11 +139,15 @@ def open_adapter(folder: Path) -> Adapter:
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both are numbers, r a whole one above 0")
+    dropout = settings.get("lora_dropout", 0.0)
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it is a share, 0 or more and less than 1")
     if not (folder / ADAPTER_MODEL).is_file():
         raise TextmillError(f"{folder}: no {ADAPTER_MODEL} there; save the adapter as safetensors")
     pairs, whole = _sorted_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
     scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
-    return Adapter(settings["base_model_name_or_path"], base_of(folder), rank, scale, bool(settings.get("fan_in_fan_out")), pairs, whole)
+    base, inputs_first = base_of(folder), bool(settings.get("fan_in_fan_out"))
+    return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, whole)
 
 
 def _sorted_tensors(named: Iterable[Named], rank: int, where: Path) -> tuple[dict[str, tuple[Array, Array]], dict[str, Array]]:

@@ -196,6 +196,8 @@ def _made_from(config: RunConfig, data: Splits, shape: Any, given: str | None) -
     settings["train.length"] = config.train.length or shape.positions
     described = {f"model.{name}": value for name, value in vars(shape).items()}
     lora = config.model.lora.model_dump() if config.model.lora else None
+    if lora and not lora["dropout"]:
+        del lora["dropout"]  # runs of before there was any go on
     inputs = {"model.init_from": given, "model.lora": lora, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
     return {**settings, **described, **inputs}
 

@@ -15,7 +15,8 @@ from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapte
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.models.lora import adapters_of, first_adapters, peft_config_of
+from textmill.models.dropout_torch import drop, dropout_keys
+from textmill.models.lora import adapters_of, first_adapters, lora_of, peft_config_of, sites_of
 from textmill.models.nets_torch import fill, named_copies, new_net, open_net, weights_of
 from textmill.tensors import blocks_of
 
@@ -94,6 +95,7 @@ def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path
     theirs.save_pretrained(tmp_path)
     with torch.no_grad():
         wanted = theirs(IDS).logits
+    assert lora_of(open_adapter(tmp_path), shape_of("nano", NUMBERS, VOCAB)).dropout == options.get("lora_dropout", 0.0)
     assert not near(logits_of(base), wanted)
     assert near(logits_of(tmp_path), wanted)
     assert near(logits_of(tmp_path, apart=True), wanted)
@@ -103,6 +105,42 @@ def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path
     for name, values in merged.state_dict().items():
         if name in ours:
             assert np.abs(ours[name] - values.numpy()).max() < 1e-6, name
+
+
+class Told(torch.nn.Module):
+    """In place of PEFT's own dropout: drops where our counters say."""
+
+    def __init__(self, share: float, keys: torch.Tensor, site: int) -> None:
+        super().__init__()
+        self.given = (share, keys, site)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = drop(torch.ones_like(x), *self.given)
+        assert not torch.equal(kept, torch.ones_like(x))
+        return x * kept
+
+
+@pytest.mark.parametrize("lora", LORAS)
+def test_dropout_stands_where_pefts_does(base: Path, tmp_path: Path, lora: LoraConfig) -> None:
+    """PEFT's own forward in training, of which only the mask is ours; and without keys, as in an evaluation, nothing is dropped."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoModelForCausalLM
+
+    folder = written(tmp_path / "ours", base, lora.model_copy(update={"dropout": 0.4}))
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    keys, sites = dropout_keys(3, 7, np.arange(len(IDS))), sites_of(shape_of("nano", NUMBERS, VOCAB))
+    layers = {name.removeprefix("base_model.model."): one for name, one in theirs.named_modules() if isinstance(one, LoraLayer)}
+    for name, layer in layers.items():
+        assert layer.lora_dropout["default"].p == 0.4, "the share travels"
+        layer.lora_dropout["default"] = Told(0.4, keys, sites[name])
+    assert len({sites[name] for name in layers}) == len(layers), "each has masks of its own"
+    net = open_net(folder, CPU, apart=True)
+    with torch.no_grad():
+        wanted, without = theirs(IDS).logits, logits_of(folder)
+        assert near(net.logits(net(IDS, keys)), wanted)
+        assert near(net.logits(net(IDS)), without)
+    assert (wanted - without).abs().max() > 0.01
 
 
 def test_new_adapters_change_nothing_and_start_as_wide_as_pefts(base: Path) -> None:
@@ -155,6 +193,8 @@ def test_targets_name_matrices_and_parts() -> None:
         ({"rank_pattern": {"c_fc": 2}}, "rank_pattern is .*; textmill reads plain LoRA"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' .*; textmill reads LORA"),
         ({"r": "many"}, "r is 'many'"),
+        ({"lora_dropout": "much"}, "lora_dropout is 'much'; it is a share, 0 or more and less than 1"),
+        ({"lora_dropout": 1}, "lora_dropout is 1; it is a share"),
         ({"r": 5}, "has no lora_A and lora_B of rank 5"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
         ({"base_model_name_or_path": "./nowhere/at all"}, r"the model that this adapter changes is gone: .*nowhere/at all: no such folder"),

@@ -38,6 +38,8 @@ class LoraConfig(Section):
     """How narrow the matrices are."""
     alpha: float = Field(16.0, gt=0)
     """An adapter counts alpha / rank times."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """The share of what goes into an adapter that is dropped in training (PEFT's lora_dropout)."""
     targets: list[str] = Field(["c_attn", "c_proj", "c_fc"], min_length=1)
     """Matrices that get one: c_attn, c_proj, c_fc, parts of the net such as attn, mlp, "h.3", or patterns."""
 

@@ -29,6 +29,7 @@ OTHER_WORDS = {
     "eps": "train.epsilon", "adam_eps": "train.epsilon", "adam_epsilon": "train.epsilon", "wd": "train.weight_decay",
     "no_decay": "train.undecayed", "layerwise_lr_decay": "train.layer_decay", "lr_layer_decay": "train.layer_decay",
     "lora_r": "model.lora.rank", "lora_rank": "model.lora.rank", "lora_alpha": "model.lora.alpha", "target_modules": "model.lora.targets",
+    "lora_dropout": "model.lora.dropout",
     "freeze_layers": "train.freeze", "frozen": "train.freeze",
     "rampup_batch_size": "train.ramp", "num_train_epochs": "train.epochs", "max_epochs": "train.epochs", "train_samples": "train.samples",
     "train_tokens": "train.tokens", "max_train_steps": "train.steps", "validation_split_percentage": "corpus.split",

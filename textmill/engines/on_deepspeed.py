@@ -34,6 +34,7 @@ from textmill.engines.updates_torch import ADAM
 from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.dropout_torch import dropout_keys
+from textmill.models.lora import drops
 from textmill.models.nets_torch import Net, family_of, fill, net_of, new_net, to_memory, weights_of
 from textmill.models.rules import rules_of
 from textmill.tokens.batches.batch import Batch
@@ -88,7 +89,7 @@ class OnDeepSpeed:
         # DeepSpeed takes means over processes, and scales a loss of fp16 after it has made its gradient: both go into the shares.
         scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
         shares = token_shares(batch, self.train.loss, asked, asking) * np.float32(self.ranks.world * scale)
-        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if self._drops() else None
+        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"]
         total = torch.zeros((), device=self.device)
@@ -208,10 +209,6 @@ class OnDeepSpeed:
     def close(self) -> None:
         """DeepSpeed takes its hooks off the net."""
         self.engine.destroy()
-
-    def _drops(self) -> bool:
-        shape = self.net.shape
-        return bool(shape.embedding_dropout or shape.attention_dropout or shape.residual_dropout)
 
 
 def new_ranks(config: RunConfig) -> Ranks:

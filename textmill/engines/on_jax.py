@@ -102,7 +102,7 @@ class JaxOnMesh:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> JaxStep:
         """One compiled step; the host is free as soon as the arrays are on their way."""
-        keys_N = sample_keys(self.train.seed, step, batch.samples) if self._drops() else None
+        keys_N = sample_keys(self.train.seed, step, batch.samples) if self.shape.drops else None
         parts = self._laid(batch, keys_N)
         memory = self.guard.state if self.guard else None
         self.held, self.state, memory, *numbers = self.step(self.held, self.state, parts, np.float32(lr), memory, np.int32(step + 1))
@@ -241,9 +241,6 @@ class JaxOnMesh:
             values = np.array(arrays[name] if here else process_allgather(arrays[name], tiled=True))
             if mine(prefix + name):
                 yield prefix + name, family.to_checkpoint(self.known[name], values, self.shape)
-
-    def _drops(self) -> bool:
-        return bool(self.shape.embedding_dropout or self.shape.attention_dropout or self.shape.residual_dropout)
 
 
 def _summed(slopes: Any, sums: tuple[Array, Arrays], part: Arrays) -> tuple[tuple[Array, Arrays], None]:

@@ -27,7 +27,7 @@ from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
-from textmill.models.lora import adapters_of
+from textmill.models.lora import adapters_of, drops
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import Batch
 
@@ -103,7 +103,7 @@ class OnTorch:
             shares = shares * np.float32("nan")
         if faults.hits("flip", step):
             flip_a_bit(own_of(self.optimizer.parameters[0]))
-        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if self._drops() else None
+        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
         total = torch.zeros((), device=self.device)
         scale = self.scaler.scale if self.scaler else None
         for start in range(0, len(batch.inputs), self.micro_batch):
@@ -207,10 +207,6 @@ class OnTorch:
 
     def close(self) -> None:
         """Nothing is held beyond memory."""
-
-    def _drops(self) -> bool:
-        shape = self.net.shape
-        return bool(shape.embedding_dropout or shape.attention_dropout or shape.residual_dropout)
 
 
 def new_ranks(config: RunConfig) -> Ranks:

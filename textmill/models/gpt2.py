@@ -53,6 +53,11 @@ class Shape:
         return replace(self, embedding_dropout=share, attention_dropout=share, residual_dropout=share)
 
     @property
+    def drops(self) -> bool:
+        """Whether training drops anything."""
+        return bool(self.embedding_dropout or self.attention_dropout or self.residual_dropout)
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding in memory: a multiple that matrix units like."""
         return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

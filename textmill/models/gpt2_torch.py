@@ -12,6 +12,7 @@ from textmill.errors import TextmillError
 from textmill.models.dropout_torch import drop
 from textmill.models.fp8_torch import MULTIPLE, linear8
 from textmill.models.gpt2 import Shape
+from textmill.models.lora_torch import through
 
 try:
     from textmill.models.gelu_triton import bias_gelu
@@ -55,7 +56,7 @@ class Attention(nn.Module):
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
         N, T, _ = x_NTE.shape
-        qkv = self.c_attn(x_NTE).view(N, T, -1, 3, self.shape.width // self.shape.heads)
+        qkv = through(self.c_attn, x_NTE, keys_N).view(N, T, -1, 3, self.shape.width // self.shape.heads)
         q_NHTD, k_NHTD, v_NHTD = (part.transpose(1, 2) for part in qkv.unbind(3))
         if cache is not None:
             k_NHTD, v_NHTD = cache.extend(self.layer, k_NHTD, v_NHTD)
@@ -71,8 +72,7 @@ class Attention(nn.Module):
         else:
             seen = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=seen)
-        out: Tensor = self.c_proj(y_NHTD.transpose(1, 2).reshape(N, T, -1))
-        return out
+        return through(self.c_proj, y_NHTD.transpose(1, 2).reshape(N, T, -1), keys_N)
 
     def _plain(self, q_NHTD: Tensor, k_NHTD: Tensor, share: float, keys_N: Tensor, mask_N1TT: Tensor | None) -> Tensor:
         """Attention weights written out, for dropout on them."""
@@ -132,11 +132,10 @@ class MLP(nn.Module):
         self.approximate = "tanh" if shape.activation == "gelu_new" else "none"
         self.fp8 = False
 
-    def forward(self, x_NTE: Tensor) -> Tensor:
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         if self.fp8 and torch.is_grad_enabled():
             return self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
-        out: Tensor = self.c_proj(self.inner(x_NTE))
-        return out
+        return through(self.c_proj, self.inner(x_NTE, keys_N), keys_N)
 
     def _in_fp8(self, x_ME: Tensor) -> Tensor:
         x_MF = linear8(x_ME, self.c_fc.weight)
@@ -144,13 +143,13 @@ class MLP(nn.Module):
         x_ME = linear8(x_MF, self.c_proj.weight)
         return x_ME + self.c_proj.bias.to(x_ME.dtype)
 
-    def inner(self, x_NTE: Tensor) -> Tensor:
+    def inner(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         """What stands between the two matrices."""
         if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
             x_NTF = F.linear(x_NTE, self.c_fc.weight)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.c_fc.bias, self.approximate == "tanh")
             return y_MF.view(x_NTF.shape)
-        return F.gelu(self.c_fc(x_NTE), approximate=self.approximate)
+        return F.gelu(through(self.c_fc, x_NTE, keys_N), approximate=self.approximate)
 
 
 class Block(nn.Module):
@@ -168,7 +167,7 @@ class Block(nn.Module):
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
         x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask), self.share, keys_N, 3 * self.layer + 2, self.part)
-        return x_NTE + drop(self.mlp(self.ln_2(x_NTE)), self.share, keys_N, 3 * self.layer + 3, self.part)
+        return x_NTE + drop(self.mlp(self.ln_2(x_NTE), keys_N), self.share, keys_N, 3 * self.layer + 3, self.part)
 
 
 class Net(nn.Module):

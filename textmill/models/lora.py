@@ -13,6 +13,9 @@ from textmill.errors import TextmillError
 from textmill.models import Weight, first_values, open_family
 from textmill.tensors import Named
 
+SITES = 1 << 16
+"""Where dropout's counters of adapters begin, far above a net's own."""
+
 
 def adapters_of(shape: Any, lora: LoraConfig | None) -> list[Weight]:
     """The weights of the adapters, A and B of each matrix that the targets name; B lies as its matrix' outputs do."""
@@ -48,6 +51,16 @@ def _matrices(shape: Any) -> list[Weight]:
     return [weight for weight in open_family(shape.family).weights_of(shape) if weight.layout in ("linear", "qkv")]
 
 
+def sites_of(shape: Any) -> dict[str, int]:
+    """By the stem of each matrix, the site of dropout in its adapter; the same whatever the targets are."""
+    return {weight.name.removesuffix(".weight"): SITES + number for number, weight in enumerate(_matrices(shape))}
+
+
+def drops(shape: Any, lora: LoraConfig | None) -> bool:
+    """Whether training drops anything, in the net or in its adapters."""
+    return shape.drops or (lora is not None and lora.dropout > 0)
+
+
 def first_adapters(shape: Any, lora: LoraConfig, seed: int) -> Iterator[Named]:
     """Adapters before the first step: A from seed and name, B nothing, so that the net starts as its base."""
     for weight in adapters_of(shape, lora):
@@ -57,7 +70,8 @@ def first_adapters(shape: Any, lora: LoraConfig, seed: int) -> Iterator[Named]:
 def lora_of(adapter: Adapter, shape: Any) -> LoraConfig:
     """The settings with which a net gets the very matrices of an adapter folder."""
     short = open_family(shape.family).memory_name
-    return LoraConfig(rank=adapter.rank, alpha=adapter.scale * adapter.rank, targets=[short(stem) for stem in adapter.pairs])
+    targets = [short(stem) for stem in adapter.pairs]
+    return LoraConfig(rank=adapter.rank, alpha=adapter.scale * adapter.rank, dropout=adapter.dropout, targets=targets)
 
 
 def peft_config_of(shape: Any, lora: LoraConfig, base: str) -> dict[str, Any]:
@@ -68,6 +82,6 @@ def peft_config_of(shape: Any, lora: LoraConfig, base: str) -> dict[str, Any]:
     alike = [weight for weight in _matrices(shape) if weight.name.removesuffix(".weight").rpartition(".")[2] in ends]
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": True, "inference_mode": True, "init_lora_weights": True,
+        "lora_dropout": lora.dropout, "bias": "none", "fan_in_fan_out": True, "inference_mode": True, "init_lora_weights": True,
         "target_modules": ends if len(alike) == len(names) else names,
     }  # fmt: skip
