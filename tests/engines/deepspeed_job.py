@@ -13,18 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.engines.test_contract import MAKE, ROWS, VOCAB, batch_of, config_of
+from tests.engines.test_contract import MAKE, ROWS, VOCAB, batch_of, config_of, rows_of
 from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
 from textmill.ranks import Ranks
-from textmill.tokens.batches.batch import Batch
+from textmill.tokens.batches.sizes import Sizes
 
 LR = 1e-2
-
-
-def part(batch: Batch, rows: slice) -> Batch:
-    """Some samples of a batch."""
-    return Batch(batch.inputs[rows], batch.labels[rows], batch.samples[rows])
 
 
 def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -46,8 +41,9 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         else:
             engine.load(family.first_weights(shape, 5), [], 0, "the first weights")
             same = True
-        mine = engine.samples_of(rows)
-        losses = [engine.train_step(part(batch_of(step), mine), step, LR).loss for step in range(*run["steps"])]
+        sizes = Sizes(rows, config.train.ramp)
+        mine = {step: engine.samples_of(sizes.at(step)) for step in range(*run["steps"])}
+        losses = [engine.train_step(rows_of(batch_of(step), own), step, LR).loss for step, own in mine.items()]
         if run.get("save"):
 
             def kept(_: str) -> bool:

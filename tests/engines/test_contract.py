@@ -14,6 +14,7 @@ from textmill.config.engines import DeepSpeedEngine
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.tokens.batches.sizes import Sizes
 
 ENGINES = sorted(path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py"))
 VOCAB, LENGTH, ROWS = 150, 24, 8
@@ -44,6 +45,11 @@ def batch_of(step: int, *, unequal: bool = True) -> Batch:
         for row in range(ROWS):
             labels[row, row * LENGTH // ROWS :] = IGNORED
     return Batch(inputs=ids[:, :-1], labels=labels, samples=np.arange(step * ROWS, (step + 1) * ROWS))
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some samples of a batch."""
+    return Batch(batch.inputs[rows], batch.labels[rows], batch.samples[rows])
 
 
 def run(engine: Engine, steps: range, **options: Any) -> list[float]:
@@ -90,6 +96,21 @@ def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, 
     for micro_batch in (1, 4):
         parts = run(started(config_of(kind, loss=loss, dropout=dropout, micro_batch=micro_batch)), range(5))
         assert parts == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
+    ramp = [2, 2, 12]
+    sizes = [Sizes(ROWS, ramp).at(step) for step in range(8)]
+    assert sizes[0] == 2
+    assert sizes[-1] == ROWS
+
+    def steps_of(kind: str, micro_batch: int) -> list[tuple[float, float, int]]:
+        engine = started(config_of(kind, dropout=0.1, micro_batch=micro_batch, ramp=ramp, clip=0.3))
+        steps = [engine.train_step(rows_of(batch_of(step), slice(size)), step, 1e-2) for step, size in enumerate(sizes)]
+        return [(step.loss, step.norm, step.asked) for step in steps]
+
+    for found, wanted in zip(steps_of(kind, 2), steps_of("torch", 1), strict=True):
+        assert found == (pytest.approx(wanted[0], rel=2e-6), pytest.approx(wanted[1], rel=2e-5), wanted[2])
 
 
 def test_dropout_changes_training_and_not_evaluation(kind: str) -> None:

@@ -22,6 +22,8 @@ from textmill.ranks import Alone
 STEPS = 50
 FP32, BF16 = 2e-6, 2e-2
 """How equal is equal: relative, at every step."""
+RAMP = [2, 2, 12]
+"""Two samples more every few steps."""
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     offload = {"offload_optimizer": "cpu", "offload_weights": "cpu"}
     runs["offload"] = {"engine": {"zero": 3, "micro_batch": 2, **offload}, "steps": [0, 5]}
     runs["dropout"] = {"engine": {"zero": 2, "micro_batch": 2}, "steps": [0, 5], "dropout": 0.2}
+    runs["ramp"] = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [0, 8], "train": {"ramp": RAMP}}
     found = launched(list(runs.values()), 2, folder)
     return {**dict(zip(runs, found, strict=True)), "saved": {"at": saved}}
 
@@ -89,6 +92,11 @@ def test_saving_memory_changes_no_loss(name: str, two: dict[str, dict[str, Any]]
 
 def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) -> None:
     assert worst(two["dropout"]["losses"], run(started(config_of("torch", dropout=0.2)), range(5))) <= FP32
+
+
+def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, Any]]) -> None:
+    torch = done({"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"ramp": RAMP}}, Alone())
+    assert worst(two["ramp"]["losses"], torch["losses"]) <= FP32
 
 
 def test_an_evaluation_is_of_the_whole_batch(two: dict[str, dict[str, Any]]) -> None:

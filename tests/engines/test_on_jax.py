@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engines.test_contract import rows_of
 from textmill.config import JaxEngine, JaxMesh, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import Engine, Ranks, open_engine, open_ranks
 from textmill.errors import TextmillError
@@ -234,7 +235,7 @@ def as_one_of_two() -> None:
     config = config_of("jax", mesh=JaxMesh(shard=2))
     ranks = open_ranks(config)
     engine = started(config, ranks)
-    losses = [engine.train_step(_rows(batch_of(step), engine.samples_of(ROWS)), step, 1e-2).loss for step in range(5)]
+    losses = [engine.train_step(rows_of(batch_of(step), engine.samples_of(ROWS)), step, 1e-2).loss for step in range(5)]
     sums = engine.eval_step(batch_of(7))
     kept = list(engine.weights(lambda name: len(name) % 2 == ranks.rank))
     names = [name for name, _ in [*kept, *engine.moments(lambda name: len(name) % 2 == ranks.rank)]]
@@ -242,10 +243,6 @@ def as_one_of_two() -> None:
     print(json.dumps({"losses": losses, "asked": sums.asked, "loss": sums.loss, "names": names, "norms": norms}), flush=True)
     engine.close()
     ranks.close()
-
-
-def _rows(batch: Batch, rows: slice) -> Batch:
-    return Batch(batch.inputs[rows], batch.labels[rows], batch.samples[rows])
 
 
 def test_the_door_says_what_is_missing() -> None:
