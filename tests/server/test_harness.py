@@ -102,6 +102,46 @@ def test_until(served: Live, tokenizer: Any) -> None:
     assert cut[0]["finish_reason"] == "stop"
 
 
+def windows_of(ids: list[int], end: int, length: int) -> list[tuple[list[int], int]]:
+    """A long text as the harness asks for it: windows of so many tokens, every token judged once; how many of each are judged."""
+    first = ([end, *ids[:length]], min(length, len(ids)))
+    rest = [(ids[max(stop - length - 1, 0) : stop], stop - begin) for begin in range(length, len(ids), length)
+            for stop in (min(begin + length, len(ids)),)]  # fmt: skip
+    return [first, *rest]
+
+
+LONG = " ".join(TEXT * 4)
+"""More than the model sees at a time."""
+
+
+def test_a_long_text_is_judged_in_windows(served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor]) -> None:
+    windows = windows_of(tokenizer.encode(LONG), tokenizer.eos_token_id, 94)
+    assert len(windows) > 2
+    assert sum(count for _, count in windows) == len(tokenizer.encode(LONG))
+    for (ids, count), choice in zip(windows, asked(served, [ids for ids, _ in windows]), strict=True):
+        wanted = sum(float(judge(ids)[place - 1, ids[place]]) for place in range(len(ids) - count, len(ids)))
+        assert sum(choice["logprobs"]["token_logprobs"][-count - 1 : -1]) == pytest.approx(wanted, abs=1e-3)
+
+
+def test_special_tokens_are_found_by_their_names(served: Live, tokenizer: Any) -> None:
+    told = httpx.get(f"{served.url}/tokenizer_info").json()
+    assert told["eos_token"] == tokenizer.eos_token
+    for text in (tokenizer.eos_token, f"The mill{tokenizer.eos_token}강가에{tokenizer.eos_token}", "The mill"):
+        body = {"prompt": text, "add_special_tokens": False}
+        assert httpx.post(f"{served.url}/tokenize", json=body).json()["tokens"] == tokenizer.encode(text)
+    plain = httpx.post(f"{served.url}/tokenize", json={"text": tokenizer.eos_token}).json()["tokens"]
+    assert len(plain) > 1, "in a text that is asked about they are text"
+
+
+def test_an_answer_until(live: Live) -> None:
+    turns = [{"role": "user", "content": "The mill", "type": "text"}]
+    body = {"messages": turns, "model": "mill", "max_tokens": 30, "temperature": 0, "seed": 1234}
+    whole = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "stop": []}).json()["choices"][0]["message"]["content"]
+    assert whole.startswith("user: The mill\nassistant:"), "the model says what it was asked"
+    cut = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "stop": [":"]}).json()["choices"][0]
+    assert (cut["message"]["content"], cut["finish_reason"]) == (whole[: whole.index(":")], "stop")
+
+
 @pytest.mark.parametrize("backend", ["remote", "huggingface"])
 def test_the_harness_itself(served: Live, folder: Path, tokenizer: Any, judge: Callable[..., torch.Tensor], backend: str) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra eval")
@@ -120,8 +160,29 @@ def test_the_harness_itself(served: Live, folder: Path, tokenizer: Any, judge: C
         chosen = [(place - 1, ids[place]) for place in range(begin, len(ids))]
         assert found == pytest.approx(sum(float(rows[place, id_]) for place, id_ in chosen), abs=1e-4)
         assert greedy == all(int(rows[place].argmax()) == id_ for place, id_ in chosen)
+    assert model.prefix_token_id == tokenizer.eos_token_id
+    wanted = sum(
+        float(judge(ids)[place - 1, ids[place]])
+        for ids, count in windows_of(tokenizer.encode(LONG), tokenizer.eos_token_id, 94)
+        for place in range(len(ids) - count, len(ids))
+    )
+    rolled = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (LONG,), 0)])
+    assert rolled == pytest.approx([wanted], abs=1e-3)
     made = model.generate_until([Instance("generate_until", {}, ("The mill", {"until": ["\n"], "max_gen_toks": 8}), 0)])
     direct = httpx.post(
         f"{served.url}/v1/completions", json={"prompt": "The mill", "max_tokens": 8, "temperature": 0, "stop": ["\n"]}
     ).json()
     assert made == [direct["choices"][0]["text"]]
+
+
+def test_the_harness_itself_chats(live: Live) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra eval")
+    pytest.importorskip("tenacity", reason="lm-evaluation-harness asks servers with its own extra api only")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.api_models import JsonChatStr
+    from lm_eval.models.openai_completions import LocalChatCompletion
+
+    model = LocalChatCompletion(base_url=f"{live.url}/v1/chat/completions", model="mill", tokenized_requests=False)
+    turns = JsonChatStr(model.apply_chat_template([{"role": "user", "content": "The mill"}]).prompt)
+    made = model.generate_until([Instance("generate_until", {}, (turns, {"until": ["\n"], "max_gen_toks": 40}), 0)])
+    assert made == ["user: The mill"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 
 from textmill.tokens.tokenizer import TextTokenizer
@@ -15,7 +16,9 @@ class Pieces:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.added = set(tokenizer.inner.get_added_tokens_decoder())
+        added = tokenizer.inner.get_added_tokens_decoder()
+        self.added = set(added)
+        self.marks = {token.content: id_ for id_, token in added.items() if token.special}
         self.letters = _letters() if type(tokenizer.inner.decoder).__name__ == "ByteLevel" else None
         self.bytes_of = lru_cache(maxsize=100_000)(self._bytes_of)
 
@@ -33,6 +36,16 @@ class Pieces:
         if "\N{LOWER ONE EIGHTH BLOCK}" in piece:
             return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
         return self.tokenizer.decode([id_]).encode()
+
+    def parts_of(self, text: str) -> Iterator[str | int]:
+        """A text, cut where a special token stands in it; that token as its id."""
+        if not self.marks:
+            yield text
+            return
+        marks = sorted(map(re.escape, self.marks), key=len, reverse=True)
+        for part in re.split(f"({'|'.join(marks)})", text):
+            if part:
+                yield self.marks.get(part, part)
 
     def text_of(self, id_: int) -> str:
         """A token as text; one that is only a part of a character is told by its bytes, as OpenAI does."""

@@ -63,7 +63,8 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
         text = body.prompt if body.text is None else body.text
         if text is None or (body.text is not None and body.prompt is not None):
             raise Refusal(400, "text: is missing, or there is a prompt too; give one of them", field="text")
-        ids = await encode(service, text, "text")
+        parts = [text] if body.prompt is None else service.pieces.parts_of(text)
+        ids = [id_ for part in parts for id_ in ([part] if isinstance(part, int) else await encode(service, part, "text"))]
         pieces = [service.pieces.text_of(id_) for id_ in ids]
         return JSONResponse({"tokens": ids, "pieces": pieces, "count": len(ids), "max_model_len": service.scheduler.positions})
 

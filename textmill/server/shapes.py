@@ -108,6 +108,8 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    type: Literal["text"] | None = None
+    """As lm-evaluation-harness has written it."""
     refusal: None = None
     annotations: list[None] | None = Field(None, max_length=0)
     audio: None = None
@@ -158,7 +160,7 @@ class TokenizeBody(Body):
 
     text: str | None = None
     prompt: str | None = None
-    """The same, by the name that lm-evaluation-harness has for it."""
+    """The same as lm-evaluation-harness asks it: special tokens that stand in the text are read as such."""
     add_special_tokens: bool | None = None
     """Accepted, and not done."""
 
