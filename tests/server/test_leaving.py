@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -93,3 +95,50 @@ def test_a_stop_cuts_nobody_off_without_a_word(new_live: Callable[..., Live], gr
             assert grace < 1 or status == 200
         finished += kind == "stream" or got[0] == 200
     assert finished >= (12 if grace > 1 else 4)
+
+
+async def come(port: int, number: int, seen: Counter[str]) -> bool:
+    """Ask for a text, whole or streamed, on a line of its own; what came of it is counted. Whether anybody was there."""
+    body = json.dumps({"prompt": "The mill", "max_tokens": 20, "stream": number % 2 == 0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    try:
+        writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        got = await reader.read()
+        whole = got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") if b"text/event-stream" in got else got.endswith(b"}")
+        seen[got[9:12].decode() if whole else "cut off"] += 1
+    except OSError:
+        seen["cut off"] += 1
+    finally:
+        writer.close()
+    return True
+
+
+async def crowd(live: Live, seen: Counter[str]) -> None:
+    """Many clients that come again and again until nobody is there any more; in the middle of it the server is told to stop."""
+
+    async def again(number: int) -> None:
+        while await come(live.port, number, seen):
+            number += 1
+
+    clients = [asyncio.create_task(again(number)) for number in range(40)]
+    end = time.monotonic() + 60
+    while seen["200"] < 12 or seen["429"] < 40:
+        assert time.monotonic() < end, seen
+        await asyncio.sleep(0.02)
+    live.process.send_signal(signal.SIGTERM)
+    await asyncio.wait_for(asyncio.gather(*clients), 60)
+
+
+def test_a_stop_under_load_tells_everybody(new_live: Callable[..., Live]) -> None:
+    live, seen = new_live({"delay": 0.01, "serve": {"slots": 4, "queue": 8, "grace": 20.0}}), Counter[str]()
+    asyncio.run(crowd(live, seen))
+    assert live.process.wait(60) == 0
+    assert set(seen) <= {"200", "429", "503", "cut off"}
+    assert seen["503"] > 0, "who comes while the server stops is told so"
+    # Between the last look at the door and its shutting the system may take in one more.
+    assert seen["cut off"] <= 1, seen
+    assert "Traceback" not in "".join(live.said)

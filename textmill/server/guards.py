@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from textmill.server.flights import full_refusal
+from textmill.server.flights import full_refusal, stopping_refusal
 from textmill.server.refusals import Refusal, reply_of, shown
 from textmill.server.service import Service
 
@@ -49,6 +49,8 @@ class Account:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self.service.stopping:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
         try:
@@ -106,9 +108,11 @@ class Guard:
         return Refusal(401, f"{told}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
 
     def _full(self, path: str) -> Refusal | None:
-        """A full server says so before it reads the body: refusing must cost less than asking."""
+        """A full server says so before it reads the body, and so does one that stops: refusing must cost less than asking."""
         if path not in TEXTS:
             return None
+        if self.service.stopping:
+            return stopping_refusal()
         stats = self.service.scheduler.stats()
         return full_refusal(self.service) if stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"] else None
 

@@ -21,6 +21,8 @@ from textmill.server.service import Service
 BACKLOG = 2048
 TURN = 0.0001
 """Seconds that the model's thread may keep the interpreter while the event loop wants it; Python's own 5 ms make every answer wait."""
+DOOR = 0.2
+"""Seconds in which a server that stops still tells those who had set out before."""
 AFTER = 5.0
 """Seconds after the grace in which the ended texts are still sent."""
 
@@ -36,8 +38,38 @@ class Server(uvicorn.Server):
         """Take nothing new, finish what runs, end the rest with a word."""
         self.service.stopping = True
         closing = asyncio.create_task(asyncio.to_thread(self.service.scheduler.close, self.service.config.grace))
+        await self._close_door(sockets or [])
         await super().shutdown(sockets)
         await closing
+
+    async def _close_door(self, sockets: list[socket.socket]) -> None:
+        """Let nobody come any more, but those in who stand at the door: to shut it in their faces would be to cut them off."""
+        loop = asyncio.get_running_loop()
+        doors = [listening.dup() for listening in sockets]
+        for door in doors:
+            door.listen(0)
+        await asyncio.sleep(DOOR)
+        for server in self.servers:
+            server.close()
+        last = [line for door in doors for line in _last_at(door)]
+        for line in last:
+            await loop.connect_accepted_socket(self._new_connection, line)
+        await asyncio.sleep(DOOR)
+
+    def _new_connection(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        new: asyncio.Protocol = protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return new
+
+
+def _last_at(door: socket.socket) -> list[socket.socket]:
+    """Who stands at a door; it is shut behind them."""
+    found = []
+    door.setblocking(False)
+    with door, suppress(OSError):  # nobody is left
+        while True:
+            found.append(door.accept()[0])
+    return found
 
 
 def run(service: Service, listening: socket.socket) -> None:
