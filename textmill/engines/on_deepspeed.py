@@ -30,13 +30,12 @@ from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.shards_deepspeed import Masters
 from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
-from textmill.engines.updates_torch import ADAM
+from textmill.engines.updates_torch import ADAM, adam_of, trained_of
 from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import drops
 from textmill.models.nets_torch import Net, family_of, fill, net_of, new_net, to_memory, weights_of
-from textmill.models.rules import rules_of
 from textmill.tokens.batches.batch import Batch
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -238,23 +237,11 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
             net = new_net(shape, device)
         net.recompute = section.recompute
         task = Task(net, config.train, precision, mixed=section.zero == 0)
-        adam = _adam(net, config.train)
+        adam = adam_of(trained_of(net, config.train), config.train)
         engine, *_ = deepspeed.initialize(model=task, optimizer=adam, config=told)
     if section.zero == 3:
         deepspeed.zero.register_external_parameter(task, net.head)
     return OnDeepSpeed(engine, adam, task, ranks, micro_batch, int(section.zero))
-
-
-def _adam(net: Net, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over what is trained, with a group for each decay and each rate, a multiple of the step's."""
-    rules = rules_of(net.shape, train)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, (_, parameter) in weights_of(net).items():
-        parameter.requires_grad_(rules[name].trained)
-        if rules[name].trained:
-            groups.setdefault((rules[name].rate, rules[name].decay), []).append(parameter)
-    told = [{"params": members, "weight_decay": decay, "rate": rate} for (rate, decay), members in groups.items()]
-    return torch.optim.AdamW(told, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True)
 
 
 def _micro_batch(section: DeepSpeedEngine, train: TrainConfig, shape: Any, ways: int) -> int:

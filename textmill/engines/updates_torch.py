@@ -25,27 +25,18 @@ class Updates:
     """Optimizers and their state; a gradient that is not finite, or a spike, changes nothing, and no step waits for the device."""
 
     def __init__(self, net: Net, train: TrainConfig, layout: Layout, *, compiled: bool = False) -> None:
-        self.train, self.layout, rules, trained = train, layout, rules_of(net.shape, train, net.lora), []
+        self.train, self.layout, trained = train, layout, []
         self.own: dict[nn.Parameter, nn.Parameter] = {}
         """Each parameter of the net, and what this process updates of it: the same, where it holds the whole."""
-        for name, (weight, parameter) in weights_of(net).items():
-            parameter.requires_grad_(rules[name].trained)
-            if rules[name].trained:
-                self.own[parameter] = nn.Parameter(own_of(parameter)) if isinstance(parameter, DTensor) else parameter
-                trained.append((weight, self.own[parameter], rules[name]))
+        for weight, parameter, rule in trained_of(net, train):
+            self.own[parameter] = nn.Parameter(own_of(parameter)) if isinstance(parameter, DTensor) else parameter
+            trained.append((weight, self.own[parameter], rule))
         matrices = [member for member in trained if _is_muons(member[0], train)]
         self.muon = self._muon(net, matrices, compiled=compiled) if matrices else None
         self.parameters = list(self.own)
         self.weights = [(weight, own) for weight, own, _ in trained]
         rest = [member for member in trained if not _is_muons(member[0], train)]
-        # One group of none at least: torch refuses an optimizer without any.
-        alike = sorted({(rule.rate, rule.decay) for _, _, rule in rest}, reverse=True) or [(1.0, 0.0)]
-        groups = [
-            {"params": [one for _, one, rule in rest if (rule.rate, rule.decay) == key], "weight_decay": key[1], "rate": key[0]}
-            for key in alike
-        ]
-        betas = (train.betas[0], train.betas[1])
-        self.adam = torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.epsilon, fused=True)
+        self.adam = adam_of(rest, train)
         adams = {own for _, own, _ in rest}
         self.rest = [parameter for parameter, own in self.own.items() if own in adams]
         self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
@@ -104,6 +95,27 @@ class Updates:
         state = self.adam.state[self.own[parameter]]
         state["step"] = torch.tensor(float(count), device=parameter.device)
         state[ADAM[kind]] = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
+
+
+def trained_of(net: Net, train: TrainConfig) -> list[Member]:
+    """What of a net is trained, and how; nothing else has gradients from now on."""
+    rules, members = rules_of(net.shape, train, net.lora), []
+    for name, (weight, parameter) in weights_of(net).items():
+        parameter.requires_grad_(rules[name].trained)
+        if rules[name].trained:
+            members.append((weight, parameter, rules[name]))
+    return members
+
+
+def adam_of(members: list[Member], train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with a group for each decay and each rate, a multiple of the step's."""
+    # One group of none at least: torch refuses an optimizer without any.
+    alike = sorted({(rule.rate, rule.decay) for _, _, rule in members}, reverse=True) or [(1.0, 0.0)]
+    groups = [
+        {"params": [one for _, one, rule in members if (rule.rate, rule.decay) == key], "weight_decay": key[1], "rate": key[0]}
+        for key in alike
+    ]
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True)
 
 
 def _is_muons(weight: Weight, train: TrainConfig) -> bool:
