@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.engines.test_contract import MAKE, ROWS, VOCAB, batch_of, config_of, rows_of
+from tests.engines.test_contract import LORA, MAKE, ROWS, VOCAB, batch_of, config_of, first_of, rows_of
 from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
 from textmill.ranks import Ranks
@@ -25,7 +25,8 @@ LR = 1e-2
 def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Train; return losses, and whether what was loaded came back as it was."""
     rows = run.get("rows", ROWS)
-    base = config_of("torch", dropout=run.get("dropout", 0.0), batch=rows, micro_batch=1, **run.get("train", {}))
+    lora = LORA if run.get("lora") else None
+    base = config_of("torch", dropout=run.get("dropout", 0.0), batch=rows, micro_batch=1, lora=lora, **run.get("train", {}))
     section = MAKE[run["engine"].get("kind", "deepspeed")](device="cpu", **run["engine"])
     config = base.model_copy(update={"engine": section})
     family = open_family("gpt2")
@@ -39,7 +40,7 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             same = all(np.array_equal(dict(weights)[name], values) for name, values in engine.weights())
             same = same and all(np.array_equal(dict(moments)[name], values) for name, values in engine.moments())
         else:
-            engine.load(family.first_weights(shape, 5), [], 0, "the first weights")
+            engine.load(first_of(config, shape), [], 0, "the first weights")
             same = True
         sizes = Sizes(rows, config.train.ramp)
         mine = {step: engine.samples_of(sizes.at(step)) for step in range(*run["steps"])}

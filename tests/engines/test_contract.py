@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from textmill.config import JaxEngine, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import JaxEngine, LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
-from textmill.engines import Engine, open_engine
+from textmill.engines import Engine, Named, open_engine
 from textmill.models import open_family
+from textmill.models.lora import first_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.sizes import Sizes
 
@@ -21,19 +22,34 @@ VOCAB, LENGTH, ROWS = 150, 24, 8
 MAKE = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}
 
 
-def config_of(kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, **train: Any) -> RunConfig:
+LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2, targets=["c_attn", "mlp", "h.1"])
+
+
+def config_of(kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any) -> RunConfig:
     shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
     settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-2, **train}
     engine = MAKE[kind](device="cpu", micro_batch=micro_batch)
-    return RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=engine)
+    config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=engine)
+    return adapting(config, lora)
+
+
+def adapting(config: RunConfig, lora: LoraConfig | None) -> RunConfig:
+    """The same with adapters, as if the first weights were given ones."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
 
 def started(config: RunConfig) -> Engine:
     family = open_family("gpt2")
     shape = family.shape_of(config.model, vocab=VOCAB, end=0)
     engine = open_engine(config, shape)
-    engine.load(family.first_weights(shape, 5), [], 0, "the first weights")
+    engine.load(first_of(config, shape), [], 0, "the first weights")
     return engine
+
+
+def first_of(config: RunConfig, shape: Any) -> list[Named]:
+    """All weights before the first step, those of adapters too."""
+    lora = config.model.lora
+    return [*open_family("gpt2").first_weights(shape, 5), *(first_adapters(shape, lora, 5) if lora else [])]
 
 
 def batch_of(step: int, *, unequal: bool = True) -> Batch:
@@ -157,6 +173,28 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(kind: str) -> None:
     assert [loss.hex() for loss in run(again, range(4, 9))] == [loss.hex() for loss in later]
     for (name, one), (_, other) in zip(straight.weights(), again.weights(), strict=True):
         assert np.array_equal(one, other), name
+
+
+def test_adapters_learn_as_torchs_do(kind: str) -> None:
+    config, theirs = (config_of(of, dropout=0.1, micro_batch=2, lora=LORA, clip=0.3) for of in (kind, "torch"))
+    engine, torch_ = started(config), started(theirs)
+    wanted = run(torch_, range(6))
+    assert run(engine, range(6)) == pytest.approx(wanted, rel=2e-6)
+    assert wanted != run(started(config_of("torch", dropout=0.1, lora=LORA.model_copy(update={"dropout": 0.0}))), range(6)), "it drops"
+    weights, moments = dict(engine.weights()), dict(engine.moments())
+    for found, values in ((weights, torch_.weights()), (moments, torch_.moments())):
+        expected = dict(values)
+        assert found.keys() == expected.keys()
+        for name, one in expected.items():
+            assert np.linalg.norm(found[name] - one) <= 1e-4 * np.linalg.norm(one), name
+    assert weights.keys() == {name.removeprefix("m/") for name in moments if name.startswith("m/")}
+    assert all(".lora_" in name for name in weights)
+    assert all(values.any() for values in weights.values()), "each has learnt"
+    assert [engine.facts()[key] for key in ("parameters", "trained")] == [torch_.facts()[key] for key in ("parameters", "trained")]
+    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    again = open_engine(config, shape)
+    again.load({**dict(first_of(config, shape)), **weights}.items(), moments.items(), 6, "saved")
+    assert [loss.hex() for loss in run(again, range(6, 8))] == [loss.hex() for loss in run(engine, range(6, 8))]
 
 
 def test_copies_do_not_follow_the_net(kind: str) -> None:

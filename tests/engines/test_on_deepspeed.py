@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
 
 from bench.engine_ends import ended
 from tests.engines.deepspeed_job import done
-from tests.engines.test_contract import batch_of, config_of, run, started
+from tests.engines.test_contract import LORA, batch_of, config_of, run, started
 from textmill.errors import TextmillError
 from textmill.ranks import Alone
 
@@ -70,6 +70,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     runs["offload"] = {"engine": {"zero": 3, "micro_batch": 2, **offload}, "steps": [0, 5]}
     runs["dropout"] = {"engine": {"zero": 2, "micro_batch": 2}, "steps": [0, 5], "dropout": 0.2}
     runs["ramp"] = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [0, 8], "train": {"ramp": RAMP}}
+    runs |= {f"lora-{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, 5], "lora": True} for zero in (0, 2, 3)}
     found = launched(list(runs.values()), 2, folder)
     return {**dict(zip(runs, found, strict=True)), "saved": {"at": saved}}
 
@@ -97,6 +98,11 @@ def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) ->
 def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, Any]]) -> None:
     torch = done({"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"ramp": RAMP}}, Alone())
     assert worst(two["ramp"]["losses"], torch["losses"]) <= FP32
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_adapters_learn_on_two_processes_as_torchs_do(zero: int, two: dict[str, dict[str, Any]]) -> None:
+    assert worst(two[f"lora-{zero}"]["losses"], run(started(config_of("torch", lora=LORA)), range(5))) <= FP32
 
 
 def test_an_evaluation_is_of_the_whole_batch(two: dict[str, dict[str, Any]]) -> None:

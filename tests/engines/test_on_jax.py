@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.test_contract import rows_of
-from textmill.config import JaxEngine, JaxMesh, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from tests.engines.test_contract import LORA, adapting, first_of, rows_of
+from textmill.config import JaxEngine, JaxMesh, LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import Engine, Ranks, open_engine, open_ranks
 from textmill.errors import TextmillError
 from textmill.models import open_family
@@ -25,18 +25,21 @@ KINDS = {"torch": TorchEngine, "jax": JaxEngine}
 GPT2 = open_family("gpt2")
 
 
-def config_of(kind: str, *, dropout: float = 0.0, train: dict[str, Any] | None = None, **engine: Any) -> RunConfig:
+def config_of(
+    kind: str, *, dropout: float = 0.0, train: dict[str, Any] | None = None, lora: LoraConfig | None = None, **engine: Any
+) -> RunConfig:
     shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
     settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-3, **(train or {})}
     chosen = KINDS[kind](**{"device": "cpu", "micro_batch": 4, **engine})
-    return RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=chosen)
+    config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=chosen)
+    return adapting(config, lora)
 
 
 def started(config: RunConfig, ranks: Ranks | None = None) -> Engine:
     """An engine whose weights begin at the same numbers."""
     net = GPT2.shape_of(config.model, vocab=VOCAB, end=0)
     engine = open_engine(config, net, ranks)
-    engine.load(GPT2.first_weights(net, 5), [], 0, "the first weights")
+    engine.load(first_of(config, net), [], 0, "the first weights")
     return engine
 
 
@@ -159,6 +162,9 @@ def test_a_mesh_of_four_devices_gives_the_losses_of_one() -> None:
     assert found["again"] == found["losses"]["both"][10:], "a checkpoint goes on bit for bit on the same mesh"
     one = dict(engine_of("torch").weights())
     assert found["names"] == sorted(one)
+    adapted = engine_of("torch", micro_batch=1, train={"clip": 0.5}, lora=LORA)
+    assert found["adapted"] == pytest.approx(losses_of(adapted, range(5)), rel=1e-6)
+    assert found["adapters"] == sorted(name for name, _ in adapted.weights())
     told = (
         "want 3 devices, found 4",
         "does not divide the net's 2 heads; 2 does",
@@ -185,6 +191,9 @@ def on_four_devices() -> None:
             again.load(held, moments, 10, "saved")
             found["again"] = losses_of(again, range(10, 20))
             found["names"] = sorted(name for name, _ in held)
+            adapted = engine_of("jax", lora=LORA, **options)
+            found["adapted"] = losses_of(adapted, range(5))
+            found["adapters"] = sorted(name for name, _ in adapted.weights())
         engine.close()
     for sizes, train in (({"shard": 3}, {}), ({"tensor": 4}, {}), ({}, {"batch": 6})):
         try:

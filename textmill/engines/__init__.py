@@ -123,11 +123,9 @@ def open_ranks(config: Any) -> Ranks:
 
 
 def open_engine(config: Any, shape: Any, ranks: Ranks | None = None) -> Engine:
-    """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with ADAPTERS that it trains them,
-    with FAULTS that it breaks where `textmill.faults` tells it to."""
+    """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with FAULTS that it breaks
+    where `textmill.faults` tells it to."""
     module = _module_of(config)
-    if config.model.lora and not getattr(module, "ADAPTERS", False):
-        raise TextmillError("model.lora: this engine trains no adapters; take it out, or set engine.kind=torch")
     if (inner := faults.armed("nan", "flip")) and not getattr(module, "FAULTS", False):
         raise TextmillError(f"{faults.VARIABLE}: {inner[0]} happens inside the torch engine alone; take it out, or set engine.kind=torch")
     engine: Engine = module.new_engine(config, shape, ranks or Alone())

@@ -34,7 +34,7 @@ from textmill.engines.updates_torch import ADAM, adam_of, trained_of
 from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.dropout_torch import dropout_keys
-from textmill.models.lora import drops
+from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, family_of, fill, net_of, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import Batch
 
@@ -74,8 +74,9 @@ class OnDeepSpeed:
         self.trained = sum(math.prod(weight.shape) for weight, parameter in weights_of(self.net).values() if parameter.requires_grad)
         self.guard = new_guard(self.train, torch, lambda values: torch.tensor(values, device=self.device))
         self.masters = Masters(engine.optimizer, adam, stage, self.device)
+        self.saved = {weight.name: weight for weight in saved_of(self.net.shape, self.net.lora)}
         self.frozen: dict[nn.Parameter, Tensor] = {}
-        """What is not trained, on the host, as it was given: it has no master, and the net may hold it in less than fp32."""
+        """What is saved and not trained, on the host, as it was given: it has no master, and the net may hold it in less than fp32."""
 
     def samples_of(self, batch: int) -> slice:
         """Neighbouring samples, as many for each process."""
@@ -139,7 +140,7 @@ class OnDeepSpeed:
         return Sums(loss, int(asked), int(correct))
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of the masters."""
+        """Host copies of the masters; of a net with adapters, those alone."""
         return self._named(None, "", mine)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
@@ -148,8 +149,9 @@ class OnDeepSpeed:
             yield from self._named(kind, f"{kind}/", mine)
 
     def _named(self, kind: str | None, prefix: str, mine: Mine) -> Iterator[Named]:
-        family = family_of(self.net)
-        for name, (weight, parameter) in weights_of(self.net).items():
+        family, known = family_of(self.net), weights_of(self.net)
+        for name, weight in self.saved.items():
+            parameter = known[name][1]
             if parameter.requires_grad:
                 whole = self.masters.read(parameter, kind).cpu()
             elif kind is None:
@@ -192,16 +194,16 @@ class OnDeepSpeed:
             weight, parameter = known[of]
             self.masters.write(parameter, to_memory(self.net, weight, moment, where), kind)
 
-    def _put(self, _: Weight, parameter: nn.Parameter, values: Tensor) -> None:
+    def _put(self, weight: Weight, parameter: nn.Parameter, values: Tensor) -> None:
         self.masters.write(parameter, values)
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and weight.name in self.saved:
             self.frozen[parameter] = values
 
     def facts(self) -> dict[str, Any]:
         """Device, arithmetic and size."""
         return {
             "device": str(self.device), "precision": str(self.precision).removeprefix("torch."), "micro_batch": self.micro_batch,
-            "processes": self.ranks.world, "parameters": self.net.shape.parameters, "trained": self.trained,
+            "processes": self.ranks.world, "parameters": count_with(self.net.shape, self.net.lora), "trained": self.trained,
             "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
 
@@ -232,9 +234,9 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     with their_say(section):
         if section.zero == 3:
             with deepspeed.zero.Init(config_dict_or_path=told):
-                net = net_of(shape)
+                net = net_of(shape, config.model.lora)
         else:
-            net = new_net(shape, device)
+            net = new_net(shape, device, config.model.lora)
         net.recompute = section.recompute
         task = Task(net, config.train, precision, mixed=section.zero == 0)
         adam = adam_of(trained_of(net, config.train), config.train)

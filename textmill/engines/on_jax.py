@@ -19,6 +19,7 @@ from textmill.engines.torch_parts import part_of
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.models.layouts import in_memory, laid_out
+from textmill.models.lora import count_with, drops, saved_of, weights_with
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 try:
@@ -87,8 +88,8 @@ class JaxOnMesh:
         self.way = replace(way, whole=layout.whole if apart else None, by_sample=layout.by_sample)
         self.device = layout.mesh.devices.flat[0]
         self.at_once = tokens_at_once(self.device.platform, shape.padded_vocab) * layout.ways
-        self.known = {weight.name: weight for weight in open_family(shape.family).weights_of(shape)}
-        self.optimizer = Updates(shape, train, jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16)
+        self.known = {weight.name: weight for weight in weights_with(shape, way.lora)}
+        self.optimizer = Updates(shape, train, way.lora, jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16)
         self.guard = new_guard(train, jnp, self._everywhere)
         self.held: Arrays = {}
         self.state: dict[str, Any] = {}
@@ -102,7 +103,7 @@ class JaxOnMesh:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> JaxStep:
         """One compiled step; the host is free as soon as the arrays are on their way."""
-        keys_N = sample_keys(self.train.seed, step, batch.samples) if self.shape.drops else None
+        keys_N = sample_keys(self.train.seed, step, batch.samples) if drops(self.shape, self.way.lora) else None
         parts = self._laid(batch, keys_N)
         memory = self.guard.state if self.guard else None
         self.held, self.state, memory, *numbers = self.step(self.held, self.state, parts, np.float32(lr), memory, np.int32(step + 1))
@@ -118,8 +119,8 @@ class JaxOnMesh:
         return Sums(loss, int((batch.labels != IGNORED).sum()), correct)
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of the weights."""
-        return self._copies(self.held, "", mine)
+        """Host copies of the weights; of a net with adapters, those alone."""
+        return self._copies({weight.name: self.held[weight.name] for weight in saved_of(self.shape, self.way.lora)}, "", mine)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the optimizer's state; none before the first update."""
@@ -157,8 +158,8 @@ class JaxOnMesh:
         count, peak = self.layout.mesh.size, peak_flops_of_card(self.device.device_kind)
         return {
             "device": f"{count} x {self.device.device_kind}" if count > 1 else self.device.device_kind,
-            "precision": jnp.dtype(self.way.precision).name, "micro_batch": self.micro_batch, "parameters": self.shape.parameters,
-            "trained": sum(self.optimizer.trained.values()), "peak_flops": peak and peak * count,
+            "precision": jnp.dtype(self.way.precision).name, "micro_batch": self.micro_batch, "peak_flops": peak and peak * count,
+            "parameters": count_with(self.shape, self.way.lora), "trained": sum(self.optimizer.trained.values()),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -275,7 +276,7 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
     precision = jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[wanted])
     head = shape.width // shape.heads
     fused = devices[0].platform == "gpu" and wanted == "bf16" and head % 8 == 0 and head <= 128
-    way = net.Way(precision, engine.recompute, fused)
+    way = net.Way(precision, engine.recompute, fused, config.model.lora)
     micro_batch = engine.micro_batch if engine.micro_batch != "auto" else _fitting(config, shape, devices[0], layout, precision)
     return JaxOnMesh(shape, train, way, layout, ranks, micro_batch)
 

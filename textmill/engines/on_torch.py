@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +26,11 @@ from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
-from textmill.models.lora import adapters_of, drops
+from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import Batch
 
-ADAPTERS, FAULTS = True, True
+FAULTS = True
 CPU_LOGITS = 1 << 30
 """`micro_batch: auto` on a CPU, whose caches are small: as many samples as would have so many bytes of logits."""
 GPU_ROOM = 0.6
@@ -161,8 +160,8 @@ class OnTorch:
     def weights(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the weights; of a net with adapters, those alone."""
         known = {name: parameter for name, (_, parameter) in weights_of(self.net).items()}
-        adapters = [known[weight.name] for weight in adapters_of(self.net.shape, self.net.lora)]
-        kept = {parameter: own_of(parameter) for parameter in adapters or known.values()}
+        saved = [known[weight.name] for weight in saved_of(self.net.shape, self.net.lora)]
+        kept = {parameter: own_of(parameter) for parameter in saved}
         return named_copies(self.net, kept, mine=mine, whole=self.layout.whole)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
@@ -201,7 +200,7 @@ class OnTorch:
         return {
             "device": str(self.device), "precision": "float8" if self.net.fp8 else str(self.precision).removeprefix("torch."),
             "micro_batch": self.micro_batch, "processes": self.ranks.world,
-            "parameters": sum(math.prod(weight.shape) for weight, _ in weights_of(self.net).values()),
+            "parameters": count_with(self.net.shape, self.net.lora),
             "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
 

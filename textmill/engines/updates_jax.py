@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from textmill.config import TrainConfig
-from textmill.models import Weight, open_family
+from textmill.config import LoraConfig, TrainConfig
+from textmill.models import Weight
+from textmill.models.lora import weights_with
 from textmill.models.rules import rules_of
 
 State = dict[str, Any]
@@ -25,10 +26,10 @@ MOMENTUM, LIKE_ADAM, TINY = 0.95, 0.2, 1e-7
 class Updates:
     """The update of all weights; a gradient that is not finite, or a spike, changes nothing."""
 
-    def __init__(self, shape: Any, train: TrainConfig, turning: Any) -> None:
+    def __init__(self, shape: Any, train: TrainConfig, lora: LoraConfig | None, turning: Any) -> None:
         """`turning` is the precision in which Muon's matrices are made orthogonal."""
-        self.train, self.heads, self.rules, self.turning = train, shape.heads, rules_of(shape, train), turning
-        trained = [weight for weight in open_family(shape.family).weights_of(shape) if self.rules[weight.name].trained]
+        self.train, self.heads, self.rules, self.turning = train, shape.heads, rules_of(shape, train, lora), turning
+        trained = [weight for weight in weights_with(shape, lora) if self.rules[weight.name].trained]
         self.matrices = {weight.name: weight for weight in trained if train.optimizer == "muon" and weight.layout in ("linear", "qkv")}
         self.rest = [weight.name for weight in trained if weight.name not in self.matrices]
         self.trained = {weight.name: math.prod(weight.shape) for weight in trained}

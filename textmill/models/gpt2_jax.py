@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from textmill.adapters import A, B
+from textmill.config import LoraConfig
 from textmill.models.dropout_jax import drop
 from textmill.models.gpt2 import Shape
+from textmill.models.lora import sites_of
 
 Weights = dict[str, Array]
 
@@ -26,7 +29,7 @@ SPLIT = {".c_attn.weight": 0, ".c_attn.bias": 0, ".c_fc.weight": 0, ".c_fc.bias"
 
 @dataclass(frozen=True)
 class Way:
-    """How the net is computed: nothing of it changes what comes out, but for rounding."""
+    """How the net is computed: nothing of it but adapters changes what comes out, except for rounding."""
 
     precision: jnp.dtype
     """Of the matrix products and of the stream between them."""
@@ -34,6 +37,8 @@ class Way:
     """Blocks at a time whose inner states are made again in backward; 0: none."""
     fused: bool = False
     """Attention by cuDNN's kernels."""
+    lora: LoraConfig | None = None
+    """What the adapters beside matrices are, where the weights have some."""
     whole: Callable[[str, Array], Array] | None = None
     """A weight as a product needs it, where devices hold parts."""
     by_sample: Callable[[Array], Array] = lambda x: x
@@ -75,7 +80,7 @@ def _blocks(layers: range, shape: Shape, way: Way, weights: Weights, x_NTE: Arra
         h, share = f"transformer.h.{layer}", shape.residual_dropout
         y_NTE = _attention(weights, layer, shape, way, _norm(weights, f"{h}.ln_1", shape, x_NTE), keys_N, mask_N1TT)
         x_NTE = way.by_sample(x_NTE + drop(y_NTE, share, keys_N, 3 * layer + 2))
-        y_NTE = _mlp(weights, f"{h}.mlp", shape, way, _norm(weights, f"{h}.ln_2", shape, x_NTE))
+        y_NTE = _mlp(weights, f"{h}.mlp", shape, way, _norm(weights, f"{h}.ln_2", shape, x_NTE), keys_N)
         x_NTE = way.by_sample(x_NTE + drop(y_NTE, share, keys_N, 3 * layer + 3))
     return x_NTE
 
@@ -93,9 +98,20 @@ def _normed(epsilon: float, x: Array, scale: Array, shift: Array) -> Array:
     return (wide * scale + shift).astype(x.dtype)
 
 
-def _linear(weights: Weights, name: str, way: Way, x_NTE: Array) -> Array:
-    """x times the matrix, which is outputs x inputs, and the bias."""
-    return _product(weights, f"{name}.weight", way, partial(jnp.einsum, "nti,oi->nto"), x_NTE) + weights[f"{name}.bias"]
+def _linear(weights: Weights, name: str, shape: Shape, way: Way, x_NTE: Array, keys_N: Array | None) -> Array:
+    """x times the matrix, which is outputs x inputs, and the bias; and what an adapter adds."""
+    work = partial(jnp.einsum, "nti,oi->nto")
+    y_NTE = _product(weights, f"{name}.weight", way, work, x_NTE) + weights[f"{name}.bias"]
+    narrow_NTR = _narrow(weights, name, shape, way, x_NTE, keys_N)
+    return y_NTE if narrow_NTR is None else y_NTE + _product(weights, name + B, way, work, narrow_NTR)
+
+
+def _narrow(weights: Weights, name: str, shape: Shape, way: Way, x_NTE: Array, keys_N: Array | None) -> Array | None:
+    """The inputs of an adapter's second matrix: scale drop(x) A; none where the matrix has no adapter."""
+    if way.lora is None or name + A not in weights:
+        return None
+    seen_NTE = drop(x_NTE, way.lora.dropout, keys_N, sites_of(shape)[name])
+    return _product(weights, name + A, way, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (way.lora.alpha / way.lora.rank)
 
 
 def _product(weights: Weights, name: str, way: Way, work: Callable[[Array, Array], Array], x_NTE: Array) -> Array:
@@ -109,20 +125,25 @@ def _product(weights: Weights, name: str, way: Way, work: Callable[[Array, Array
 
 def _attention(weights: Weights, layer: int, shape: Shape, way: Way, x_NTE: Array, keys_N: Array | None, mask_N1TT: Array | None) -> Array:
     name, (N, T, E), H = f"transformer.h.{layer}.attn", x_NTE.shape, shape.heads
-    matrix, bias_H3D = f"{name}.c_attn.weight", weights[f"{name}.c_attn.bias"].reshape(H, 3, -1)
+    bias_H3D = weights[f"{name}.c_attn.bias"].reshape(H, 3, -1)
+    narrow_NTR = _narrow(weights, f"{name}.c_attn", shape, way, x_NTE, keys_N)
 
     def part(which: int, x_NTE: Array, weight: Array) -> Array:
-        return jnp.einsum("nte,hde->nthd", x_NTE, weight.reshape(H, 3, -1, E)[:, which])
+        return jnp.einsum("nte,hde->nthd", x_NTE, weight.reshape(H, 3, -1, x_NTE.shape[-1])[:, which])
+
+    def projected(which: int) -> Array:
+        y_NTHD = _product(weights, f"{name}.c_attn.weight", way, partial(part, which), x_NTE) + bias_H3D[:, which]
+        return y_NTHD if narrow_NTR is None else y_NTHD + _product(weights, f"{name}.c_attn{B}", way, partial(part, which), narrow_NTR)
 
     # Three products leave queries, keys and values each in one piece, as the attention kernels want them.
-    q, k, v = (_product(weights, matrix, way, partial(part, which), x_NTE) + bias_H3D[:, which] for which in range(3))
+    q, k, v = map(projected, range(3))
     if keys_N is not None and shape.attention_dropout:
         y_NTHD = _plain(q, k, v, shape.attention_dropout, keys_N, 3 * layer + 1, mask_N1TT)
     else:
         fused = way.fused and (mask_N1TT is None or T % 2 == 0)
         kernel = "cudnn" if fused else "xla"
         y_NTHD = jax.nn.dot_product_attention(q, k, v, mask=mask_N1TT, is_causal=mask_N1TT is None, implementation=kernel)
-    return _linear(weights, f"{name}.c_proj", way, y_NTHD.reshape(N, T, E))
+    return _linear(weights, f"{name}.c_proj", shape, way, y_NTHD.reshape(N, T, E), keys_N)
 
 
 def _plain(q: Array, k: Array, v: Array, share: float, keys_N: Array, site: int, mask_N1TT: Array | None) -> Array:
@@ -134,9 +155,10 @@ def _plain(q: Array, k: Array, v: Array, share: float, keys_N: Array, site: int,
     return jnp.einsum("nhts,nshd->nthd", shares_NHTT, v)
 
 
-def _mlp(weights: Weights, name: str, shape: Shape, way: Way, x_NTE: Array) -> Array:
+def _mlp(weights: Weights, name: str, shape: Shape, way: Way, x_NTE: Array, keys_N: Array | None) -> Array:
     gelu = jax.checkpoint(partial(jax.nn.gelu, approximate=shape.activation == "gelu_new"))
-    return _linear(weights, f"{name}.c_proj", way, gelu(_linear(weights, f"{name}.c_fc", way, x_NTE)))
+    inner = gelu(_linear(weights, f"{name}.c_fc", shape, way, x_NTE, keys_N))
+    return _linear(weights, f"{name}.c_proj", shape, way, inner, keys_N)
 
 
 def _causal(length: int) -> Array:

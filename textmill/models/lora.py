@@ -32,6 +32,21 @@ def adapters_of(shape: Any, lora: LoraConfig | None) -> list[Weight]:
     return weights
 
 
+def weights_with(shape: Any, lora: LoraConfig | None) -> list[Weight]:
+    """All weights of a net, those of its adapters last."""
+    return [*open_family(shape.family).weights_of(shape), *adapters_of(shape, lora)]
+
+
+def saved_of(shape: Any, lora: LoraConfig | None) -> list[Weight]:
+    """The weights that a checkpoint holds: the adapters alone, where there are any."""
+    return adapters_of(shape, lora) or weights_with(shape, None)
+
+
+def count_with(shape: Any, lora: LoraConfig | None) -> int:
+    """How many numbers all of them have."""
+    return sum(math.prod(weight.shape) for weight in weights_with(shape, lora))
+
+
 def _targets(shape: Any, lora: LoraConfig) -> list[Weight]:
     """The matrices that get an adapter: each pattern names one, or a part of the net, by the end of its name or the whole of it."""
     family = open_family(shape.family)

@@ -16,7 +16,7 @@ from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Family, Weight, open_family, shape_in
 from textmill.models.layouts import in_memory, laid_out
-from textmill.models.lora import adapters_of, lora_of
+from textmill.models.lora import lora_of, weights_with
 from textmill.models.lora_torch import adapt
 from textmill.tensors import Named
 
@@ -48,9 +48,7 @@ def _twin(shape: Any) -> Any:
 def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None, place: Callable[[Any], None] | None = None) -> Net:
     """The family's net, with adapters where they are asked for; memory is taken, for what `place` leaves of it, and nothing in it yet."""
     with torch.device("meta"):
-        net: nn.Module = _twin(shape).Net(shape)
-        if lora is not None:
-            adapt(net, lora)
+        net: Any = net_of(shape, lora)
         if place is not None:
             place(net)
     return cast(Net, net.to_empty(device=device).eval())
@@ -91,8 +89,7 @@ def family_of(net: Net) -> Family:
 def weights_of(net: Net) -> dict[str, tuple[Weight, nn.Parameter]]:
     """Each weight by its checkpoint name, with the parameter that holds it."""
     family, parameters = family_of(net), dict(net.named_parameters())
-    weights = [*family.weights_of(net.shape), *adapters_of(net.shape, net.lora)]
-    return {weight.name: (weight, parameters[family.memory_name(weight.name)]) for weight in weights}
+    return {weight.name: (weight, parameters[family.memory_name(weight.name)]) for weight in weights_with(net.shape, net.lora)}
 
 
 def fill(net: Net, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None) -> None:
@@ -127,6 +124,9 @@ def named_copies(
         yield prefix + name, laid.copy() if np.shares_memory(laid, values) else laid
 
 
-def net_of(shape: Any) -> Net:
+def net_of(shape: Any, lora: LoraConfig | None = None) -> Net:
     """The family's net as its modules make themselves: its memory is taken where and how the caller's context says."""
-    return cast(Net, _twin(shape).Net(shape))
+    net = cast(Net, _twin(shape).Net(shape))
+    if lora is not None:
+        adapt(net, lora)
+    return net

@@ -11,7 +11,7 @@ from typing import Any
 from textmill.config import LoraConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.models.lora import adapters_of
+from textmill.models.lora import adapters_of, weights_with
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ def rules_of(shape: Any, train: TrainConfig, lora: LoraConfig | None = None) -> 
     Matrices and embeddings are decayed, or what `train.decayed` names instead, and of those nothing that `train.undecayed` names.
     Where there are adapters, they have rules too, and nothing else is trained.
     """
-    family, adapters = open_family(shape.family), adapters_of(shape, lora)
-    weights = {family.memory_name(weight.name): weight for weight in [*family.weights_of(shape), *adapters]}
+    family = open_family(shape.family)
+    weights = {family.memory_name(weight.name): weight for weight in weights_with(shape, lora)}
     frozen, decayed, undecayed = (matching(getattr(train, key), weights, f"train.{key}") for key in ("freeze", "decayed", "undecayed"))
     if lora is not None:
-        frozen |= weights.keys() - {family.memory_name(weight.name) for weight in adapters}
+        frozen |= weights.keys() - {family.memory_name(weight.name) for weight in adapters_of(shape, lora)}
     if len(frozen) == len(weights):
         raise TextmillError("train.freeze: leaves nothing to train; take some of it out")
     rules = {}
