@@ -56,15 +56,18 @@ def launched(words: list[str], *, ranks: int = 2, fault: str = "") -> Ending:
     return Ending(done.returncode, time.monotonic() - began, done.stderr + done.stdout)
 
 
-def started(words: list[str], *, ranks: int, fault: str, waits_for: list[int]) -> dict[int, Ending]:
-    """One job without a launcher, as srun would start it; how the processes that are waited for ended. What is left is killed."""
+def started(words: list[str], *, ranks: int, fault: str, waits_for: list[int], before: str = "") -> dict[int, Ending]:
+    """One job without a launcher, as srun would start it; how the processes that are waited for ended. What is left is killed.
+
+    `before` is Python for each process to do first.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks), "TEXTMILL_FAULT": fault}
     began, processes = time.monotonic(), []
     for rank in range(ranks):
         environment = {**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "textmill", *words]
+        command = [sys.executable, "-c", f"{before}\nimport sys; from textmill.cli import main; sys.exit(main())", *words]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
         endings = {}

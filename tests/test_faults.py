@@ -40,8 +40,21 @@ def test_what_can_be_said() -> None:
     assert parse("kill@disk:7,nan@step:5:1,stop@step:2") == [
         Fault("kill", "disk", 7, 0), Fault("nan", "step", 5, 1), Fault("stop", "step", 2, 0),
     ]  # fmt: skip
+    assert parse("hang@start:1,slow@disk:2,kill@start") == [
+        Fault("hang", "start", 0, 1), Fault("slow", "disk", 2, 0), Fault("kill", "start", 0, 0),
+    ]  # fmt: skip
     assert parse("spike@step:3") == [Fault("spike", "step", 3, 0)]
-    for word in ("kill", "kill@disk", "nan@disk:1", "full@step:1", "kill@disk:1:2", "kill@step:x", "kill@step:1 "):
+    for word in (
+        "kill",
+        "kill@disk",
+        "nan@disk:1",
+        "full@step:1",
+        "kill@disk:1:2",
+        "nan@start",
+        "slow@step:1",
+        "kill@step:x",
+        "kill@step:1 ",
+    ):
         with pytest.raises(TextmillError, match="kill@disk:7"):
             parse(word)
 

@@ -11,7 +11,7 @@ import pytest
 from bench.kill_ranks import started, words_of
 from bench.kill_train import prepared
 from textmill.copies import parted
-from textmill.watch import Sign, verdict_of, waits_in
+from textmill.watch import Sign, any_moves, verdict_of, waits_in
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,36 @@ def _hash_of(folder: Path) -> str:
 
 def test_who_is_to_blame() -> None:
     at, waits = "step 5", "all_reduce (x.py:1)"
-    first: list[Sign | None] = [Sign(3, at, waits), Sign(9, at, waits), Sign(4, at, None)]
-    later: list[Sign | None] = [Sign(6, at, waits), Sign(9, at, waits), Sign(7, at, None)]
+    first: list[Sign | None] = [Sign(3, at, waits, 5), Sign(9, at, waits, 5), Sign(4, at, None, 5)]
+    later: list[Sign | None] = [Sign(6, at, waits, 6), Sign(9, at, waits, 5), Sign(7, at, None, 6)]
     assert verdict_of(first, later) == "silent, so dead, stopped or cut off: rank 1 (last seen in step 5)"
     assert "rank 2 (never seen)" in verdict_of([*first[:2], None], [*later[:2], None])
-    later[1] = Sign(12, at, waits)
+    later[1] = Sign(12, at, waits, 6)
     assert verdict_of(first, later) == "the others wait for rank 2 (in step 5)"
-    later[2] = Sign(8, at, waits)
+    later[2] = Sign(8, at, waits, 6)
     assert verdict_of(first, later).startswith("all processes wait for one another")
+
+
+def test_who_still_moves() -> None:
+    before: list[Sign | None] = [Sign(3, "step 5", None, 9), Sign(4, "step 5", None, 1)]
+    assert not any_moves(before, [Sign(4, "step 5", None, 10), Sign(4, "step 5", None, 1)], 5), "one is silent, one does not move"
+    assert any_moves(before, [Sign(4, "step 5", None, 10), Sign(5, "step 5", None, 2)], 5)
+    assert not any_moves(before, [Sign(4, "step 5", None, 10), Sign(5, "step 5", None, 6)], 5)
+    assert any_moves([None], [Sign(1, "the start", None, 0)], 5)
+
+
+def test_a_slow_disk_is_no_hang_and_a_hang_at_the_start_is_one(root: Path) -> None:
+    """One process writes for longer than the time-out, and the other waits for it; then one never gets to its first step."""
+    run, short = root / "slow", "import textmill.watch; textmill.watch.START = 20"
+    words = words_of(root, run, "train.steps=4", "train.warmup=0", "engine.timeout=4")
+    slow = started(words, ranks=2, fault="slow@disk:1", waits_for=[0, 1])
+    assert [slow[rank].code for rank in range(2)] == [0, 0], slow[0].said
+    assert json.loads((run / "step-0000004" / "progress.json").read_text())["step"] == 4
+    hung = started(words_of(root, root / "hung"), ranks=2, fault="hang@start:1", waits_for=[0, 1], before=short)
+    assert [hung[rank].code for rank in range(2)] == [75, 75], hung[0].said
+    assert hung[0].names("hang", 1), hung[0].said
+    assert "in the start, waiting in all_gather" in hung[0].said
+    assert "rank 1" in json.loads((root / "hung" / "stopped.json").read_text())["why"]
 
 
 def test_the_place_of_a_wait_is_read_from_the_stack() -> None:

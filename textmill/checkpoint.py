@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from textmill.deals import Deal, dealt, write_dealt
 from textmill.errors import TextmillError, warn
 from textmill.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
 from textmill.hub import open_folder
-from textmill.ranks import ALONE, Ranks, together
+from textmill.ranks import ALONE, Ranks, moving, together
 from textmill.stages import MANIFEST
 from textmill.tensors import INDEX, Named, read_tensors
 
@@ -185,8 +186,8 @@ def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = ALONE) -> Pat
         (weights, held), (moments, state) = dealt("model", snapshot.weights), dealt("optimizer", snapshot.moments)
         snapshot = replace(snapshot, weights=held, moments=state, deals=(weights, moments))
     try:
-        shares = together(ranks, lambda: _write_share(folder, snapshot))
-        together(ranks, lambda: _commit(folder, final, snapshot, shares) if ranks.first else None)
+        shares = together(ranks, lambda: _write_share(folder, snapshot, ranks))
+        together(ranks, lambda: _commit(folder, final, snapshot, shares, ranks) if ranks.first else None)
     except BaseException:
         if ranks.first:
             clear(folder)
@@ -194,17 +195,18 @@ def write_checkpoint(run: Path, snapshot: Snapshot, ranks: Ranks = ALONE) -> Pat
     return final
 
 
-def _write_share(folder: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+def _write_share(folder: Path, snapshot: Snapshot, ranks: Ranks) -> list[dict[str, Any]]:
     """The files of this process's weights and those of its moments, with their accounts."""
     assert snapshot.deals
     folder.mkdir(parents=True, exist_ok=True)
-    return [write_dealt(folder, deal, named) for deal, named in zip(snapshot.deals, (snapshot.weights, snapshot.moments), strict=True)]
+    shares = zip(snapshot.deals, (snapshot.weights, snapshot.moments), strict=True)
+    return [write_dealt(folder, deal, named, partial(moving, ranks)) for deal, named in shares]
 
 
-def _commit(folder: Path, final: Path, snapshot: Snapshot, shares: list[Any]) -> None:
+def _commit(folder: Path, final: Path, snapshot: Snapshot, shares: list[Any], ranks: Ranks) -> None:
     """All that is written once, by the first process, when every file of tensors is there."""
     assert snapshot.deals
-    files = {name: write_bytes(folder / name, [data]) for name, data in snapshot.files.items()}
+    files = {name: write_bytes(folder / name, [data]) for name, data in moving(ranks, snapshot.files.items())}
     files |= {name: account for weights, _ in shares for name, account in weights.items()}
     if len(snapshot.deals[0].files) > 1:
         files[INDEX] = write_json(folder / INDEX, snapshot.deals[0].index())

@@ -52,11 +52,13 @@ def dealt(stem: str, named: Iterable[Named], limit: int = LIMIT) -> tuple[Deal, 
     return deal, held
 
 
-def write_dealt(folder: Path, deal: Deal, named: Iterable[Named]) -> dict[str, dict[str, Any]]:
-    """Write this process's files, one at a time; return the length and checksum of each."""
+def write_dealt(
+    folder: Path, deal: Deal, named: Iterable[Named], heard: Callable[[Iterable[Any]], Iterable[Any]] = iter
+) -> dict[str, dict[str, Any]]:
+    """Write this process's files, one at a time, `heard` of each piece; return the length and checksum of each file."""
     places = deal.place_of()
     files = itertools.groupby(named, lambda one: places[one[0]])
-    accounts = {name: write_bytes(folder / name, blocks_of(list(tensors))) for name, tensors in files}
+    accounts = {name: write_bytes(folder / name, heard(blocks_of(list(tensors)))) for name, tensors in files}
     if not places and deal.rank == deal.turn % deal.world:
         accounts[f"{deal.stem}.safetensors"] = write_bytes(folder / f"{deal.stem}.safetensors", blocks_of([]))
     return accounts

@@ -2,7 +2,9 @@
 
     kill@disk:7        die as by SIGKILL before the 7th write, fsync, rename or removal
     full@disk:7        from the 7th on, what is written or synced finds the disk full
+    slow@disk:7        from the 7th on, each takes a tenth of a second more
     kill@step:5:1      rank 1 dies before step 5; stop: it is stopped as by SIGSTOP; hang: it waits for ever
+    hang@start:1       rank 1 waits for ever before it has looked at the data; kill, stop: as at a step
     spike@step:5:1     the labels of rank 1 are garbage in step 5
     nan@step:5:1       a gradient of rank 1 is not a number in step 5, on the torch engine
     flip@step:5:1      one bit of a weight flips on rank 1 before step 5, on the torch engine
@@ -24,7 +26,11 @@ from typing import Literal
 from textmill.errors import TextmillError
 
 VARIABLE = "TEXTMILL_FAULT"
-SPELLING = re.compile(r"(kill|full)@(disk):(\d+)|(kill|stop|hang|spike|nan|flip)@(step):(\d+)(?::(\d+))?")
+SPELLING = re.compile(
+    r"(?P<disk>kill|full|slow)@disk:(?P<number>\d+)|(?P<start>kill|stop|hang)@start(?::(?P<first>\d+))?"
+    r"|(?P<step>kill|stop|hang|spike|nan|flip)@step:(?P<at>\d+)(?::(?P<rank>\d+))?"
+)
+SLOW = 0.1
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,9 @@ def parse(text: str) -> list[Fault]:
     for word in filter(None, text.split(",")):
         if (match := SPELLING.fullmatch(word)) is None:
             raise TextmillError(f"{VARIABLE}: found '{word}'; say such as kill@disk:7 or nan@step:5:1 (step 5, rank 1)")
-        what, where, number = match.groups()[:3] if match[1] else match.groups()[3:6]
-        faults.append(Fault(what, where, int(number), int(match[7] or 0)))
+        where = next(name for name in ("disk", "start", "step") if match[name])
+        number, rank = match["number"] or match["at"] or 0, match["rank"] or match["first"] or 0
+        faults.append(Fault(match[where], where, int(number), int(rank)))
     return faults
 
 
@@ -69,12 +76,14 @@ def touch(kind: Literal["write", "name"] = "name") -> None:
             continue
         if fault.what == "kill" and fault.number == number:
             _die()
+        if fault.what == "slow" and fault.number <= number:
+            time.sleep(SLOW)
         if fault.what == "full" and fault.number <= number and kind == "write":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def begin_step(step: int) -> None:
-    """Called before a step: here a process dies, is stopped, or waits for ever."""
+def begin_step(step: int | Literal["start"]) -> None:
+    """Called before a step, and before all of them: here a process dies, is stopped, or waits for ever."""
     if hits("kill", step):
         _die()
     if hits("stop", step):
@@ -83,10 +92,12 @@ def begin_step(step: int) -> None:
         time.sleep(1)
 
 
-def hits(what: str, step: int) -> bool:
-    """Whether this process is to break so in this step."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0
-    return bool(_armed) and Fault(what, "step", step, int(rank)) in _armed
+def hits(what: str, step: int | Literal["start"]) -> bool:
+    """Whether this process is to break so in this step, or at the start."""
+    if not _armed:
+        return False
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    return (Fault(what, "start", 0, rank) if step == "start" else Fault(what, "step", step, rank)) in _armed
 
 
 def armed(*kinds: str) -> list[str]:

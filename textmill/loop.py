@@ -17,7 +17,7 @@ from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
 from textmill.files import locked, new_folder, shown, write_text
 from textmill.generation.prompts import write_samples
 from textmill.patience import Patience
-from textmill.ranks import Ranks, agreed
+from textmill.ranks import Ranks, agreed, moving
 from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, spoken_best, trackers_of
 from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
@@ -34,20 +34,21 @@ from textmill.track import Trackers
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
     """Train from the newest checkpoint, or from the beginning, to the last step; return the run's folder."""
     run = config.folder_of("train")
-    with closing(open_ranks(config)) as ranks, ExitStack() as held:
+    with closing(open_ranks(config)) as ranks, ranks.watched(partial(stopped, run)), ExitStack() as held:
         data, start, batches, course = agreed(ranks, lambda: _begun(config, force, step, ranks, held))
         if start.step >= course.steps:
             if ranks.first:
                 print(f"train: done already: {shown(run)} (step {start.step:,})")
             return run
         engine = agreed(ranks, lambda: _loaded(config, start, ranks, held))
-        with Stopping() as stopping, ranks.watched(partial(stopped, run)):
+        with Stopping() as stopping:
             Training(config, course, data, start, engine, stopping).go(batches)
     return run
 
 
 def _begun(config: RunConfig, force: Force, step: WhichStep, ranks: Ranks, held: ExitStack) -> tuple[Splits, Start, Batches, Course]:
     """All that is known before the engine; the folder is locked by the first process for all."""
+    faults.begin_step("start")
     data, run = open_splits(config), config.folder_of("train")
     new_folder(run, "train.folder")
     if ranks.first:
@@ -62,7 +63,7 @@ def _loaded(config: RunConfig, start: Start, ranks: Ranks, held: ExitStack) -> E
     """An engine that holds what the run starts from."""
     engine = open_engine(config, start.shape, ranks)
     held.callback(engine.close)
-    engine.load(start.weights, start.moments, start.updates, start.where, start.scaling)
+    engine.load(moving(ranks, start.weights), moving(ranks, start.moments), start.updates, start.where, start.scaling)
     if engine.guard:
         engine.guard.take(start.spikes)
     return engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any, Protocol, TypeVar
 
@@ -43,8 +43,8 @@ class Ranks(Protocol):
         """The same processes over a group of its own, for a thread of its own."""
         ...
 
-    def at(self, place: str) -> None:
-        """Say what this process is at, for the others to know if it never comes back."""
+    def at(self, place: str | None = None) -> None:
+        """Say that this process moves, and the step that it is at, for the others to know if it never comes back."""
         ...
 
     def watched(self, leave: Callable[[str], None]) -> AbstractContextManager[None]:
@@ -80,7 +80,7 @@ class Alone:
         """Itself."""
         return self
 
-    def at(self, place: str) -> None:
+    def at(self, place: str | None = None) -> None:
         """Nobody asks."""
 
     def watched(self, leave: Callable[[str], None]) -> AbstractContextManager[None]:
@@ -112,6 +112,13 @@ def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
     if teller is not None:
         raise Told(codes[teller])
     return value  # type: ignore[return-value]
+
+
+def moving(ranks: Ranks, things: Iterable[T]) -> Iterator[T]:
+    """The things, each of which is a move: long work is not a hang while they come."""
+    for thing in things:
+        ranks.at()
+        yield thing
 
 
 def together(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:

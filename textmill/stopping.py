@@ -69,7 +69,8 @@ def leaving_at_once() -> Iterator[None]:
 
 def stopped(run: Path, why: str, step: int | None = None) -> None:
     """Leave word that the run ended before its time and may go on; exit codes do not outlive every launcher."""
-    write_json(run / STOPPED, {"why": why, **({} if step is None else {"step": step})})
+    if run.is_dir():  # else it has not begun
+        write_json(run / STOPPED, {"why": why, **({} if step is None else {"step": step})})
 
 
 def stopped_by(signal: str, run: Path, step: int, first: bool) -> TextmillError:

@@ -22,8 +22,12 @@ PULSE = 1.0
 """Seconds between two signs of life."""
 GRACE = 3
 """Pulses for the others to tell where they are before the job ends."""
+LEAVE = 10
+"""Pulses that the first process, which may keep the board, waits for the others to be done."""
 PATIENCE = 8
 """Pulses without a sign before a process counts as silent."""
+START = 60.0
+"""Seconds that a process has at least before its first step, where it loads more than it talks."""
 
 
 class Board(Protocol):
@@ -43,17 +47,21 @@ class Sign:
     """What it is at, such as step 12."""
     waits: str | None
     """The collective that its main thread waits in."""
+    still: float
+    """Seconds since it last moved."""
 
 
 class Watch:
-    """Ends this process with the stack of each thread when nothing moves for `timeout` seconds, or when another process ends the job.
+    """Ends this process with the stack of each thread when no process moves for `timeout` seconds, or when another process ends the job.
 
     `leave` is called with the verdict before that.
     """
 
-    def __init__(self, rank: int, world: int, board: Board, timeout: float, leave: Callable[[str], None]) -> None:
-        self.rank, self.world, self.board, self.timeout, self.leave = rank, world, board, timeout, leave
+    def __init__(self, rank: int, world: int, board: Board, timeout: float) -> None:
+        self.rank, self.world, self.board, self.timeout = rank, world, board, timeout
+        self.leave: Callable[[str], None] = lambda _: None
         self._place, self._since, self._pulse = "the start", time.monotonic(), 0
+        self._limit = max(timeout, START)
         self._reason: str | None = None
         self._closed = threading.Event()
         self._main = threading.main_thread()
@@ -61,8 +69,10 @@ class Watch:
         threading.Thread(target=self._watched, name="watch", daemon=True).start()
 
     def moved(self, place: str | None = None) -> None:
-        """The main thread goes on; what it is at now."""
-        self._place, self._since = place or self._place, time.monotonic()
+        """This process goes on; the step that its main thread is at now."""
+        if place is not None:
+            self._place, self._limit = place, self.timeout
+        self._since = time.monotonic()
 
     def end(self, reason: str) -> None:
         """End the job from the main thread, which cannot go on; never returns."""
@@ -71,8 +81,16 @@ class Watch:
             time.sleep(1)
 
     def close(self) -> None:
-        """Nothing to watch any more."""
-        self._closed.set()
+        """Nothing to watch any more; who may keep the board for all is the last to go."""
+        try:
+            self.board.set(f"done/{self.rank}", "")
+            until = time.monotonic() + LEAVE * PULSE
+            while self.rank == 0 and time.monotonic() < until and not self.board.check([f"done/{rank}" for rank in range(self.world)]):
+                time.sleep(PULSE / 20)
+        except RuntimeError:
+            pass  # the board has gone
+        finally:
+            self._closed.set()
 
     def _watched(self) -> None:
         """Look until it is closed, and take back the watchdog that each look sets."""
@@ -84,7 +102,7 @@ class Watch:
     def _look(self) -> None:
         while not self._closed.wait(PULSE):
             # Where even this thread cannot run, the interpreter's own watchdog speaks.
-            faulthandler.dump_traceback_later(2 * self.timeout + 10 * PULSE, exit=True, file=STDERR)
+            faulthandler.dump_traceback_later(2 * self._limit + 10 * PULSE, exit=True, file=STDERR)
             try:
                 self._beat()
                 said = self.board.get("over").decode() if self.board.check(["over"]) else None
@@ -93,29 +111,35 @@ class Watch:
                     return
                 self._finish(f"the place where the processes meet is gone ({_first_line(error)}): rank 0 or its launcher has ended")
                 return
-            waited = time.monotonic() - self._since
-            if self._reason is None and waited > self.timeout:
-                self._reason = f"nothing moved for {waited:.0f} s"
             if said or self._reason:
                 self._finish(said or self._verdict())
                 return
+            if self._still() > self._limit and (verdict := self._verdict(moving=True)):
+                self._reason = self._reason or f"nothing moved for {self._still():.0f} s"
+                self._finish(verdict)
+                return
+
+    def _still(self) -> float:
+        return time.monotonic() - self._since
 
     def _beat(self) -> None:
         self._pulse += 1
-        self.board.set(f"sign/{self.rank}", json.dumps([self._pulse, self._place, waits_in(self._main)]))
+        self.board.set(f"sign/{self.rank}", json.dumps([self._pulse, self._place, waits_in(self._main), self._still()]))
 
     def _sign_of(self, rank: int) -> Sign | None:
         key = f"sign/{rank}"
         return Sign(*json.loads(self.board.get(key))) if self.board.check([key]) else None
 
-    def _verdict(self) -> str:
-        """Who is to blame, from two looks at every other process."""
+    def _verdict(self, moving: bool = False) -> str:
+        """Who is to blame, from two looks at every process; nobody, if it matters whether one is still `moving`, as one that saves is."""
         try:
             before = [self._sign_of(rank) for rank in range(self.world)]
             for _ in range(PATIENCE):
                 time.sleep(PULSE)
                 self._beat()
                 now = [self._sign_of(rank) for rank in range(self.world)]
+                if moving and any_moves(before, now, self._limit):
+                    return ""
                 if not silent_in(before, now):
                     break
             return verdict_of(before, now)
@@ -140,6 +164,12 @@ def silent_in(before: list[Sign | None], now: list[Sign | None]) -> dict[int, Si
     """The processes that gave no sign between two looks."""
     pairs = enumerate(zip(before, now, strict=True))
     return {rank: new for rank, (old, new) in pairs if new is None or (old is not None and old.pulse == new.pulse)}
+
+
+def any_moves(before: list[Sign | None], now: list[Sign | None], limit: float) -> bool:
+    """Whether a process that gave a sign between two looks has moved within so many seconds."""
+    pairs = zip(before, now, strict=True)
+    return any(new is not None and new.still < limit and (old is None or old.pulse != new.pulse) for old, new in pairs)
 
 
 def verdict_of(before: list[Sign | None], now: list[Sign | None]) -> str:

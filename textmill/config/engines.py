@@ -24,7 +24,8 @@ class EngineSection(Section):
     recompute: int = how(0, ge=0)
     """Make inner states again in backward instead of keeping them, so many blocks at a time; 0: keep all. Same numbers, less memory."""
     timeout: float = how(600.0, gt=0)
-    """Several processes: seconds without a move after which the run ends and says which process the others wait for."""
+    """Several processes: seconds without a move of any of them after which the run ends and says which process the others wait for;
+    before the first step 60 at least."""
     check_every: int = how(100, ge=1)
     """Several processes: steps between two looks at whether their copies of the weights are still the same."""
 

@@ -10,6 +10,7 @@ from textmill.engines.ranks_torch import launch_of
 from textmill.engines.ranks_torch import open_ranks as open_torch_ranks
 from textmill.errors import TextmillError
 from textmill.ranks import Ranks
+from textmill.watch import START
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The words of `engine.device` in JAX's."""
@@ -24,7 +25,7 @@ def open_ranks(device: str, timeout: float) -> Ranks:
     if launch is not None and launch.world > 1:
         host, _, port = launch.meet.rpartition(":")
         _choose(device)
-        jax.distributed.initialize(f"{host}:{int(port) + 1}", launch.world, launch.rank)
+        jax.distributed.initialize(f"{host}:{int(port) + 1}", launch.world, launch.rank, initialization_timeout=int(max(timeout, START)))
     return ranks
 
 

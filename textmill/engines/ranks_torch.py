@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from textmill import watch
 from textmill.devices import open_device
 from textmill.errors import TextmillError
 from textmill.ranks import Alone, Ranks
 from textmill.stopping import leaving_at_once
-from textmill.watch import Watch
 
 LOST = ("gloo", "NCCL", "Connection closed")
 """Words of errors that a collective raises when another process is gone."""
@@ -82,17 +82,26 @@ def open_ranks(device: str, timeout: float) -> Ranks:
         torch.cuda.set_device(chosen)
     # torchrun has a meeting place of its own behind env://.
     place = "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.meet}"
+    patience = max(timeout, watch.START)
     try:
         with leaving_at_once():
-            store, rank, world = next(rendezvous(place, launch.rank, launch.world, timeout=timedelta(seconds=timeout)))
+            store, rank, world = next(rendezvous(place, launch.rank, launch.world, timeout=timedelta(seconds=patience)))
+            ours = watch.Watch(rank, world, _board(store, timeout), timeout)
             # The watch is to speak first: it knows whom the others wait for.
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60))
     except dist.DistError as error:
         raise TextmillError(
-            f"the {launch.world} processes of this run did not meet at {launch.meet} within {timeout:.0f} seconds "
+            f"the {launch.world} processes of this run did not meet at {launch.meet} within {patience:.0f} seconds "
             f"({str(error).splitlines()[0][:160]}); start all of them, or raise engine.timeout"
         ) from None
-    return TorchRanks(launch, chosen, store, timeout)
+    return TorchRanks(launch, chosen, ours)
+
+
+def _board(store: Any, timeout: float) -> PrefixStore:
+    """A line of its own to the place where the processes meet, for the thread that watches."""
+    board = store.clone()
+    board.set_timeout(timedelta(seconds=max(5.0, timeout / 2)))
+    return PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", board)
 
 
 def device_of(word: str, launch: Launch) -> torch.device:
@@ -112,10 +121,8 @@ def device_of(word: str, launch: Launch) -> torch.device:
 class TorchRanks:
     """Ranks over a gloo group of its own, so that agreeing never meets the collectives of a step."""
 
-    def __init__(self, launch: Launch, device: torch.device, store: Any, timeout: float) -> None:
-        self.launch, self.rank, self.world, self.device = launch, launch.rank, launch.world, device
-        self.store, self.timeout = store, timeout
-        self.watch: Watch | None = None
+    def __init__(self, launch: Launch, device: torch.device, ours: watch.Watch) -> None:
+        self.launch, self.rank, self.world, self.device, self.watch = launch, launch.rank, launch.world, device, ours
         self.group = dist.new_group(backend="gloo")
 
     @property
@@ -131,7 +138,7 @@ class TorchRanks:
         """One all-reduce."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
-        self._moved()
+        self.at()
         found: list[float] = tensor.tolist()
         return found
 
@@ -146,32 +153,26 @@ class TorchRanks:
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(found, tensor, group=self.group)
-        self._moved()
+        self.at()
         return found
 
     def barrier(self) -> None:
         """Wait for all."""
         dist.barrier(group=self.group)
+        self.at()
 
     def again(self) -> TorchRanks:
         """Over another group."""
-        return TorchRanks(self.launch, self.device, self.store, self.timeout)
+        return TorchRanks(self.launch, self.device, self.watch)
 
-    def _moved(self, place: str | None = None) -> None:
-        if self.watch is not None:
-            self.watch.moved(place)
-
-    def at(self, place: str) -> None:
+    def at(self, place: str | None = None) -> None:
         """Known to the watch."""
-        self._moved(place)
+        self.watch.moved(place)
 
     @contextmanager
     def watched(self, leave: Callable[[str], None]) -> Iterator[None]:
-        """A thread of its own, with its own line to the place where the processes meet."""
-        board = self.store.clone()
-        board.set_timeout(timedelta(seconds=max(5.0, self.timeout / 2)))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.watch = Watch(self.rank, self.world, PrefixStore(f"watch/{attempt}", board), self.timeout, leave)
+        """The thread is there since they met; here it learns what to leave behind, and of collectives that fail."""
+        self.watch.leave = leave
         try:
             yield
         except RuntimeError as error:
@@ -179,10 +180,9 @@ class TorchRanks:
                 traceback.print_exc()
                 self.watch.end(f"a collective failed ({str(error).splitlines()[0][:160]})")
             raise
-        finally:
-            self.watch.close()
 
     def close(self) -> None:
-        """Give all groups back."""
+        """Give all groups back; nothing to watch any more."""
+        self.watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
