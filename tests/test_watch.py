@@ -114,3 +114,12 @@ def test_the_odd_one_is_named() -> None:
     two = parted([{"a": 1}, {"a": 2}])
     assert two is not None
     assert "rank 0 and 1 differ, and no majority" in two
+
+
+def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> None:
+    broken = "import os, textmill.loop\nif os.environ['RANK'] == '1': textmill.loop.open_splits = lambda _: open('/nowhere/at/all')"
+    endings = started(words_of(root, root / "broken"), ranks=2, fault="", waits_for=[0, 1], before=broken)
+    assert [endings[rank].code for rank in range(2)] == [1, 1], endings[0].said
+    assert "FileNotFoundError" in endings[1].said
+    assert "this was rank 1 of 2, which ends the others" in endings[1].said
+    assert endings[0].said == "", "one speaks"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any, Protocol, TypeVar
 
-from textmill.errors import EXIT_STOPPED, TextmillError, Told
+from textmill.errors import EXIT_BUG, EXIT_STOPPED, TextmillError, Told
 
 T = TypeVar("T")
 
@@ -95,7 +95,10 @@ ALONE = Alone()
 
 
 def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What every process does, or none: an error of one that the user must mend ends all of them, and is told once, as is all they say."""
+    """What every process does, or none: an error of one ends all of them and is told once, as is all they say.
+
+    One that nobody foresaw names the process it came from.
+    """
     value, fault = None, None
     try:
         with ExitStack() as silent:
@@ -103,9 +106,11 @@ def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
                 silent.enter_context(redirect_stdout(io.StringIO()))
                 silent.enter_context(redirect_stderr(io.StringIO()))
             value = work()
-    except TextmillError as error:
+    except Exception as error:
         fault = error
-    codes = ranks.gather(None if fault is None else fault.exit_code)
+        if ranks.world > 1 and not isinstance(error, TextmillError):
+            error.add_note(f"textmill: this was rank {ranks.rank} of {ranks.world}, which ends the others")
+    codes = ranks.gather(None if fault is None else getattr(fault, "exit_code", EXIT_BUG))
     teller = next((rank for rank, code in enumerate(codes) if code is not None), None)
     if fault is not None and teller == ranks.rank:
         raise fault
