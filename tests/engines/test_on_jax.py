@@ -119,6 +119,18 @@ def test_muon_is_torchs() -> None:
             assert np.abs(values - first[name]).max() < 5e-2 * np.abs(first[name]).max(), name
 
 
+def test_what_deterministic_means_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU is so anyway; that XLA knows the option, and is told it where asked alone, is what can be seen there."""
+    from textmill.engines import on_jax
+
+    wanted = losses_of(engine_of("jax", micro_batch=8), range(2))
+    assert losses_of(engine_of("jax", micro_batch=8, deterministic=True), range(2)) == wanted
+    monkeypatch.setattr(on_jax, "DETERMINISTIC", {"xla_no_such_option": True})
+    assert losses_of(engine_of("jax", micro_batch=8), range(1)) == wanted[:1]
+    with pytest.raises(Exception, match="No such compile option: 'xla_no_such_option'"):
+        losses_of(engine_of("jax", micro_batch=8, deterministic=True), range(1))
+
+
 def test_pieces_of_the_loss_are_the_whole() -> None:
     """Against the formula, written out in double precision."""
     import jax

@@ -94,6 +94,8 @@ class JaxEngine(EngineSection):
     """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on an accelerator, fp32 on a CPU."""
     mesh: JaxMesh = how(JaxMesh())
     """How the devices share the work."""
+    deterministic: bool = how(False)
+    """Bitwise the same numbers at every repeat on a GPU too, at some cost. It was never tried on one."""
 
 
 class DeepSpeedEngine(EngineSection):

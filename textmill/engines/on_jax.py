@@ -44,6 +44,9 @@ ROOM = 0.6
 WEIGHT_BYTES, STATE_BYTES = 24, 48
 """Of a weight, with its gradient and moments; and kept for backward, of a token in a layer for each channel, in bf16."""
 
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+"""What XLA is told for `engine.deterministic`: no sums in the order of arrival, and no kernels chosen by the clock."""
+
 Arrays = dict[str, Array]
 
 
@@ -80,7 +83,8 @@ class JaxStep:
 class JaxOnMesh:
     """The Engine of `engine.kind: jax`."""
 
-    def __init__(self, shape: Any, train: TrainConfig, way: Any, layout: Layout, ranks: Ranks, micro_batch: int) -> None:
+    def __init__(self, shape: Any, train: TrainConfig, way: Any, layout: Layout, ranks: Ranks, micro_batch: int, told: Any = None) -> None:
+        """`told` are XLA's own options."""
         self.ranks, self.first = ranks, ranks.first
         self.shape, self.train, self.layout, self.micro_batch = shape, train, layout, micro_batch
         self.net: Any = _twin(shape)
@@ -93,8 +97,8 @@ class JaxOnMesh:
         self.guard = new_guard(train, jnp, self._everywhere)
         self.held: Arrays = {}
         self.state: dict[str, Any] = {}
-        self.step = jax.jit(self._step, donate_argnums=(0, 1))
-        self.judge = jax.jit(self._judge)
+        self.step = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=told)
+        self.judge = jax.jit(self._judge, compiler_options=told)
 
     def samples_of(self, batch: int) -> slice:
         """Neighbouring samples, as many for each process."""
@@ -278,7 +282,7 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
     fused = devices[0].platform == "gpu" and wanted == "bf16" and head % 8 == 0 and head <= 128
     way = net.Way(precision, engine.recompute, fused, config.model.lora)
     micro_batch = engine.micro_batch if engine.micro_batch != "auto" else _fitting(config, shape, devices[0], layout, precision)
-    return JaxOnMesh(shape, train, way, layout, ranks, micro_batch)
+    return JaxOnMesh(shape, train, way, layout, ranks, micro_batch, DETERMINISTIC if engine.deterministic else None)
 
 
 def _fitting(config: RunConfig, shape: Any, device: jax.Device, layout: Layout, precision: Any) -> int:
