@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.test_chat_run import PAIRS, config_of, made, written
 from textmill.checkpoint import find_checkpoint, open_model, steps_of
 from textmill.cli import main
-from textmill.config import RunConfig, SampleConfig, TorchEngine
+from textmill.config import JaxEngine, RunConfig, SampleConfig, TorchEngine
+from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import open_generator
 from textmill.loop import train
@@ -76,6 +77,18 @@ def test_stopped_and_gone_on_with_it_gives_the_same_bits(base: Path, run: Path, 
     assert "done already" in capsys.readouterr().out
     with pytest.raises(TextmillError, match=r"trained from something else: model\.lora\.dropout was 0\.2, is "):
         train(adapting(run, base, 6, dropout=0.0))
+
+
+def test_it_changes_its_engine_in_the_middle(base: Path, run: Path, tmp_path: Path) -> None:
+    for extra in ("deepspeed", "jax"):
+        pytest.importorskip(extra, reason=f"needs the extra {extra}")
+    engines = [TorchEngine(device="cpu"), JaxEngine(device="cpu"), DeepSpeedEngine(device="cpu", zero=3)]
+    for number, engine in enumerate(engines):
+        train(adapting(tmp_path / "run", base, 2 * number + 2).model_copy(update={"engine": engine}))
+    ours, wanted = (dict(read_tensors(folder / "step-0000006" / "adapter_model.safetensors")) for folder in (tmp_path / "run", run))
+    assert ours.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert np.linalg.norm(ours[name] - values) <= 1e-4 * np.linalg.norm(values), name
 
 
 def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
