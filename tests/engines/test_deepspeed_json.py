@@ -116,6 +116,9 @@ def test_a_file_for_hugging_face_is_taken_as_it_is(tmp_path: Path) -> None:
         ({}, {"schedule": "cosine"}, {}, ['scheduler.type is "WarmupDecayLR"', 'train.schedule is "cosine"']),
         ({"optimizer": {"type": "Lamb"}}, {}, {}, ['optimizer.type is "Lamb"', "train.optimizer"]),
         ({}, {}, {"precision": "fp32"}, ["fp16.enabled is true", "engine.precision"]),
+        ({"gradient_allreduce_op": "sum"}, {}, {}, ['gradient_allreduce_op is "sum"', 'own is "mean"']),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, {}, {}, ["fp16.fp16_master_weights_and_grads is true", "own is false"]),
+        ({"torch_autocast": {"enabled": True}}, {}, {}, ["torch_autocast.enabled is true", "own is false"]),
         ({"zero_optimization": {"stage": 2}}, {}, {"zero": 1}, ["zero_optimization.stage is 2", "engine.zero is 1"]),
     ],
 )  # fmt: skip

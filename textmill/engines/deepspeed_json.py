@@ -32,6 +32,12 @@ KINDS: dict[str, tuple[str, ...]] = {
 TYPES: dict[str, tuple[type, ...]] = {
     "an object": (dict,), "an object or null": (dict, NoneType), "true or false": (bool,), "a number": (int, float), "a text": (str,),
 }  # fmt: skip
+ALWAYS = {
+    "gradient_allreduce_op": "mean", "torch_autocast.enabled": False, "sequence_parallel_size": 1, "tensor_parallel.autotp_size": 0,
+    "bf16.bf16_master_weights_and_grads": False, "bf16.bf16_optimizer_states": False, "fp16.fp16_master_weights_and_grads": False,
+    "data_efficiency.enabled": False,
+}  # fmt: skip
+"""What would change sums, precision or samples behind the engine's back, and what it must be."""
 OUR_OWN = ("optimizer", "scheduler")
 """Parts of a file that are held against our settings and not handed on: the optimizer and its rate are ours."""
 
@@ -145,6 +151,7 @@ def _refuse_contradictions(
         "zero_optimization.offload_param.device": ("engine.offload_weights", engine.offload_weights or "none"),
         "fp16.enabled": ("engine.precision=fp16", precision == "fp16"),
         "bf16.enabled": ("engine.precision=bf16", precision == "bf16"),
+        **{name: ("textmill's own", value) for name, value in ALWAYS.items()},
         **_optimizer_of(train, at),
         **_schedule_of(train, at),
     }
