@@ -15,6 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.generation.conftest import _write_model
+from tests.server.live import TEXT
+from textmill.config import TokenizerConfig
+from textmill.models import gpt2
+from textmill.tokens.tokenizer import fit
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -77,6 +83,14 @@ def new_live() -> Iterator[Callable[..., Live]]:
         if live.process.poll() is None:
             live.process.kill()
             live.process.wait()
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of random weights that sees 96 tokens."""
+    tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
+    shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.end)
+    return _write_model(tmp_path_factory.mktemp("small") / "run", tokenizer, shape).folder
 
 
 @pytest.fixture(scope="module")

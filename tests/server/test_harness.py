@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,38 +14,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.generation.conftest import _write_model
 from tests.server.conftest import Live
 from tests.server.live import TEXT
-from textmill.config import TokenizerConfig
-from textmill.models import gpt2
-from textmill.tokens.tokenizer import fit
 
 PAIRS = [("The mill stands", " by the river"), ("물레방아는", " 강가에 서 있다."), ("Değirmen", " köprünün üstünde"), ("a", "b")]
 CLOSE = 2e-5
+STREAMED = int(os.environ.get("TEXTMILL_TEST_STREAMED", "40"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-    shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.end)
-    return _write_model(tmp_path_factory.mktemp("harness") / "run", tokenizer, shape).folder
+def served(small_model: Path, new_live: Callable[..., Live]) -> Live:
+    return new_live({"model": str(small_model), "chat": False})
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path, new_live: Callable[..., Live]) -> Live:
-    return new_live({"model": str(folder), "chat": False})
+def tokenizer(small_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(small_model)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def judge(folder: Path) -> Callable[[list[int]], torch.Tensor]:
+def judge(small_model: Path) -> Callable[[list[int]], torch.Tensor]:
     """Log-probabilities of every token after every token, by transformers."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(small_model).float().eval()
 
     def rows(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
@@ -91,6 +84,20 @@ def test_new_tokens_are_judged_as_by_transformers(served: Live, tokenizer: Any, 
         context.append(int(row.argmax()))
     assert tokenizer.decode(context[len(ids) :]).startswith(choice["text"].rstrip("�"))
     assert new
+
+
+def test_a_stream_is_the_whole_text_for_many_prompts(served: Live) -> None:
+    dice = random.Random(5)
+    signs = [*"🎡🏞👩‍👧🇰🇷👍🏽물레방아강가에 aé漢", "The ", " mill", "\n"]
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        for number in range(STREAMED):
+            prompt = "".join(dice.choices(signs, k=dice.randint(1, 12)))
+            body = {"prompt": prompt, "max_tokens": 24, "seed": number, "temperature": 1.5}
+            whole = client.post("/v1/completions", json=body).json()["choices"][0]
+            lines = client.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
+            chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+            assert "".join(chunk["text"] for chunk in chunks) == whole["text"], prompt
+            assert chunks[-1]["finish_reason"] == whole["finish_reason"]
 
 
 def test_until(served: Live, tokenizer: Any) -> None:
@@ -143,13 +150,13 @@ def test_an_answer_until(live: Live) -> None:
 
 
 @pytest.mark.parametrize("backend", ["remote", "huggingface"])
-def test_the_harness_itself(served: Live, folder: Path, tokenizer: Any, judge: Callable[..., torch.Tensor], backend: str) -> None:
+def test_the_harness_itself(served: Live, small_model: Path, tokenizer: Any, judge: Callable[..., torch.Tensor], backend: str) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra eval")
     pytest.importorskip("tenacity", reason="lm-evaluation-harness asks servers with its own extra api only")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    more = {"tokenizer": str(folder)} if backend == "huggingface" else {}
+    more = {"tokenizer": str(small_model)} if backend == "huggingface" else {}
     model = LocalCompletionsAPI(
         base_url=f"{served.url}/v1/completions", model="mill", tokenizer_backend=backend, max_length=96, batch_size=2, **more
     )

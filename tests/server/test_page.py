@@ -111,8 +111,11 @@ def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: L
     before = browser.run("return messages.length")
     browser.click(".again")
     browser.wait("return !document.getElementById('stop').disabled")
+    browser.wait(f"return document.querySelectorAll('{LAST} .token').length")
+    browser.type("body", KEYS["escape"])
     browser.wait(IDLE + " == 1")
     assert browser.run("return messages.length") == before == 2, "another answer takes the place of the first"
+    assert "stopped" in browser.text(f"{LAST} .note")
     browser.run(
         "const most = document.getElementById('max_tokens'); most.value = 400; most.dispatchEvent(new Event('input', {bubbles: true}))"
     )
