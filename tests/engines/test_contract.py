@@ -115,8 +115,8 @@ def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, 
 
 
 def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
-    ramp = [2, 2, 12]
-    sizes = [Sizes(ROWS, ramp).at(step) for step in range(8)]
+    ramp = [2, 6, 4]  # two sizes: JAX makes a program of each
+    sizes = [Sizes(ROWS, ramp).at(step) for step in range(6)]
     assert sizes[0] == 2
     assert sizes[-1] == ROWS
 
