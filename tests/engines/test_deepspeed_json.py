@@ -187,6 +187,8 @@ def test_damage_of_any_kind_is_one_sentence(tmp_path: Path) -> None:
         ({"optimizer": {"type": ["AdamW"]}}, 'optimizer.type is ["AdamW"]; a text belongs there'),
         ({"scheduler": {"params": 3}}, "scheduler.params is 3; an object belongs there"),
         ({"steps_per_print": "often"}, 'steps_per_print is "often"; a number belongs there'),
+        ({"communication_data_type": 7}, "communication_data_type is 7; a text or null belongs there"),
+        ({"flops_profiler": True}, "flops_profiler is true; an object belongs there"),
         ({"wall_clock_breakdown": None}, "wall_clock_breakdown is null; true or false belongs there"),
     ],
 )

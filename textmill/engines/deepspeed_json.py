@@ -22,15 +22,24 @@ AUTO = "auto"
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "LRRangeTest": "range_test"}
 """DeepSpeed's schedules by our names."""
 KINDS: dict[str, tuple[str, ...]] = {
-    "an object": ("zero_optimization", "fp16", "bf16", "data_types", "optimizer", "optimizer.params", "scheduler", "scheduler.params"),
+    "an object": (
+        "zero_optimization", "fp16", "bf16", "data_types", "optimizer", "optimizer.params", "scheduler", "scheduler.params", "aio",
+        "activation_checkpointing", "checkpoint", "comms_logger", "compile", "csv_monitor", "data_efficiency", "flops_profiler",
+        "pipeline", "tensor_parallel", "tensorboard", "timers", "torch_autocast", "wandb",
+    ),
     "an object or null": ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
-    "true or false": ("wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients"),
-    "a number": ("steps_per_print",),
-    "a text": ("optimizer.type", "scheduler.type"),
-}
+    "true or false": (
+        "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients", "disable_allgather", "dataloader_drop_last",
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    ),
+    "a number": ("steps_per_print", "gradient_predivide_factor"),
+    "a text": ("optimizer.type", "scheduler.type", "gradient_allreduce_op"),
+    "a text or null": ("communication_data_type",),
+}  # fmt: skip
 """What is taken for granted where it is read, here or by DeepSpeed, and so is looked at before."""
 TYPES: dict[str, tuple[type, ...]] = {
-    "an object": (dict,), "an object or null": (dict, NoneType), "true or false": (bool,), "a number": (int, float), "a text": (str,),
+    "an object": (dict,), "an object or null": (dict, NoneType), "true or false": (bool,), "a number": (int, float),
+    "a text": (str,), "a text or null": (str, NoneType),
 }  # fmt: skip
 ALWAYS = {
     "gradient_allreduce_op": "mean", "torch_autocast.enabled": False, "sequence_parallel_size": 1, "tensor_parallel.autotp_size": 0,
