@@ -9,9 +9,10 @@ import signal
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError
+from textmill.leaving import leave_after
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,18 @@ USAGE = "textmill VERB WHERE [section.key=value ...] [--flag]"
 WHERE_HELP = "WHERE is a YAML file, a folder that textmill made, a Hugging Face model folder, or a recipe's name."
 
 
+def command() -> NoReturn:
+    """The program `textmill`."""
+    leave_after(main)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        return _run(words)
+        code = _run(words)
+        print(end="", flush=True)
+        return code
     except TextmillError as error:
         if str(error):
             print("textmill: " + " ".join(str(error).split()), file=sys.stderr)

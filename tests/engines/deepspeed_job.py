@@ -15,6 +15,7 @@ import numpy as np
 
 from tests.engines.test_contract import LORA, MAKE, ROWS, VOCAB, batch_of, config_of, first_of, rows_of
 from textmill.engines import open_engine, open_ranks
+from textmill.leaving import leave_after
 from textmill.models import open_family
 from textmill.ranks import Ranks
 from textmill.tokens.batches.sizes import Sizes
@@ -58,14 +59,15 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         return {"losses": losses, "same": same, "valid": [sums.loss, sums.asked, sums.correct], "updates": engine.updates()}
 
 
-def main(path: Path) -> None:
+def main(path: Path) -> int:
     """Every run of the job, one after another; the first process writes what came out."""
     job = json.loads(path.read_text())
     with closing(open_ranks(config_of("torch"))) as ranks:
         found = [done(run, ranks) for run in job]
         if ranks.first:
             path.with_suffix(".out").write_text(json.dumps(found))
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    leave_after(lambda: main(Path(sys.argv[1])))

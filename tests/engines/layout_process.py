@@ -14,6 +14,7 @@ import numpy as np
 from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
+from textmill.leaving import leave_after
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
 
@@ -128,7 +129,7 @@ def cut(batch: Batch, rows: int) -> Batch:
     return Batch(batch.inputs[:rows], batch.labels[:rows], batch.samples[:rows])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> int:
     """Every layout of as many processes as there are; each goes on from its own state, and from one that stands in the folder."""
     world = int(os.environ["WORLD_SIZE"])
     strangers = sorted(path.name.removesuffix(".state.npz") for path in folder.glob("*.state.npz"))
@@ -145,7 +146,8 @@ def main(folder: Path) -> None:
                 np.savez(folder / f"{name}.gradients.npz", **gradients)
                 np.savez(folder / f"{name}.state.npz", **state)
                 (folder / f"{name}.json").write_text(json.dumps(numbers))
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    leave_after(lambda: main(Path(sys.argv[1])))

@@ -9,12 +9,15 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from textmill.config import RunConfig
 from textmill.engines import Engine, Named, open_engine, open_ranks
+from textmill.errors import EXIT_DONE
 from textmill.files import write_json
+from textmill.leaving import leave_after
 from textmill.models import open_family
 from textmill.models.lora import first_adapters
 from textmill.tensors import blocks_of
@@ -53,7 +56,7 @@ def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
     return {"steps": seen, "valid": [sums.loss, sums.asked, sums.correct], "copies": engine.ranks.gather(hash_of(engine.weights()))}
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str]) -> int:
     """Run the config of each folder, one after the other, on the processes that were started together."""
     folders = [Path(word) for word in words]
     configs = [RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8")) for folder in folders]
@@ -70,7 +73,8 @@ def main(words: list[str]) -> None:
             write_json(folder / "seen.json", seen)
         engine.close()
     ranks.close()
+    return EXIT_DONE
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    leave_after(partial(main, sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""A process ends with its own code, and with all that it said, whatever is left in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import atexit, sys, threading
+from textmill.leaving import leave_after
+
+def work():
+    threading.Thread(target=threading.Event().wait).start()
+    atexit.register(print, "then what was promised for the end")
+    print("work")
+    {last}
+
+leave_after(work)
+"""
+
+
+def ended(last: str, root: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM.format(last=last)], cwd=root, capture_output=True, text=True, timeout=300)
+
+
+def test_a_thread_that_never_ends_keeps_no_process(root: Path) -> None:
+    done = ended("return 75", root)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "work\nthen what was promised for the end\n", "")
+
+
+def test_a_bug_keeps_its_traceback(root: Path) -> None:
+    done = ended("raise KeyError('a bug')", root)
+    assert (done.returncode, done.stdout) == (1, "work\nthen what was promised for the end\n")
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("KeyError: 'a bug'\n")
