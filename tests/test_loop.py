@@ -93,6 +93,22 @@ def test_what_would_change_the_result_is_refused(root: Path, undisturbed: Path, 
     assert "--force" in str(error.value)
 
 
+def test_a_refused_run_leaves_nothing_that_was_not_there(root: Path, tmp_path: Path) -> None:
+    """Refused by what is looked at first, by what comes after the data's index was written, and by the engine."""
+    refusals = {
+        "model.init_from=nowhere": "nowhere",
+        "train.ramp=3,3,100": "train.ramp",
+        "engine.micro_batch=3": "engine.micro_batch",
+    }
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for word, said in refusals.items():
+        for folder in ("new/one", "mine"):
+            with pytest.raises(TextmillError, match=said):
+                train(config_for(root, tmp_path / folder, STEPS, word))
+            assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["mine", "mine/notes.txt"]
+
+
 def test_what_is_safe_is_taken_and_recorded(root: Path) -> None:
     run = root / "more"
     train(config_for(root, run, 10))

@@ -8,10 +8,11 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from textmill.errors import TextmillError
 from textmill.faults import touch
@@ -133,12 +134,23 @@ def _place_of(now: list[str], before: list[str]) -> str:
 @contextmanager
 def locked(path: Path, busy: str | None) -> Iterator[None]:
     """Keep a second process out, with what `busy` says, or let it wait; the lock goes with the process, however it ends."""
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-        except OSError:
-            raise TextmillError(busy) from None
-        yield
+    while True:
+        with open(path, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            except OSError:
+                raise TextmillError(busy) from None
+            if _stands(lock, path):
+                yield
+                return
+
+
+def _stands(stream: IO[str], path: Path) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def new_folder(path: Path, setting: str) -> None:
@@ -147,6 +159,35 @@ def new_folder(path: Path, setting: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TextmillError(f"{path}: cannot be made ({error.strerror}); set another {setting}") from None
+
+
+@contextmanager
+def taken(folder: Path, setting: str, first: bool) -> Iterator[Callable[[], None]]:
+    """A folder that the first process makes and locks for all; unless what is given is called, nothing stays that was not there before."""
+    if not first:
+        yield partial(new_folder, folder, setting)
+        return
+    there = next(above for above in (folder, *folder.parents) if above.exists())
+    before = set(os.listdir(folder)) if there == folder and folder.is_dir() else set()
+    kept: list[bool] = []
+    new_folder(folder, setting)
+    with locked(folder / ".lock", f"{folder}: another process is training there; wait for it or set another {setting}"):
+        try:
+            yield partial(kept.append, True)
+        finally:
+            if not kept:
+                _clear_back(folder, before, there)
+
+
+def _clear_back(folder: Path, before: set[str], there: Path) -> None:
+    """Take out of a folder what was not in it before, and the folder and those above it that were not there either."""
+    for path in folder.iterdir():
+        if path.name not in before:
+            clear(path)
+    with suppress(OSError):  # something else came into it
+        while folder != there:
+            folder.rmdir()
+            folder = folder.parent
 
 
 def shown(path: Path) -> str:

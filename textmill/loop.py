@@ -14,7 +14,7 @@ from textmill.config import RunConfig
 from textmill.copies import check_copies
 from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
-from textmill.files import locked, new_folder, shown, write_text
+from textmill.files import shown, taken, write_text
 from textmill.generation.prompts import write_samples
 from textmill.patience import Patience
 from textmill.ranks import Ranks, agreed, moving
@@ -35,27 +35,26 @@ def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") ->
     """Train from the newest checkpoint, or from the beginning, to the last step; return the run's folder."""
     run = config.folder_of("train")
     with closing(open_ranks(config)) as ranks, ranks.watched(partial(stopped, run)), ExitStack() as held:
-        data, start, batches, course = agreed(ranks, lambda: _begun(config, force, step, ranks, held))
+        keep = agreed(ranks, lambda: held.enter_context(taken(run, "train.folder", ranks.first)))
+        data, start, batches, course = agreed(ranks, lambda: _begun(config, force, step))
         if start.step >= course.steps:
             if ranks.first:
                 print(f"train: done already: {shown(run)} (step {start.step:,})")
             return run
         engine = agreed(ranks, lambda: _loaded(config, start, ranks, held))
+        agreed(ranks, keep)
         with Stopping() as stopping:
             Training(config, course, data, start, engine, stopping).go(batches)
     return run
 
 
-def _begun(config: RunConfig, force: Force, step: WhichStep, ranks: Ranks, held: ExitStack) -> tuple[Splits, Start, Batches, Course]:
-    """All that is known before the engine; the folder is locked by the first process for all."""
+def _begun(config: RunConfig, force: Force, step: WhichStep) -> tuple[Splits, Start, Batches, Course]:
+    """All that is known before the engine."""
     faults.begin_step("start")
-    data, run = open_splits(config), config.folder_of("train")
-    new_folder(run, "train.folder")
-    if ranks.first:
-        held.enter_context(locked(run / ".lock", f"{run}: another process is training there; wait for it or set another train.folder"))
+    data = open_splits(config)
     start = begin(config, data, force, step)
     length = config.train.length or start.shape.positions
-    batches = open_batches(config.train, data, length=length, folder=run / INDEX)
+    batches = open_batches(config.train, data, length=length, folder=config.folder_of("train") / INDEX)
     return data, start, batches, course_of(config.train, batches, length)
 
 
