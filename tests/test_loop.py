@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -54,12 +54,12 @@ def test_killed_again_and_again_it_gives_the_same_bits(root: Path, undisturbed: 
 def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
     run = root / "stopped"
     words = [*trained(root, run, STEPS), "train.save_every=1000"]
-    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
-        assert process.poll() is None
-        time.sleep(0.01)
+    stopping = {**os.environ, "TEXTMILL_FAULT": "stop@step:7"}
+    process = subprocess.Popen([*COMMAND, *words], env=stopping, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    process.send_signal(signal.SIGCONT)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 75, said
     assert "stopped by SIGTERM at step" in said
     step = json.loads((run / "stopped.json").read_text())["step"]
