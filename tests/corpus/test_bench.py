@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -28,8 +29,19 @@ def test_more_text_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="needs /proc to see memory")
-def test_memory_is_that_of_all_processes() -> None:
-    size = 60 << 20
-    inner = f"import time; data = b'x' * {size}; time.sleep(0.6)"
+def test_memory_is_that_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes hold theirs until a look has begun after both had it."""
+    size, here, seen_here = 60 << 20, tmp_path / "here", tmp_path / "seen"
+    inner = f"import pathlib, time; data = b'x' * {size}; pathlib.Path({str(here)!r}).touch()\n"
+    inner += f"while not pathlib.Path({str(seen_here)!r}).exists(): time.sleep(0.01)"
+    looks, sleep = [0], time.sleep
+
+    def pause(seconds: float) -> None:
+        looks[0] += here.exists()
+        if looks[0] == 2:
+            seen_here.touch()
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", pause)
     seen = corpus.run([sys.executable, "-c", CHILD.format(size=size, inner=inner)], pause=0.05)
     assert 120 <= seen.peak < 180

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,16 +270,18 @@ def test_killed_and_run_again(world: Path, root: Path) -> None:
             return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL, stderr=said)
 
     began = time.monotonic()
-    assert start("whole").wait(60) == 0
+    assert start("whole").wait(300) == 0
     duration = time.monotonic() - began
-    kills = 0
     for share in (0.6, 0.8):
-        process = start("killed")
-        time.sleep(duration * (share + dice.uniform(-0.1, 0.1)))
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait(10) == -signal.SIGKILL
-    assert kills
-    assert start("killed").wait(60) == 0, Path("said.txt").read_text()
+        while True:
+            process = start("killed")
+            time.sleep(duration * (share + dice.uniform(-0.1, 0.1)))
+            process.send_signal(signal.SIGKILL)
+            if process.wait(300) == -signal.SIGKILL:
+                break
+            shutil.rmtree("killed")  # it was done before that: the machine is quicker than it was
+            duration /= 2
+    assert start("killed").wait(300) == 0, Path("said.txt").read_text()
     assert content(Path("killed/corpus")) == content(Path("whole/corpus"))
     assert not Path("killed/corpus.part").exists()
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,14 @@ def scheduler(generator: Generator) -> Iterator[Scheduler]:
     scheduler = Scheduler(generator, slots=4, queue=3)
     yield scheduler
     scheduler.close(0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The scheduler's time, which goes on when it is told to."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("textmill.generation.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
 def request(generator: Generator, prompt: str = "The mill", sample: SampleConfig = LONG) -> Request:
@@ -225,25 +234,32 @@ def test_a_full_queue_is_said_and_everyone_taken_ends_once(generator: Generator,
     assert all(reader.events.empty() for reader in readers)
 
 
-def test_a_deadline_ends_those_at_work_and_those_that_wait(generator: Generator) -> None:
+def test_a_deadline_ends_those_at_work_and_those_that_wait(generator: Generator, clock: SimpleNamespace) -> None:
     scheduler = Scheduler(generator, slots=1, queue=1)
     readers = [Reader(), Reader()]
     for reader in readers:
-        scheduler.submit(request(generator), reader, deadline=time.monotonic() + 0.3)
+        scheduler.submit(request(generator), reader, deadline=1.0)
+    readers[0].next()
+    clock.now = 2.0
     assert [reader.done().reason for reader in readers] == ["timeout", "timeout"]
     assert isinstance(readers[0].seen[0], Token)
     assert scheduler.stats()["active"] == scheduler.stats()["waiting"] == 0
     scheduler.close(0)
 
 
-def test_closing_lets_work_finish_and_then_cancels(generator: Generator) -> None:
+def test_closing_lets_work_finish_and_then_cancels(generator: Generator, clock: SimpleNamespace) -> None:
     scheduler = Scheduler(generator, slots=1, queue=3)
     short, queued, endless = Reader(), Reader(), Reader()
     brief = SampleConfig(max_tokens=5, min_tokens=5)
     scheduler.submit(request(generator, sample=brief), short)
-    scheduler.submit(request(generator, sample=brief), queued)
+
+    def last(event: Token | Done) -> None:
+        queued(event)
+        clock.now = 2 * PATIENCE if isinstance(event, Done) else 0.0
+
+    scheduler.submit(request(generator, sample=brief), last)
     scheduler.submit(request(generator), endless)
-    scheduler.close(1.0)
+    scheduler.close(PATIENCE)
     assert [reader.done().reason for reader in (short, queued, endless)] == ["length", "length", "cancelled"]
     with pytest.raises(TextmillError, match="closing"):
         scheduler.submit(request(generator), Reader())

@@ -37,12 +37,12 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
 
 
-def wait_for(condition: Any, seconds: float = 20) -> bool:
+def wait_for(condition: Any, seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -118,10 +118,9 @@ def test_closing_waits_for_nobody(jobs: Any, tmp_path: Path) -> None:
     assert next(results) == 0
     assert wait_for(lambda: len(list(tmp_path.glob("pid-*"))) >= 2)
     pids = {int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")}
-    start = time.monotonic()
     results.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - start < 5
     assert not any(map(alive, pids))
+    assert not list(tmp_path.glob("slept-*")), "none of them has slept to its end"
 
 
 SCRIPT = """
@@ -153,7 +152,7 @@ def test_workers_end_with_their_parent(sign: signal.Signals, tmp_path: Path, roo
         else:
             parent.kill()
         parent.wait(60)
-        assert wait_for(lambda: not any(map(alive, pids)), 10)
+        assert wait_for(lambda: not any(map(alive, pids)))
     finally:
         parent.kill()
         _, error = parent.communicate()
@@ -165,7 +164,7 @@ def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(jobs=str(JOBS), folder=str(tmp_path)).replace('if __name__ == "__main__":', "if True:"))
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "if __name__ == '__main__':" in done.stderr
 

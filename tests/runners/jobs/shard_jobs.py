@@ -52,6 +52,7 @@ def sleep_long(shard: tuple[int, str]) -> int:
     (Path(folder) / f"pid-{number}-{os.getpid()}").touch()
     if number:
         time.sleep(600)
+        (Path(folder) / f"slept-{number}").touch()
     return number
 
 
