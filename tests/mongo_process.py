@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from textmill.verification.launches import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = "secantusdb==0.7.0b3"
 VARIABLE = "TEXTMILL_TEST_MONGO"
@@ -45,7 +47,7 @@ class MongoProcess:
     """A server of our own that can be killed and started again on the same port and data."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.command, self.port = folder, _installed(), _free_port()
+        self.folder, self.command, self.port = folder, _installed(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -93,12 +95,6 @@ def _installed() -> Path:
             except (subprocess.SubprocessError, OSError) as error:
                 raise NoServer(f"{PINNED} cannot be installed ({type(error).__name__})") from None
     return command
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def named_server() -> str | None:

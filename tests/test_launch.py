@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.kill_train import prepared, trained
+from textmill.verification.launches import free_port
 from textmill.where import recipes_folder
 
 LAUNCH = recipes_folder() / "launch"
@@ -45,11 +45,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     for name, text in scripts.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     path = os.pathsep.join([str(tools), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(recipes_folder().parent), "MASTER_PORT": port, "RANKS": "2"}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(recipes_folder().parent), "MASTER_PORT": str(free_port()), "RANKS": "2"}
 
 
 def run(script: str, words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -86,7 +83,7 @@ def test_one_node(root: Path, environment: dict[str, str]) -> None:
 
 def test_slurm_queues_again_what_may_go_on(root: Path, environment: dict[str, str], tmp_path: Path) -> None:
     folder = root / "slurm"
-    words = [*trained(root, folder, 4)[1:], "train.warmup=0", "engine.timeout=10"]
+    words = [*trained(root, folder, 4)[1:], "train.warmup=0", "engine.timeout=60"]
     job = {**environment, "SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
     lost = run("slurm.sh", words, {**job, "TEXTMILL_FAULT": "kill@step:2:1"})
     assert lost.returncode == 75, lost.stderr

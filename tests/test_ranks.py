@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from bench.engine_ends import left_behind
 from bench.kill_train import numbers_of, prepared, textmill, trained
 from textmill.engines.ranks_torch import first_host, launch_of
 from textmill.errors import TextmillError
+from textmill.verification.launches import free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "textmill"]
 
@@ -106,10 +106,7 @@ def test_launchers_are_understood() -> None:
 
 
 def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     short = "import sys, textmill.watch; textmill.watch.START = 2; from textmill.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", short, *words(root, root / "alone-of-two", 10)]
     first = subprocess.run([*command, "engine.timeout=2"], env={**place, "RANK": "0"}, capture_output=True, text=True, timeout=300)

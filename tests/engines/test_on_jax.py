@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from textmill.engines import Engine, Ranks, open_engine, open_ranks
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.verification.launches import free_port
 
 VOCAB, LENGTH, ROWS = 150, 24, 8
 KINDS = {"torch": TorchEngine, "jax": JaxEngine}
@@ -220,7 +222,8 @@ def test_two_processes_give_the_losses_of_one() -> None:
     here = Path(__file__)
     common = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent)]), "WORLD_SIZE": "2"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
-    child = [sys.executable, "-c", "import test_on_jax; test_on_jax.as_one_of_two()"]
+    code = "from test_on_jax import as_one_of_two; from textmill.leaving import leave_after; leave_after(as_one_of_two)"
+    child = [sys.executable, "-c", code]
     both = [subprocess.Popen(child, env={**common, "RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
     said = [json.loads(process.communicate(timeout=900)[0].splitlines()[-1]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
@@ -241,17 +244,12 @@ def test_two_processes_give_the_losses_of_one() -> None:
 def free_ports() -> int:
     """A port that is free with the next one: processes meet at the first, JAX at the second."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
+        with socket.socket() as second, suppress(OSError):
+            second.bind(("127.0.0.1", 1 + (port := free_port())))
             return port
 
 
-def as_one_of_two() -> None:
+def as_one_of_two() -> int:
     """What the test above starts twice."""
     config = config_of("jax", mesh=JaxMesh(shard=2))
     ranks = open_ranks(config)
@@ -264,6 +262,7 @@ def as_one_of_two() -> None:
     print(json.dumps({"losses": losses, "asked": sums.asked, "loss": sums.loss, "names": names, "norms": norms}), flush=True)
     engine.close()
     ranks.close()
+    return 0
 
 
 def test_the_door_says_what_is_missing() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from textmill.verification.launches import free_port
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 KEYS = {"enter": "\ue007", "escape": "\ue00c", "shift": "\ue008"}
@@ -26,11 +27,9 @@ class Browser:
     """One window."""
 
     def __init__(self, width: int = 1200, height: int = 800) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
         self._wait_up()
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={width},{height}"]
         options = {"binary": shutil.which("chromium"), "args": arguments}
@@ -39,7 +38,7 @@ class Browser:
         self.at = f"/session/{session['sessionId']}"
 
     def _wait_up(self) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while True:
             try:
                 if self.http.get("/status").json()["value"]["ready"]:
@@ -80,7 +79,7 @@ class Browser:
         found: str = self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
         return found
 
-    def wait(self, script: str, seconds: float = 30) -> Any:
+    def wait(self, script: str, seconds: float = 120) -> Any:
         """What a script returns once that is something."""
         end = time.monotonic() + seconds
         while not (found := self.run(script)):

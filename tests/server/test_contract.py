@@ -33,7 +33,7 @@ def send(target: Live, operation: Any, mode: GenerationMode, statuses: Counter[t
     @quick
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
-        reply = case.call(base_url=target.url, timeout=30)
+        reply = case.call(base_url=target.url, timeout=60)
         statuses[mode.value, reply.status_code] += 1
         told = (case.method, case.path, str(case.body)[:300], reply.text[:300])
         assert reply.status_code < 500, told

@@ -26,7 +26,7 @@ def target(new_live: Callable[..., Live]) -> Live:
 
 def test_bent_bodies(target: Live) -> None:
     dice, statuses = random.Random(7), Counter[int]()
-    with httpx.Client(base_url=target.url, timeout=30) as client:
+    with httpx.Client(base_url=target.url, timeout=60) as client:
         api = client.get("/openapi.json").json()
         for number in range(COUNT):
             method, path, headers, body = asked(api, dice)
@@ -51,7 +51,7 @@ def test_bytes_that_are_hardly_http(target: Live) -> None:
     dice = random.Random(8)
     for number in range(COUNT // 10):
         sent, got = raw(dice), b""
-        with socket.create_connection(("127.0.0.1", target.port), timeout=10) as line:
+        with socket.create_connection(("127.0.0.1", target.port), timeout=60) as line:
             try:
                 line.sendall(sent)
                 line.shutdown(socket.SHUT_WR)

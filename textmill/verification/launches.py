@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from textmill.tensors import Named, read_tensors
 
 PATIENCE = 900
 """Seconds that a trial may take."""
+PORTS = (20_000, 32_000)
+"""Where a port is looked for: below those that connections are given by chance."""
 QUIET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID")
 """Words of the launcher that this process itself may have been started by."""
 
@@ -89,11 +92,17 @@ def _environments(one: bool, processes: int) -> list[dict[str, str]]:
         return [plain | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}]
     if processes == 1:
         return [plain]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meet = plain | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meet = plain | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def free_port() -> int:
+    """A port of this machine that is free, and will be when it is wanted: the system deals out none of these."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 def _last(folder: Path, number: int) -> str:
