@@ -24,6 +24,8 @@ MERGED_CONFIG = "merged_config.json"
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the model that it wraps."""
 A, B = ".lora_A.weight", ".lora_B.weight"
+MOST = 1e38
+"""Where fp32 ends, about."""
 UNKNOWN = (
     "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
     "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "velora_config",
@@ -121,10 +123,17 @@ def base_of(folder: Path) -> Path:
         raise TextmillError(f"{folder}: the model that this adapter changes is gone: {error}; put it back") from None
     if is_adapter(base):
         raise TextmillError(f"{folder}: changes {named}, which is an adapter itself; merge that one first: textmill export {named}")
-    progress = read_json(folder / "progress.json") if (folder / "progress.json").is_file() else None
-    if progress and progress["made_from"]["model.init_from"] != fingerprint_of(base):
+    if (folder / "progress.json").is_file() and _trained_on(folder / "progress.json") != fingerprint_of(base):
         raise TextmillError(f"{folder}: {named}, which this adapter changes, has other weights than when it was trained; put those back")
     return base
+
+
+def _trained_on(progress: Path) -> str:
+    """The fingerprint of the base that a checkpoint of ours was trained on."""
+    try:
+        return str(read_json(progress)["made_from"]["model.init_from"])
+    except (LookupError, TypeError):
+        raise TextmillError(f"{progress}: does not say which weights the adapter was trained on; it is damaged or not ours") from None
 
 
 def open_adapter(folder: Path) -> Adapter:
@@ -137,8 +146,8 @@ def open_adapter(folder: Path) -> Adapter:
         if settings.get(key):
             raise TextmillError(f"{where}: {key} is {settings[key]!r}; textmill reads plain LoRA, without it")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both are numbers, r a whole one above 0")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < MOST:
+        raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both are numbers above 0, r a whole one")
     dropout = settings.get("lora_dropout", 0.0)
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it is a share, 0 or more and less than 1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.damage import WRONG, mutated
 from tests.models.test_family import shaken, shape_of
 from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapter, read_apart, read_weights
 from textmill.config import LoraConfig
@@ -18,7 +21,7 @@ from textmill.models import open_family
 from textmill.models.dropout_torch import drop, dropout_keys
 from textmill.models.lora import adapters_of, first_adapters, lora_of, peft_config_of, sites_of
 from textmill.models.nets_torch import fill, named_copies, new_net, open_net, weights_of
-from textmill.tensors import blocks_of
+from textmill.tensors import blocks_of, fingerprint_of
 
 CPU = torch.device("cpu")
 NUMBERS = {"layers": 2, "heads": 3, "width": 24, "inner": 40, "positions": 20}
@@ -207,6 +210,27 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(base: Path, tmp_path: Path
     (folder / ADAPTER_CONFIG).write_text(json.dumps({**settings, **change}))
     with pytest.raises(TextmillError, match=said):
         list(read_weights(folder))
+
+
+def test_damage_of_any_kind_is_one_sentence(base: Path, tmp_path: Path) -> None:
+    """Seeded places of adapter_config.json and progress.json: the folder opens still, or is refused in a sentence, merged and apart."""
+    folder, dice, said = written(tmp_path / "ours", base, LORAS[0]), random.Random(11), []
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text()) | {"use_rslora": False, "rank_pattern": {}, "use_dora": False}
+    wrong = tuple("./no such folder" if one == "wrong" else one for one in WRONG)  # no hub is asked
+    progress = {"step": 3, "made_from": {"model.init_from": fingerprint_of(base)}}
+    for number in range(120):
+        trees = [mutated(settings, dice, wrong), progress] if number % 4 else [settings, mutated(progress, dice, wrong)]
+        for name, tree in zip((ADAPTER_CONFIG, "progress.json"), trees, strict=True):
+            (folder / name).write_text(json.dumps(tree))
+        for apart in (False, True):
+            with contextlib.suppress(TextmillError):
+                open_net(folder, CPU, apart=apart)
+                continue
+            with pytest.raises(TextmillError) as told:
+                open_net(folder, CPU, apart=apart)
+            said.append(str(told.value))
+    assert len(set(said)) > 20
+    assert not any("\n" in one for one in said)
 
 
 def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
