@@ -1,4 +1,4 @@
-"""A model that hangs, fails or is gone: /health says so, nobody waits for ever, and a passing trouble passes."""
+"""A model that hangs, fails or is gone, and requests that take long to read: /health says so, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from tests.generation.conftest import _write_model
 from tests.server.live import TEXT
@@ -18,7 +19,8 @@ from textmill.models import gpt2
 from textmill.server.app import new_app
 from textmill.server.opening import open_service
 from textmill.server.service import Service
-from textmill.tokens.tokenizer import fit
+from textmill.server.shapes import CompletionBody
+from textmill.tokens.tokenizer import TextTokenizer, fit
 
 ASKED = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}
 
@@ -73,3 +75,38 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     lines = [line for line in found["stream"].text.splitlines() if line.startswith("data: ")]
     assert '"code":"model_broken"' in lines[-2]
     assert lines[-1] == "data: [DONE]"
+
+
+async def beside(service: Service, path: str, body: dict[str, Any], begun: threading.Event, free: threading.Event) -> tuple[int, int]:
+    """Statuses of a long request, and of a look at the server while the tokenizer works for it."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60) as client:
+        asked = asyncio.create_task(client.post(path, json=body))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        looked = (await client.get("/health")).status_code
+        free.set()
+        return (await asked).status_code, looked
+
+
+@pytest.mark.parametrize(("path", "body", "work"), [
+    ("/tokenize", {"text": "The mill " * 3000}, "encode_many"), ("/detokenize", {"tokens": [100] * 30_000}, "decode_many"),
+])  # fmt: skip
+def test_long_texts_hold_nobody_up(service: Service, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str) -> None:
+    begun, free, in_time = threading.Event(), threading.Event(), list[bool]()
+    real = getattr(TextTokenizer, work)
+
+    def held(self: TextTokenizer, many: Any) -> Any:
+        begun.set()
+        in_time.append(free.wait(20))
+        return real(self, many)
+
+    monkeypatch.setattr(TextTokenizer, work, held)
+    assert asyncio.run(beside(service, path, body, begun, free)) == (200, 200)
+    assert in_time == [True], "the server answered others meanwhile"
+
+
+def test_a_long_list_is_wrong_at_its_first_item() -> None:
+    for wrong in ({"prompt": [1] * 50_000 + ["x"]}, {"prompt": ["x"] * 50_000 + [1]}, {"prompt": "x", "stop": [1] * 50_000}):
+        with pytest.raises(ValidationError) as error:
+            CompletionBody.model_validate(wrong)
+        assert error.value.error_count() < 8

@@ -31,7 +31,7 @@ class ServeConfig(Section):
     """Connections that may be open; beyond them the one that has waited longest for its request makes room, or the new one gets a 503."""
     reading: float = how(10.0, gt=0, le=3600)
     """Seconds that a client has to send a request, and a second more for every 16 KiB of it; then it gets a 408."""
-    max_body: int = how(4_000_000, ge=1000)
+    max_body: int = how(1_000_000, ge=1000)
     """Bytes of a request's body at most."""
     max_prompt: int | None = how(None, ge=1)
     """Tokens of a prompt at most; what the model can see if not said."""

@@ -19,7 +19,7 @@ MANY_BIASES = 1024
 LEAST = 1e-6
 """What a probability of 0 stands for, which would leave no token at all."""
 LONG_TEXT = 20_000
-"""Characters from which a text is encoded beside the event loop."""
+"""Characters, or tokens, from which a text is encoded, decoded and told beside the event loop."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,16 @@ async def encode(service: Service, text: str, field: str = "prompt") -> list[int
     tokenizer = service.scheduler.tokenizer
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text)
-    return await asyncio.to_thread(tokenizer.encode, text)
+    # The way for many texts lets other threads work meanwhile, unlike the way for one.
+    return await asyncio.to_thread(lambda: next(tokenizer.encode_many([text])).tolist())
+
+
+async def decode(service: Service, ids: list[int]) -> str:
+    """The text of ids; a long one does not hold up the other requests."""
+    tokenizer = service.scheduler.tokenizer
+    if len(ids) < LONG_TEXT:
+        return tokenizer.decode(ids)
+    return await asyncio.to_thread(lambda: next(tokenizer.decode_many([ids])))
 
 
 async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
@@ -73,13 +82,17 @@ async def prompt_of(service: Service, given: str | list[int], field: str = "prom
     else:
         if not given:
             raise Refusal(400, f"{field}: is an empty list; give one token at least", field=field)
+        _check_room(service, len(given), field)
         check_ids(service, given, field)
         prompt = Prompt(service.scheduler.tokenizer.decode(given), tuple(given))
-    if len(prompt.ids) > service.longest_prompt:
-        found, most = len(prompt.ids), service.longest_prompt
-        message = f"{field}: {found:,} tokens, with room for {most:,}; send a shorter one"
-        raise Refusal(400, message, field=field, code="context_length_exceeded")
+    _check_room(service, len(prompt.ids), field)
     return prompt
+
+
+def _check_room(service: Service, found: int, field: str) -> None:
+    if found > service.longest_prompt:
+        message = f"{field}: {found:,} tokens, with room for {service.longest_prompt:,}; send a shorter one"
+        raise Refusal(400, message, field=field, code="context_length_exceeded")
 
 
 def check_length(service: Service, characters: int, field: str) -> None:

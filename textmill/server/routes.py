@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from textmill.server.asking import chat_requests, check_ids, check_model, completion_requests, encode, prompt_of, prompts_of
+from textmill.server.asking import (
+    LONG_TEXT,
+    chat_requests,
+    check_ids,
+    check_model,
+    completion_requests,
+    decode,
+    encode,
+    prompt_of,
+    prompts_of,
+)
 from textmill.server.chats import ChatReply, chat_prompt, stop_ids_of
 from textmill.server.completions import CompletionReply
 from textmill.server.events import EventStream
@@ -16,6 +28,7 @@ from textmill.server.refusals import Refusal
 from textmill.server.service import Service
 from textmill.server.shapes import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 
+WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 
 
@@ -65,14 +78,14 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
             raise Refusal(400, "text: is missing, or there is a prompt too; give one of them", field="text")
         parts = [text] if body.prompt is None else service.pieces.parts_of(text)
         ids = [id_ for part in parts for id_ in ([part] if isinstance(part, int) else await encode(service, part, "text"))]
-        pieces = [service.pieces.text_of(id_) for id_ in ids]
-        return JSONResponse({"tokens": ids, "pieces": pieces, "count": len(ids), "max_model_len": service.scheduler.positions})
+        content = _told(service, ids) if len(ids) < LONG_TEXT else await asyncio.to_thread(_told, service, ids)
+        return Response(content, media_type="application/json")
 
     @routes.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of tokens."""
         check_ids(service, body.tokens, "tokens")
-        text = service.scheduler.tokenizer.decode(body.tokens)
+        text = await decode(service, body.tokens)
         return JSONResponse({"text": text, "prompt": text})
 
     @routes.get("/tokenizer_info", response_model=None)
@@ -93,6 +106,12 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
         """One model."""
         check_model(service, name)
         return JSONResponse(service.facts())
+
+
+def _told(service: Service, ids: list[int]) -> bytes:
+    """Tokens with their pieces, written bit by bit: all at once would keep every other thread from its work."""
+    tree = {"tokens": ids, "pieces": [service.pieces.text_of(id_) for id_ in ids], "count": len(ids)}
+    return "".join(WRITER.iterencode({**tree, "max_model_len": service.scheduler.positions})).encode()
 
 
 async def _answer(service: Service, http: Request, flight: Flight, reply: CompletionReply | ChatReply, streamed: bool) -> Response:

@@ -19,6 +19,11 @@ Chance = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
+# A long list of the wrong kind is wrong at its first item: to say so for each would take seconds.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+
+
 class Body(BaseModel):
     """A JSON object: strict about types, unknown fields refused."""
 
@@ -63,9 +68,9 @@ class Sampling(Body):
     """The same seed gives the same text; a new one each time if not said."""
     n: int | None = Field(None, ge=1)
     """Texts for each prompt, with seeds counted on from `seed`."""
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     """The text ends before the first of these."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     """More tokens that end the text."""
     stream: bool | None = None
     """Send the text as it comes, as server-sent events."""
@@ -82,7 +87,7 @@ class Sampling(Body):
 class CompletionBody(Sampling):
     """A text to continue."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     max_tokens: int | None = Field(None, ge=0)
     """New tokens at most; 0 with `echo` only judges the prompt."""
@@ -127,7 +132,7 @@ class TextFormat(Body):
 class ChatBody(Sampling):
     """A conversation to answer."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
     """The conversation so far, the oldest turn first."""
     max_tokens: int | None = Field(None, ge=1)
     """New tokens at most."""
@@ -168,7 +173,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Tokens to join to a text."""
 
-    tokens: list[int]
+    tokens: Ids
 
 
 BODIES: dict[str, type[Body]] = {

@@ -113,6 +113,11 @@ class TextTokenizer:
         text: str = self.inner.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def decode_many(self, many: list[list[int]]) -> Iterator[str]:
+        """The texts of many lists of ids."""
+        texts: list[str] = self.inner.decode_batch(many, skip_special_tokens=False)
+        return iter(texts)
+
     def save(self, folder: Path, longest: int | None = None) -> None:
         """Write the files that transformers' AutoTokenizer opens."""
         for name, text in self.files(longest).items():
