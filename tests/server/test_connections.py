@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -87,6 +88,28 @@ def test_slow_clients_are_told_and_let_go(hasty: Live) -> None:
     assert refused.result().startswith(b"HTTP/1.1 413"), "a body that was refused does not hold its connection"
     assert b"408" not in refused.result(), "it has its answer"
     assert hasty.stats()["connections_slow_total"] >= before + 6
+
+
+def test_a_header_has_an_end(hasty: Live) -> None:
+    for endless in (b"X: " + b"x" * 100, b"".join(b"X-%d: x\r\n" % number for number in range(20))):
+        with connect(hasty) as line:
+            with suppress(OSError):  # the server has heard enough
+                line.sendall(HEAD + endless * 3000)
+            status, _, body = rest(line).partition(b"\r\n\r\n")
+        if status:  # lost where bytes met a closed door
+            assert status.startswith(b"HTTP/1.1 431")
+            assert json.loads(body)["error"]["message"] == "the header is larger than 65,536 bytes; send less"
+    with connect(hasty) as line:
+        line.sendall(HEAD + b"X: " + b"x" * 70_000)
+        assert rest(line).startswith(b"HTTP/1.1 431")
+    body = json.dumps({"prompt": "The mill", "max_tokens": 4000, "stream": True}).encode()
+    with connect(hasty) as line:
+        line.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert line.recv(1000).startswith(b"HTTP/1.1 200")
+        with suppress(OSError):
+            line.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000)
+        assert b"[DONE]" not in rest(line), "nor behind a request that is being answered"
+    assert hasty.wait_idle()["cancelled_total"] == 1
 
 
 def test_a_long_body_has_more_time(hasty: Live) -> None:

@@ -21,7 +21,9 @@ RATE = 16 * 1024
 UNREAD = 60.0
 """Seconds that a client may leave the whole of a reply unread."""
 LINGER = 1.0
-"""Seconds that one more client than there may be has to read that."""
+"""Seconds that a client which is hung up on has to read why."""
+HEADER = 64 * 1024
+"""Bytes of a request's header at most, more or less."""
 FILES = 256
 """Open files that are none of a client's."""
 
@@ -51,7 +53,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, crowd: Crowd, **given: Any) -> None:
         super().__init__(**given)
-        self.crowd, self._begun, self._count = crowd, 0.0, 0
+        self.crowd, self._begun, self._count, self._in_header = crowd, 0.0, 0, False
         self._timer: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,34 +70,47 @@ class Connection(HttpToolsProtocol):
         self.crowd.metrics.crowded += 1
         if len(self.crowd.refused) >= self.crowd.limit:
             transport.abort()
-            return
+        else:
+            told = "the server has all the connections that it may have; try again in 1 s"
+            self._hang_up(_reply(503, told, "crowded", b"retry-after: 1\r\n"))
+
+    def _hang_up(self, reply: bytes) -> None:
+        """Say why and listen no more; to close on what is still being sent would take the words away again."""
         self.crowd.refused.add(self)
-        transport.write(
-            _reply(503, "the server has all the connections that it may have; try again in 1 s", "crowded", b"retry-after: 1\r\n")
-        )
-        # To hang up on what is still being sent would take the words away again.
-        transport.write_eof()
-        self.loop.call_later(LINGER, transport.abort)
+        self.transport.write(reply)
+        self.transport.write_eof()
+        self.loop.call_later(LINGER, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget a client."""
-        if self in self.crowd.refused:
-            self.crowd.refused.discard(self)
-            return
+        self.crowd.refused.discard(self)
         self._go_on()
         super().connection_lost(exc)
         self.crowd.metrics.connections = len(self.connections)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; what a refused client still sends is nobody's."""
-        if self not in self.crowd.refused:
-            super().data_received(data)
-            self._count += len(data)
+        """Read on, but no header without end; what a client that was hung up on still sends is nobody's."""
+        if self in self.crowd.refused:
+            return
+        super().data_received(data)
+        self._count += len(data)
+        if self._in_header and self._count > HEADER:
+            self._go_on()
+            if self._at_work():  # what is being answered stands before it on the line
+                self.transport.abort()
+            else:
+                self._hang_up(_reply(431, f"the header is larger than {HEADER:,} bytes; send less", "header_too_large"))
 
     def on_message_begin(self) -> None:
         """A request begins, maybe behind another one."""
         self._wait()
+        self._in_header = True
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """A header is there; what follows is the body's."""
+        self._in_header = False
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """A request is there as a whole."""
