@@ -53,23 +53,39 @@ def test_the_scheduler_gives_them_too(generator: Generator, on_gpu: Generator) -
     assert texts == generator.texts(PROMPTS, SAMPLES[1])
 
 
+@pytest.mark.parametrize("texts", [3, 9])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("fp16", 2e-2), ("bf16", 2e-1)])
-def test_fused_steps_give_the_scores_of_plain_ones(checkpoint: Checkpoint, precision: str, bound: float) -> None:
-    """The same contexts and ids through the captured kernels and through torch's own operations, in fp32 the reference."""
+def test_fused_steps_give_the_scores_of_plain_ones(checkpoint: Checkpoint, precision: str, bound: float, texts: int) -> None:
+    """The same contexts and ids through the captured kernels, few texts and more, and through torch's own operations in fp32."""
     kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))
-    plain = generator.new_slots(4, 96)
+    plain = generator.new_slots(texts + 1, 96)
     plain.captured = False  # type: ignore[attr-defined]
     fused = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))
     fused.net.to(kinds[precision])  # type: ignore[attr-defined]
-    slots, places = fused.new_slots(4, 96), [2, 5, 40]
+    slots, places = fused.new_slots(texts + 1, 96), [2, 5, 40] * (texts // 3)
     for one in (plain, slots):
-        one.prefill(0, [[1, 2], [4, 5, 6, 7, 8], [9] * 40])
-    ids = torch.tensor([5, 6, 7], device="cuda")
+        one.prefill(0, [[1, 2], [4, 5, 6, 7, 8], [9] * 40] * (texts // 3))
+    ids = torch.tensor([5, 6, 7] * (texts // 3), device="cuda")
     for _ in range(20):
         wanted, found = plain.decode(ids, list(places)), slots.decode(ids, list(places)).float()
         assert ((found - wanted).abs().max() / wanted.abs().max()).item() < bound
         ids, places = wanted.argmax(1), [place + 1 for place in places]
+
+
+def test_the_likeliest_is_the_first_greatest_that_may_be() -> None:
+    """Two small kernels against torch's argmax: equal scores, barred ids, a score that is no number."""
+    from textmill.generation.likeliest_triton import likeliest
+
+    for rows, vocab in ((1, 50257), (5, 777), (64, 2000)):
+        scores = torch.randn(rows, vocab + 47, device="cuda").bfloat16()[:, :vocab]
+        assert torch.equal(likeliest(scores, None), scores.float().argmax(1))
+        barred = torch.stack([scores.float().argmax(1), torch.full((rows,), -1, device="cuda")], 1)
+        left = scores.float().scatter(1, barred[:, :1], -torch.inf)
+        assert torch.equal(likeliest(scores, barred), left.argmax(1))
+        for spoilt in (float("nan"), float("inf"), -float("inf")):
+            scores[rows - 1, vocab - 1] = spoilt
+            assert likeliest(scores, barred)[-1] == -1
 
 
 def test_half_precision_works(checkpoint: Checkpoint) -> None:

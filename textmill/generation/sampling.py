@@ -14,6 +14,11 @@ from torch import Tensor
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN, mix
 
+try:
+    from textmill.generation.likeliest_triton import likeliest
+except ImportError:  # Triton comes with torch's builds for GPUs
+    likeliest = None  # type: ignore[assignment]
+
 NEVER = -math.inf
 AHEAD = 16
 """Steps whose random numbers are made at once."""
@@ -156,6 +161,8 @@ class Rules:
     young: tuple[int, ...]
     """Rows that may not end yet."""
     early: Early = field(default_factory=dict)
+    barred: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
+    """Rows that may not end yet, to the ids that are barred to each row, -1 for none."""
 
 
 def rules_of(states: Sequence[State], device: torch.device) -> Rules:
@@ -177,9 +184,14 @@ def rules_of(states: Sequence[State], device: torch.device) -> Rules:
     return Rules(tuple(warpers), bool(drawing), drawn_N, Uniforms(states, device), marked, young)
 
 
+def young_of(states: Sequence[State], rules: Rules) -> tuple[int, ...]:
+    """The rows that may not end with this token."""
+    return tuple(row for row in rules.young if states[row].number < states[row].sample.min_tokens)
+
+
 def shaped(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
     """The scores after every rule: bias, penalties, min_tokens, then those of chance; a row is changed by its own rules only."""
-    young = tuple(row for row in rules.young if states[row].number < states[row].sample.min_tokens)
+    young = young_of(states, rules)
     changed_NV = logits_NV.float()
     if changed_NV is logits_NV and (rules.marked or young or any(rows_N is not None for _, rows_N, _ in rules.warpers)):
         changed_NV = logits_NV.clone()
@@ -226,8 +238,10 @@ def choose(logits_NV: Tensor, uniforms: Tensor) -> Tensor:
 
 def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
     """The next token of each text: a function of its scores, its seed and how many new tokens it has; -1: its scores are no numbers."""
-    low_N, high_N = logits_NV.float().aminmax(dim=1)
-    whole_N = high_N - low_N < math.inf
+    if likeliest is not None and logits_NV.is_cuda and not (rules.drawing or rules.marked):
+        return likeliest(logits_NV, _barred(states, rules, logits_NV.device))
+    low_N, high_N = logits_NV.aminmax(dim=1)
+    whole_N = high_N.float() - low_N.float() < math.inf
     logits_NV = shaped(logits_NV, states, rules)
     if not rules.drawing:
         ids_N = logits_NV.argmax(1)
@@ -236,3 +250,14 @@ def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor
         if rules.drawn_N is not None:
             ids_N = torch.where(rules.drawn_N, ids_N, logits_NV.argmax(1))
     return torch.where(whole_N, ids_N, -1)
+
+
+def _barred(states: Sequence[State], rules: Rules, device: torch.device) -> Tensor | None:
+    """The ends of those rows that may not end yet; None, if all may."""
+    young = young_of(states, rules)
+    if young not in rules.barred:
+        most = max((len(states[row].ends) for row in young), default=0)
+        kept = [states[row].ends if row in young else () for row in range(len(states))]
+        ids = [[*ends, *[-1] * (most - len(ends))] for ends in kept]
+        rules.barred[young] = torch.tensor(ids, device=device) if young else None
+    return rules.barred[young]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    from textmill.models.decode_triton import add_norm, attend
+    from textmill.models import decode_triton as fused
 except ImportError:  # Triton comes with torch's builds for GPUs
-    add_norm = attend = None  # type: ignore[assignment]
+    fused = None  # type: ignore[assignment]
 
 
 class Slots:
@@ -30,7 +30,9 @@ class Slots:
         self.places_N = torch.zeros(slots, dtype=torch.long, device=weight.device)
         self.next: list[int] = []
         """What stands in `places_N` after the last step: each place counts on by itself."""
-        self.captured = weight.is_cuda and attend is not None
+        self.captured = weight.is_cuda and fused is not None
+        self.arrivals = torch.zeros(slots * shape.heads, dtype=torch.int32, device=weight.device)
+        """Counters of attention's parts; always 0 between steps."""
         self.graphs: dict[int, tuple[Any, Tensor]] = {}
 
     @staticmethod
@@ -66,7 +68,7 @@ class Slots:
             places_N = torch.tensor(places)
             self.places_N[:count].copy_(places_N.pin_memory() if self.device.type == "cuda" else places_N, non_blocking=True)
         self.next = []  # unless the step succeeds, nothing is known of them
-        scores_NV = self._replayed(count)[:count] if self.captured else self._step(count, _Plain(self.places_N[:count], max(places) + 1))
+        scores_NV = self._replayed(count)[:count] if self.captured else self._step(count, _plain_states(self, count, max(places) + 1))
         self.next = [place + 1 for place in places]
         return scores_NV
 
@@ -80,18 +82,11 @@ class Slots:
         """Fill the first slots with what stands in these."""
         self.cache[:, : len(sources), :used] = self.cache[:, torch.tensor(sources, device=self.device), :used]
 
-    def _step(self, count: int, parts: _Plain | _Fused) -> Tensor:
-        net, heads = self.net, self.net.shape.heads
-        x_NE = net.wte(self.ids_N[:count].clamp(min=0)) + net.wpe(self.places_N[:count])
-        h_NE = net.h[0].ln_1(x_NE)
-        norms = [*(block.ln_1 for block in net.h[1:]), net.ln_f]
-        for block, cache, norm in zip(net.h, self.cache, norms, strict=True):
-            y_NE = parts.attend(block.attn.c_attn(h_NE).view(count, heads, 3, -1), cache)
-            x_NE, h_NE = parts.add_norm(x_NE, y_NE, block.attn.c_proj, block.ln_2)
-            x_NE, h_NE = parts.add_norm(x_NE, block.mlp.inner(h_NE), block.mlp.c_proj, norm)
+    def _step(self, count: int, hidden_NE: Tensor) -> Tensor:
+        """Scores after the last states; every place counts on."""
         # A slot without a text counts on too, and may not run out of its memory.
         self.places_N[:count].add_(1).clamp_(max=self.length - 1)
-        scores: Tensor = net.logits(h_NE)
+        scores: Tensor = self.net.logits(hidden_NE)
         return scores
 
     def _replayed(self, count: int) -> Tensor:
@@ -104,56 +99,81 @@ class Slots:
         return scores
 
     def _capture(self, count: int) -> tuple[Any, Tensor]:
-        parts, places_N = _Fused(self.places_N[:count]), self.places_N.clone()
+        states, places_N = _few_states if count <= fused.FEW and _is_plain(self.net) else _fused_states, self.places_N.clone()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._step(count, parts)
+                self._step(count, states(self, count))
                 self.places_N.copy_(places_N)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            scores = self._step(count, parts)
+            scores = self._step(count, states(self, count))
         return graph, scores
 
 
-class _Plain:
-    """What a step does between its matrices, in torch's own operations; `longest` places are looked at."""
-
-    def __init__(self, places_N: Tensor, longest: int) -> None:
-        # As they stand before the step counts them on.
-        self.places_N, self.longest, self.rows_N = places_N.clone(), longest, torch.arange(len(places_N), device=places_N.device)
-        self.seen_N11T = (torch.arange(longest, device=places_N.device) <= places_N[:, None])[:, None, None]
-
-    def attend(self, qkv_NH3D: Tensor, cache: Tensor) -> Tensor:
-        """Keep each text's new key and value; what its query finds, heads joined."""
-        cache[self.rows_N, self.places_N] = qkv_NH3D[:, :, 1:]
-        keys_NHTD, values_NHTD = cache[: len(qkv_NH3D), : self.longest].transpose(1, 2).unbind(3)
-        return F.scaled_dot_product_attention(qkv_NH3D[:, :, :1], keys_NHTD, values_NHTD, attn_mask=self.seen_N11T).flatten(1)
-
-    def add_norm(self, x_NE: Tensor, y_NE: Tensor, linear: Any, norm: Any) -> tuple[Tensor, Tensor]:
-        """The stream with what a matrix makes of y added, and its norm."""
-        return _added(x_NE, y_NE, linear, norm)
+def _is_plain(net: Any) -> bool:
+    """Whether no matrix has an adapter beside it."""
+    matrices = [matrix for block in net.h for matrix in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)]
+    return all(type(matrix) is nn.Linear for matrix in matrices)
 
 
-class _Fused:
-    """The same as one kernel each."""
+def _plain_states(slots: Slots, count: int, longest: int) -> Tensor:
+    """The last states of a step in torch's own operations; `longest` places are looked at."""
+    net, places_N = slots.net, slots.places_N[:count]
+    rows_N, heads = torch.arange(count, device=slots.device), net.shape.heads
+    seen_N11T = (torch.arange(longest, device=slots.device) <= places_N[:, None])[:, None, None]
+    x_NE = net.wte(slots.ids_N[:count].clamp(min=0)) + net.wpe(places_N)
+    for block, cache in zip(net.h, slots.cache, strict=True):
+        qkv_NH3D = block.attn.c_attn(block.ln_1(x_NE)).view(count, heads, 3, -1)
+        cache[rows_N, places_N] = qkv_NH3D[:, :, 1:]
+        keys_NHTD, values_NHTD = cache[:count, :longest].transpose(1, 2).unbind(3)
+        y_NH1D = F.scaled_dot_product_attention(qkv_NH3D[:, :, :1], keys_NHTD, values_NHTD, attn_mask=seen_N11T)
+        x_NE = x_NE + block.attn.c_proj(y_NH1D.flatten(1))
+        x_NE = x_NE + block.mlp(block.ln_2(x_NE))
+    hidden_NE: Tensor = net.ln_f(x_NE)
+    return hidden_NE
 
-    def __init__(self, places_N: Tensor) -> None:
-        self.places_N = places_N
 
-    def attend(self, qkv_NH3D: Tensor, cache: Tensor) -> Tensor:
-        """Keep each text's new key and value; what its query finds, heads joined."""
-        return attend(qkv_NH3D, cache, self.places_N)
+def _fused_states(slots: Slots, count: int) -> Tensor:
+    """The same with one kernel for each part that stands between two matrices."""
+    net, places_N, heads = slots.net, slots.places_N[:count], slots.net.shape.heads
+    x_NE: Tensor = fused.embed(slots.ids_N[:count], places_N, net.wte.weight, net.wpe.weight)
+    h_NE: Tensor = net.h[0].ln_1(x_NE)
+    for block, cache, norm in zip(net.h, slots.cache, [*(block.ln_1 for block in net.h[1:]), net.ln_f], strict=True):
+        y_NE = fused.attend(block.attn.c_attn(h_NE).view(count, heads, 3, -1), cache, places_N, slots.arrivals)
+        x_NE, h_NE = _added(x_NE, y_NE, block.attn.c_proj, block.ln_2)
+        x_NE, h_NE = _added(x_NE, _inner(block.mlp, h_NE), block.mlp.c_proj, norm)
+    return h_NE
 
-    def add_norm(self, x_NE: Tensor, y_NE: Tensor, linear: Any, norm: Any) -> tuple[Tensor, Tensor]:
-        """The stream with what a matrix makes of y added, and its norm."""
-        if type(linear) is not nn.Linear:  # one with an adapter beside it
-            return _added(x_NE, y_NE, linear, norm)
-        return add_norm(x_NE, F.linear(y_NE, linear.weight), linear.bias, norm)
+
+def _few_states(slots: Slots, count: int) -> Tensor:
+    """The same with one kernel for each matrix and all that stands beside it: with few texts, to start kernels is what takes time."""
+    net, places_N, heads = slots.net, slots.places_N[:count], slots.net.shape.heads
+    x_NE = fused.embed(slots.ids_N[:count], places_N, net.wte.weight, net.wpe.weight)
+    for block, cache in zip(net.h, slots.cache, strict=True):
+        qkv_NF = fused.product(x_NE, block.attn.c_attn, norm=block.ln_1)
+        y_NE = fused.attend(qkv_NF.view(count, heads, 3, -1), cache, places_N, slots.arrivals)
+        x_NE = fused.product(y_NE, block.attn.c_proj, added=x_NE)
+        inner_NF = fused.product(x_NE, block.mlp.c_fc, norm=block.ln_2, gelu=block.mlp.approximate)
+        x_NE = fused.product(inner_NF, block.mlp.c_proj, added=x_NE)
+    hidden_NE: Tensor = net.ln_f(x_NE)
+    return hidden_NE
+
+
+def _inner(mlp: Any, h_NE: Tensor) -> Tensor:
+    """What stands between the MLP's matrices; its GELU comes with the product where cuBLAS has it."""
+    if mlp.approximate != "tanh" or type(mlp.c_fc) is not nn.Linear:
+        states: Tensor = mlp.inner(h_NE)
+        return states
+    return torch._addmm_activation(mlp.c_fc.bias, h_NE, mlp.c_fc.weight.T, use_gelu=True)
 
 
 def _added(x_NE: Tensor, y_NE: Tensor, linear: Any, norm: Any) -> tuple[Tensor, Tensor]:
-    x_NE = x_NE + linear(y_NE)
-    return x_NE, norm(x_NE)
+    """The stream with what a matrix makes of y added, and its norm."""
+    if type(linear) is not nn.Linear:  # one with an adapter beside it
+        x_NE = x_NE + linear(y_NE)
+        return x_NE, norm(x_NE)
+    added: tuple[Tensor, Tensor] = fused.add_norm(x_NE, F.linear(y_NE, linear.weight), linear.bias, norm)
+    return added
