@@ -197,8 +197,8 @@ def to_memory(weight: Weight, values: Array, shape: Shape) -> Array:
     return values
 
 
-def to_checkpoint(weight: Weight, values: Array, shape: Shape) -> Array:
-    """The way back of `to_memory`, exact."""
+def to_checkpoint(weight: Weight, values: Any, shape: Shape) -> Any:
+    """The way back of `to_memory`, exact: of an array or a tensor, and it may be a view of it."""
     heads, head = shape.heads, shape.width // shape.heads
     if weight.layout == "linear":
         values = values.T
@@ -208,4 +208,4 @@ def to_checkpoint(weight: Weight, values: Array, shape: Shape) -> Array:
         values = values.reshape(heads, 3, head, -1).swapaxes(0, 1).reshape(values.shape)
     elif weight.layout == "vocab":
         values = values[: shape.vocab]
-    return np.ascontiguousarray(values)
+    return values

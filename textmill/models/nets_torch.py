@@ -118,10 +118,18 @@ def named_copies(
         tensor = whole(weight, parameter, tensors[parameter].detach())
         if not mine(prefix + name):
             continue
-        values = tensor.to("cpu", torch.float32).numpy()
-        laid = family.to_checkpoint(weight, values, net.shape)
-        # On a CPU a layout that does not differ is still the net's own memory, which the next step changes.
-        yield prefix + name, laid.copy() if np.shares_memory(laid, values) else laid
+        yield prefix + name, host_copy(family.to_checkpoint(weight, tensor.float(), net.shape)).numpy()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, one element after the other; a GPU turns what lies crosswise itself, and writes to pinned memory."""
+    if not tensor.is_cuda:
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    try:
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:  # no more of it to be had
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return memory.copy_(tensor.contiguous())
 
 
 def net_of(shape: Any, lora: LoraConfig | None = None) -> Net:
