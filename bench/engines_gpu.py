@@ -1,9 +1,10 @@
 """Tokens a second of each engine and of a plain jitted step, on one device in one run, a process each.
 
-    python bench/engines_gpu.py [SIZE:BATCH ...] [who=torch,jax,plain,deepspeed] [precision=bf16] [length=1024] [steps=30] [device=auto]
+    python bench/engines_gpu.py [SIZE:BATCH ...] [who=torch,jax,plain,deepspeed,hf] [precision=bf16] [length=1024] [steps=30] [device=auto]
 
 Without sizes: small:64 and medium:32. `plain` is what one writes first in JAX: jit, cuDNN attention if to be had, all logits, optax's
-AdamW with clipping. DeepSpeed is measured where it is installed and the engine is there. On a CPU: nano:2 precision=fp32 length=64 steps=3.
+AdamW with clipping. `hf` is transformers' GPT-2 under DeepSpeed as it is, ZeRO-2, fused AdamW. DeepSpeed is measured where it is installed.
+On a CPU: nano:2 who=torch,jax,plain precision=fp32 length=64 steps=3.
 
 What to try on a GPU, from the likeliest, by editing the one line each stands on and running this again:
 - losses_jax.GPU_ROWS: 16384, 65536; and the scan over pieces unrolled (`unroll=True`), so that no loop stands between two products.
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,9 @@ from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
 
 VOCAB = 50257
-OPTIONS: dict[str, Any] = {"who": "torch,jax,plain,deepspeed", "precision": "bf16", "length": 1024, "steps": 30, "device": "auto"}
-ENGINES = Path(__file__).parents[1] / "textmill" / "engines"
+OPTIONS: dict[str, Any] = {"who": "torch,jax,plain,deepspeed,hf", "precision": "bf16", "length": 1024, "steps": 30, "device": "auto"}
+NEEDED = {"plain": "jax", "hf": "deepspeed"}
+"""The package that one of them needs, where its name is another."""
 
 
 def measured(step: Callable[[int], Any], steps: int) -> tuple[float, float, float]:
@@ -130,10 +132,38 @@ def plain_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Callabl
     return step, device.device_kind
 
 
+def hf_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Callable[[int], Any], str]:
+    """A step of transformers' model under DeepSpeed, in a process group of one."""
+    import deepspeed
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+    os.environ.update(alone)
+    net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape)))
+    told = {
+        "train_batch_size": batch, "train_micro_batch_size_per_gpu": batch, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        **({"bf16": {"enabled": True}} if options["precision"] == "bf16" else {}),
+    }  # fmt: skip
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=told)
+    ids = torch.from_numpy(batch_of(batch, options["length"]).inputs).long().to(engine.device)
+
+    def step(number: int) -> Any:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step, torch.cuda.get_device_name()
+
+
 def one(who: str, size: str, batch: int, options: dict[str, Any]) -> dict[str, Any]:
     """What one of them gives, in this process."""
     shape = open_family("gpt2").shape_of(ModelConfig(size=size), vocab=VOCAB, end=0, length=options["length"])
-    step, card = plain_step(shape, batch, options) if who == "plain" else engines_step(who, shape, size, batch, options)
+    peers = {"plain": plain_step, "hf": hf_step}
+    step, card = peers[who](shape, batch, options) if who in peers else engines_step(who, shape, size, batch, options)
     first, each, loss = measured(step, options["steps"])
     rate, peak = batch * options["length"] / each, peak_flops_of_card(card)
     share = rate * shape.flops_per_token(options["length"]) / peak if peak else None
@@ -144,8 +174,7 @@ def main(words: list[str]) -> None:
     """Measure every size asked for, each engine in a process of its own, and print a line each."""
     given = dict(word.split("=", 1) for word in words if "=" in word)
     options = {key: type(value)(given.get(key, value)) for key, value in OPTIONS.items()}
-    asked = [name for name in options["who"].split(",") if name == "plain" or (ENGINES / f"on_{name}.py").is_file()]
-    asked = [name for name in asked if importlib.util.find_spec({"plain": "jax"}.get(name, name))]
+    asked = [name for name in options["who"].split(",") if importlib.util.find_spec(NEEDED.get(name, name))]
     for word in [word for word in words if "=" not in word] or ["small:64", "medium:32"]:
         size, _, number = word.partition(":")
         found: dict[str, dict[str, Any]] = {}
@@ -153,7 +182,8 @@ def main(words: list[str]) -> None:
             told = json.dumps({"who": who, "size": size, "batch": int(number or 32), "options": options})
             done = subprocess.run([sys.executable, __file__, "--one", told], capture_output=True, text=True)
             if done.returncode:
-                sys.exit(f"{who}: {done.stderr}")
+                print(f"{who}: {done.stderr[-2000:]}", flush=True)
+                continue
             found[who] = result = json.loads(done.stdout.splitlines()[-1])
             share = f"{result['share']:.1%} MFU" if result["share"] else result["card"]
             ratios = ", ".join(f"{result['rate'] / peer['rate']:.2f} of {name}" for name, peer in found.items() if name != who)

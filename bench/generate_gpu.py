@@ -3,24 +3,31 @@
     python bench/generate_gpu.py [new tokens] [tiny]
 
 GPT-2 of 124M with random weights, bf16, prompts of 128 tokens, 256 new ones; one text and 64 at a time, greedy and drawn, against
-transformers with its usual cache and with its static one, compiled. Then the time to the first token, and 64 requests through the
-scheduler's thread. Without a GPU there is nothing to measure; `tiny` tries the script itself, on the CPU too.
+transformers with its usual cache and with its static one, compiled. Then the time to the first token, 64 requests through the scheduler's
+thread, and 64 clients of `textmill serve`, each a connection, which get their texts in whole and as streams. Without a GPU there is
+nothing to measure; `tiny` tries the script itself, on the CPU too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from generate import Ids, compare, open_both, our_tokens, prompts_of, their_tokens
+from generate import Ids, compare, new_tokenizer, open_both, our_tokens, prompts_of, their_tokens
+from load_server import call, serving, write_model
 
-from textmill.config import SampleConfig
+from textmill.config import ModelConfig, SampleConfig
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, Request, Token
 from textmill.generation.scheduler import Scheduler
+from textmill.models import gpt2
 
 PROMPT = 128
 
@@ -47,6 +54,8 @@ def main() -> None:
         compare(prompts_of(batch, PROMPT), new, ways)
         print(f"  batch {batch:>3}  first token after {first_token(ours, prompts_of(batch, PROMPT)) * 1e3:.1f} ms")
     print(f"  64 requests through the scheduler: {scheduled(ours, prompts_of(64, PROMPT), new):,.0f} tokens/s")
+    for streamed, rate in served(new, tiny).items():
+        print(f"  64 clients of the server, {'streamed' if streamed else 'whole'}: {rate:,.0f} tokens/s", flush=True)
 
 
 def first_token(generator: Generator, prompts: Ids) -> float:
@@ -78,6 +87,30 @@ def scheduled(generator: Generator, prompts: Ids, new: int) -> float:
         seconds = time.perf_counter() - begun
     scheduler.close(0)
     return len(prompts) * new / seconds
+
+
+async def answered(port: int, bodies: list[bytes]) -> float:
+    """Seconds until all requests, sent at once, are answered."""
+    begun = time.perf_counter()
+    answers = await asyncio.gather(*(call(port, "POST", "/v1/completions", body) for body in bodies))
+    assert all(" 200 " in head.splitlines()[0] for head, _ in answers), answers[0]
+    return time.perf_counter() - begun
+
+
+def served(new: int, tiny: bool) -> dict[bool, float]:
+    """Tokens a second of 64 clients that ask a server at once, their texts in whole and streamed; the best of three."""
+    rates = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root, tokenizer = Path(folder), new_tokenizer()
+        size = ModelConfig(size="nano" if tiny else "small")
+        where = write_model(root, gpt2.shape_of(size, vocab=tokenizer.vocab, end=tokenizer.end, length=1024), tokenizer)
+        with serving(root, [str(where), "serve.slots=64", "serve.queue=64"]) as (port, _):
+            for streamed in (False, True):
+                told = {"max_tokens": new, "min_tokens": new, "temperature": 0, "stream": streamed}
+                bodies = [json.dumps({"prompt": ids, **told}).encode() for ids in prompts_of(64, PROMPT)]
+
+                rates[streamed] = 64 * new / min(asyncio.run(answered(port, bodies)) for _ in range(3))
+    return rates
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Kill a training run at seeded moments and start it again, until it is done; compare it bit by bit with one that was left alone.
 
-python bench/kill_train.py [kills] [steps] [seed] [stops]
+python bench/kill_train.py [kills] [steps] [seed] [stops] [section.key=value ...]
+
+Settings come after those below: on a GPU, engine.device=cuda engine.deterministic=true engine.precision=bf16.
 """
 
 from __future__ import annotations
@@ -137,4 +139,5 @@ def main(kills: int = 20, steps: int = 60, seed: int = 1, stops: int = 5) -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    SETTINGS += [word for word in sys.argv[1:] if "=" in word]
+    sys.exit(main(*(int(word) for word in sys.argv[1:] if "=" not in word)))

@@ -18,13 +18,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from textmill.checkpoint import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
 from textmill.models import gpt2
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.tokenizer import TextTokenizer, fit
 
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]
 WARM = 8.0
@@ -51,11 +53,34 @@ def small_model(root: Path) -> Path:
     text = (Path(gpt2.__file__).parents[1] / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
     tokenizer = fit(iter([[text[:200_000]]]), TokenizerConfig(vocab=2000))
     shape = gpt2.Shape(layers=4, heads=4, width=128, inner=512, positions=512, vocab=tokenizer.vocab, end=tokenizer.end)
+    return write_model(root, shape, tokenizer)
+
+
+def write_model(root: Path, shape: gpt2.Shape, tokenizer: TextTokenizer) -> Path:
+    """A config whose run holds a model of random weights."""
     texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
     files = {name: text.encode() for name, text in texts.items()}
     write_checkpoint(root / "run", Snapshot(1, list(gpt2.first_weights(shape, 1)), [], {"step": 1}, files))
     (root / "model.yaml").write_text("folder: .\n", encoding="utf-8")
     return root / "model.yaml"
+
+
+@contextmanager
+def serving(root: Path, words: list[str]) -> Iterator[tuple[int, int]]:
+    """`textmill serve` with these words: its port and its process number; afterwards it is asked to end, and must without a traceback."""
+    with open(root / "log", "w") as log:
+        server = subprocess.Popen([*COMMAND, *words, "serve.port=0"], stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            address = re.search(r"http://\S+:(\d+)", line)
+            assert address, line + (root / "log").read_text()
+            yield int(address[1]), server.pid
+            server.terminate()
+            assert server.wait(60) == 0
+            assert "Traceback" not in (root / "log").read_text()
+        finally:
+            server.kill()
 
 
 def memory_of(pid: int) -> float:
@@ -165,22 +190,9 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         where = asked.where or str(small_model(Path(root)))
-        words = [where, "serve.port=0", f"serve.slots={asked.slots}", f"serve.queue={asked.queue}"]
-        log = open(Path(root) / "log", "w")
-        server = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            address = re.search(r"http://\S+:(\d+)", line)
-            assert address, line + (Path(root) / "log").read_text()
-            capacity, found = asyncio.run(load(int(address[1]), server.pid, asked))
+        with serving(Path(root), [where, f"serve.slots={asked.slots}", f"serve.queue={asked.queue}"]) as (port, pid):
+            capacity, found = asyncio.run(load(port, pid, asked))
             print(told(found, capacity, asked))
-            server.terminate()
-            assert server.wait(60) == 0
-            assert "Traceback" not in (Path(root) / "log").read_text()
-        finally:
-            server.kill()
-            log.close()
 
 
 if __name__ == "__main__":
