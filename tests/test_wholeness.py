@@ -10,6 +10,7 @@ import pytest
 
 from textmill.cli import main
 from textmill.errors import TextmillError
+from textmill.files import shown
 from textmill.tokens.indexes import faults_in_index
 from textmill.tokens.store import open_store
 from textmill.wholeness import check
@@ -44,3 +45,12 @@ def test_a_thousand_flipped_bits(tiny_texts: Path, monkeypatch: pytest.MonkeyPat
     assert found == FLIPS
     assert seen_by_reader == 0, "the format itself has no checksum: this is what the manifest is for"
     capsys.readouterr()
+
+
+def test_a_path_is_shown_as_it_stands_when_the_folder_here_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert shown(here / "run") == "run"
+    here.rmdir()
+    assert shown(tmp_path / "run") == str(tmp_path / "run")

@@ -192,7 +192,11 @@ def _clear_back(folder: Path, before: set[str], there: Path) -> None:
 
 def shown(path: Path) -> str:
     """A path as a person standing here would write it."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # the folder was taken away from under a run that goes on
+        return str(path)
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def remove_folder(folder: Path) -> None:
