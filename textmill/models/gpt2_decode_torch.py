@@ -5,6 +5,7 @@ Shapes in names: N texts, T tokens, E width, H heads, D head width, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +18,19 @@ except ImportError:  # Triton comes with torch's builds for GPUs
     fused = None  # type: ignore[assignment]
 
 
+CAPTURED, SHORTEST = 4096, 32
+"""Tokens of prompts, filled up, up to which reading them is captured, and the shortest that they are filled up to; a GPU that reads more is
+busy for longer than it takes to start its kernels one by one."""
+
+
 class Slots:
     """Memory for the keys and values of so many texts, taken once; the texts at work stand in the first slots."""
 
     def __init__(self, net: Any, slots: int, length: int) -> None:
         shape, weight = net.shape, net.wte.weight
         self.net, self.slots, self.length, self.device = net, slots, length, weight.device
-        # A token's key and value stand side by side, as the net makes them.
-        size = (shape.layers, slots, length, shape.heads, 2, shape.width // shape.heads)
+        # A token's key and value stand side by side, as the net makes them. One slot more is for rows that only fill a shape up.
+        size = (shape.layers, slots + 1, length, shape.heads, 2, shape.width // shape.heads)
         self.cache = torch.zeros(size, device=weight.device, dtype=weight.dtype)
         self.ids_N = torch.zeros(slots, dtype=torch.long, device=weight.device)
         self.places_N = torch.zeros(slots, dtype=torch.long, device=weight.device)
@@ -34,6 +40,8 @@ class Slots:
         self.arrivals = torch.zeros(slots * shape.heads, dtype=torch.int32, device=weight.device)
         """Counters of attention's parts; always 0 between steps."""
         self.graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.readings: dict[tuple[int, int], tuple[Any, Tensor, Tensor, Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if self.captured else None
 
     @staticmethod
     def bytes_of(net: Any, length: int) -> int:
@@ -47,17 +55,40 @@ class Slots:
         Shorter contexts are filled up on the right: what stands there is seen by nothing before it, and is written over later.
         """
         T, N = max(map(len, contexts)), len(contexts)
-        ids_NT = torch.tensor([context + [0] * (T - len(context)) for context in contexts], device=self.device)
+        rows, long = (1 << (N - 1).bit_length(), max(SHORTEST, 1 << (T - 1).bit_length())) if self.captured else (N, T)
+        captured = self.captured and rows * long <= CAPTURED and long <= self.length
+        rows, long = (rows, long) if captured else (N, T)
+        ids_NT = torch.tensor([context + [0] * (long - len(context)) for context in [*contexts, *[[]] * (rows - N)]])
+        slots_N = torch.tensor([*range(first, first + N), *[self.slots] * (rows - N)])
+        if not captured:
+            return self._read(ids_NT.to(self.device), slots_N.to(self.device))
+        if (rows, long) not in self.readings:
+            self.readings[rows, long] = self._capture_reading(rows, long)
+        graph, static_NT, static_N, hidden_NTE = self.readings[rows, long]
+        static_NT.copy_(ids_NT.pin_memory(), non_blocking=True)
+        static_N.copy_(slots_N.pin_memory(), non_blocking=True)
+        graph.replay()
+        return hidden_NTE[:N, :T]
+
+    def _read(self, ids_NT: Tensor, slots_N: Tensor) -> Tensor:
+        N, T = ids_NT.shape
         x_NTE = self.net.wte(ids_NT) + self.net.wpe.weight[:T]
-        for layer, block in enumerate(self.net.h):
+        for block, cache in zip(self.net.h, self.cache, strict=True):
             qkv = block.attn.c_attn(block.ln_1(x_NTE)).view(N, T, self.net.shape.heads, 3, -1)
-            self.cache[layer, first : first + N, :T] = qkv[:, :, :, 1:]
+            cache[slots_N, :T] = qkv[:, :, :, 1:]
             q_NHTD, k_NHTD, v_NHTD = (part.transpose(1, 2) for part in qkv.unbind(3))
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, is_causal=True)
             x_NTE = x_NTE + block.attn.c_proj(y_NHTD.transpose(1, 2).flatten(2))
             x_NTE = x_NTE + block.mlp(block.ln_2(x_NTE))
         hidden: Tensor = self.net.ln_f(x_NTE)
         return hidden
+
+    def _capture_reading(self, rows: int, long: int) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """Reading prompts of a shape; what is read meanwhile goes into the slot that is nobody's."""
+        ids_NT = torch.zeros(rows, long, dtype=torch.long, device=self.device)
+        slots_N = torch.full((rows,), self.slots, device=self.device)
+        graph, hidden_NTE = self._captured(lambda: self._read(ids_NT, slots_N), lambda: None)
+        return graph, ids_NT, slots_N, hidden_NTE
 
     @torch.inference_mode()
     def decode(self, ids_N: Tensor, places: list[int]) -> Tensor:
@@ -100,17 +131,24 @@ class Slots:
 
     def _capture(self, count: int) -> tuple[Any, Tensor]:
         states, places_N = _few_states if count <= fused.FEW and _is_plain(self.net) else _fused_states, self.places_N.clone()
+        return self._captured(lambda: self._step(count, states(self, count)), lambda: self.places_N.copy_(places_N))
+
+    def _captured(self, work: Callable[[], Tensor], undo: Callable[[], object]) -> tuple[Any, Tensor]:
+        """Work as a CUDA graph and where its result will stand; it is done twice before, and undone.
+
+        All graphs share their memory: a result is used up, in the stream's order, before another is replayed.
+        """
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._step(count, states(self, count))
-                self.places_N.copy_(places_N)
+                work()
+                undo()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            scores = self._step(count, states(self, count))
-        return graph, scores
+        with torch.cuda.graph(graph, pool=self.pool):
+            result = work()
+        return graph, result
 
 
 def _is_plain(net: Any) -> bool:
@@ -151,7 +189,7 @@ def _fused_states(slots: Slots, count: int) -> Tensor:
 def _few_states(slots: Slots, count: int) -> Tensor:
     """The same with one kernel for each matrix and all that stands beside it: with few texts, to start kernels is what takes time."""
     net, places_N, heads = slots.net, slots.places_N[:count], slots.net.shape.heads
-    x_NE = fused.embed(slots.ids_N[:count], places_N, net.wte.weight, net.wpe.weight)
+    x_NE: Tensor = fused.embed(slots.ids_N[:count], places_N, net.wte.weight, net.wpe.weight)
     for block, cache in zip(net.h, slots.cache, strict=True):
         qkv_NF = fused.product(x_NE, block.attn.c_attn, norm=block.ln_1)
         y_NE = fused.attend(qkv_NF.view(count, heads, 3, -1), cache, places_N, slots.arrivals)
