@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 PROMPTS = ["The mill", "물레방아는", "", "Değirmen köprünün üstünde", "a"] * 4
 SAMPLES = [
     SampleConfig(temperature=0, max_tokens=40), SampleConfig(max_tokens=40, seed=3),
-    SampleConfig(max_tokens=150, min_tokens=150, temperature=0),
+    SampleConfig(max_tokens=150, min_tokens=150, temperature=0), SampleConfig(max_tokens=60, min_tokens=20, temperature=0.7, top_k=9),
+    SampleConfig(max_tokens=60, temperature=1.3, top_k=0, seed=11),
     SampleConfig(max_tokens=30, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, stop=["e"]),
     SampleConfig(max_tokens=12, beams=3),
 ]  # fmt: skip
@@ -75,7 +76,7 @@ def test_fused_steps_give_the_scores_of_plain_ones(checkpoint: Checkpoint, preci
 
 def test_the_likeliest_is_the_first_greatest_that_may_be() -> None:
     """Two small kernels against torch's argmax: equal scores, barred ids, a score that is no number."""
-    from textmill.generation.likeliest_triton import likeliest
+    from textmill.generation.choosing_triton import likeliest
 
     for rows, vocab in ((1, 50257), (5, 777), (64, 2000)):
         scores = torch.randn(rows, vocab + 47, device="cuda").bfloat16()[:, :vocab]

@@ -212,3 +212,16 @@ def test_a_row_of_scores_that_are_no_numbers_gives_none_and_leaves_the_others_al
     whole = next_ids(logits, states)
     logits[1, 3] = bad
     assert next_ids(logits, states) == [whole[0], None, whole[2]]
+
+
+def test_the_kth_score_of_a_plain_draw_is_that_of_what_is_not_barred() -> None:
+    """What the kernels are told of top_k, against numpy's sort; a row that asks for none has no least score."""
+    states = [sampling.State(SampleConfig(temperature=0.7, top_k=k, min_tokens=5), (3, 4)) for k in (5, 0, 40)]
+    rules, scores = sampling.rules_of(states, torch.device("cpu")), torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    assert rules.draw is not None
+    found = rules.draw.kth(scores, torch.tensor([[3, 4]] * 3))
+    assert found is not None
+    left = np.sort(np.delete(scores.numpy(), [3, 4], 1), 1)[:, ::-1]
+    assert found.tolist() == [left[0, 4], -np.inf, left[2, 39]]
+    assert sampling.rules_of([*states, sampling.State(SampleConfig(temperature=0.0), (3,))], torch.device("cpu")).draw is None
+    assert sampling.rules_of([sampling.State(SampleConfig(top_p=0.9), (3,))], torch.device("cpu")).draw is None

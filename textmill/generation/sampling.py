@@ -13,17 +13,15 @@ from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN, mix
+from textmill.generation.draws import COLDEST, NEVER, Draw, draw_of
 
 try:
-    from textmill.generation.likeliest_triton import likeliest
+    from textmill.generation import choosing_triton as fused
 except ImportError:  # Triton comes with torch's builds for GPUs
-    likeliest = None  # type: ignore[assignment]
+    fused = None  # type: ignore[assignment]
 
-NEVER = -math.inf
 AHEAD = 16
 """Steps whose random numbers are made at once."""
-COLDEST = 1e-30
-"""Below this a temperature is no longer a number in single precision; the likeliest token is certain long before."""
 
 
 @dataclass
@@ -155,6 +153,8 @@ class Rules:
     """Whether any token is drawn."""
     drawn_N: Tensor | None
     """The rows whose token is drawn, where others take the likeliest."""
+    draw: Draw | None
+    """What is all that the rows ask for, where all are drawn and ask for no more."""
     uniforms: Uniforms
     marked: tuple[int, ...]
     """Rows with a bias or a penalty."""
@@ -179,9 +179,11 @@ def rules_of(states: Sequence[State], device: torch.device) -> Rules:
     drawn_N = None
     if drawing and len(drawing) < len(states):
         drawn_N = torch.tensor([state.sample.temperature > 0 for state in states], device=device)
+    asked = {key for key, neutral, _ in WARPERS if any(getattr(states[row].sample, key) != neutral for row in drawing)}
+    draw = draw_of([state.sample for state in states], device) if asked <= {"temperature", "top_k"} and drawn_N is None else None
     marked = tuple(row for row, state in enumerate(states) if state.bias or state.seen_V is not None or state.said_V is not None)
     young = tuple(row for row, state in enumerate(states) if state.number < state.sample.min_tokens)
-    return Rules(tuple(warpers), bool(drawing), drawn_N, Uniforms(states, device), marked, young)
+    return Rules(tuple(warpers), bool(drawing), drawn_N, draw, Uniforms(states, device), marked, young)
 
 
 def young_of(states: Sequence[State], rules: Rules) -> tuple[int, ...]:
@@ -238,8 +240,8 @@ def choose(logits_NV: Tensor, uniforms: Tensor) -> Tensor:
 
 def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
     """The next token of each text: a function of its scores, its seed and how many new tokens it has; -1: its scores are no numbers."""
-    if likeliest is not None and logits_NV.is_cuda and not (rules.drawing or rules.marked):
-        return likeliest(logits_NV, _barred(states, rules, logits_NV.device))
+    if fused is not None and logits_NV.is_cuda and not rules.marked and (rules.draw or not rules.drawing):
+        return _next_ids_fused(logits_NV, states, rules)
     low_N, high_N = logits_NV.aminmax(dim=1)
     whole_N = high_N.float() - low_N.float() < math.inf
     logits_NV = shaped(logits_NV, states, rules)
@@ -250,6 +252,16 @@ def next_ids(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor
         if rules.drawn_N is not None:
             ids_N = torch.where(rules.drawn_N, ids_N, logits_NV.argmax(1))
     return torch.where(whole_N, ids_N, -1)
+
+
+def _next_ids_fused(logits_NV: Tensor, states: Sequence[State], rules: Rules) -> Tensor:
+    barred_NK = _barred(states, rules, logits_NV.device)
+    if rules.draw is None:
+        ids_N: Tensor = fused.likeliest(logits_NV, barred_NK)
+    else:
+        uniforms_N, kth_N = rules.uniforms.of(states[0].number), rules.draw.kth(logits_NV, barred_NK)
+        ids_N = fused.drawn(logits_NV, barred_NK, rules.draw.temperatures_N, kth_N, uniforms_N)
+    return ids_N
 
 
 def _barred(states: Sequence[State], rules: Rules, device: torch.device) -> Tensor | None:

@@ -79,6 +79,18 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _joined(gathers, weights, one, working, columns, C: tl.constexpr, S: tl.constexpr, LOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What all parts of a text's places found together; what others wrote is not looked for in a cache near by."""
+    parts = tl.arange(0, S)
+    come = parts < working
+    tops = tl.load(weights + (one * S + parts) * 2, mask=come, other=LOW, cache_modifier=".cg")
+    totals = tl.load(weights + (one * S + parts) * 2 + 1, mask=come, other=0.0, cache_modifier=".cg")
+    gathered = tl.load(gathers + (one * S + parts)[:, None] * C + columns[None, :], mask=come[:, None], other=0.0, cache_modifier=".cg")
+    shares = tl.exp(tops - tl.max(tops, 0))
+    return tl.sum(gathered * shares[:, None], 0) / tl.sum(totals * shares, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     qkv, cache, places, out, gathers, weights, arrivals, heads, length, scale,
     D: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr, LOW: tl.constexpr,
@@ -132,14 +144,7 @@ def _attend(  # type: ignore[no-untyped-def]
             tl.store(weights + (one * S + part) * 2 + 1, total)
             tl.debug_barrier()
             if tl.atomic_add(arrivals + one, 1, sem="acq_rel", scope="gpu") == working - 1:
-                parts = tl.arange(0, S)
-                come = parts < working
-                tops_S = tl.load(weights + (one * S + parts) * 2, mask=come, other=LOW, cache_modifier=".cg")
-                totals_S = tl.load(weights + (one * S + parts) * 2 + 1, mask=come, other=0.0, cache_modifier=".cg")
-                all_SC = gathers + (one * S + parts)[:, None] * C + columns[None, :]
-                gathered_SC = tl.load(all_SC, mask=come[:, None], other=0.0, cache_modifier=".cg")
-                shares_S = tl.exp(tops_S - tl.max(tops_S, 0))
-                found = tl.sum(gathered_SC * shares_S[:, None], 0) / tl.sum(totals_S * shares_S, 0)
+                found = _joined(gathers, weights, one, working, columns, C, S, LOW)
                 tl.store(out + one * D + columns, found.to(out.dtype.element_ty), mask=inside)
                 tl.store(arrivals + one, 0)
 
