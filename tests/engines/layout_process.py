@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
 from textmill.leaving import leave_after
 from textmill.models import open_family
+from textmill.models.lora import first_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 20, 6, 6
+LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2": {"replicate": 2},
     "shard-2": {"shard": 2},
@@ -105,6 +107,7 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
     state = state_of(engine)
     numbers["losses"] += stepped(engine, range(SAVED, STEPS))
     numbers["muon"] = muons(config, ranks)
+    numbers["lora"] = adapters(config, ranks)
     numbers["parameters"] = sum(parameter.numel() for parameter in _held(engine))
     return numbers, gradients, state
 
@@ -115,6 +118,19 @@ def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
     engine = started(config, ranks)
     numbers = stepped(engine, range(SAVED))
     state = state_of(engine)
+    numbers += stepped(engine, range(SAVED, SAVED + 2))
+    return numbers + stepped(resumed(config, state, ranks), range(SAVED, SAVED + 2))
+
+
+def adapters(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
+    """Steps of adapters with dropout, and the last of them again by an engine that goes on from what was saved before them."""
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": LORA})})
+    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    first = [*open_family("gpt2").first_weights(shape, 5), *first_adapters(shape, LORA, 5)]
+    engine = open_engine(config, shape, ranks)
+    engine.load(first, [], 0, "the first weights")
+    numbers = stepped(engine, range(SAVED))
+    state = dict(first) | state_of(engine)
     numbers += stepped(engine, range(SAVED, SAVED + 2))
     return numbers + stepped(resumed(config, state, ranks), range(SAVED, SAVED + 2))
 

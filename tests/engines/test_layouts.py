@@ -90,6 +90,14 @@ def test_muon_makes_whole_steps_of_shared_matrices(layout: str, folder: Path, al
     assert ours[-2:] == ours[-4:-2], "bit for bit after a resume"
 
 
+def test_adapters_learn_as_on_one_process(layout: str, folder: Path, alone: Measured) -> None:
+    """Loss and norm; what tensor peers hold in common has its gradient from all of them."""
+    ours, wanted = json.loads((folder / f"{layout}.json").read_text())["lora"], alone[0]["lora"]
+    assert losses(ours) == pytest.approx(losses(wanted), rel=1e-6)
+    assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in wanted], rel=1e-4)
+    assert ours[-2:] == ours[-4:-2], "bit for bit after a resume"
+
+
 def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: Measured) -> None:
     ours = dict(np.load(folder / f"{layout}.state.npz"))
     assert {name: values.shape for name, values in ours.items()} == {name: values.shape for name, values in alone[2].items()}

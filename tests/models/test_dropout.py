@@ -38,6 +38,13 @@ def test_a_part_of_the_batch_drops_the_same() -> None:
     assert torch.equal(dropout_keys(1, 2, SAMPLES[3:6]), keys[3:6])
 
 
+def test_a_part_of_the_columns_drops_the_same() -> None:
+    x, keys = torch.randn(8, 5, 6), dropout_keys(1, 2, SAMPLES)
+    whole = drop(x, 0.3, keys, 1)
+    for number, part in enumerate(x.chunk(3, -1)):
+        assert torch.equal(drop(part, 0.3, keys, 1, columns=(number, 3)), whole.chunk(3, -1)[number])
+
+
 def test_seed_step_and_site_matter() -> None:
     x = torch.ones(8, 16, 16)
     base = drop(x, 0.5, dropout_keys(1, 2, SAMPLES), 1)

@@ -73,15 +73,15 @@ class Layout:
         return value
 
     def join(self, weights: Iterable[tuple[Weight, Tensor]]) -> None:
-        """Make gradients of what tensor peers all hold the same on each: sums where each saw its own tokens, else means of equals."""
-        if self.peers is None:
+        """Make gradients of what tensor peers all hold the same on each: sums where each saw a part, else means of equals."""
+        common = [(weight, gradient) for weight, gradient in weights if weight.split is None]
+        if self.peers is None or not common:
             return
-        common = [gradient for weight, gradient in weights if weight.split is None]
-        flat = torch.cat([gradient.flatten() for gradient in common])
+        flat = torch.cat([gradient.flatten() for _, gradient in common])
         dist.all_reduce(flat, group=self.peers.group)
-        flat /= 1 if self.peers.sequence else self.peers.count
-        for gradient, values in zip(common, torch.split_with_sizes(flat, [one.numel() for one in common]), strict=True):
-            gradient.copy_(values.view_as(gradient))
+        for (weight, gradient), values in zip(common, torch.split_with_sizes(flat, [one.numel() for _, one in common]), strict=True):
+            equals = 1 if self.peers.sequence or weight.partial else self.peers.count
+            gradient.copy_(values.view_as(gradient) / equals)
 
     def norm(self, weights: Iterable[tuple[Weight, Tensor]]) -> Tensor:
         """The norm of all gradients together, each element counted once."""

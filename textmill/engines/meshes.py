@@ -61,8 +61,6 @@ def check_batch(train: TrainConfig, ways: int, micro_batch: int | str, unit: str
 
 
 def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:
-    if config.model.lora:
-        raise TextmillError("model.lora: adapters are not shared by tensor peers; set engine.mesh.tensor=1 and use engine.mesh.shard")
     if config.engine.precision == "fp8":
         raise TextmillError("engine.precision: fp8 is not made for tensor peers; set engine.precision=auto, or engine.mesh.tensor=1")
     for name, size in (("heads", shape.heads), ("inner", shape.inner)):

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.models.lora_torch import Adapted
+
 # Torch 2.13 has other names for these two, and warns of the old ones.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -117,6 +119,19 @@ class RowLinear(nn.Linear):
         return self.peers.leave(partial) + self.bias.to(partial.dtype)
 
 
+class RowAdapted(Adapted):
+    """The same with an adapter, whose inputs are shared out with the matrix'."""
+
+    def __init__(self, whole: Adapted, peers: Peers) -> None:
+        super().__init__(nn.Linear(whole.in_features // peers.count, whole.out_features), whole.lora, whole.site)
+        self.peers = peers
+
+    def forward(self, x: Tensor, keys_N: Tensor | None = None) -> Tensor:
+        partial = F.linear(x, self.weight)
+        partial = partial + self.added(x, keys_N, (self.peers.rank, self.peers.count))
+        return self.peers.leave(partial) + self.bias.to(partial.dtype)
+
+
 class Vocabulary(nn.Embedding):
     """Rows of an embedding: a token that another peer holds is nothing here, and comes with the sum."""
 
@@ -155,8 +170,9 @@ def share_out(net: Any, peers: Peers) -> None:
     for block in net.h:
         block.part, block.attn.part = tokens, peers.rank
         for holder, column in ((block.attn, "c_attn"), (block.mlp, "c_fc")):
-            whole = getattr(holder, column)
-            setattr(holder, column, nn.Linear(whole.in_features, whole.out_features // peers.count))
-            holder.c_proj = RowLinear(holder.c_proj, peers)
+            whole, last = getattr(holder, column), holder.c_proj
+            part = nn.Linear(whole.in_features, whole.out_features // peers.count)
+            setattr(holder, column, Adapted(part, whole.lora, whole.site) if isinstance(whole, Adapted) else part)
+            holder.c_proj = RowAdapted(last, peers) if isinstance(last, Adapted) else RowLinear(last, peers)
             holder.register_forward_pre_hook(entered)
     net.register_forward_hook(lambda _net, _given, x_NTE: peers.enter(x_NTE))

@@ -37,6 +37,8 @@ class Weight:
     """How far below the head: 0 after the blocks, 1 in the last of them, one more than there are blocks in the embeddings."""
     split: int | None = None
     """The dimension, in memory, that tensor-parallel peers share; none: each has the whole of it."""
+    partial: bool = False
+    """Whether peers who all hold it each see a part of its gradient, even where they see the same tokens."""
 
 
 class Family(Protocol):

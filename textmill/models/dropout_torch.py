@@ -23,15 +23,19 @@ def dropout_keys(seed: int, step: int, samples: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(sample_keys(seed, step, samples).view(np.int32))
 
 
-def drop(x: Tensor, share: float, keys_N: Tensor | None, site: int, part: int = 0) -> Tensor:
+def drop(x: Tensor, share: float, keys_N: Tensor | None, site: int, part: int = 0, columns: tuple[int, int] = (0, 1)) -> Tensor:
     """Zero a share of x [samples, ...] and scale up the rest; without keys nothing is dropped.
 
-    Where x is one of several equal parts along its second dimension, `part` says which, so that all of them drop as the whole would.
+    Where x is one of several equal parts along its second dimension, `part` says which, so that all of them drop as the whole would;
+    along its last dimension `columns` says which and of how many.
     """
     if keys_N is None or share == 0:
         return x
     count = x[0].numel()
     places = torch.arange(part * count, (part + 1) * count, dtype=torch.int32, device=x.device).view(x.shape[1:])
+    if columns[1] > 1:
+        width = x.shape[-1]
+        places = places + (places // width * (columns[1] - 1) + columns[0]) * width
     keys = _mix(keys_N + _signed(site * _PRIME % (1 << 32))).view(-1, *([1] * (x.dim() - 1)))
     # Each key walks the counters with an odd stride of its own, so that no two keys give one pattern, shifted.
     kept = (_mix(places * (keys | 1) + keys) >> 8 & 0xFFFFFF) >= int(share * (1 << 24))

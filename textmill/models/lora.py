@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,8 +28,12 @@ def adapters_of(shape: Any, lora: LoraConfig | None) -> list[Weight]:
         laid: Any = "qkv_bias" if weight.layout == "qkv" else "plain"
         # As wide as PEFT's uniform start between plus and minus one over the root of the inputs.
         start = 1 / math.sqrt(3 * inputs)
-        weights.append(Weight(f"{stem}.lora_A.weight", (lora.rank, inputs), start, decay=True, depth=weight.depth))
-        weights.append(Weight(f"{stem}.lora_B.weight", (outputs, lora.rank), 0, laid, decay=True, depth=weight.depth))
+        first = Weight(f"{stem}.lora_A.weight", (lora.rank, inputs), start, decay=True, depth=weight.depth)
+        second = Weight(f"{stem}.lora_B.weight", (outputs, lora.rank), 0, laid, decay=True, depth=weight.depth)
+        # Tensor peers cut that one of the two which meets what they cut of the matrix, and have the other in common.
+        for one, side in ((first, 1), (second, 0)):
+            cut = side if weight.split == side else None
+            weights.append(replace(one, split=cut, partial=weight.split is not None and cut is None))
     return weights
 
 

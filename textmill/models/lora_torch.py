@@ -19,11 +19,15 @@ class Adapted(nn.Linear):
         super().__init__(linear.in_features, linear.out_features)
         self.lora_A = nn.Linear(linear.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, linear.out_features, bias=False)
-        self.scale, self.share, self.site = lora.alpha / lora.rank, lora.dropout, site
+        self.lora, self.site = lora, site
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
-        seen_NTE = drop(x_NTE, self.share, keys_N, self.site)
-        out: Tensor = super().forward(x_NTE) + self.lora_B(self.lora_A(seen_NTE)) * self.scale
+        return super().forward(x_NTE) + self.added(x_NTE, keys_N)
+
+    def added(self, x_NTE: Tensor, keys_N: Tensor | None, columns: tuple[int, int] = (0, 1)) -> Tensor:
+        """What the adapter adds; of x there may be only some columns, one of several equal parts."""
+        seen_NTE = drop(x_NTE, self.lora.dropout, keys_N, self.site, columns=columns)
+        out: Tensor = self.lora_B(self.lora_A(seen_NTE)) * (self.lora.alpha / self.lora.rank)
         return out
 
 
