@@ -169,11 +169,12 @@ def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
     assert "if __name__ == '__main__':" in done.stderr
 
 
-def test_workers_are_kept_from_map_to_map(jobs: Any) -> None:
+def test_workers_are_kept_from_map_to_map(jobs: Any, tmp_path: Path) -> None:
     with open_runner(LocalRunner(workers=2)) as runner:
-        first, second = (set(runner.map(jobs.process_of, range(8))) for _ in range(2))
-        assert set(runner.map(jobs.process_of, [1])) <= first | second
-        assert len(first | second) == 2
+        first, second = (set(runner.map(jobs.process_of_each, [(0, folder), (1, folder)])) for folder in (f"{tmp_path}/a", f"{tmp_path}/b"))
+        assert first == second
+        assert len(first) == 2
+        assert set(runner.map(jobs.process_of, [1])) <= first
         assert all(map(alive, first))
     assert not any(map(alive, first))
 

@@ -25,6 +25,17 @@ def process_of(shard: int) -> int:
     return os.getpid()
 
 
+def process_of_each(shard: tuple[int, str]) -> int:
+    """Waits for the other of two shards, so that a process of its own has each."""
+    number, folder = shard
+    Path(folder).mkdir(exist_ok=True)
+    (Path(folder) / str(number)).touch()
+    end = time.monotonic() + 120
+    while not (Path(folder) / str(1 - number)).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return os.getpid()
+
+
 def refuse_three(shard: int) -> int:
     if shard == 3:
         raise TextmillError("shard 3: found nothing; look again")
