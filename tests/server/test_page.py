@@ -136,6 +136,10 @@ def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: L
     shoot(browser, "settings-dark-narrow")
     browser.run("document.getElementById('theme').click()")
     shoot(browser, "settings-light-narrow")
+    open_ = "return document.getElementById('settings').checkVisibility()"
+    assert browser.run(open_)
+    browser.type("body", KEYS["escape"])
+    assert not browser.run(open_), "what lies over the text can be shut"
     browser.size(1200, 800)
     assert browser.complaints() == []
 

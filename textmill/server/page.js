@@ -372,9 +372,16 @@ function showTip(event) {
   tip.style.top = `${place.bottom + tip.offsetHeight + 4 > innerHeight ? place.top - tip.offsetHeight - 4 : place.bottom + 4}px`;
 }
 
+// On a narrow screen the settings lie over the text, until they are shut.
+function showSettings(open) {
+  find("settings").classList.toggle("open", open);
+  find("show-settings").setAttribute("aria-expanded", String(open));
+}
+
 function send() {
   const text = find("prompt").value;
   if (running || (mode() === "chat" && !text.trim())) return;
+  showSettings(false);
   if (mode() === "chat") { find("prompt").value = ""; fit(); }
   ask(text);
 }
@@ -386,18 +393,19 @@ find("prompt").addEventListener("keydown", (event) => {
   // While a character is being composed (Korean, Chinese, Japanese), Enter belongs to it.
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) running.abort(); });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  running?.abort();
+  showSettings(false);
+});
 find("stop").addEventListener("click", () => running?.abort());
 find("clear").addEventListener("click", clearAll);
 find("theme").addEventListener("click", () => {
   setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   keep({ theme: document.documentElement.dataset.theme });
 });
-find("show-settings").addEventListener("click", () => {
-  const open = find("settings").classList.toggle("open");
-  find("show-settings").setAttribute("aria-expanded", String(open));
-});
-find("talk").addEventListener("pointerdown", () => { find("settings").classList.remove("open"); find("show-settings").setAttribute("aria-expanded", "false"); });
+find("show-settings").addEventListener("click", () => showSettings(!find("settings").classList.contains("open")));
+find("talk").addEventListener("pointerdown", () => showSettings(false));
 find("reset").addEventListener("click", () => { keep({ settings: {} }); fill({}); });
 find("settings").addEventListener("input", () => {
   showNumbers();
