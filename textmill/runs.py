@@ -22,7 +22,7 @@ from textmill.deals import Deal
 from textmill.errors import TextmillError, warn
 from textmill.files import remove_folder, shown
 from textmill.models import open_family, shape_in
-from textmill.models.lora import first_adapters, peft_config_of
+from textmill.models.lora import first_adapters, peft_config_of, weights_with
 from textmill.models.resized import resized
 from textmill.models.rules import rules_of
 from textmill.stages import Force, differences
@@ -259,10 +259,13 @@ def files_of(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
 
 def trackers_of(config: RunConfig, course: Course, start: Start, facts: dict[str, Any]) -> Trackers:
     """Every place that the run's numbers go to; the first lines say what trains where, and for how long."""
-    flops, tokens = start.shape.flops_per_token(course.length), config.train.batch * course.length
+    rules = rules_of(start.shape, config.train, config.model.lora)
+    trained = [weight for weight in weights_with(start.shape, config.model.lora) if rules[weight.name].trained]
+    flops = start.shape.flops_per_token(course.length, trained)
     trackers = open_trackers(
-        config.track, config.folder_of("train"), steps=course.steps, start=start.step, tokens_per_step=tokens,
-        flops_per_token=flops, peak_flops=facts["peak_flops"], settings=config.model_dump(mode="json"),
+        config.track, config.folder_of("train"), steps=course.steps, start=start.step,
+        tokens=lambda step: course.samples(step) * course.length, flops_per_token=flops, peak_flops=facts["peak_flops"],
+        settings=config.model_dump(mode="json"),
     )  # fmt: skip
     verb = f"goes on from step {start.step:,}" if start.step else "starts"
     trackers.note(f"train: {told(facts)}; {verb}")

@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 
 def pace(clock: Clock, start: int = 0, peak: float | None = None) -> Pace:
-    return Pace(1000, start, 4096, flops_per_token=2e6, peak_flops=peak, clock=clock, began=0.0)
+    return Pace(1000, start, lambda step: 4096 * step, flops_per_token=2e6, peak_flops=peak, clock=clock, began=0.0)
 
 
 def test_plain_lines() -> None:
@@ -92,3 +92,11 @@ def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(new_console(pace(Clock()), Terminal()), PlainConsole)
+
+
+def test_a_batch_that_grows() -> None:
+    clock = Clock()
+    clock.now = 10.0
+    growing = Pace(20, 0, lambda step: 100 * min(step, 10) + 300 * max(0, step - 10), 2e6, None, clock=clock, began=0.0)
+    assert growing.speed(10, {}) == 100
+    assert growing.seconds_left(10) == pytest.approx(30.0), "the ten steps to come have three times the tokens"

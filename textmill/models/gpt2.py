@@ -67,9 +67,21 @@ class Shape:
         """Weights of the net, as its checkpoint has them."""
         return sum(math.prod(weight.shape) for weight in weights_of(self))
 
-    def flops_per_token(self, length: int) -> float:
-        """Multiplications and additions of forward and backward for one token: 6N + 12LHQT."""
-        return 6.0 * (self.parameters - self.positions * self.width) + 12.0 * self.layers * self.width * length
+    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
+        """Multiplications and additions of forward and backward for one token: 6N + 12LHQT where all is trained.
+
+        Else forward is the same, a weight that is not trained has no gradient, and backward ends at the lowest block that has one that
+        is; adapters, the trained weights that are not the net's own, come on top.
+        """
+        own = [weight for weight in weights_of(self) if not weight.by_position]
+        trained = weights_of(self) if trained is None else list(trained)
+        names, lowest = {weight.name for weight in trained}, max(weight.depth for weight in trained)
+        known = {weight.name for weight in weights_of(self)}
+        flops = 6.0 * sum(math.prod(weight.shape) for weight in trained if weight.name not in known)
+        for weight in own:
+            passed = weight.layout == "vocab" or weight.depth <= lowest  # the tied head stands above all blocks
+            flops += math.prod(weight.shape) * (2.0 + 2.0 * passed + 2.0 * (weight.name in names))
+        return flops + (4.0 * self.layers + 8.0 * min(lowest, self.layers)) * self.width * length
 
 
 def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:

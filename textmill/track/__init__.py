@@ -78,7 +78,7 @@ def open_trackers(
     *,
     steps: int,
     start: int,
-    tokens_per_step: int,
+    tokens: Callable[[int], int],
     flops_per_token: float,
     peak_flops: float | None,
     settings: dict[str, Any],
@@ -86,7 +86,7 @@ def open_trackers(
 ) -> Trackers:
     """Every place the config asks for; what was logged after step `start` is cut off, since it is done again."""
     modules = {kind: _module_of(kind) for kind in config.kinds}
-    trackers = Trackers(new_console(Pace(steps, start, tokens_per_step, flops_per_token, peak_flops), stream or sys.stdout))
+    trackers = Trackers(new_console(Pace(steps, start, tokens, flops_per_token, peak_flops), stream or sys.stdout))
     try:
         trackers.add(NAME, lambda: _json_lines(folder, start))
         for kind, module in modules.items():

@@ -25,7 +25,8 @@ class Pace:
 
     steps: int
     start: int
-    tokens_per_step: int
+    tokens: Callable[[int], int]
+    """Tokens of the run's first so many steps; a batch may grow."""
     flops_per_token: float
     peak_flops: float | None
     """Of all devices together; None where the chip is not known."""
@@ -33,16 +34,19 @@ class Pace:
     began: float = field(default_factory=time.monotonic)
 
     def seconds_left(self, step: int) -> float | None:
-        """From the wall time of the steps so far, so that evaluation and saving are counted in."""
-        done = step - self.start
-        if done <= 0:
+        """From the wall time of the tokens so far, so that evaluation and saving are counted in."""
+        if step <= self.start:
             return None
-        return (self.clock() - self.began) / done * (self.steps - step)
+        return (self.clock() - self.began) / self._done(step) * (self.tokens(self.steps) - self.tokens(step))
+
+    def _done(self, step: int) -> int:
+        """Tokens since this process began."""
+        return self.tokens(step) - self.tokens(self.start)
 
     def speed(self, step: int, values: Values) -> float | None:
         """Tokens a second: the loop's own figure, else the average since the start."""
         passed = self.clock() - self.began
-        average = (step - self.start) * self.tokens_per_step / passed if step > self.start and passed > 0 else None
+        average = self._done(step) / passed if step > self.start and passed > 0 else None
         return values.get("tokens_per_second", average)
 
     def place(self, step: int) -> str:
