@@ -12,9 +12,10 @@ import pytest
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.config.engines import DeepSpeedEngine
+from textmill.errors import TextmillError
 from textmill.verification.findings import Finding, findings_of
 from textmill.verification.launches import Seen, launch
-from textmill.verification.small import Plan, plan_of
+from textmill.verification.small import Plan, hand_over, handed_over, plan_of
 from textmill.where import open_where
 
 PLANTED = {
@@ -148,6 +149,16 @@ def test_a_file_of_deepspeeds_may_speak_of_the_whole_run(tmp_path: Path) -> None
     engines = [one.engine for one in small.many if isinstance(one.engine, DeepSpeedEngine)]
     assert [(one.zero, one.config, one.micro_batch, one.extra) for one in engines] == 2 * [(3, None, 2, {"zero_optimization": zero})]
     assert small.many[0].train.batch == 12
+
+
+def test_adapters_on_first_weights_reach_the_processes(tmp_path: Path) -> None:
+    """No run has them, so its config would not be let in."""
+    given = open_where("quickstart", ["model.lora.rank=4", "model.init_from=somewhere", "engine.mesh.shard=2"]).config
+    small = given.model_copy(update={"model": given.model.model_copy(update={"init_from": None})})
+    with pytest.raises(TextmillError, match=r"model\.lora: adapts given weights"):
+        RunConfig.model_validate_json(small.model_dump_json())
+    hand_over(small, tmp_path)
+    assert handed_over(tmp_path) == small
 
 
 def test_a_process_that_ends_badly_is_told_with_what_it_said(

@@ -22,7 +22,7 @@ from textmill.models import open_family
 from textmill.models.lora import first_adapters
 from textmill.tensors import blocks_of
 from textmill.tokens.batches.batch import Batch
-from textmill.verification.small import RATE, VOCAB, batches_of
+from textmill.verification.small import ADAPTER_RATE, RATE, VOCAB, batches_of, handed_over
 
 SCALING = {"scale": 1024.0, "good": 0, "left": 2}
 """Where the loss scale of fp16 stands after the steps that it takes to come down, which would all be left out."""
@@ -46,7 +46,7 @@ def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
     """The numbers of every step; the first process writes what the first step left of the gradients."""
     rows, seen = engine.samples_of(config.train.batch), []
     for step, batch in enumerate(batches_of(config)):
-        done = engine.train_step(part(batch, rows), step, RATE)
+        done = engine.train_step(part(batch, rows), step, ADAPTER_RATE if config.model.lora else RATE)
         seen.append({"loss": done.loss, "norm": done.norm, "asked": done.asked})
         if step == 0:
             moments = [(name, values) for name, values in engine.moments() if not name.startswith("v/")]
@@ -59,7 +59,7 @@ def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
 def main(words: list[str]) -> int:
     """Run the config of each folder, one after the other, on the processes that were started together."""
     folders = [Path(word) for word in words]
-    configs = [RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8")) for folder in folders]
+    configs = [handed_over(folder) for folder in folders]
     ranks = open_ranks(configs[0])
     for config, folder in zip(configs, folders, strict=True):
         family = open_family(config.model.family)

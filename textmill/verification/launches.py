@@ -18,6 +18,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.files import read_json
 from textmill.tensors import Named, read_tensors
+from textmill.verification.small import hand_over
 
 PATIENCE = 900
 """Seconds that a trial may take."""
@@ -70,7 +71,7 @@ def _started(configs: list[RunConfig], folder: Path, processes: int) -> Iterator
     """Processes for a list of configs, each with a file for what it says; none outlives this."""
     for number, config in enumerate(configs):
         (folder / str(number)).mkdir(parents=True)
-        (folder / str(number) / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
+        hand_over(config, folder / str(number))
     command = [sys.executable, "-m", "textmill.verification.job", *(str(folder / str(number)) for number in range(len(configs)))]
     jobs = []
     try:

@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from textmill.checkpoint import open_model
-from textmill.config import RunConfig, ShapeConfig
+from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.engines.deepspeed_json import read_file, settled
 from textmill.engines.meshes import mesh_of
+from textmill.files import read_json, write_text
 from textmill.models import open_family, shape_in
 from textmill.tokens.batches.batch import IGNORED, Batch
 
@@ -23,8 +25,8 @@ STEPS = 8
 LENGTH, VOCAB, LAYERS, CHANNELS, MICRO = 24, 150, 2, 8, 2
 MOST = 4
 """Processes up to which a mesh is tried as it is; of a larger one each axis is cut to two."""
-RATE = 1e-2
-"""The learning rate of every step."""
+RATE, ADAPTER_RATE = 1e-2, 1e-3
+"""The learning rate of every step; adapters on a net that has learnt nothing are soon more than it at a higher one, and rounding grows."""
 AXES = ("replicate", "shard", "tensor")
 BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 """How far losses may lie apart, relative, by the arithmetic of the products."""
@@ -168,6 +170,21 @@ def _full_shape(config: RunConfig) -> Any:
     if config.model.init_from:
         return shape_in(open_model(config.model.init_from).folder)
     return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+
+
+def hand_over(config: RunConfig, folder: Path) -> None:
+    """Write a small copy for the processes that run it; its adapters apart, since they lie on first weights, which no run's may."""
+    model = config.model.model_copy(update={"lora": None})
+    write_text(folder / "config.json", config.model_copy(update={"model": model}).model_dump_json())
+    write_text(folder / "lora.json", config.model.lora.model_dump_json() if config.model.lora else "null")
+
+
+def handed_over(folder: Path) -> RunConfig:
+    """The way back of `hand_over`."""
+    config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
+    lora = read_json(folder / "lora.json")
+    model = config.model.model_copy(update={"lora": lora and LoraConfig(**lora)})
+    return config.model_copy(update={"model": model})
 
 
 def batches_of(config: RunConfig) -> Iterator[Batch]:
