@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -50,6 +52,25 @@ def test_one_that_goes_wrong_alone(root: Path) -> None:
 
 def _hash_of(folder: Path) -> str:
     return str(json.loads((folder / "manifest.json").read_text())["files"]["model.safetensors"]["sha256"])
+
+
+BROKEN = """
+from textmill import watch
+watch.PULSE = 0.01
+class Board:
+    signs = 0
+    def set(self, key, value):
+        self.signs += 1
+        if self.signs > 1:
+            raise TypeError("no board of mine")
+watch.Watch(0, 2, Board(), 60.0).end("a collective failed")
+"""
+
+
+def test_a_watch_that_fails_itself_ends_who_waits_for_it() -> None:
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 75, done.stderr
+    assert "rank 0: in the start: a collective failed; its own watch failed (TypeError: no board of mine)" in done.stderr
 
 
 def test_who_is_to_blame() -> None:

@@ -93,9 +93,11 @@ class Watch:
             self._closed.set()
 
     def _watched(self) -> None:
-        """Look until it is closed, and take back the watchdog that each look sets."""
+        """Look until it is closed, and take back the watchdog that each look sets; a watch that fails ends the job, which waits for it."""
         try:
             self._look()
+        except Exception as error:
+            self._finish(f"its own watch failed ({type(error).__name__}: {_first_line(error)})")
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -148,11 +150,11 @@ class Watch:
 
     def _finish(self, verdict: str) -> None:
         """Say where this process is, let the others do so, and end."""
-        waits, reason = waits_in(self._main), self._reason or "another process ends the job"
-        where = f"{self._place}, waiting in {waits}" if waits else self._place
-        print(f"textmill: rank {self.rank}: in {where}: {reason}; {verdict}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=STDERR, all_threads=True)
         try:
+            waits, reason = waits_in(self._main), self._reason or "another process ends the job"
+            where = f"{self._place}, waiting in {waits}" if waits else self._place
+            print(f"textmill: rank {self.rank}: in {where}: {reason}; {verdict}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(file=STDERR, all_threads=True)
             self.leave(verdict)
             self.board.set("over", verdict)
             time.sleep(GRACE * PULSE)
@@ -193,7 +195,7 @@ def waits_in(thread: threading.Thread) -> str | None:
             collective = frame.f_code.co_name if path.name == "distributed_c10d.py" else collective
         elif collective:
             return f"{collective} ({place})"
-        elif ".wait()" in (line := linecache.getline(str(path), frame.f_lineno)):
+        elif ".wait()" in (line := linecache.getline(str(path), frame.f_lineno or 0)):
             return f"{line.strip()} ({place})"
         frame = frame.f_back
     return collective
