@@ -22,7 +22,7 @@ from textmill.models import open_family
 from textmill.models.lora import first_adapters
 from textmill.tensors import blocks_of
 from textmill.tokens.batches.batch import Batch
-from textmill.verification.small import ADAPTER_RATE, RATE, VOCAB, batches_of, handed_over
+from textmill.verification.small import VOCAB, batches_of, handed_over, rate_of
 
 SCALING = {"scale": 1024.0, "good": 0, "left": 2}
 """Where the loss scale of fp16 stands after the steps that it takes to come down, which would all be left out."""
@@ -46,7 +46,7 @@ def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
     """The numbers of every step; the first process writes what the first step left of the gradients."""
     rows, seen = engine.samples_of(config.train.batch), []
     for step, batch in enumerate(batches_of(config)):
-        done = engine.train_step(part(batch, rows), step, ADAPTER_RATE if config.model.lora else RATE)
+        done = engine.train_step(part(batch, rows), step, rate_of(config))
         seen.append({"loss": done.loss, "norm": done.norm, "asked": done.asked})
         if step == 0:
             moments = [(name, values) for name, values in engine.moments() if not name.startswith("v/")]

@@ -25,8 +25,9 @@ STEPS = 8
 LENGTH, VOCAB, LAYERS, CHANNELS, MICRO = 24, 150, 2, 8, 2
 MOST = 4
 """Processes up to which a mesh is tried as it is; of a larger one each axis is cut to two."""
-RATE, ADAPTER_RATE = 1e-2, 1e-3
-"""The learning rate of every step; adapters on a net that has learnt nothing are soon more than it at a higher one, and rounding grows."""
+RATE, GENTLE_RATE = 1e-2, 1e-3
+"""The learning rate of every step; a gentle one where rounding would grow with it: in half precision, and for adapters, which are soon more
+than a net that has learnt nothing."""
 AXES = ("replicate", "shard", "tensor")
 BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 """How far losses may lie apart, relative, by the arithmetic of the products."""
@@ -185,6 +186,11 @@ def handed_over(folder: Path) -> RunConfig:
     lora = read_json(folder / "lora.json")
     model = config.model.model_copy(update={"lora": lora and LoraConfig(**lora)})
     return config.model_copy(update={"model": model})
+
+
+def rate_of(config: RunConfig) -> float:
+    """The learning rate of a trial's steps."""
+    return GENTLE_RATE if config.model.lora or config.engine.precision != "fp32" else RATE
 
 
 def batches_of(config: RunConfig) -> Iterator[Batch]:
