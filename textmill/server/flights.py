@@ -17,6 +17,9 @@ from textmill.server.refusals import Refusal
 from textmill.server.service import Service
 
 Event = tuple[int, Token | Done]
+OFTEN = 0.02
+"""Seconds between two looks at a text that is streamed: faster than eyes, and a model that makes thousands of tokens a second needs the
+interpreter for itself."""
 QUIET = 15.0
 """Seconds without an event after which the model is looked at, and a streaming client is told that the line still lives."""
 
@@ -47,6 +50,7 @@ class Flight:
         self._come, self._woken, self._events = asyncio.Event(), False, deque[Event]()
         self.numbers: list[int] = []
         self.begun = time.monotonic()
+        self.looked = 0.0
         self.ended = 0
 
     def submit(self, requests: Sequence[Request], seconds: float) -> None:
@@ -66,11 +70,19 @@ class Flight:
             if not self._woken and (self._streamed or isinstance(event, Done)):
                 self._woken = True
                 try:
-                    self._loop.call_soon_threadsafe(self._come.set)
+                    self._loop.call_soon_threadsafe(self._wake)
                 except RuntimeError:
                     return  # the loop is closed: nobody waits any more
 
         return deliver
+
+    def _wake(self) -> None:
+        """Look at what has come, now or a little later if the last look was just before."""
+        soon = self.looked + OFTEN - time.monotonic()
+        if soon > 0:
+            self._loop.call_later(soon, self._come.set)
+        else:
+            self._come.set()
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """What has come, as often as something has, until every text is done; nothing for a while is an empty list.
@@ -87,7 +99,7 @@ class Flight:
                 yield []
                 continue
             self._come.clear()
-            self._woken = False
+            self._woken, self.looked = False, time.monotonic()
             come = []
             while self._events:
                 come.append(self._events.popleft())
