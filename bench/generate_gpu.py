@@ -1,11 +1,11 @@
 """How fast texts are continued on a GPU, against transformers' `generate` in the same run.
 
-    python bench/generate_gpu.py [new tokens] [tiny]
+    python bench/generate_gpu.py [new tokens] [texts] [server] [tiny]
 
-GPT-2 of 124M with random weights, bf16, prompts of 128 tokens, 256 new ones; one text and 64 at a time, greedy and drawn, against
-transformers with its usual cache and with its static one, compiled. Then the time to the first token, 64 requests through the scheduler's
-thread, and 64 clients of `textmill serve`, each a connection, which get their texts in whole and as streams. Without a GPU there is
-nothing to measure; `tiny` tries the script itself, on the CPU too.
+GPT-2 of 124M with random weights, bf16, prompts of 128 tokens, 256 new ones. `texts`: one and 64 at a time, greedy and drawn, against
+transformers with its usual cache and with its static one, compiled; then the time to the first token. `server`: 64 requests through the
+scheduler's thread, and 64 clients of `textmill serve` that ask again and again and get their texts in whole and as streams. Both, if
+neither is named. Without a GPU there is nothing to measure; `tiny` tries the script itself, on the CPU too.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ def main() -> None:
     device = torch.device("cuda" if cuda else "cpu")
     ours, theirs = open_both(device, torch.bfloat16 if cuda else torch.float32, tiny)
     print(f"{torch.cuda.get_device_name() if cuda else 'CPU'}, torch {torch.__version__}, {new} new tokens")
+    for part in [word for word in words if word in ("texts", "server")] or ["texts", "server"]:
+        measure_texts(ours, theirs, new, cuda) if part == "texts" else measure_server(ours, new, tiny)
+
+
+def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
+    """Both generators side by side."""
     for batch in (1, 64):
         ways: dict[str, Any] = {
             "textmill, greedy": lambda ids: our_tokens(ours, ids, new),
@@ -53,6 +59,11 @@ def main() -> None:
             ways["transformers, static compiled"] = lambda ids: their_tokens(theirs, ids, new, cache_implementation="static")
         compare(prompts_of(batch, PROMPT), new, ways)
         print(f"  batch {batch:>3}  first token after {first_token(ours, prompts_of(batch, PROMPT)) * 1e3:.1f} ms")
+
+
+def measure_server(ours: Generator, new: int, tiny: bool) -> None:
+    """The generator alone, then what its rate becomes behind a queue and behind HTTP."""
+    compare(prompts_of(64, PROMPT), new, {"textmill, greedy": lambda ids: our_tokens(ours, ids, new)})
     print(f"  64 requests through the scheduler: {scheduled(ours, prompts_of(64, PROMPT), new):,.0f} tokens/s")
     for streamed, rate in served(new, tiny).items():
         print(f"  64 clients of the server, {'streamed' if streamed else 'whole'}: {rate:,.0f} tokens/s", flush=True)
@@ -70,7 +81,10 @@ def first_token(generator: Generator, prompts: Ids) -> float:
 
 def scheduled(generator: Generator, prompts: Ids, new: int) -> float:
     """Tokens a second of requests that all come at once, the second time."""
-    scheduler, sample = Scheduler(generator, slots=len(prompts), queue=len(prompts)), SampleConfig(max_tokens=new, min_tokens=new)
+    scheduler, sample = (
+        Scheduler(generator, slots=len(prompts), queue=len(prompts)),
+        SampleConfig(max_tokens=new, min_tokens=new, temperature=0),
+    )
     for _ in range(2):
         left, over = [len(prompts)], threading.Event()
 
@@ -89,17 +103,22 @@ def scheduled(generator: Generator, prompts: Ids, new: int) -> float:
     return len(prompts) * new / seconds
 
 
-async def answered(port: int, bodies: list[bytes]) -> float:
-    """Seconds until all requests, sent at once, are answered."""
+async def answered(port: int, bodies: list[bytes], times: int) -> float:
+    """Seconds until as many clients as there are bodies have each asked so many times, one request after the other."""
+
+    async def client(body: bytes) -> None:
+        for _ in range(times):
+            head, _ = await call(port, "POST", "/v1/completions", body)
+            assert " 200 " in head.splitlines()[0], head
+
     begun = time.perf_counter()
-    answers = await asyncio.gather(*(call(port, "POST", "/v1/completions", body) for body in bodies))
-    assert all(" 200 " in head.splitlines()[0] for head, _ in answers), answers[0]
+    await asyncio.gather(*map(client, bodies))
     return time.perf_counter() - begun
 
 
 def served(new: int, tiny: bool) -> dict[bool, float]:
-    """Tokens a second of 64 clients that ask a server at once, their texts in whole and streamed; the best of three."""
-    rates = {}
+    """Tokens a second of 64 clients that ask a server again and again, their texts in whole and streamed; after a round that warms it."""
+    rates, times = {}, 1 if tiny else 8
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), new_tokenizer()
         size = ModelConfig(size="nano" if tiny else "small")
@@ -109,7 +128,8 @@ def served(new: int, tiny: bool) -> dict[bool, float]:
                 told = {"max_tokens": new, "min_tokens": new, "temperature": 0, "stream": streamed}
                 bodies = [json.dumps({"prompt": ids, **told}).encode() for ids in prompts_of(64, PROMPT)]
 
-                rates[streamed] = 64 * new / min(asyncio.run(answered(port, bodies)) for _ in range(3))
+                asyncio.run(answered(port, bodies, 1))
+                rates[streamed] = 64 * times * new / asyncio.run(answered(port, bodies, times))
     return rates
 
 
