@@ -160,6 +160,39 @@ def test_workers_end_with_their_parent(sign: signal.Signals, tmp_path: Path, roo
         assert error.count(b"Traceback") == 1, error.decode()
 
 
+STRIKE = """
+import signal
+import threading
+import time
+from pathlib import Path
+
+def strike():
+    while len(list(Path({folder!r}).glob("pid-*"))) < 2:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    threading.Thread(target=strike, daemon=True).start()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
+def test_ctrl_c_that_the_system_gives_to_another_thread_is_heard(tmp_path: Path, root: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text((STRIKE + SCRIPT).format(jobs=str(JOBS), folder=str(tmp_path)))
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        assert parent.wait(60) == -signal.SIGINT
+        pids = {int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")}
+        assert wait_for(lambda: not any(map(alive, pids)))
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
 def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(jobs=str(JOBS), folder=str(tmp_path)).replace('if __name__ == "__main__":', "if True:"))

@@ -6,7 +6,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -20,6 +20,8 @@ from textmill.runners import Result, Shard
 if TYPE_CHECKING:  # each worker imports this file, and the config takes longer than all the rest
     from textmill.config import LocalRunner
 
+PULSE = 1.0
+"""Seconds after which the main thread, which alone hears signals, looks up from its waiting."""
 WINDOW = 4
 """Shards in flight for each worker: enough to keep all busy behind a slow one, few enough for any number of shards."""
 CRASHES_TOGETHER = 2
@@ -98,7 +100,7 @@ class _Crew(Generic[Shard, Result]):
         try:
             while self._fill(shards):
                 try:
-                    result = self.waiting[0].future.result()
+                    result = _heard(self.waiting[0].future)
                 except BrokenProcessPool:
                     self._start_again()
                     continue
@@ -141,6 +143,13 @@ class _Crew(Generic[Shard, Result]):
                 self.pool.finish()
                 self.pool = _Pool(self.workers)
             self.crashes = 0
+
+
+def _heard(future: Future[Result]) -> Result:
+    """A shard's result; ctrl-C is heard on the way even when the system gave the signal to another thread, which wakes no one."""
+    while not future.done():
+        wait([future], timeout=PULSE)
+    return future.result()
 
 
 class _Pool:
