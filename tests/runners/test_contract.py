@@ -124,12 +124,14 @@ def test_closing_waits_for_nobody(jobs: Any, tmp_path: Path) -> None:
 
 
 SCRIPT = """
+import signal
 import sys
 sys.path.insert(0, {jobs!r})
 import shard_jobs
 from textmill.config import LocalRunner
 from textmill.runners import open_runner
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have had it ignored
     with open_runner(LocalRunner(workers=2)) as runner:
         list(runner.map(shard_jobs.double, range(4)))
         list(runner.map(shard_jobs.sleep_long, [(number, {folder!r}) for number in (1, 2, 3)]))
