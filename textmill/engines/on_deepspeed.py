@@ -35,7 +35,7 @@ from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
-from textmill.models.nets_torch import Net, family_of, fill, net_of, new_net, to_memory, weights_of
+from textmill.models.nets_torch import Net, family_of, fill, host_copy, net_of, new_net, to_memory, weights_of
 from textmill.tokens.batches.batch import Batch
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -153,13 +153,13 @@ class OnDeepSpeed:
         for name, weight in self.saved.items():
             parameter = known[name][1]
             if parameter.requires_grad:
-                whole = self.masters.read(parameter, kind).cpu()
+                whole = self.masters.read(parameter, kind)
             elif kind is None:
                 whole = self.frozen[parameter]
             else:
                 continue
             if mine(prefix + name):
-                yield prefix + name, family.to_checkpoint(weight, whole.numpy(), self.net.shape).copy()
+                yield prefix + name, host_copy(family.to_checkpoint(weight, whole, self.net.shape)).numpy()
 
     def copies(self) -> dict[str, int]:
         """The bits of each weight of the net; under ZeRO-3 nobody holds a copy of another's part."""
