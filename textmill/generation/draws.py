@@ -39,10 +39,8 @@ class Draw:
         return torch.where(self.k_N1 > 0, kth_N1, NEVER)[:, 0]
 
 
-def draw_of(samples: Sequence[SampleConfig], device: torch.device) -> Draw | None:
-    """The draw of rows that ask for no more; None, if one is not drawn at all."""
-    if any(sample.temperature <= 0 for sample in samples):
-        return None
+def draw_of(samples: Sequence[SampleConfig], device: torch.device) -> Draw:
+    """The draw of rows that are all drawn and ask for no more."""
     temperatures, k = [max(sample.temperature, COLDEST) for sample in samples], [sample.top_k for sample in samples]
     k_N1 = torch.tensor(k, device=device)[:, None] if any(k) else None
     return Draw(torch.tensor(temperatures, dtype=torch.float32, device=device), k_N1, max(k))

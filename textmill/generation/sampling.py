@@ -180,7 +180,8 @@ def rules_of(states: Sequence[State], device: torch.device) -> Rules:
     if drawing and len(drawing) < len(states):
         drawn_N = torch.tensor([state.sample.temperature > 0 for state in states], device=device)
     asked = {key for key, neutral, _ in WARPERS if any(getattr(states[row].sample, key) != neutral for row in drawing)}
-    draw = draw_of([state.sample for state in states], device) if asked <= {"temperature", "top_k"} and drawn_N is None else None
+    plain = drawing and drawn_N is None and asked <= {"temperature", "top_k"}
+    draw = draw_of([state.sample for state in states], device) if plain else None
     marked = tuple(row for row, state in enumerate(states) if state.bias or state.seen_V is not None or state.said_V is not None)
     young = tuple(row for row, state in enumerate(states) if state.number < state.sample.min_tokens)
     return Rules(tuple(warpers), bool(drawing), drawn_N, draw, Uniforms(states, device), marked, young)

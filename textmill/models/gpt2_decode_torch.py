@@ -55,9 +55,10 @@ class Slots:
         Shorter contexts are filled up on the right: what stands there is seen by nothing before it, and is written over later.
         """
         T, N = max(map(len, contexts)), len(contexts)
-        rows, long = (1 << (N - 1).bit_length(), max(SHORTEST, 1 << (T - 1).bit_length())) if self.captured else (N, T)
+        rows, long = 1 << (N - 1).bit_length(), max(SHORTEST, 1 << (T - 1).bit_length())
         captured = self.captured and rows * long <= CAPTURED and long <= self.length
-        rows, long = (rows, long) if captured else (N, T)
+        if not captured:
+            rows, long = N, T
         ids_NT = torch.tensor([context + [0] * (long - len(context)) for context in [*contexts, *[[]] * (rows - N)]])
         slots_N = torch.tensor([*range(first, first + N), *[self.slots] * (rows - N)])
         if not captured:
