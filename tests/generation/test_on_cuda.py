@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 
 import pytest
@@ -87,6 +88,20 @@ def test_the_likeliest_is_the_first_greatest_that_may_be() -> None:
         for spoilt in (float("nan"), float("inf"), -float("inf")):
             scores[rows - 1, vocab - 1] = spoilt
             assert likeliest(scores, barred)[-1] == -1
+
+
+def test_workspaces_that_are_given_back_are_not_missed(checkpoint: Checkpoint) -> None:
+    """torch's compiler takes cuBLAS' workspaces away: captured steps go on in their own memory."""
+    generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="bf16"))
+    sample = SampleConfig(max_tokens=20, min_tokens=20, temperature=0)
+    before = generator.texts(PROMPTS, sample)
+    for _ in range(2):
+        torch._C._cuda_clearCublasWorkspaces()
+        gc.collect()
+        torch.cuda.empty_cache()
+        spoil = torch.full((2**28,), float("nan"), device="cuda")
+        assert generator.texts(PROMPTS, sample) == before
+        del spoil
 
 
 def test_half_precision_works(checkpoint: Checkpoint) -> None:

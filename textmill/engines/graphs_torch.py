@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from textmill.models.capture_torch import capturing
+
 MOST = 4
 """Shapes that are recorded; what comes in yet another is run without a recording."""
 
@@ -68,7 +70,7 @@ class Recorded:
         self._hand([None] * len(self.parameters))
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with capturing(graph, self.pool):
             loss = self.work(*inputs)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return Recording(graph, inputs, loss, gradients)

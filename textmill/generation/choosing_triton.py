@@ -48,7 +48,7 @@ def _settle(tops, ids, spoilt, out, P: tl.constexpr):  # type: ignore[no-untyped
 def _weights(at, columns, inside, barred, row, top, temperature, least, K: tl.constexpr):  # type: ignore[no-untyped-def]
     """What each of some scores weighs in the draw, in double precision; nothing, if it is barred or below the least."""
     values = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
-    cooled = (values - top) / temperature
+    cooled = tl.div_rn(values - top, temperature)  # a plain / rounds otherwise than torch, by which the least is made
     allowed = inside & (cooled >= least)
     for number in tl.static_range(K):
         allowed &= columns != tl.load(barred + row * K + number).to(tl.int32)

@@ -142,10 +142,10 @@ class Generator:
         """Memory for keys and values; more than the device has is refused."""
         kind = slots_type(self.net.shape.family)
         each, free = kind.bytes_of(self.net, length), _free_memory(self.device)
-        if slots * each > free:
+        if (slots + 1) * each > free:  # one slot is nobody's
             raise TextmillError(
                 f"{slots} texts at a time take {slots * each / 2**30:.1f} GiB for keys and values; {free / 2**30:.1f} GiB can be had; "
-                f"take {max(free // each, 0)} at most (sample.batch, serve.slots)"
+                f"take {max(free // each - 1, 0)} at most (sample.batch, serve.slots)"
             )
         return cast(Slots, kind(self.net, slots, length))
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.models.capture_torch import capturing
+
 try:
     from textmill.models import decode_triton as fused
 except ImportError:  # Triton comes with torch's builds for GPUs
@@ -147,7 +149,7 @@ class Slots:
                 undo()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with capturing(graph, self.pool):
             result = work()
         return graph, result
 
