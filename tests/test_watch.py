@@ -55,19 +55,22 @@ def _hash_of(folder: Path) -> str:
 
 
 BROKEN = """
+import os, signal
 from textmill import watch
-watch.PULSE = 0.01
+watch.PULSE = 0.2
 class Board:
     signs = 0
     def set(self, key, value):
         self.signs += 1
         if self.signs > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
             raise TypeError("no board of mine")
 watch.Watch(0, 2, Board(), 60.0).end("a collective failed")
 """
 
 
 def test_a_watch_that_fails_itself_ends_who_waits_for_it() -> None:
+    """A launcher's SIGTERM that comes while it looks for who is to blame does not keep it from telling."""
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75, done.stderr
     assert "rank 0: in the start: a collective failed; its own watch failed (TypeError: no board of mine)" in done.stderr

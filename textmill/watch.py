@@ -6,9 +6,11 @@ import faulthandler
 import json
 import linecache
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +77,11 @@ class Watch:
         self._since = time.monotonic()
 
     def end(self, reason: str) -> None:
-        """End the job from the main thread, which cannot go on; never returns."""
+        """End the job from the main thread, which cannot go on, by what was just raised; never returns."""
         self._reason = reason
+        # A launcher that sees one process die asks the others to go: first they say which one it was.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        traceback.print_exc()
         while True:
             time.sleep(1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -177,7 +176,6 @@ class TorchRanks:
             yield
         except RuntimeError as error:
             if any(word in str(error) for word in LOST):
-                traceback.print_exc()
                 self.watch.end(f"a collective failed ({str(error).splitlines()[0][:160]})")
             raise
 
