@@ -51,13 +51,25 @@ class Slots:
         return int(2 * net.shape.layers * length * net.shape.width * net.wte.weight.element_size())
 
     @torch.inference_mode()
+    def warm(self) -> int:
+        """Capture every step and reading that texts will need, so that none of them waits for it; how many there are."""
+        if not self.captured:
+            return 0
+        counts, shapes = steps_of(self.slots), readings_of(self.slots, self.length)
+        for count in counts:
+            self._graph_of(count)
+        for rows, long in shapes:
+            self._reading_of(rows, long)
+        return len(counts) + len(shapes)
+
+    @torch.inference_mode()
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
         """Read whole contexts into slots one after the other from `first` on; hidden states of all places.
 
         Shorter contexts are filled up on the right: what stands there is seen by nothing before it, and is written over later.
         """
         T, N = max(map(len, contexts)), len(contexts)
-        rows, long = 1 << (N - 1).bit_length(), max(SHORTEST, 1 << (T - 1).bit_length())
+        rows, long = power_of(N), max(SHORTEST, power_of(T))
         captured = self.captured and rows * long <= CAPTURED and long <= self.length
         if not captured:
             rows, long = N, T
@@ -65,9 +77,7 @@ class Slots:
         slots_N = torch.tensor([*range(first, first + N), *[self.slots] * (rows - N)])
         if not captured:
             return self._read(ids_NT.to(self.device), slots_N.to(self.device))
-        if (rows, long) not in self.readings:
-            self.readings[rows, long] = self._capture_reading(rows, long)
-        graph, static_NT, static_N, hidden_NTE = self.readings[rows, long]
+        graph, static_NT, static_N, hidden_NTE = self._reading_of(rows, long)
         static_NT.copy_(ids_NT.pin_memory(), non_blocking=True)
         static_N.copy_(slots_N.pin_memory(), non_blocking=True)
         graph.replay()
@@ -85,6 +95,11 @@ class Slots:
             x_NTE = x_NTE + block.mlp(block.ln_2(x_NTE))
         hidden: Tensor = self.net.ln_f(x_NTE)
         return hidden
+
+    def _reading_of(self, rows: int, long: int) -> tuple[Any, Tensor, Tensor, Tensor]:
+        if (rows, long) not in self.readings:
+            self.readings[rows, long] = self._capture_reading(rows, long)
+        return self.readings[rows, long]
 
     def _capture_reading(self, rows: int, long: int) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Reading prompts of a shape; what is read meanwhile goes into the slot that is nobody's."""
@@ -125,12 +140,14 @@ class Slots:
 
     def _replayed(self, count: int) -> Tensor:
         """The step as a captured CUDA graph, of the next larger size that was captured; spare rows work on slots that are free."""
-        count = min(1 << (count - 1).bit_length(), self.slots)
-        if count not in self.graphs:
-            self.graphs[count] = self._capture(count)
-        graph, scores = self.graphs[count]
+        graph, scores = self._graph_of(min(power_of(count), self.slots))
         graph.replay()
         return scores
+
+    def _graph_of(self, count: int) -> tuple[Any, Tensor]:
+        if count not in self.graphs:
+            self.graphs[count] = self._capture(count)
+        return self.graphs[count]
 
     def _capture(self, count: int) -> tuple[Any, Tensor]:
         states, places_N = _few_states if count <= fused.FEW and _is_plain(self.net) else _fused_states, self.places_N.clone()
@@ -152,6 +169,22 @@ class Slots:
         with capturing(graph, self.pool):
             result = work()
         return graph, result
+
+
+def power_of(count: int) -> int:
+    """The least power of two that is not below a count."""
+    return 1 << (count - 1).bit_length()
+
+
+def steps_of(slots: int) -> list[int]:
+    """Numbers of texts that steps are captured for."""
+    return sorted({min(power_of(count), slots) for count in range(1, slots + 1)})
+
+
+def readings_of(slots: int, length: int) -> list[tuple[int, int]]:
+    """Shapes of prompts, rows and tokens, that readings are captured for: those that so many slots of this length can come to ask for."""
+    rows, longs = sorted({power_of(count) for count in range(1, slots + 1)}), sorted({max(SHORTEST, power_of(T)) for T in range(1, length)})
+    return [(row, long) for row in rows for long in longs if row * long <= CAPTURED and long <= length]
 
 
 def _is_plain(net: Any) -> bool:
