@@ -48,10 +48,15 @@ class Found:
     memory: list[float] = field(default_factory=list)
 
 
+def small_tokenizer() -> TextTokenizer:
+    """A tokenizer of 2,000 pieces of English."""
+    text = (Path(gpt2.__file__).parents[1] / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    return fit(iter([[text[:200_000]]]), TokenizerConfig(vocab=2000))
+
+
 def small_model(root: Path) -> Path:
     """A config whose run holds a small model of random weights."""
-    text = (Path(gpt2.__file__).parents[1] / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    tokenizer = fit(iter([[text[:200_000]]]), TokenizerConfig(vocab=2000))
+    tokenizer = small_tokenizer()
     shape = gpt2.Shape(layers=4, heads=4, width=128, inner=512, positions=512, vocab=tokenizer.vocab, end=tokenizer.end)
     return write_model(root, shape, tokenizer)
 

@@ -17,8 +17,8 @@ import pytest
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.generator import Generator
-from textmill.generation.requests import Done, Request, Token
-from textmill.generation.scheduler import Full, Scheduler
+from textmill.generation.requests import Done, Full, Request, Token
+from textmill.generation.scheduler import Scheduler
 
 LONG = SampleConfig(max_tokens=10**9, min_tokens=10**9)
 PATIENCE = 60.0

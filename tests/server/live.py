@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoint import open_checkpoint
-from textmill.config import SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
+from textmill.checkpoint import Checkpoint, open_checkpoint
+from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.requests import Done, Request, Token
-from textmill.generation.scheduler import Full
+from textmill.generation.parts import InParts
+from textmill.generation.requests import Done, Full, Request, Token
 from textmill.server.opening import open_key
+from textmill.server.remote import open_remote
 from textmill.server.running import bind, run
 from textmill.server.service import Service
 from textmill.tokens.tokenizer import TextTokenizer, fit
@@ -153,20 +154,22 @@ class Turns:
         return self.tokenizer.encode(lines + ("assistant:" if add_generation_prompt else ""))
 
 
+def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> InParts:
+    """The model in this very process, where a test can get hold of it."""
+    from textmill.generation.scheduler import open_scheduler
+
+    return InParts(open_scheduler(checkpoint, engine, serve))
+
+
 def new_service(asked: dict[str, Any]) -> Service:
     """The service that a test asks for: `model` names a checkpoint, without one the echo answers."""
     serve = ServeConfig(port=0, **asked.get("serve", {}))
     sample = SampleConfig(**asked.get("sample", {}))
     if folder := asked.get("model"):
-        from textmill.generation.generator import open_generator
-        from textmill.generation.scheduler import Scheduler
-
-        checkpoint = open_checkpoint(Path(folder))
-        engine = TorchEngine(device="cpu", precision="fp32")
-        scheduler: Any = Scheduler(open_generator(checkpoint, engine), slots=serve.slots, queue=serve.queue)
+        scheduler: Any = open_remote(open_checkpoint(Path(folder)), TorchEngine(device="cpu", precision="fp32"), serve)
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-        scheduler = Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001))
+        scheduler = InParts(Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001)))
     template = Turns(scheduler.tokenizer) if asked.get("chat", True) else None
     return Service(scheduler, serve, sample, serve.name or "mill", 7, template, open_key(serve))
 

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.generation.conftest import _write_model
-from tests.server.live import TEXT
+from tests.server.live import TEXT, in_process
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.models import gpt2
 from textmill.server.app import new_app
@@ -32,7 +32,8 @@ def service(tmp_path: Path) -> Iterator[Service]:
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
     _write_model(tmp_path / "run", tokenizer, shape)
     engine = {"device": "cpu", "precision": "fp32"}
-    service = open_service(RunConfig.model_validate({"folder": str(tmp_path), "serve": {"patience": 1.5}, "engine": engine}))
+    config = RunConfig.model_validate({"folder": str(tmp_path), "serve": {"patience": 1.5}, "engine": engine})
+    service = open_service(config, open_scheduler=in_process)
     yield service
     service.scheduler.close(0)
 
@@ -56,7 +57,7 @@ async def seen(service: Service, hung: threading.Event) -> dict[str, Any]:
 
 
 def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, hung = service.scheduler._batch.slots, threading.Event()  # type: ignore[attr-defined]
+    slots, hung = service.scheduler.inner._batch.slots, threading.Event()  # type: ignore[attr-defined]
     decode = slots.decode
 
     def hang(*args: Any) -> Any:

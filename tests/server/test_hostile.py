@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.generation.conftest import _write_model
-from tests.server.live import TEXT
+from tests.server.live import TEXT, in_process
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.models import gpt2
@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 def opened(folder: Path, room: Path) -> Any:
     """The model as the server opens it."""
     tree = {"folder": str(room), "model": {"init_from": str(folder)}, "engine": {"device": "cpu", "precision": "fp32"}}
-    return open_service(RunConfig.model_validate(tree))
+    return open_service(RunConfig.model_validate(tree), open_scheduler=in_process)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,7 +41,8 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals) -> None:
     words = [str(where), "serve.port=0", "sample.max_tokens=5", "engine.device=cpu"]
-    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*COMMAND, *words], **pipes, text=True, cwd=ROOT, start_new_session=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     found = re.fullmatch(r"river-mill at step 7 answers at (http://127\.0\.0\.1:\d+)/ ; ctrl-C stops\n", line)
@@ -51,13 +55,18 @@ def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals
     assert whole["model"] == "river-mill"
     again = httpx.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}, timeout=60).json()
     assert whole["choices"] == again["choices"], "the same seed gives the same text"
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # all that it started in its group too, as a terminal does
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "stopped\n")
     assert "Traceback" not in err
 
 
-def test_what_cannot_start_says_why_in_a_line(where: Path) -> None:
+def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> None:
+    bent, good = tmp_path / "bent", next((where.parent / "run").glob("step-*"))
+    bent.mkdir()
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(good / name, bent)
+    (bent / "config.json").write_text(json.dumps({**json.loads((good / "config.json").read_text()), "n_layer": 2}))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -67,6 +76,7 @@ def test_what_cannot_start_says_why_in_a_line(where: Path) -> None:
             ([str(where), "serve.host=no such host"], "serve.host: 'no such host' is no address of this machine"),
             ([str(where), "serve.key_file=nowhere"], "nowhere: cannot be read"),
             ([str(where), "serve.port=70000"], "serve.port: found 70000; give a value at most 65535"),
+            ([str(bent), "serve.port=0", "engine.device=cpu"], "lacks 12 weights"),
             ([str(where), "serve.origins=[example.org]"], "serve.origins: 'example.org' is no web origin"),
         ]:
             done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=ROOT)

@@ -16,7 +16,7 @@ from textmill.devices import open_device, precision_of
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event, Slots, slots_type
 from textmill.generation.beams import search
-from textmill.generation.requests import Done, Request
+from textmill.generation.requests import Done, Request, room_of
 from textmill.generation.texts import Stream, streams_of
 from textmill.models.nets_torch import Net, open_net
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
@@ -111,23 +111,11 @@ class Generator:
 
     def room_of(self, request: Request, quiet: bool = False) -> int:
         """New tokens that are asked and fit after the prompt; what cannot be done is refused."""
-        length, asked, positions, vocab = len(request.ids), request.sample.max_tokens, self.positions, self.tokenizer.vocab
-        strange = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
-        if not request.ids or strange:
-            found = f"{strange[0]} is no token" if strange else "no tokens"
-            raise TextmillError(f"sample.prompt: {found}; give ids from 0 to {vocab - 1:,}, one at least")
-        if length > positions - min(asked, 1):
-            raise TextmillError(
-                f"sample.prompt: {length:,} tokens; the model sees {positions:,} at a time, one of them new; give {positions - 1:,} at most"
-            )
-        fits = positions - length
-        if request.sample.slide and request.sample.beams == 1:
-            return asked
-        if asked > fits and not self._cut_said and not quiet:
+        room, asked = room_of(request, self.positions, self.tokenizer.vocab), request.sample.max_tokens
+        if room < asked and not self._cut_said and not quiet:
             self._cut_said = True
-            cut = f"a context of {length:,} tokens leaves room for {fits:,} new ones, less than sample.max_tokens={asked}"
-            warn(cut)
-        return min(asked, fits)
+            warn(f"a context of {len(request.ids):,} tokens leaves room for {room:,} new ones, less than sample.max_tokens={asked}")
+        return room
 
     def new_batch(self, slots: int, length: int | None = None) -> Batch:
         """Slots for texts of so many tokens, the model's longest if not said, and nobody in them yet."""

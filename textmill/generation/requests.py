@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from textmill.config import SampleConfig
+from textmill.errors import TextmillError
 
 Reason = Literal["stop", "length", "cancelled", "timeout", "error"]
 Top = tuple[tuple[int, float], ...]
 """The likeliest tokens and their log-probabilities, the likeliest first."""
+
+
+class Full(Exception):
+    """The queue is full; come back later."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +60,30 @@ class Done:
     """What went wrong, when something did."""
     prompt_logprobs: tuple[tuple[float | None, Top], ...] = ()
     """One for each token of the prompt, when asked; nothing stands before the first."""
+
+
+def room_of(request: Request, positions: int, vocab: int) -> int:
+    """New tokens that are asked and fit after the prompt; what cannot be done is refused."""
+    length, asked = len(request.ids), request.sample.max_tokens
+    strange = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
+    if not request.ids or strange:
+        found = f"{strange[0]} is no token" if strange else "no tokens"
+        raise TextmillError(f"sample.prompt: {found}; give ids from 0 to {vocab - 1:,}, one at least")
+    if length > positions - min(asked, 1):
+        raise TextmillError(
+            f"sample.prompt: {length:,} tokens; the model sees {positions:,} at a time, one of them new; give {positions - 1:,} at most"
+        )
+    slides = request.sample.slide and request.sample.beams == 1
+    return asked if slides else min(asked, positions - length)
+
+
+def served_room_of(request: Request, positions: int, vocab: int) -> int:
+    """The same for a request among others, where nothing is searched."""
+    if request.sample.beams > 1:
+        raise TextmillError("sample.beams: beam search is not served; set it to 1, or use textmill generate")
+    return room_of(request, positions, vocab)
+
+
+def hung(seconds: float) -> str:
+    """What is said of a step that does not end."""
+    return f"the model has not ended a step for {seconds:.0f} s; restart the server if it does not come back"

@@ -8,22 +8,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from textmill.checkpoint import Checkpoint
+from textmill.config import EngineConfig, SampleConfig, ServeConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import READ_AT_ONCE, Batch
-from textmill.generation.generator import Generator
-from textmill.generation.requests import Done, Reason, Request, Token
+from textmill.generation.generator import Generator, open_generator
+from textmill.generation.requests import Done, Full, Reason, Request, Token, hung, served_room_of
 
 Deliver = Callable[[Token | Done], None]
-
 
 AFTER = 5.0
 """Seconds that closing waits for a step that does not end."""
 OFTEN = 3
 """Steps that fail one after the other until the model is taken for broken."""
-
-
-class Full(Exception):
-    """The queue is full; come back later."""
+FIRST = (SampleConfig(temperature=0), SampleConfig(temperature=0.8), SampleConfig(temperature=0.8, top_k=50))
+"""Ways to choose a token that are tried before the first request: kernels are compiled when they are first wanted."""
 
 
 @dataclass
@@ -43,11 +42,12 @@ class Scheduler:
     """Slots for so many texts at work and a queue for so many that wait.
 
     Every request that was taken gets exactly one Done, whatever happens. A request ends, is cancelled or runs out of time between two
-    steps, and its slot is free for the next one at once.
+    steps, and its slot is free for the next one at once. `after` is called by the scheduler's thread when what came of a step is
+    delivered.
     """
 
-    def __init__(self, generator: Generator, *, slots: int, queue: int) -> None:
-        self.generator, self.slots, self.queue = generator, slots, queue
+    def __init__(self, generator: Generator, *, slots: int, queue: int, after: Callable[[], None] = lambda: None) -> None:
+        self.generator, self.slots, self.queue, self._after = generator, slots, queue, after
         self.vocab, self.positions, self.tokenizer = generator.tokenizer.vocab, generator.positions, generator.tokenizer
         self._batch: Batch = generator.new_batch(slots)
         self._change = threading.Condition()
@@ -64,9 +64,7 @@ class Scheduler:
 
         `deadline` is a time of `time.monotonic()`. Raises Full, or TextmillError for what cannot be done.
         """
-        if request.sample.beams > 1:
-            raise TextmillError("sample.beams: beam search is not served; set it to 1, or use textmill generate")
-        room = self.generator.room_of(request, quiet=True)
+        room = served_room_of(request, self.positions, self.vocab)
         with self._change:
             if self._until is not None:
                 raise TextmillError("the server is closing; ask again when it is back")
@@ -102,12 +100,26 @@ class Scheduler:
             return self._trouble(patience) if self._until is None else ""
 
     def _trouble(self, patience: float) -> str:
-        begun = self._begun
         if not self._thread.is_alive():
             return "the model's thread has died; restart the server"
-        if begun is not None and time.monotonic() - begun > patience:
-            return f"the model has not ended a step for {time.monotonic() - begun:.0f} s; restart the server if it does not come back"
+        if (seconds := self.stuck()) > patience:
+            return hung(seconds)
         return f"the model's last {self._failed} steps failed; restart the server" if self._failed >= OFTEN else ""
+
+    def stuck(self) -> float:
+        """Seconds that the step under way has taken; 0: there is none."""
+        begun = self._begun
+        return 0.0 if begun is None else time.monotonic() - begun
+
+    def warm(self) -> None:
+        """Have a GPU make ready what requests will need, before there are any, and say how long it took; a CPU has nothing to do."""
+        begun = time.monotonic()
+        if count := self._batch.slots.warm():
+            for sample in FIRST:
+                self._batch.add(0, Request((self.tokenizer.end,), sample), room=2)
+                while self._batch.rows or self._batch.waiting:
+                    self._batch.step()
+            warn(f"{count} steps and readings captured in {time.monotonic() - begun:.1f} s")
 
     def close(self, grace: float) -> None:
         """Take nothing more; what was taken may finish within so many seconds and is cancelled then.
@@ -131,6 +143,7 @@ class Scheduler:
             warn(f"the model's thread has died ({type(error).__name__}: {error}); restart the server")
             for job in jobs:
                 self._tell(job, Done("error", 0, "", "the model's thread has died; restart the server"))
+            self._after()
 
     def _work(self) -> None:
         while True:
@@ -145,6 +158,7 @@ class Scheduler:
                 self._tell(job, self._batch.drop(job.number, reason) or Done(reason, 0, ""))
             if self._active:
                 self._step()
+            self._after()
 
     def _end_some(self) -> list[tuple[Job, Reason]]:
         """Take out what was cancelled, is out of time, or has no time left to finish in."""
@@ -212,3 +226,11 @@ class Scheduler:
             if not isinstance(event, Done):
                 warn(f"request {job.number}: its reader failed ({type(error).__name__}); it is cancelled")
                 job.ending = job.ending or "cancelled"
+
+
+def open_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after: Callable[[], None] = lambda: None) -> Scheduler:
+    """A checkpoint in memory, ready for requests."""
+    generator = open_generator(checkpoint, engine, apart=serve.adapter == "apart")
+    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after=after)
+    scheduler.warm()
+    return scheduler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from textmill.checkpoint import WhichStep
 from textmill.config import RunConfig
+from textmill.errors import EXIT_BUG, Told
 
 
 def serve(config: RunConfig, step: WhichStep = "latest") -> None:
@@ -14,4 +15,5 @@ def serve(config: RunConfig, step: WhichStep = "latest") -> None:
 
     allow_files(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # before the model, which may take minutes to load
-    run(open_service(config, step), listening)
+    if run(open_service(config, step), listening):
+        raise Told(EXIT_BUG)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.generation.requests import Token
+from textmill.generation.parts import Entry
 from textmill.server.asking import Prompt, check_length, prompt_of
 from textmill.server.completions import ending_of, usage_of
 from textmill.server.flights import Event, Text, texts_of
-from textmill.server.logprobs import chat_logprobs, entries_of
+from textmill.server.logprobs import chat_logprobs
 from textmill.server.refusals import Refusal
 from textmill.server.service import Service
 from textmill.server.shapes import ChatBody, Message
@@ -63,7 +63,7 @@ class ChatReply:
         choices = []
         for place, text in enumerate(texts):
             said = {"role": "assistant", "content": text.text, "refusal": None}
-            choices.append({"index": place, "message": said, "logprobs": self._logprobs(text.tokens), **self._ending(text)})
+            choices.append({"index": place, "message": said, "logprobs": self._logprobs(text.entries), **self._ending(text)})
         return {**self.head, "object": "chat.completion", "choices": choices, "usage": usage_of(self.prompt_tokens, self.new_tokens)}
 
     def _ending(self, text: Text) -> Tree:
@@ -73,8 +73,8 @@ class ChatReply:
         self.reasons.append(text.done.reason)
         return ending_of(text.done)
 
-    def _logprobs(self, tokens: Iterable[Token]) -> Tree | None:
-        return chat_logprobs(self.service.pieces, entries_of(tokens), self.body.top_logprobs or 0) if self.body.logprobs else None
+    def _logprobs(self, made: Iterable[Entry]) -> Tree | None:
+        return chat_logprobs(self.service.pieces, made, self.body.top_logprobs or 0) if self.body.logprobs else None
 
     def begin(self) -> Iterator[Tree]:
         """The first chunk of each answer: who speaks."""
@@ -84,7 +84,7 @@ class ChatReply:
     def step(self, come: Sequence[Event]) -> Iterator[Tree]:
         """The chunks of what has come; tokens of one answer that came together go together."""
         for place, text in texts_of(come):
-            logprobs = self._logprobs(text.tokens) if text.tokens else None
+            logprobs = self._logprobs(text.entries) if text.entries else None
             if text.text or logprobs or text.done:
                 yield self._chunk(place, {"content": text.text} if text.text else {}, logprobs, self._ending(text))
 

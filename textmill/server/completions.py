@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from textmill.generation.requests import Done, Token
+from textmill.generation.parts import Entry
+from textmill.generation.requests import Done
 from textmill.server.asking import Prompt
 from textmill.server.flights import Event, Text, texts_of
-from textmill.server.logprobs import Offsets, completion_logprobs, entries_of
+from textmill.server.logprobs import Offsets, completion_logprobs
 from textmill.server.service import Service
 from textmill.server.shapes import CompletionBody
 
@@ -52,7 +53,7 @@ class CompletionReply:
             done = self._end(text.done)
             prompt = self.prompts[place // self.each]
             said = ("" if not self.body.echo else prompt.text) + ("" if self.mute else text.text)
-            choices.append({"index": place, "text": said, "logprobs": self._logprobs(place, text.tokens, done), **ending_of(done)})
+            choices.append({"index": place, "text": said, "logprobs": self._logprobs(place, text.entries, done), **ending_of(done)})
         return {**self.head, "choices": choices, "usage": usage_of(self.prompt_tokens, self.new_tokens)}
 
     def _end(self, done: Done | None) -> Done:
@@ -62,10 +63,10 @@ class CompletionReply:
         self.reasons.append(reason)
         return done if reason == done.reason else Done("length", 0, "", prompt_logprobs=done.prompt_logprobs)
 
-    def _logprobs(self, place: int, tokens: Iterable[Token], done: Done | None) -> Tree | None:
+    def _logprobs(self, place: int, made: Sequence[Entry], done: Done | None) -> Tree | None:
         if self.body.logprobs is None:
             return None
-        entries = [] if self.mute else entries_of(tokens)
+        entries = [] if self.mute else list(made)
         prompt = self.prompts[place // self.each]
         if self.body.echo and done is not None and not prompt.empty:
             judged = zip(prompt.ids, done.prompt_logprobs, strict=True)
@@ -81,7 +82,7 @@ class CompletionReply:
     def step(self, come: Sequence[Event]) -> Iterator[Tree]:
         """The chunks of what has come; tokens of one text that came together go together."""
         for place, text in texts_of(come):
-            logprobs = self._logprobs(place, text.tokens, None) if text.tokens and not self.mute else None
+            logprobs = self._logprobs(place, text.entries, None) if text.entries and not self.mute else None
             said = "" if self.mute else text.text
             if text.done:
                 yield self._chunk(place, said, logprobs, ending_of(self._end(text.done)))

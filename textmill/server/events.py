@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from textmill.generation.requests import Done
 from textmill.server.flights import Event, Flight, left
 from textmill.server.refusals import Refusal, tree_of
 from textmill.server.service import Service
 
 STALLED = 60.0
 """Seconds that a client may leave a sent event unread."""
+
+WRITE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 
 Tree = dict[str, Any]
 
@@ -33,16 +36,20 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.service, self.flight, self.begin, self.step, self.end = service, flight, begin, step, end
+        self.putting = math.inf
+        """Since when the client has been sent something that it makes no room for; a timer an event would cost as much as the event."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; a client that leaves ends the texts."""
         sent, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(left(receive))
         try:
-            await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
+            while not (await asyncio.wait({sent, gone}, timeout=STALLED / 4, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if time.monotonic() - self.putting > STALLED:
+                    break
             if not sent.done():
                 self.service.metrics.left += 1
                 scope.setdefault("told", {})["ended"] = "left"
-            elif isinstance(error := sent.exception(), OSError | TimeoutError):
+            elif isinstance(error := sent.exception(), OSError):
                 scope.setdefault("told", {})["ended"] = "left"
             elif error is not None:
                 raise error
@@ -54,7 +61,9 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         async def put(data: bytes, more: bool = True) -> None:
-            await asyncio.wait_for(send({"type": "http.response.body", "body": data, "more_body": more}), STALLED)
+            self.putting = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self.putting = math.inf
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await put(_lines(self.begin))
@@ -74,14 +83,14 @@ class EventStream(Response):
 
     def _troubles(self, come: list[Event]) -> Iterable[Tree]:
         """What a client must know besides the text: the model failed, or the server is stopping."""
-        for _, event in come:
-            if isinstance(event, Done) and event.reason == "error":
-                yield tree_of(500, event.message or "the model failed; the server's log says how", code="model_error")
-            elif isinstance(event, Done) and event.reason == "cancelled":
+        for done in [part.done for _, part in come if part.done is not None]:
+            if done.reason == "error":
+                yield tree_of(500, done.message or "the model failed; the server's log says how", code="model_error")
+            elif done.reason == "cancelled":
                 yield tree_of(503, "the server is stopping; the text was ended early", code="stopping")
-            elif isinstance(event, Done) and event.reason == "timeout":
+            elif done.reason == "timeout":
                 self.service.metrics.timeouts += 1
 
 
 def _lines(trees: Iterable[Tree]) -> bytes:
-    return b"".join(b"data: " + json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n" for tree in trees)
+    return "".join([f"data: {WRITE(tree)}\n\n" for tree in trees]).encode()

@@ -1,4 +1,4 @@
-"""Flight: the texts of one HTTP request on their way through the scheduler, which runs on a thread of its own."""
+"""Flight: the texts of one HTTP request on their way through the scheduler, which delivers from a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from fastapi import Request as HttpRequest
 from starlette.types import Receive
 
 from textmill.errors import TextmillError
-from textmill.generation.requests import Done, Request, Token
+from textmill.generation.parts import Entry, Part
+from textmill.generation.requests import Done, Full, Request
 from textmill.server.refusals import Refusal
 from textmill.server.service import Service
 
-Event = tuple[int, Token | Done]
-OFTEN = 0.02
-"""Seconds between two looks at a text that is streamed: faster than eyes, and a model that makes thousands of tokens a second needs the
-interpreter for itself."""
+Event = tuple[int, Part]
+"""A text's place among those of its request, and what has come of it."""
 QUIET = 15.0
 """Seconds without an event after which the model is looked at, and a streaming client is told that the line still lives."""
 
@@ -29,83 +28,82 @@ class Text:
     """One text: what was made of it so far, and how it ended."""
 
     text: str = ""
-    tokens: list[Token] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     done: Done | None = None
 
-    def add(self, event: Token | Done) -> None:
+    def add(self, part: Part) -> None:
         """Take in what the scheduler delivered."""
-        self.text += event.text
-        if isinstance(event, Done):
-            self.done = event
-        else:
-            self.tokens.append(event)
+        self.text += part.text
+        self.entries += part.entries
+        self.done = part.done
 
 
 class Flight:
-    """Texts that were submitted together; the loop is woken once for whatever has come, not once a token."""
+    """Texts that were submitted together; the loop is woken once for whatever has come."""
 
-    def __init__(self, service: Service, streamed: bool) -> None:
-        self._service, self._scheduler, self._streamed = service, service.scheduler, streamed
+    def __init__(self, service: Service) -> None:
+        self._service, self._scheduler = service, service.scheduler
         self._loop = asyncio.get_running_loop()
         self._come, self._woken, self._events = asyncio.Event(), False, deque[Event]()
         self.numbers: list[int] = []
-        self.begun = time.monotonic()
-        self.looked = 0.0
+        self.begun = self._last = time.monotonic()
+        self._quiet = False
         self.ended = 0
 
-    def submit(self, requests: Sequence[Request], seconds: float) -> None:
+    def submit(self, requests: Sequence[Request], seconds: float, streamed: bool) -> None:
         """Queue every text, or none of them."""
         deadline = self.begun + seconds
         try:
             for place, request in enumerate(requests):
-                self.numbers.append(self._scheduler.submit(request, self._deliver(place), deadline))
+                self.numbers.append(self._scheduler.submit(request, self._deliver(place), deadline, streamed))
         except BaseException:
             self.cancel()
             raise
 
-    def _deliver(self, place: int) -> Callable[[Token | Done], None]:
-        def deliver(event: Token | Done) -> None:
+    def _deliver(self, place: int) -> Callable[[Part], None]:
+        def deliver(part: Part) -> None:
             # On the scheduler's thread: first the event, then the flag, as the loop reads them the other way round.
-            self._events.append((place, event))
-            if not self._woken and (self._streamed or isinstance(event, Done)):
+            self._events.append((place, part))
+            if not self._woken:
                 self._woken = True
                 try:
-                    self._loop.call_soon_threadsafe(self._wake)
+                    self._loop.call_soon_threadsafe(self._come.set)
                 except RuntimeError:
                     return  # the loop is closed: nobody waits any more
 
         return deliver
-
-    def _wake(self) -> None:
-        """Look at what has come, now or a little later if the last look was just before."""
-        soon = self.looked + OFTEN - time.monotonic()
-        if soon > 0:
-            self._loop.call_later(soon, self._come.set)
-        else:
-            self._come.set()
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """What has come, as often as something has, until every text is done; nothing for a while is an empty list.
 
         Nobody waits for a model that is broken: that is a refusal.
         """
-        quiet = min(QUIET, self._service.config.patience)
-        while self.ended < len(self.numbers):
-            try:
-                await asyncio.wait_for(self._come.wait(), quiet)
-            except TimeoutError:
-                if trouble := self._service.trouble():
-                    raise broken_refusal(trouble) from None
-                yield []
-                continue
-            self._come.clear()
-            self._woken, self.looked = False, time.monotonic()
-            come = []
-            while self._events:
-                come.append(self._events.popleft())
-            self.ended += sum(isinstance(event, Done) for _, event in come)
-            if come:
-                yield come
+        self._look_again()
+        try:
+            while self.ended < len(self.numbers):
+                await self._come.wait()
+                self._come.clear()
+                self._woken, quiet, self._quiet = False, self._quiet, False
+                come = []
+                while self._events:
+                    come.append(self._events.popleft())
+                self.ended += sum(part.done is not None for _, part in come)
+                if come:
+                    self._last = time.monotonic()
+                elif quiet and (trouble := self._service.trouble()):
+                    raise broken_refusal(trouble)
+                if come or quiet:
+                    yield come
+        finally:
+            self._timer.cancel()
+
+    def _look_again(self) -> None:
+        """Wake who waits when nothing has come for a while; one timer now and then, not one an event."""
+        most, silent = min(QUIET, self._service.config.patience), time.monotonic() - self._last
+        if silent >= most:
+            self._quiet, self._last, silent = True, time.monotonic(), 0.0
+            self._come.set()
+        self._timer = self._loop.call_later(most - silent, self._look_again)
 
     def cancel(self) -> None:
         """End what still runs, at the model's next step."""
@@ -119,18 +117,18 @@ class Flight:
 
 def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> Flight:
     """Submit the texts of a request; a full queue, a stopping server or an impossible wish is refused."""
-    from textmill.generation.scheduler import Full  # with the model's framework, which only a running server needs
-
     if service.stopping:
         raise stopping_refusal()
     if trouble := service.trouble():
         raise broken_refusal(trouble)
-    flight = Flight(service, streamed)
+    flight = Flight(service)
     try:
-        flight.submit(requests, service.config.seconds)
+        flight.submit(requests, service.config.seconds, streamed)
     except Full:
         raise (stopping_refusal() if service.stopping else full_refusal(service)) from None
     except TextmillError as error:
+        if trouble := service.trouble():  # since a moment ago
+            raise broken_refusal(trouble) from None
         raise (stopping_refusal() if service.stopping else Refusal(400, str(error))) from None
     return flight
 
@@ -158,8 +156,8 @@ async def finish(service: Service, http: HttpRequest, flight: Flight) -> list[Te
 
     async def gather() -> None:
         async for come in flight.events():
-            for place, event in come:
-                texts[place].add(event)
+            for place, part in come:
+                texts[place].add(part)
 
     made, gone = asyncio.ensure_future(gather()), asyncio.ensure_future(left(http.receive))
     try:
@@ -191,9 +189,9 @@ def _refuse_ended(service: Service, texts: list[Text]) -> None:
             raise Refusal(500, text.done.message or "the model failed; the server's log says how", code="model_error")
         if text.done.reason == "timeout":
             service.metrics.timeouts += 1
-        if not text.tokens and text.done.reason == "cancelled":
+        if not text.done.tokens and text.done.reason == "cancelled":
             raise stopping_refusal()
-        if not text.tokens and text.done.reason == "timeout":
+        if not text.done.tokens and text.done.reason == "timeout":
             wait = service.wait_of()
             told = f"no token came within the {service.config.seconds:g} s that a request may take; try again in {wait} s"
             raise Refusal(429, told, code="timeout", retry_after=wait)
@@ -202,6 +200,6 @@ def _refuse_ended(service: Service, texts: list[Text]) -> None:
 def texts_of(come: Sequence[Event]) -> Iterator[tuple[int, Text]]:
     """What has come, as one text for each place that anything came for, in the order of their first."""
     found: dict[int, Text] = {}
-    for place, event in come:
-        found.setdefault(place, Text()).add(event)
+    for place, part in come:
+        found.setdefault(place, Text()).add(part)
     yield from found.items()

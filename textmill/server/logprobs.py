@@ -6,14 +6,11 @@ import codecs
 from collections.abc import Iterable
 from typing import Any
 
-from textmill.generation.requests import Token
+from textmill.generation.parts import Entry
 from textmill.server.pieces import Pieces
 
 LEAST = -9999.0
 """What is told for a token that cannot come: JSON has no infinity."""
-
-Entry = tuple[int, float | None, tuple[tuple[int, float], ...]]
-"""A token's id, its log-probability, and the likeliest tokens in its place."""
 
 
 class Offsets:
@@ -27,11 +24,6 @@ class Offsets:
         place = self._count
         self._count += len(self._decoder.decode(raw))
         return place
-
-
-def entries_of(tokens: Iterable[Token]) -> list[Entry]:
-    """New tokens as entries."""
-    return [(token.id, token.logprob, token.top) for token in tokens]
 
 
 def completion_logprobs(pieces: Pieces, entries: Iterable[Entry], asked: int, offsets: Offsets) -> dict[str, list[Any]]:

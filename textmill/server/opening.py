@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from textmill.checkpoint import Checkpoint, WhichStep, model_of
-from textmill.config import RunConfig, ServeConfig
+from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.service import Service
+from textmill.server.remote import open_remote
+from textmill.server.service import Scheduler, Service
 from textmill.tokens.talks import open_template
 
 KEY = "TEXTMILL_API_KEY"
 SHORTEST = 8
 """Characters of a key at least."""
+Open = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
 
 
-def open_service(config: RunConfig, step: WhichStep = "latest") -> Service:
-    """The service of a config: the model in memory and everything a request needs."""
-    from textmill.generation.generator import open_generator
-    from textmill.generation.scheduler import Scheduler
-
+def open_service(config: RunConfig, step: WhichStep = "latest", open_scheduler: Open = open_remote) -> Service:
+    """The service of a config: the model, in a process of its own unless `open_scheduler` puts it elsewhere, and all a request needs."""
     serve, key = config.serve, open_key(config.serve)
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
-    generator = open_generator(checkpoint, config.engine, apart=serve.adapter == "apart")
-    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue)
     template = open_template(checkpoint.tokenizer)
+    scheduler = open_scheduler(checkpoint, config.engine, serve)
     return Service(scheduler, serve, config.sample, serve.name or name_of(checkpoint), checkpoint.step, template, key)
 
 

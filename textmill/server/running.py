@@ -20,7 +20,7 @@ from textmill.server.service import Service
 
 BACKLOG = 2048
 TURN = 0.0001
-"""Seconds that the model's thread may keep the interpreter while the event loop wants it; Python's own 5 ms make every answer wait."""
+"""Seconds that another thread may keep the interpreter while the event loop wants it; Python's own 5 ms make every answer wait."""
 DOOR = 0.2
 """Seconds in which a server that stops still tells those who had set out before."""
 AFTER = 5.0
@@ -32,11 +32,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self.service = service
+        self.service, self.trouble = service, ""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, finish what runs, end the rest with a word."""
-        self.service.stopping = True
+        self.trouble, self.service.stopping = self.service.trouble(), True
         closing = asyncio.create_task(asyncio.to_thread(self.service.scheduler.close, self.service.config.grace))
         await self._close_door(sockets or [])
         await super().shutdown(sockets)
@@ -72,8 +72,8 @@ def _last_at(door: socket.socket) -> list[socket.socket]:
     return found
 
 
-def run(service: Service, listening: socket.socket) -> None:
-    """Serve on a bound socket until SIGTERM or ctrl-C."""
+def run(service: Service, listening: socket.socket) -> str:
+    """Serve on a bound socket until SIGTERM or ctrl-C; what was wrong with the model then, empty: nothing."""
     serve = service.config
     protocol: Any = partial(Connection, Crowd(serve.connections, serve.reading, service.metrics))
     listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
@@ -91,9 +91,11 @@ def run(service: Service, listening: socket.socket) -> None:
     # uvicorn raises the signal again once it has stopped, which would end the process as if it had been killed.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    server = Server(settings, service)
     with suppress(KeyboardInterrupt):
-        Server(settings, service).run([listening])
+        server.run([listening])
     print("stopped", flush=True)
+    return server.trouble
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from textmill.config import SampleConfig, ServeConfig
-from textmill.generation.requests import Done, Request, Token
+from textmill.generation.parts import Deliver
+from textmill.generation.requests import Request
 from textmill.server.metrics import Metrics
 from textmill.server.pieces import Pieces
 from textmill.tokens.tokenizer import TextTokenizer
 
 
 class Scheduler(Protocol):
-    """What the server asks of `generation.scheduler.Scheduler`."""
+    """What the server asks of the model's side: `server.remote.Remote`, or `generation.parts.InParts` in the same process."""
 
     vocab: int
     positions: int
     tokenizer: TextTokenizer
 
-    def submit(self, request: Request, deliver: Callable[[Token | Done], None], deadline: float | None = None) -> int:
-        """Queue a request."""
+    def submit(self, request: Request, deliver: Deliver, deadline: float | None = None, streamed: bool = False) -> int:
+        """Queue a request; its text comes in one part, or in many if it is streamed."""
         ...
 
     def cancel(self, number: int) -> None:

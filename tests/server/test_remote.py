@@ -1,0 +1,161 @@
+"""The model in a process of its own: what it says is what it says in this one, and neither process outlives the other unsaid."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import ROOT, Live
+from tests.server.live import in_process
+from tests.server.test_serve import COMMAND
+from textmill.checkpoint import open_checkpoint
+from textmill.config import SampleConfig, ServeConfig, TorchEngine
+from textmill.server.app import new_app
+from textmill.server.service import Service
+
+LONG = {"prompt": "The mill", "max_tokens": 4000, "min_tokens": 4000}
+MANY = {"prompt": ["물레방아는", "Değirmen"], "seed": 5, "n": 2, "max_tokens": 15, "logprobs": 3}
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "The mill", "temperature": 0, "max_tokens": 20},
+    {"prompt": "물레방아는", "seed": 5, "max_tokens": 15, "logprobs": 3},
+    {"prompt": "The wheel begins", "temperature": 0, "max_tokens": 4, "logprobs": 2, "echo": True},
+    {"prompt": "The wheel begins", "max_tokens": 0, "logprobs": 1, "echo": True},
+    {"prompt": [40, 41, 42], "seed": 1, "logit_bias": {"50": -100, "60": 5.5}, "top_p": 0, "repetition_penalty": 1.3, "max_tokens": 12},
+    {"prompt": "a", "seed": 2, "stop": ["e", "물"], "stop_token_ids": [70, 71], "min_tokens": 3, "max_tokens": 40, "logprobs": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def model(new_live: Callable[..., Live], small_model: Path) -> Live:
+    """A server of a real model."""
+    return new_live({"model": str(small_model), "serve": {"slots": 3, "queue": 9}})
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process started."""
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat")]
+    return [int(stat.split()[0]) for stat in stats if int(stat.rpartition(")")[2].split()[1]) == pid]
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    until = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+async def here(folder: Path) -> list[Any]:
+    """The choices of every body when the model is in this process."""
+    serve = ServeConfig(slots=3, queue=9)
+    scheduler = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
+    service = Service(scheduler, serve, SampleConfig(), "mill")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60) as client:
+        found = [(await client.post("/v1/completions", json=body)).json()["choices"] for body in BODIES]
+    service.scheduler.close(0)
+    return found
+
+
+def test_it_says_what_it_says_in_this_process(model: Live, small_model: Path) -> None:
+    there = [httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"] for body in BODIES]
+    assert there == asyncio.run(here(small_model))
+    assert any(choice["logprobs"] for choices in there for choice in choices)
+
+
+def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a stream says before it is done."""
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_a_stream_is_the_whole_text_in_pieces(model: Live) -> None:
+    for body in (BODIES[0], MANY):
+        whole, chunks = httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"], streamed(model.url, body)
+        for choice in whole:
+            parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
+            told = [name for part in parts if part["logprobs"] for name in part["logprobs"]["tokens"]]
+            assert told == (choice["logprobs"]["tokens"] if choice["logprobs"] else [])
+
+
+def test_a_client_that_leaves_frees_its_slot(model: Live) -> None:
+    for _ in range(4):  # one more than there are slots
+        with httpx.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as reply:
+            assert next(reply.iter_raw())
+    stats = model.wait_idle()
+    assert stats["cancelled_total"] >= 4
+    assert len(streamed(model.url, {"prompt": "The mill", "max_tokens": 2})) > 0
+    assert model.stats()["generated_tokens_total"] == stats["generated_tokens_total"] + 2
+
+
+def test_a_full_queue_is_said_at_once(model: Live) -> None:
+    body = {**LONG, "max_tokens": 300, "min_tokens": 300}
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(httpx.post, f"{model.url}/v1/completions", json={**body, "n": n}, timeout=60) for n in (1, 11)]
+        wait_for(lambda: model.stats()["active"] == 3 and model.stats()["waiting"] == 9)
+        assert httpx.post(f"{model.url}/v1/completions", json=LONG, timeout=60).status_code == 429
+        assert [one.result().status_code for one in asked] == [200, 200]
+    model.wait_idle()
+
+
+def test_the_model_ends_when_the_front_is_killed(model: Live) -> None:
+    """The last test of this server: a front that can say nothing any more leaves no model behind, at work or not."""
+    [worker] = children_of(model.process.pid)
+    with httpx.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as reply:
+        assert next(reply.iter_raw())
+        model.process.kill()
+        model.process.wait()
+    wait_for(lambda: not Path(f"/proc/{worker}").exists() or " Z " in Path(f"/proc/{worker}/stat").read_text())
+
+
+def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp_path: Path) -> None:
+    """`textmill serve` itself: /health tells, every client is told, and the exit code says that it did not go well."""
+    (tmp_path / "mill.yaml").write_text(f"folder: {small_model.parents[1]}\n")
+    words = [str(tmp_path / "mill.yaml"), "serve.port=0", "serve.slots=3", "serve.patience=0.5", "engine.device=cpu"]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+:\d+", process.stdout.readline())
+        assert found, (tmp_path / "log").read_text()
+        url, [worker] = found[0], children_of(process.pid)
+        os.kill(worker, signal.SIGSTOP)
+        status = wait_for(lambda: (reply := httpx.get(f"{url}/health")).status_code == 503 and reply.json()["status"])
+        assert "has not ended a step" in status
+        os.kill(worker, signal.SIGCONT)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "n": 2}, timeout=60), pool.submit(streamed, url, LONG)]
+            wait_for(lambda: "\ntextmill_active 3\n" in httpx.get(f"{url}/metrics").text)
+            os.kill(worker, signal.SIGKILL)
+            whole, chunks = asked[0].result(), asked[1].result()
+        died = "the model's process has died (SIGKILL); restart the server"
+        assert (whole.status_code, whole.json()["error"]["message"]) == (500, died)
+        assert chunks[-1]["error"]["message"] == died
+        for path in ("/health", "/ready"):
+            assert (httpx.get(f"{url}{path}").status_code, httpx.get(f"{url}{path}").json()["status"]) == (503, died)
+        refused = httpx.post(f"{url}/v1/completions", json=LONG)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_broken")
+        assert not children_of(process.pid), "no zombie"
+        process.terminate()
+        assert process.wait(60) == 1
+        assert died in (tmp_path / "log").read_text()
+        assert "Traceback" not in (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()

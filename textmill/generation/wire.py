@@ -1,0 +1,70 @@
+"""How requests and texts travel between the process that speaks HTTP and the one that has the model: JSON, a length before each."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from textmill.config import SampleConfig
+from textmill.generation.parts import Part
+from textmill.generation.requests import Done, Request
+
+BEAT = 0.5
+"""Seconds between two words of a process that is well, at most."""
+
+WRITE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+class Line:
+    """One end of what connects the two; many threads may send, one receives."""
+
+    def __init__(self, file: int) -> None:
+        self._connection, self._sending = Connection(file), threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a list or an object; OSError, where nobody is there any more."""
+        packed = WRITE(message).encode()
+        with self._sending:
+            self._connection.send_bytes(packed)
+
+    def receive(self) -> Any:
+        """What was sent; EOFError or OSError, where nobody is there any more."""
+        return json.loads(self._connection.recv_bytes())
+
+
+def new_lines() -> tuple[Line, socket.socket]:
+    """Our end, and theirs as it is handed to a process."""
+    ours, theirs = socket.socketpair()
+    return Line(ours.detach()), theirs
+
+
+def packed_request(request: Request) -> list[Any]:
+    """A request as lists and numbers; of its settings those that were ever set."""
+    sample = request.sample.model_dump(exclude_defaults=True)
+    return [request.ids, sample, request.stop, request.stop_ids, request.bias, request.logprobs, request.echo]
+
+
+def request_of(packed: list[Any]) -> Request:
+    """The request again."""
+    ids, sample, stop, stop_ids, bias, logprobs, echo = packed
+    pairs = tuple((id_, value) for id_, value in bias)
+    return Request(tuple(ids), SampleConfig.model_validate(sample), tuple(stop), tuple(stop_ids), pairs, logprobs, echo)
+
+
+def packed_part(number: int, part: Part) -> list[Any]:
+    """A part of a text, with the number of its request."""
+    done = part.done
+    end = None if done is None else [done.reason, done.tokens, done.message, done.prompt_logprobs]
+    return [number, part.text, part.entries, end]
+
+
+def part_of(packed: list[Any]) -> tuple[int, Part]:
+    """The part again."""
+    number, text, entries, end = packed
+    if end is None:
+        return number, Part(text, entries)
+    reason, tokens, message, judged = end
+    return number, Part(text, entries, Done(reason, tokens, "", message, judged))
