@@ -5,7 +5,7 @@
 Pretraining takes as many steps as `minutes` hold at `rate` tokens a second, so that the schedule ends where the clock does. That is many
 times the text there is: embeddings and both branches of each block drop a share (attention does not, for which it would have to leave the
 fast kernels), and finetuning begins with the best checkpoint, not the last. Run again, it goes on where it was. OUT/report.md has the
-curves, the accuracy, the share of answers that stop before and after, and the answers.
+losses, the accuracy, the share of answers that stop before and after, and the answers; OUT/curves.svg is a picture of the losses.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import curves
 import yaml
 
 from textmill.config import ModelConfig
@@ -123,6 +124,7 @@ def main(words: list[str]) -> None:
         f"Seconds: {stages}", "", "Pretraining:", "", *curve_of(out / "base" / "run"), "", "Chat:", "", *curve_of(out / "chat" / "run"), "",
         f"Before: {before[-1]}", f"After: {after[-1]}", "", "```", *after[:-1], "```",
     ]  # fmt: skip
+    curves.main([str(out / "curves.svg"), f"pretraining={out / 'base' / 'run'}", f"conversations={out / 'chat' / 'run'}"])
     (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
     print("\n".join(report))
 
