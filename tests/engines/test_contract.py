@@ -197,6 +197,15 @@ def test_adapters_learn_as_torchs_do(kind: str) -> None:
     assert [loss.hex() for loss in run(again, range(6, 8))] == [loss.hex() for loss in run(engine, range(6, 8))]
 
 
+def test_adapters_learn_in_half_precision_too(kind: str) -> None:
+    """As in fp32 but for rounding; what is saved is fp32, and a base that stays in bf16 loses no more than its rounding."""
+    config = config_of(kind, micro_batch=4, lora=LORA)
+    half = started(config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "bf16"})}))
+    wanted = run(started(config_of("torch", micro_batch=4, lora=LORA)), range(6))
+    assert run(half, range(6)) == pytest.approx(wanted, rel=2e-2)
+    assert all(values.dtype == np.float32 and values.any() for _, values in half.weights())
+
+
 def test_copies_do_not_follow_the_net(kind: str) -> None:
     engine = started(config_of(kind))
     before = list(engine.weights())
