@@ -93,6 +93,11 @@ def memory_of(pid: int) -> float:
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1000  # type: ignore[index]
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a process started: the model's."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 async def call(port: int, method: str, path: str, body: bytes = b"") -> tuple[str, str]:
     """Head and body of an answer; plain sockets, since a client library would take more of the machine than the server."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -138,7 +143,7 @@ async def capacity_of(port: int, slots: int, tokens: int) -> float:
 
 async def look(port: int, pid: int, found: Found) -> None:
     while True:
-        found.memory.append(memory_of(pid))
+        found.memory.append(sum(map(memory_of, [pid, *children_of(pid)])))
         lines = (await call(port, "GET", "/metrics"))[1].splitlines()
         told = dict(line.split() for line in lines if not line.startswith("#") and "{" not in line)
         found.waiting.append(float(told["textmill_waiting"]))

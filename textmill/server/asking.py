@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from textmill.generation.requests import Request
 from textmill.server.refusals import Refusal, shown
 from textmill.server.service import Service
 from textmill.server.shapes import ChatBody, CompletionBody, Sampling
+from textmill.tokens.tokenizer import TextTokenizer
 
 LONG_STOP = 200
 """Characters of a stop string at most."""
@@ -26,10 +27,17 @@ LONG_TEXT = 20_000
 class Prompt:
     """A prompt as it was given and as the model gets it."""
 
-    text: str
+    given: str | None
+    """None: as ids."""
     ids: tuple[int, ...]
+    tokenizer: TextTokenizer
     empty: bool = False
     """Whether the one id was put there because there was nothing."""
+
+    @property
+    def text(self) -> str:
+        """The prompt as text, which few replies want."""
+        return self.tokenizer.decode(list(self.ids)) if self.given is None else self.given
 
 
 def check_model(service: Service, name: str | None) -> None:
@@ -75,16 +83,17 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
 
 async def prompt_of(service: Service, given: str | list[int], field: str = "prompt") -> Prompt:
     """One prompt, within the limits."""
+    tokenizer = service.scheduler.tokenizer
     if isinstance(given, str):
         check_length(service, len(given), field)
         ids = await encode(service, given, field)
-        prompt = Prompt(given, tuple(ids or [service.scheduler.tokenizer.end]), not ids)
+        prompt = Prompt(given, tuple(ids or [tokenizer.end]), tokenizer, not ids)
     else:
         if not given:
             raise Refusal(400, f"{field}: is an empty list; give one token at least", field=field)
         _check_room(service, len(given), field)
         check_ids(service, given, field)
-        prompt = Prompt(service.scheduler.tokenizer.decode(given), tuple(given))
+        prompt = Prompt(None, tuple(given), tokenizer)
     _check_room(service, len(prompt.ids), field)
     return prompt
 
@@ -167,7 +176,7 @@ def sample_of(service: Service, body: Sampling, max_tokens: int | None) -> Sampl
     if least > said["max_tokens"]:
         raise Refusal(400, f"min_tokens: {shown(least)} is above max_tokens, {said['max_tokens']}", field="min_tokens")
     said["min_tokens"] = least or min(service.sample.min_tokens, said["max_tokens"])
-    said["seed"] = secrets.randbits(62) if body.seed is None else body.seed % 2**63
+    said["seed"] = random.getrandbits(62) if body.seed is None else body.seed % 2**63
     return service.sample.model_copy(update={**said, "prompt": None, "count": 1})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -54,7 +54,7 @@ class ChatReply:
 
     def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
         self.service, self.body, self.prompt = service, body, prompt
-        self.head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
+        self.head = {"id": f"chatcmpl-{random.getrandbits(96):024x}", "created": int(time.time()), "model": service.name}
         self.prompt_tokens, self.new_tokens = len(prompt.ids), 0
         self.reasons: list[str] = []
 

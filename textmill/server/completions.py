@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,7 +40,12 @@ class CompletionReply:
     def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
         self.service, self.body, self.prompts, self.each = service, body, prompts, body.n or 1
         self.mute = body.max_tokens == 0
-        self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()), "model": service.name}
+        self.head = {
+            "id": f"cmpl-{random.getrandbits(96):024x}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.name,
+        }
         self.offsets = [Offsets() for _ in range(len(prompts) * self.each)]
         self.prompt_tokens = sum(0 if prompt.empty else len(prompt.ids) for prompt in prompts)
         self.new_tokens = 0

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import sys
 import time
+from functools import lru_cache
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
@@ -83,11 +84,8 @@ class Guard:
 
     def _host(self, headers: Headers) -> Refusal | None:
         """A server of this machine only answers to this machine's names, so that no name elsewhere can be pointed at it."""
-        name = (
-            headers.get("host", "").rsplit("]", 1)[0].lstrip("[")
-            if "[" in headers.get("host", "")
-            else headers.get("host", "").split(":")[0]
-        )
+        host = headers.get("host", "")
+        name = host.rsplit("]", 1)[0].lstrip("[") if "[" in host else host.split(":")[0]
         if not _is_local(self.service.config.host) or _is_local(name) or _is_address(name) or name in self.service.config.hosts:
             return None
         return Refusal(403, f"the host name {shown(name)} is not this server's; add it to serve.hosts", code="host")
@@ -117,6 +115,7 @@ class Guard:
         return full_refusal(self.service) if stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"] else None
 
 
+@lru_cache(maxsize=64)
 def _is_local(name: str) -> bool:
     return name in ("localhost", "") or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -47,7 +48,7 @@ def _add_texts(routes: APIRouter, service: Service) -> None:
         check_model(service, body.model)
         prompts = await prompts_of(service, body)
         requests = completion_requests(service, body, prompts)
-        _note_prompt(service, http, [prompt.text for prompt in prompts])
+        _note_prompt(service, http, lambda: [prompt.text for prompt in prompts])
         flight = start(service, requests, streamed=bool(body.stream))
         return await _answer(service, http, flight, CompletionReply(service, body, prompts), bool(body.stream))
 
@@ -57,7 +58,7 @@ def _add_texts(routes: APIRouter, service: Service) -> None:
         check_model(service, body.model)
         prompt = await chat_prompt(service, body.messages)
         requests = chat_requests(service, body, prompt, stop_ids_of(service))
-        _note_prompt(service, http, [prompt.text])
+        _note_prompt(service, http, lambda: [prompt.text])
         flight = start(service, requests, streamed=bool(body.stream))
         return await _answer(service, http, flight, ChatReply(service, body, prompt), bool(body.stream))
 
@@ -140,7 +141,7 @@ async def _generate(service: Service, http: Request, sentence: str) -> Response:
         prompt = await prompt_of(service, sentence, "sentence")
         requests = completion_requests(service, CompletionBody(prompt=sentence), [prompt])
         said = sentence
-    _note_prompt(service, http, [sentence])
+    _note_prompt(service, http, lambda: [sentence])
     flight = start(service, requests, streamed=False)
     text = (await finish(service, http, flight))[0]
     assert text.done is not None
@@ -149,6 +150,6 @@ async def _generate(service: Service, http: Request, sentence: str) -> Response:
     return JSONResponse({"input": sentence, "response": said + text.text}, headers=NOT_KEPT)
 
 
-def _note_prompt(service: Service, http: Request, prompts: list[str]) -> None:
+def _note_prompt(service: Service, http: Request, prompts: Callable[[], list[str]]) -> None:
     if service.config.log_prompts:
-        http.scope["told"]["prompts"] = prompts
+        http.scope["told"]["prompts"] = prompts()
