@@ -38,8 +38,9 @@ class WeightsAndBiases:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """End the run on W&B's side."""
+        """End the run on W&B's side, and wait for its own process, which writes the file: `finish` alone comes back before that."""
         self._run.finish()
+        wandb.teardown()
 
 
 def run_id_of(folder: Path, start: int) -> str:
