@@ -76,7 +76,7 @@ class EventStream(Response):
                 if first:
                     first = False
                     self.service.metrics.first.add(self.flight.seconds())
-                await put(_lines(self.step(come)) + _lines(self._troubles(come)))
+                await put(_lines([*self.step(come), *self._troubles(come)]))
         except Refusal as refusal:
             await put(_lines([tree_of(refusal.status, refusal.message, code=refusal.code)]))
         await put(_lines(self.end()) + b"data: [DONE]\n\n", more=False)
