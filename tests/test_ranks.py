@@ -50,7 +50,11 @@ def assert_equal(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
 
 def test_two_processes_give_the_numbers_of_one_and_either_goes_on(root: Path) -> None:
     alone, two = root / "alone", root / "two"
-    assert textmill(*words(root, alone, 16)).returncode == 0
+    one = textmill(*words(root, alone, 16), env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
+    assert one.returncode == 0, one.stderr
+    loaded = {line.rpartition("|")[2].strip() for line in one.stderr.splitlines()}
+    assert "torch.nn" in loaded
+    assert not loaded & {"torch._dynamo", "torch.distributed.tensor", "sympy"}, "seconds of a start that one process needs for nothing"
     done = launched(*words(root, two, 10, "engine.micro_batch=2"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes on cpu") == 1, "one of them speaks"

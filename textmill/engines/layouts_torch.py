@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from textmill.engines.meshes import Mesh
 from textmill.engines.peers_torch import Peers, all_gather, share_out
@@ -27,7 +25,8 @@ class Layout:
         self.sample_part, self.shard_part = rank // mesh.tensor, rank // mesh.tensor % mesh.shard
         self.peers: Peers | None = None
         self.replicas: Replicas | None = None
-        self.sharded: list[FSDPModule] = []
+        self.sharded: list[Any] = []
+        """The modules whose parameters lie in parts: all parameters, or none."""
         self.axes: DeviceMesh | None = None
         if mesh.ways * mesh.tensor > 1:
             sizes = (mesh.replicate, mesh.shard, mesh.tensor)
@@ -44,6 +43,9 @@ class Layout:
         if self.peers:
             share_out(net, self.peers)
         if self.mesh.shard > 1:
+            # Imported here: with what it brings it takes a second, which one process, or copies, need not wait for.
+            from torch.distributed.fsdp import FSDPModule, fully_shard
+
             assert self.axes is not None
             axes = self.axes["replicate", "shard"] if self.mesh.replicate > 1 else self.axes["shard"]
             for block in net.h:
@@ -93,9 +95,14 @@ class Layout:
             norm = (squares / self.mesh.replicate).sqrt()
         return norm
 
+    def own(self, tensor: Any) -> Tensor:
+        """What this process holds of a parameter, or of its gradient."""
+        held: Tensor = tensor.to_local() if self.sharded else tensor
+        return held.detach()
+
     def whole(self, weight: Weight, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """The whole tensor of which this process holds a part; all processes call it together."""
-        if isinstance(parameter, DTensor):
+        if self.sharded:
             own = _gathered(own, parameter.shape[0], self.mesh.shard, self._group("shard"))
         if self.peers and weight.split is not None:
             turned = own.movedim(weight.split, 0)
@@ -104,7 +111,7 @@ class Layout:
 
     def name_of(self, weight: Weight, parameter: nn.Parameter) -> str:
         """The name of what this process holds of a weight: the same on those that hold the same."""
-        parts = [f"shard {self.shard_part}"] if isinstance(parameter, DTensor) else []
+        parts = [f"shard {self.shard_part}"] if self.sharded else []
         parts += [f"tensor {self.peers.rank}"] if self.peers and weight.split is not None else []
         return f"{weight.name} ({', '.join(parts)})" if parts else weight.name
 
@@ -112,7 +119,7 @@ class Layout:
         """What this process holds of a whole tensor."""
         if self.peers and weight.split is not None:
             whole = _cut(whole, weight.split, self.peers.count, self.peers.rank)
-        if isinstance(parameter, DTensor):
+        if self.sharded:
             rows = -(-len(whole) // self.mesh.shard)
             whole = whole[self.shard_part * rows : (self.shard_part + 1) * rows]
         return whole
@@ -121,11 +128,6 @@ class Layout:
         """Give back weights that were gathered for a forward without a backward."""
         for module in self.sharded:
             module.reshard()
-
-
-def own_of(parameter: nn.Parameter) -> Tensor:
-    """The values that this process holds of a parameter."""
-    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _cut(whole: Tensor, dim: int, count: int, number: int) -> Tensor:

@@ -21,6 +21,7 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
+from textmill.engines.adam_torch import MOMENTS, groups_of
 from textmill.engines.bits_torch import bit_sums
 from textmill.engines.deepspeed_json import json_of, read_file, settled, their_say
 from textmill.engines.losses_torch import scored, summed_loss
@@ -30,7 +31,7 @@ from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.shards_deepspeed import Masters
 from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
-from textmill.engines.updates_torch import ADAM, adam_of, trained_of
+from textmill.engines.updates_torch import trained_of
 from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.dropout_torch import dropout_keys
@@ -145,7 +146,7 @@ class OnDeepSpeed:
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of Adam's state; none before the first update."""
-        for kind in ADAM if self.updates() else ():
+        for kind in MOMENTS if self.updates() else ():
             yield from self._named(kind, f"{kind}/", mine)
 
     def _named(self, kind: str | None, prefix: str, mine: Mine) -> Iterator[Named]:
@@ -239,11 +240,17 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
             net = new_net(shape, device, config.model.lora)
         net.recompute = section.recompute
         task = Task(net, config.train, precision, mixed=section.zero == 0)
-        adam = adam_of(trained_of(net, config.train), config.train)
+        adam = _adam(net, config.train)
         engine, *_ = deepspeed.initialize(model=task, optimizer=adam, config=told)
     if section.zero == 3:
         deepspeed.zero.register_external_parameter(task, net.head)
     return OnDeepSpeed(engine, adam, task, ranks, micro_batch, int(section.zero))
+
+
+def _adam(net: Any, train: TrainConfig) -> torch.optim.AdamW:
+    """The optimizer that DeepSpeed wraps."""
+    groups = groups_of((parameter, rule) for _, parameter, rule in trained_of(net, train))
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True)
 
 
 def _micro_batch(section: DeepSpeedEngine, train: TrainConfig, shape: Any, ways: int) -> int:

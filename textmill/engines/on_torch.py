@@ -16,7 +16,7 @@ from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, 
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.bits_torch import bit_sums, flip_a_bit
 from textmill.engines.graphs_torch import Recorded
-from textmill.engines.layouts_torch import Layout, own_of
+from textmill.engines.layouts_torch import Layout
 from textmill.engines.losses_peers_torch import shared_loss, shared_scores
 from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.meshes import Mesh, mesh_of
@@ -101,7 +101,7 @@ class OnTorch:
         if faults.hits("nan", step):
             shares = shares * np.float32("nan")
         if faults.hits("flip", step):
-            flip_a_bit(own_of(self.optimizer.parameters[0]))
+            flip_a_bit(self.layout.own(self.optimizer.parameters[0]))
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
         total = torch.zeros((), device=self.device)
         scale = self.scaler.scale if self.scaler else None
@@ -161,7 +161,7 @@ class OnTorch:
         """Host copies of the weights; of a net with adapters, those alone."""
         known = {name: parameter for name, (_, parameter) in weights_of(self.net).items()}
         saved = [known[weight.name] for weight in saved_of(self.net.shape, self.net.lora)]
-        kept = {parameter: own_of(parameter) for parameter in saved}
+        kept = {parameter: self.layout.own(parameter) for parameter in saved}
         return named_copies(self.net, kept, mine=mine, whole=self.layout.whole)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
@@ -171,7 +171,8 @@ class OnTorch:
 
     def copies(self) -> dict[str, int]:
         """The bits of what this process holds of each weight, summed on its device; processes that hold the same have the same."""
-        return bit_sums({self.layout.name_of(weight, parameter): own_of(parameter) for weight, parameter in weights_of(self.net).values()})
+        layout, members = self.layout, weights_of(self.net).values()
+        return bit_sums({layout.name_of(weight, parameter): layout.own(parameter) for weight, parameter in members})
 
     def updates(self) -> int:
         """Updates done."""
@@ -185,7 +186,7 @@ class OnTorch:
         self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
     ) -> None:
         """Take weights and moments in checkpoint names and layout, and the loss scale's state."""
-        fill(self.net, weights, where, lambda weight, one, whole: own_of(one).copy_(self.layout.part(weight, one, whole)))
+        fill(self.net, weights, where, lambda weight, one, whole: self.layout.own(one).copy_(self.layout.part(weight, one, whole)))
         if self.scaler and scaling:
             self.scaler.take(scaling)
         known = weights_of(self.net)

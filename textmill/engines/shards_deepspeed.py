@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from textmill.engines.updates_torch import ADAM
+from textmill.engines.adam_torch import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Masters:
             with self._at_hand(group, changed=True):
                 self.adam.state.pop(flat, None)
                 if updates:
-                    moments = {key: torch.zeros_like(flat) for key in ADAM.values()}
+                    moments = {key: torch.zeros_like(flat) for key in MOMENTS.values()}
                     self.adam.state[flat] = {"step": torch.tensor(float(updates), device=flat.device), **moments}
         if self.stage in (1, 2):
             self.zero._hp_optimizer_states_linked = False
@@ -83,7 +83,7 @@ class Masters:
         return int(state["step"]) if state else 0
 
     def _values(self, piece: Piece, kind: str | None) -> Tensor:
-        tensor = piece.flat if kind is None else self.adam.state[piece.flat][ADAM[kind]]
+        tensor = piece.flat if kind is None else self.adam.state[piece.flat][MOMENTS[kind]]
         return tensor.detach().view(-1)[piece.start : piece.start + piece.count]
 
     def _piece(self, parameter: nn.Parameter) -> Piece | None:

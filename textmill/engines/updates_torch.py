@@ -7,18 +7,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from textmill.config import TrainConfig
-from textmill.engines.layouts_torch import Layout, own_of
+from textmill.engines.adam_torch import MOMENTS, Adam
+from textmill.engines.layouts_torch import Layout
 from textmill.engines.muon_shared_torch import SharedMuon
 from textmill.engines.muon_torch import Member, Muon
 from textmill.models import Weight
 from textmill.models.nets_torch import Net, weights_of
 from textmill.models.rules import rules_of
-
-ADAM = {"m": "exp_avg", "v": "exp_avg_sq"}
-"""AdamW's moments, by their names in a checkpoint and in torch."""
 
 
 class Updates:
@@ -29,14 +26,14 @@ class Updates:
         self.own: dict[nn.Parameter, nn.Parameter] = {}
         """Each parameter of the net, and what this process updates of it: the same, where it holds the whole."""
         for weight, parameter, rule in trained_of(net, train):
-            self.own[parameter] = nn.Parameter(own_of(parameter)) if isinstance(parameter, DTensor) else parameter
+            self.own[parameter] = nn.Parameter(layout.own(parameter)) if layout.sharded else parameter
             trained.append((weight, self.own[parameter], rule))
         matrices = [member for member in trained if _is_muons(member[0], train)]
         self.muon = self._muon(net, matrices, compiled=compiled) if matrices else None
         self.parameters = list(self.own)
         self.weights = [(weight, own) for weight, own, _ in trained]
         rest = [member for member in trained if not _is_muons(member[0], train)]
-        self.adam = adam_of(rest, train)
+        self.adam = Adam([(own, rule) for _, own, rule in rest], train)
         adams = {own for _, own, _ in rest}
         self.rest = [parameter for parameter, own in self.own.items() if own in adams]
         self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
@@ -52,7 +49,7 @@ class Updates:
         """One update from the gradients, which are `scale` times too large and then dropped, or none where there is a spike;
         return their norm before clipping."""
         for parameter, own in self.own.items():
-            own.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            own.grad = self.layout.own(parameter.grad) if self.layout.sharded and parameter.grad is not None else parameter.grad
         gradients = [(weight, own.grad) for weight, own in self.weights if own.grad is not None]
         self.layout.join(gradients)
         norm = self.layout.norm(gradients)
@@ -62,12 +59,7 @@ class Updates:
         clip = clip if scale is None else clip / scale
         if self.muon:
             self.muon.step(lr, clip, kept)
-        for group in self.adam.param_groups:
-            group["lr"] = lr * group["rate"] * (self.train.rest_rate if self.muon else 1.0)
-        # The fused update reads both on the device, so that clipping takes no pass of its own and skipping no wait.
-        self.adam.grad_scale = clip.reciprocal()  # type: ignore[attr-defined]
-        self.adam.found_inf = (~kept).float()  # type: ignore[attr-defined]
-        self.adam.step()
+        self.adam.step(lr * (self.train.rest_rate if self.muon else 1.0), clip.reciprocal(), (~kept).float())
         self.done += kept
         for parameter, own in self.own.items():
             parameter.grad = own.grad = None
@@ -80,7 +72,7 @@ class Updates:
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
         """Each kind of state by its name in a checkpoint; none before the first update."""
         if self.count():
-            for kind, key in ADAM.items():
+            for kind, key in MOMENTS.items():
                 yield kind, {parameter: self.adam.state[self.own[parameter]][key] for parameter in self.rest}
             if self.muon:
                 yield "momentum", self.muon.momentum()
@@ -92,9 +84,7 @@ class Updates:
             assert self.muon
             self.muon.take(parameter, values)
             return
-        state = self.adam.state[self.own[parameter]]
-        state["step"] = torch.tensor(float(count), device=parameter.device)
-        state[ADAM[kind]] = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
+        self.adam.take(kind, self.own[parameter], values, count)
 
 
 def trained_of(net: Net, train: TrainConfig) -> list[Member]:
@@ -105,17 +95,6 @@ def trained_of(net: Net, train: TrainConfig) -> list[Member]:
         if rules[name].trained:
             members.append((weight, parameter, rules[name]))
     return members
-
-
-def adam_of(members: list[Member], train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with a group for each decay and each rate, a multiple of the step's."""
-    # One group of none at least: torch refuses an optimizer without any.
-    alike = sorted({(rule.rate, rule.decay) for _, _, rule in members}, reverse=True) or [(1.0, 0.0)]
-    groups = [
-        {"params": [one for _, one, rule in members if (rule.rate, rule.decay) == key], "weight_decay": key[1], "rate": key[0]}
-        for key in alike
-    ]
-    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True)
 
 
 def _is_muons(weight: Weight, train: TrainConfig) -> bool:

@@ -176,8 +176,8 @@ class Net(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.wte = nn.Embedding(shape.padded_vocab, shape.width)
-        self.wpe = nn.Embedding(shape.positions, shape.width)
+        self.wte = _embedding(shape.padded_vocab, shape.width)
+        self.wpe = _embedding(shape.positions, shape.width)
         self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
         self.recompute, self.lora, self.part = 0, None, 0
@@ -235,3 +235,8 @@ class Net(nn.Module):
     def logits(self, x_NTE: Tensor) -> Tensor:
         """Scores of the real vocabulary; the padding rows never reach a softmax."""
         return F.linear(x_NTE, self.head)[..., : self.shape.vocab]
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """One without first values: to draw them where there is no memory yet, torch would import its compiler."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))

@@ -51,7 +51,13 @@ def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None, pl
         net: Any = net_of(shape, lora)
         if place is not None:
             place(net)
-    return cast(Net, net.to_empty(device=device).eval())
+    return cast(Net, net._apply(lambda tensor: _memory(tensor, device)).eval())
+
+
+def _memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Room for a tensor that has none yet; a plain one's shape is told, as to find it torch would import sympy."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if plain else torch.empty_like(tensor, device=device)
 
 
 def open_net(folder: Path, device: torch.device, *, apart: bool = False) -> Net:
