@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import ROOT, Live
+from tests.server.conftest import Live
 from tests.server.live import in_process
 from tests.server.test_serve import COMMAND
 from textmill.checkpoint import open_checkpoint
@@ -124,11 +124,15 @@ def test_the_model_ends_when_the_front_is_killed(model: Live) -> None:
 
 
 def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp_path: Path) -> None:
-    """`textmill serve` itself: /health tells, every client is told, and the exit code says that it did not go well."""
+    """`textmill serve` itself: /health tells, every client is told, and the exit code says that it did not go well.
+
+    What lies in the folder that it is started in is not what it imports.
+    """
+    (tmp_path / "torch.py").write_text("raise SystemExit('not the real one')")
     (tmp_path / "mill.yaml").write_text(f"folder: {small_model.parents[1]}\n")
-    words = [str(tmp_path / "mill.yaml"), "serve.port=0", "serve.slots=3", "serve.patience=0.5", "engine.device=cpu"]
+    words = [str(tmp_path / "mill.yaml"), "serve.port=0", "serve.slots=3", "serve.patience=3", "engine.device=cpu"]
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+        process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True, cwd=tmp_path)
     try:
         assert process.stdout is not None
         found = re.search(r"http://\S+:\d+", process.stdout.readline())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -21,6 +22,9 @@ AFTER = 5.0
 """Seconds that closing waits for a step that does not end."""
 OFTEN = 3
 """Steps that fail one after the other until the model is taken for broken."""
+MANY, APART = 8, 0.02
+"""Texts at work from which on newcomers are let in together, so many seconds after the last ones: each reading of prompts costs as much
+time as a step or two of all texts, however few join by it."""
 FIRST = (SampleConfig(temperature=0), SampleConfig(temperature=0.8), SampleConfig(temperature=0.8, top_k=50))
 """Ways to choose a token that are tried before the first request: kernels are compiled when they are first wanted."""
 
@@ -53,6 +57,8 @@ class Scheduler:
         self._change = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
+        self._joined = -math.inf
+        """When somebody was last let in."""
         self._until: float | None = None
         self._requests = self._tokens = self._cancelled = self._failed = 0
         self._begun: float | None = None
@@ -177,11 +183,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free slots to those that wait longest; long prompts join one by one, so that texts at work do not stand still."""
-        read = 0
+        read, now = 0, time.monotonic()
+        if len(self._active) >= MANY and now - self._joined < APART:
+            return
         while self._waiting and len(self._active) < self.slots and (not read or read + len(self._waiting[0].request.ids) <= READ_AT_ONCE):
             job = self._waiting.popleft()
             read += len(job.request.ids)
-            self._active[job.number] = job
+            self._active[job.number], self._joined = job, now
 
     def _step(self) -> None:
         known = {row.number for row in (*self._batch.rows, *self._batch.waiting)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -155,10 +156,17 @@ def open_remote(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig
     """A checkpoint in the memory of a process of its own, ready for requests; what it refuses is refused here."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     line, theirs = new_lines()
-    command = [sys.executable, "-m", "textmill.generation.worker", str(theirs.fileno())]
+    # What this process can import, and nothing that happens to lie in the folder it was started in.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
-        # A session of its own: a terminal's ctrl-C is for the one in front, who says when the model ends.
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "textmill.generation.worker", str(theirs.fileno())],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,
+            start_new_session=True,  # a terminal's ctrl-C is for the one in front, who says when the model ends
+        )
     try:
         asked = {"folder": str(checkpoint.folder), "engine": engine.model_dump(mode="json"), "serve": serve.model_dump(mode="json")}
         line.send(asked)
