@@ -24,7 +24,7 @@ demo: $(VENV)/core ## train a small model on Shakespeare and let it write, in th
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh recipes/quickstart.sh
 
 test: lint ## everything that must pass (ARGS='-k name' chooses)
-	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --durations=10 -q $(ARGS)
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -q $(ARGS)
 
 lint: $(VENV)/dev ## style, types, and who may import whom
 	@$(BIN)/ruff check -q .

@@ -26,6 +26,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+LONG = ("engines/test_layouts.py", "engines/test_on_deepspeed.py", "engines/test_contract.py", "verification/test_verify.py",
+        "test_loop.py", "engines/test_on_jax.py", "test_launch.py", "test_ranks.py", "test_recipes.py", "test_engine_chain.py",
+        "corpus/test_deliveries.py", "test_cli.py")  # fmt: skip
+"""Files of a minute or two: they come first, since a whole file goes to one worker, and the other would wait for one that came last."""
+
 SENTENCES = {
     "english": ["The mill stands by the river.", "Every morning the wheel begins to turn.", "Who brought the grain last night?",
                 "A child counts the sacks and forgets the number.", "In winter the water is slow, but it never stops."],
@@ -34,6 +39,12 @@ SENTENCES = {
     "turkish": ["Değirmen ırmağın kıyısında duruyor.", "Her sabah çark ağır ağır dönmeye başlar.", "Dün gece buğdayı kim getirdi?",
                 "Çocuk çuvalları sayar, sonra sayıyı unutur.", "Kışın su yavaştır, ama hiç durmaz."],
 }  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the rest in the order of their names."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")
