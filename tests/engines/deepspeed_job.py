@@ -1,4 +1,4 @@
-"""What each process of a launched DeepSpeed test does: `torchrun ... -m tests.engines.deepspeed_job JOB.json` trains as the job says.
+"""What each process of a launched DeepSpeed test does: `python -m tests.engines.deepspeed_job JOB.json` trains as the job says.
 
 A run: engine settings, a stretch of steps, a folder to start from (or the first weights), a folder to leave its state in.
 """

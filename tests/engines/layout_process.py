@@ -1,4 +1,4 @@
-"""What each of several processes does in the tests of layouts: python -m torch.distributed.run ... layout_process.py FOLDER."""
+"""What each of several processes does in the tests of layouts: layout_process.py FOLDER."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from textmill.models import open_family
 from textmill.models.lora import first_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
 
-VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 20, 6, 6
+VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 20, 6, 3
 LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2": {"replicate": 2},

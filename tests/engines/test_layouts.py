@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from tests.engines import layout_process
 from tests.engines.layout_process import LAYOUTS, MORE, SAVED, STEPS, VOCAB, config_of, measured, processes_of, resumed, stepped
+from tests.together import ended_together
 from textmill.config import RunConfig
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.errors import TextmillError
@@ -33,9 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, alone: Measured) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     np.savez(folder / "one.state.npz", **alone[2])
     for world in (2, 4):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        done = subprocess.run([*torchrun, layout_process.__file__, str(folder)], capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr
+        assert ended_together([sys.executable, layout_process.__file__, str(folder)], world) == "well"
     return folder
 
 

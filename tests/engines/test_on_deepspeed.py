@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
 
-from bench.engine_ends import ended
 from tests.engines.deepspeed_job import done
 from tests.engines.test_contract import LORA, batch_of, config_of, run, started
+from tests.together import ended_together
 from textmill.errors import TextmillError
 from textmill.ranks import Alone
 
@@ -39,12 +38,10 @@ def worst(found: list[float], expected: list[float]) -> float:
 
 
 def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[dict[str, Any]]:
-    """What came of a job on so many processes; none of them is left over when torchrun is gone."""
+    """What came of a job on so many processes; none of them is left over."""
     path = folder / f"job-{processes}-{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(job))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    assert ended([*command, "-m", "tests.engines.deepspeed_job", str(path)], environment) == "well"
+    assert ended_together([sys.executable, "-m", "tests.engines.deepspeed_job", str(path)], processes) == "well"
     found: list[dict[str, Any]] = json.loads(path.with_suffix(".out").read_text())
     return found
 
