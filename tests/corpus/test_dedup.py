@@ -79,8 +79,8 @@ def peak_of(function: Callable[[], Any]) -> int:
 
 
 def test_memory_of_clusters_is_a_few_bytes_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million documents, every one the copy of another: at most 24 bytes each beyond a block."""
-    count, pieces = 1_000_000, 50
+    """Many documents, every one the copy of another: at most 24 bytes each beyond a block."""
+    count, pieces = 300_000, 15
     monkeypatch.setattr(dedup, "BLOCK", 1 << 14)
     numbers = np.arange(count).reshape(pieces, -1)
     blocks = (np.stack((part, part ^ 1), axis=1) for half in numbers for part in np.split(half, 10))
