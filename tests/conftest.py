@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from bench.kill_train import prepared
+
 # A check on a change must say the same of the same code; at a desk every run looks at new examples.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("desk", deadline=None)
@@ -71,4 +73,12 @@ def tiny_texts(tmp_path: Path) -> Path:
         dice = random.Random(f"texts {language}")
         blocks = [" ".join(dice.choices(sentences, k=dice.randint(2, 5))) for _ in range(40)]
         (folder / f"{language}.txt").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the quickstart's corpus, tokenizer and tokens; who trains on it takes a copy."""
+    folder = tmp_path_factory.mktemp("tokenized")
+    prepared(folder)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from bench.engine_ends import ended
-from bench.kill_train import numbers_of, prepared, textmill, trained
+from bench.kill_train import numbers_of, textmill, trained
 
 for extra in ("deepspeed", "jax"):
     pytest.importorskip(extra, reason=f"needs the extra {extra}")
@@ -52,10 +53,9 @@ def state_of(run: Path, step: int) -> dict[str, NDArray[np.float32]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> tuple[Path, Path]:
     """The run of torch alone, and the run that was handed on."""
-    root = tmp_path_factory.mktemp("chain")
-    prepared(root)
+    root = Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("chain") / "root"))
     alone, handed = root / "alone", root / "handed"
     done = textmill(*words(root, alone, EACH * len(SITTINGS)))
     assert done.returncode == 0, done.stderr

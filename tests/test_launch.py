@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench.kill_train import prepared, trained
+from bench.kill_train import trained
 from textmill.verification.launches import free_port
 from textmill.where import recipes_folder
 
@@ -25,10 +26,8 @@ exit $code
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("launch")
-    prepared(folder)
-    return folder
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    return Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("launch") / "root"))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.kill_train import COMMAND, killed_until_done, last_weights, numbers_of, prepared, textmill, trained
+from bench.kill_train import COMMAND, killed_until_done, last_weights, numbers_of, textmill, trained
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.loop import train
@@ -21,10 +22,8 @@ STEPS = 30
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("loop")
-    prepared(folder)
-    return folder
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    return Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("loop") / "root"))
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.kill_train import numbers_of, prepared
+from bench.kill_train import numbers_of
 from tests.test_loop import config_for
 from textmill import faults
 from textmill.errors import TextmillError
@@ -18,10 +19,8 @@ GUARDED = ("train.spike=8", "train.spike_window=8", "train.keep=9", "train.evalu
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("patience")
-    prepared(folder)
-    return folder
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    return Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("patience") / "root"))
 
 
 @pytest.fixture(autouse=True)

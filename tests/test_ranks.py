@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.engine_ends import left_behind
-from bench.kill_train import numbers_of, prepared, textmill, trained
+from bench.kill_train import numbers_of, textmill, trained
 from textmill.engines.ranks_torch import first_host, launch_of
 from textmill.errors import TextmillError
 from textmill.verification.launches import free_port
@@ -23,10 +24,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    prepared(folder)
-    return folder
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    return Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("ranks") / "root"))
 
 
 def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:

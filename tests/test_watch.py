@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,16 +12,13 @@ from pathlib import Path
 import pytest
 
 from bench.kill_ranks import started, words_of
-from bench.kill_train import prepared
 from textmill.copies import parted
 from textmill.watch import Sign, any_moves, verdict_of, waits_in
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("watch")
-    prepared(folder)
-    return folder
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    return Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("watch") / "root"))
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
