@@ -68,9 +68,20 @@ async def here(folder: Path) -> list[Any]:
     return found
 
 
+def near(one: Any, other: Any) -> bool:
+    """Whether two replies are equal but for the last digits of log-probabilities, which torch's settings in a process may change."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == pytest.approx(other, abs=1e-4)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(near(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(near, one, other))
+    return bool(one == other)
+
+
 def test_it_says_what_it_says_in_this_process(model: Live, small_model: Path) -> None:
     there = [httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"] for body in BODIES]
-    assert there == asyncio.run(here(small_model))
+    assert near(there, asyncio.run(here(small_model)))
     assert any(choice["logprobs"] for choices in there for choice in choices)
 
 
