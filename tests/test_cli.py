@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
 from textmill import __version__
-from textmill.cli import VERBS, main
+from textmill.cli import VERBS, _as_interrupt, main
+from textmill.errors import TextmillError
 
 QUICK = [
     "train.steps=2",
@@ -90,6 +94,30 @@ def test_stages_that_were_not_run_are_named(tmp_path: Path, monkeypatch: pytest.
         code, _, err = said(capsys, verb, "quickstart")
         assert code == 2
         assert "the stage before has not been run" in err or "run textmill prepare first" in err
+
+
+def test_a_refusal_on_its_way_is_said_though_a_signal_comes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A launcher ends all processes when the first one has refused; the others may still be giving back what they hold."""
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    def refuse(words: list[str]) -> int:
+        signal.signal(signal.SIGTERM, _as_interrupt)
+        with held():
+            raise TextmillError("train.batch: 9 samples are too odd")
+
+    monkeypatch.setattr("textmill.cli._run", refuse)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert said(capsys, "train", "x") == (2, "", "textmill: train.batch: 9 samples are too odd\n")
+        signal.raise_signal(signal.SIGTERM)  # heard by nobody now
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

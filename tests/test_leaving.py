@@ -29,6 +29,11 @@ def test_a_thread_that_never_ends_keeps_no_process(root: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (75, "work\nthen what was promised for the end\n", "")
 
 
+def test_who_is_asked_to_end_at_the_end_ends_as_it_would_have(root: Path) -> None:
+    done = ended("import os, signal; atexit.register(os.kill, os.getpid(), signal.SIGTERM); return 3", root)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "work\nthen what was promised for the end\n", "")
+
+
 def test_a_bug_keeps_its_traceback(root: Path) -> None:
     done = ended("raise KeyError('a bug')", root)
     assert (done.returncode, done.stdout) == (1, "work\nthen what was promised for the end\n")

@@ -68,19 +68,36 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        code = _run(words)
-        print(end="", flush=True)
-        return code
-    except TextmillError as error:
-        if str(error):
-            print("textmill: " + " ".join(str(error).split()), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
+        try:
+            code = _run(words)
+            print(end="", flush=True)
+            return code
+        except TextmillError as error:
+            return _told(error)
+    except KeyboardInterrupt as interrupt:
+        if refused := _interrupted(interrupt):
+            return _told(refused)
         print("textmill: stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
         return EXIT_STOPPED
     except BrokenPipeError:
         sys.stderr.close()  # the reader left; there is nobody to tell
         return EXIT_DONE
+
+
+def _told(error: TextmillError) -> int:
+    """Say what was wrong, whoever asks the process to end meanwhile; the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if str(error):
+        print("textmill: " + " ".join(str(error).split()), file=sys.stderr)
+    return error.exit_code
+
+
+def _interrupted(interrupt: BaseException) -> TextmillError | None:
+    """The refusal that was on its way when a signal came, as when a launcher ends all processes because one has refused."""
+    context = interrupt.__context__
+    while context is not None and not isinstance(context, TextmillError):
+        context = context.__context__
+    return context
 
 
 def _run(words: list[str]) -> int:

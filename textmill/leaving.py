@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,8 @@ def leave_after(work: Callable[[], int]) -> NoReturn:
         code = work()
     except Exception:
         sys.excepthook(*sys.exc_info())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
