@@ -63,10 +63,11 @@ def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
 
 def measure_server(ours: Generator, new: int, tiny: bool) -> None:
     """The generator alone, then what its rate becomes behind a queue and behind HTTP."""
-    compare(prompts_of(64, PROMPT), new, {"textmill, greedy": lambda ids: our_tokens(ours, ids, new)})
+    alone = compare(prompts_of(64, PROMPT), new, {"textmill, greedy": lambda ids: our_tokens(ours, ids, new)})["textmill, greedy"]
     print(f"  64 requests through the scheduler: {scheduled(ours, prompts_of(64, PROMPT), new):,.0f} tokens/s")
     for streamed, rate in served(new, tiny).items():
-        print(f"  64 clients of the server, {'streamed' if streamed else 'whole'}: {rate:,.0f} tokens/s", flush=True)
+        kind = "streamed" if streamed else "whole"
+        print(f"  64 clients of the server, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of the generator's", flush=True)
 
 
 def first_token(generator: Generator, prompts: Ids) -> float:
@@ -123,7 +124,9 @@ def served(new: int, tiny: bool) -> dict[bool, float]:
         root, tokenizer = Path(folder), new_tokenizer()
         size = ModelConfig(size="nano" if tiny else "small")
         where = write_model(root, gpt2.shape_of(size, vocab=tokenizer.vocab, end=tokenizer.end, length=1024), tokenizer)
+        begun, before = time.perf_counter(), _held()
         with serving(root, [str(where), "serve.slots=64", "serve.queue=64"]) as (port, _):
+            print(f"  the server listens after {time.perf_counter() - begun:.1f} s and holds {_held() - before:.1f} GiB", flush=True)
             for streamed in (False, True):
                 told = {"max_tokens": new, "min_tokens": new, "temperature": 0, "stream": streamed}
                 bodies = [json.dumps({"prompt": ids, **told}).encode() for ids in prompts_of(64, PROMPT)]
@@ -131,6 +134,12 @@ def served(new: int, tiny: bool) -> dict[bool, float]:
                 asyncio.run(answered(port, bodies, 1))
                 rates[streamed] = 64 * times * new / asyncio.run(answered(port, bodies, times))
     return rates
+
+
+def _held() -> float:
+    """GiB of the card that are taken, by all together."""
+    free, whole = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return (whole - free) / 2**30
 
 
 if __name__ == "__main__":
