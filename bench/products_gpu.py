@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cublaslt import Product
 from torch import Tensor
 
 from textmill.config import ModelConfig
 from textmill.models import gpt2
+from textmill.models.cublaslt import WORKSPACE, Form, Product
 
 PIECE = 32768
 """Tokens whose scores are made at a time."""
@@ -47,19 +47,20 @@ def drawn(*shape: int) -> Tensor:
 
 def compared(name: str, a: Tensor, b: Tensor, seconds: float) -> tuple[float, float]:
     """One product: the better of two turns of torch, and of the best of the ways."""
-    out = torch.empty(a.shape[0], b.shape[1], device="cuda", dtype=torch.bfloat16)
-    product, found = Product(a, b, out), []
-    ways = product.ways()
+    (m, k), n, found = a.shape, b.shape[1], []
+    out = torch.empty(m, n, device="cuda", dtype=a.dtype)
+    product = Product(Form(m, n, k, a.stride(1) != 1, b.stride(1) != 1, a.dtype, a.dtype, bias=False, adds=False), out.device)
+    ways, given = product.ways(), (a, b, None, out, torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8))
     torchs = [milliseconds(lambda: torch.mm(a, b, out=out), seconds)]
     for _ in range(2):
-        found.append([milliseconds(lambda way=way: product.make(way), seconds) for way in ways])  # type: ignore[misc]
+        found.append([milliseconds(lambda way=way: product.make(way, *given), seconds) for way in ways])  # type: ignore[misc]
     torchs.append(milliseconds(lambda: torch.mm(a, b, out=out), seconds))
     exact = out.clone()
     times = [min(one) for one in zip(*found, strict=True)]
     best = min(range(len(times)), key=lambda number: times[number])
-    product.make(ways[best])
+    product.make(ways[best], *given)
     off = ((out.float() - exact.float()).norm() / exact.float().norm()).item()
-    told = f"{times[best]:.4f} ms by way {best} of {len(ways)} ({ways[best].told()}), {off:.0e} apart"
+    told = f"{times[best]:.4f} ms by way {best} of {len(ways)}, {off:.0e} apart"
     print(f"  {name:<20} torch {min(torchs):.4f} ms | first proposal {times[0]:.4f} | best {told}", flush=True)
     return min(torchs), min(times[best], min(torchs))
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from textmill.engines.losses_torch import MadeInForward, add_product, pieces
+from textmill.engines.losses_torch import MadeInForward, pieces
 from textmill.engines.peers_torch import Peers
+from textmill.models.products_torch import multiply, product
 from textmill.tokens.batches.batch import IGNORED
 
 
@@ -69,7 +70,7 @@ class _SharedLoss(MadeInForward):
         slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=x_ME.device)
         for rows in pieces(x_ME, head):
-            logits_MV, labels, asked = x_ME[rows] @ head.T, labels_M[rows], labels_M[rows] != IGNORED
+            logits_MV, labels, asked = product(x_ME[rows], head.T), labels_M[rows], labels_M[rows] != IGNORED
             scores_MV = logits_MV[:, : max(0, vocab - begin)].float()
             one, share_M = _Softmax(scores_MV, labels, begin, vocab, peers), shares_M[rows].where(asked, 0)
             losses_M = one.spread_M - (1 - smoothing) * one.target_M + z * one.spread_M.square() - smoothing * one.plain_M / vocab
@@ -79,8 +80,8 @@ class _SharedLoss(MadeInForward):
             if slopes.shape[1]:
                 slopes.scatter_add_(1, one.places_M[:, None], (-(1 - smoothing) * share_M).where(one.here_M, 0)[:, None])
             logits_MV.zero_()[:, : slopes.shape[1]] = slopes
-            torch.mm(logits_MV, head, out=slope_x[rows])
+            multiply(logits_MV, head, slope_x[rows])
             if slope_head is not None:
-                add_product(slope_head, logits_MV.T, x_ME[rows])
+                multiply(logits_MV.T, x_ME[rows], slope_head, adds=True)
         ctx.save_for_backward(slope_x, slope_head)
         return total

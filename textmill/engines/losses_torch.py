@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from textmill.models.fp8_torch import product8, rows8
+from textmill.models.products_torch import multiply, product
 from textmill.tokens.batches.batch import IGNORED
 
 CPU_SCORES = 1 << 24
@@ -59,12 +60,12 @@ class _SummedLoss(MadeInForward):
         slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), device=x_ME.device)
         for rows in pieces(x_ME, head):
-            logits_MV = product8(rows8(x_ME[rows]), head8) if head8 else x_ME[rows] @ head.T
+            logits_MV = product8(rows8(x_ME[rows]), head8) if head8 else product(x_ME[rows], head.T)
             losses_M = _grade(logits_MV, labels_M[rows], shares_M[rows], vocab, smoothing, z)
             total += (losses_M * shares_M[rows]).sum()
-            torch.mm(logits_MV, head, out=slope_x[rows])
+            multiply(logits_MV, head, slope_x[rows])
             if slope_head is not None:
-                add_product(slope_head, logits_MV.T, x_ME[rows])
+                multiply(logits_MV.T, x_ME[rows], slope_head, adds=True)
         ctx.save_for_backward(slope_x, slope_head)
         return total
 
@@ -72,16 +73,6 @@ class _SummedLoss(MadeInForward):
 def pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
     rows = GPU_ROWS if x_ME.is_cuda else max(1, CPU_SCORES // len(head_VE))
     return [slice(start, start + rows) for start in range(0, len(x_ME), rows)]
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's precision."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
 
 
 def _grade(logits_MV: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float) -> Tensor:

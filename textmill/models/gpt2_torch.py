@@ -13,6 +13,7 @@ from textmill.models.dropout_torch import drop
 from textmill.models.fp8_torch import MULTIPLE, linear8
 from textmill.models.gpt2 import Shape
 from textmill.models.lora_torch import through
+from textmill.models.products_torch import linear
 
 try:
     from textmill.models.gelu_triton import bias_gelu
@@ -146,7 +147,7 @@ class MLP(nn.Module):
     def inner(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         """What stands between the two matrices."""
         if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
-            x_NTF = F.linear(x_NTE, self.c_fc.weight)
+            x_NTF = linear(x_NTE, self.c_fc.weight, None)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.c_fc.bias, self.approximate == "tanh")
             return y_MF.view(x_NTF.shape)
         return F.gelu(through(self.c_fc, x_NTE, keys_N), approximate=self.approximate)

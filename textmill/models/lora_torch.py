@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from textmill.config import LoraConfig
 from textmill.models import open_family
+from textmill.models import products_torch as products
 from textmill.models.dropout_torch import drop
 from textmill.models.lora import adapters_of, sites_of
 
@@ -33,6 +34,8 @@ class Adapted(nn.Linear):
 
 def through(linear: nn.Module, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
     """x times a matrix of a net; `keys_N` are for an adapter's dropout, where there is one."""
+    if type(linear) is nn.Linear and products.are_chosen(x_NTE, linear.weight):
+        return products.linear(x_NTE, linear.weight, linear.bias)
     out: Tensor = linear(x_NTE, keys_N) if isinstance(linear, Adapted) else linear(x_NTE)
     return out
 

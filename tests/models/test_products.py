@@ -1,0 +1,105 @@
+"""Products that are chosen give the numbers of torch's own, whatever lies how in memory; where there is no GPU they are torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from textmill.models import products_torch
+from textmill.models.products_torch import chosen_linear, multiply, times
+
+HALVES = {"bf16": (torch.bfloat16, 2**-8), "fp16": (torch.float16, 2**-11)}
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def _drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_a_linear_layer_and_its_slopes_are_torch_s_own() -> None:
+    """Against torch.nn.functional.linear, in double precision, with and without a bias, all three slopes."""
+    x, weight, bias, slope = _drawn(5, 4, seed=1), _drawn(3, 4, seed=2), _drawn(3, seed=3), _drawn(5, 3, seed=4)
+    for given in ((x, weight, bias), (x, weight)):
+        leaves = [[tensor.clone().requires_grad_() for tensor in given] for _ in range(2)]
+        ours, theirs = chosen_linear(*leaves[0], *[None] * (3 - len(given))), torch.nn.functional.linear(*leaves[1])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        ours.backward(slope)
+        theirs.backward(slope)
+        for one, other in zip(*leaves, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+
+
+def test_the_ops_keep_what_torch_asks_of_ops() -> None:
+    """torch's own checks: schema, shapes without data, autograd, tracing."""
+    x, weight, bias = _drawn(5, 4, seed=1), _drawn(3, 4, seed=2), _drawn(3, seed=3)
+    torch.library.opcheck(chosen_linear, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()))
+    torch.library.opcheck(times, (x.detach(), weight.detach().t()))
+
+
+def test_a_frozen_weight_has_no_slope() -> None:
+    x, weight = _drawn(5, 4, seed=1).requires_grad_(), _drawn(3, 4, seed=2)
+    chosen_linear(x, weight, None).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(5, 4), rtol=0, atol=1e-12)
+
+
+def test_a_sum_goes_on_in_its_own_precision() -> None:
+    a, b = _drawn(3, 7, seed=1).bfloat16(), _drawn(7, 2, seed=2).bfloat16()
+    total = torch.ones(3, 2)
+    multiply(a, b, total, adds=True)
+    torch.testing.assert_close(total, 1 + a.float() @ b.float(), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "chosen"),
+    [
+        (5.0, {"a": (1.0, 4.0), "b": (2.0, 3.0), "c": (3.0, 4.5)}, "b"),
+        (5.0, {"a": (1.0, 4.96), "b": (2.0, 5.1)}, None),
+        (5.0, {"a": (4.0, 4.9), "b": (1.0, 4.8), "c": (2.0, 4.7), "d": (3.0, 4.6), "e": (9.0, 1.0)}, "d"),
+        (5.0, {"a": (float("inf"), float("inf"))}, None),
+        (5.0, {}, None),
+    ],
+    ids=["long turns decide", "a hundredth at least", "of the fastest four", "what cannot be made", "no proposals"],
+)
+def test_which_way_is_chosen(
+    own: float, others: dict[str, tuple[float, float]], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of our own, which has for each way the time of a short trial and of a long one."""
+    clock = {None: (own, own), **others}
+    monkeypatch.setattr(products_torch, "_seconds", lambda work, spend: clock[work()][spend == products_torch.TURN])
+    trials = [(way, lambda way=way: way) for way in clock]
+    assert products_torch._fastest(trials[0], trials[1:]) == chosen
+
+
+@on_gpu
+@pytest.mark.parametrize("half", HALVES)
+def test_every_way_gives_the_exact_product(half: str) -> None:
+    """Against a product in double precision: a and b lying either way, a bias, a sum in fp32; and each was chosen among several."""
+    kind, step = HALVES[half]
+    m, k, n = 4096, 1024, 2304
+    for a_turned in (False, True):
+        for b_turned in (False, True):
+            a, b = _drawn(m, k, seed=1).to("cuda", kind), (_drawn(k, n, seed=2) / k**0.5).to("cuda", kind)
+            a, b = a.t().contiguous().t() if a_turned else a, b.t().contiguous().t() if b_turned else b
+            bias, exact = _drawn(n, seed=3).to("cuda", kind), a.double() @ b.double()
+            out, with_bias, total = (torch.zeros(m, n, device="cuda", dtype=dtype) for dtype in (kind, kind, torch.float32))
+            multiply(a, b, out)
+            multiply(a, b, with_bias, bias=bias)
+            for _ in range(2):
+                multiply(a, b, total, adds=True)
+            assert (out.double() - exact).abs().max() < 4 * step * exact.abs().max()
+            assert (with_bias.double() - exact - bias.double()).abs().max() < 4 * step * (exact + bias.double()).abs().max()
+            assert (total.double() - 2 * exact).abs().max() < 1e-4 * exact.abs().max()
+    assert any(form.kind == kind and choice is not None for (form, _), choice in products_torch._choices.items())
+
+
+@on_gpu
+def test_what_cannot_be_chosen_is_torch_s() -> None:
+    """Gaps between rows, a begin that is not aligned, a repeatable run: still the product."""
+    a, b = _drawn(4096, 1100, seed=1).to("cuda", torch.bfloat16), _drawn(1024, 2304, seed=2).to("cuda", torch.bfloat16)
+    out, whole = torch.empty(4096, 2304, device="cuda", dtype=torch.bfloat16), dict(products_torch._choices)
+    for begin in (0, 3):
+        multiply(a[:, begin : begin + 1024], b, out)
+        assert torch.equal(out, a[:, begin : begin + 1024] @ b)
+    assert products_torch._choices == whole

@@ -1,0 +1,190 @@
+"""Matrix products of training, on a GPU each by the fastest of the ways that cuBLAS proposes, found by trying them.
+
+The library's first proposal is the fastest for a card that is cool. One that trains is held at its power limit, and other tiles then do
+the same work with less: on an H200 they take 5 to 20% off most products of a GPT-2. So the card is warmed first, and the fastest few of
+short trials have longer ones. Each process chooses for itself, at its first product of a form: two ways differ in rounding, and so may
+replicas, whose gradients are averaged, and a run that goes on in another process. `engine.deterministic` leaves all products to torch.
+Shapes in names: M rows, E inputs, F outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textmill.models.cublaslt import KINDS, WORKSPACE, Form, Product, Way, library
+
+SMALL = 1e10
+"""Operations below which a product is torch's: nothing is to be gained there."""
+HEAT, TRY, TURN = 1.0, 0.006, 0.04
+"""Seconds of work before the first trial, so that the card is as warm as it will be; of a first trial, and of a turn among the few."""
+FEW = 4
+"""Ways that have two turns after the first trials, beside torch's."""
+WORTH = 0.99
+"""What part of torch's time another way may take at most to be chosen."""
+ALIGNED = 256
+"""Bytes at which matrices begin, as the library takes for granted."""
+
+Choice = tuple[Product, Way] | None
+"""How a product is made; None: by torch."""
+Trial = tuple[Choice, Callable[[], None]]
+"""A way, and a product made in it."""
+_choices: dict[tuple[Form, torch.device], Choice] = {}
+
+
+def are_chosen(x_NTE: Tensor, weight_FE: Tensor) -> bool:
+    """Whether a linear layer's products are to be chosen: where it is compiled for training on a GPU, and not small."""
+    trains = x_NTE.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()
+    return trains and 2 * x_NTE.numel() * len(weight_FE) >= SMALL
+
+
+def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+    """As torch's own, autocast too."""
+    if not are_chosen(x_NTE, weight_FE):
+        return F.linear(x_NTE, weight_FE, bias_F)
+    kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x_NTE.dtype
+    bias = None if bias_F is None else bias_F.to(kind)
+    y_MF: Tensor = chosen_linear(x_NTE.to(kind).flatten(0, -2), weight_FE.to(kind), bias)
+    return y_MF.view(*x_NTE.shape[:-1], -1)
+
+
+@torch.library.custom_op("textmill::linear", mutates_args=())
+def chosen_linear(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+    """A linear layer."""
+    return product(x_ME, weight_FE.t(), bias_F)
+
+
+@torch.library.custom_op("textmill::times", mutates_args=())
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """`product` as torch's compiler takes it."""
+    return product(a, b)
+
+
+@chosen_linear.register_fake
+def _(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+    return x_ME.new_empty(x_ME.shape[0], weight_FE.shape[0])
+
+
+@times.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _slopes(ctx, dy_MF: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[no-untyped-def]
+    x_ME, weight_FE = ctx.saved_tensors
+    for_x, for_weight, for_bias = ctx.needs_input_grad
+    slope_x = times(dy_MF, weight_FE) if for_x else None
+    slope_weight = times(dy_MF.t(), x_ME) if for_weight else None
+    return slope_x, slope_weight, dy_MF.sum(0) if for_bias else None
+
+
+chosen_linear.register_autograd(_slopes, setup_context=_keep)
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a b, with a row added to each of its own."""
+    out = a.new_empty(a.shape[0], b.shape[1])
+    multiply(a, b, out, bias=bias)
+    return out
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, adds: bool = False) -> None:
+    """out = a b, with a row added to each of its own; or out += a b, summed in out's precision."""
+    form = _form_of(a, b, out, bias, adds)
+    choice = None if form is None or torch.are_deterministic_algorithms_enabled() else _choice(form, a, b, out, bias)
+    if choice is None:
+        _by_torch(a, b, out, bias, adds)
+    else:
+        choice[0].make(choice[1], a, b, bias, out, _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream))
+
+
+def _by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
+    if bias is not None:
+        torch.addmm(bias, a, b, out=out)
+    elif not adds:
+        torch.mm(a, b, out=out)
+    elif a.dtype == out.dtype:
+        out.addmm_(a, b)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out += a @ b
+
+
+def _form_of(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> Form | None:
+    """The product's form, where there is anything to choose."""
+    if not out.is_cuda or a.dtype == torch.float32 or a.dtype not in KINDS:
+        return None
+    (m, k), n = a.shape, b.shape[1]
+    if 2 * m * n * k < SMALL or library() is None:
+        return None
+    lies = [_turned(matrix) for matrix in (a, b, out)]
+    begins = [matrix.data_ptr() % ALIGNED for matrix in (a, b, out)]
+    if None in lies or lies[2] or any(begins):
+        return None
+    return Form(m, n, k, bool(lies[0]), bool(lies[1]), a.dtype, out.dtype, bias is not None, adds)
+
+
+def _turned(matrix: Tensor) -> bool | None:
+    """Whether a matrix lies without gaps column by column, or row by row; None: neither."""
+    rows, columns = matrix.shape
+    return {(columns, 1): False, (1, rows): True}.get((matrix.stride(0), matrix.stride(1)))
+
+
+@cache
+def _workspace(device: torch.device, stream: int) -> Tensor:
+    """Memory for products of one stream; those of another may run at the same time."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _choice(form: Form, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> Choice:
+    """How products of a form are made: the fastest way there is, tried once with the matrices of the first."""
+    key = form, out.device
+    if key in _choices:
+        return _choices[key]
+    if torch.cuda.is_current_stream_capturing():
+        return None  # nothing can be tried now
+    made = Product(form, out.device)
+    space = _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream)
+    result = out.clone() if form.adds else out
+    own: Trial = None, lambda: _by_torch(a, b, result, bias, form.adds)
+    others: list[Trial] = [((made, way), partial(made.make, way, a, b, bias, result, space)) for way in made.ways()]
+    if all(device != out.device for _, device in _choices):
+        _seconds(own[1], HEAT)
+    _choices[key] = _fastest(own, others)
+    return _choices[key]
+
+
+def _fastest(own: Trial, others: list[Trial]) -> Choice:
+    """The fastest way in two turns, of those that were fast in a first trial; torch's own, unless that is worth it."""
+    few = sorted(others, key=lambda one: _seconds(one[1], TRY))[:FEW]
+    turns = [[_seconds(work, TURN) for _, work in (own, *few)] for _ in range(2)]
+    limit, *taken = (min(both) for both in zip(*turns, strict=True))
+    best, way = min(zip(taken, (way for way, _ in few), strict=True), key=lambda one: one[0], default=(limit, None))
+    return way if best <= WORTH * limit else None
+
+
+def _seconds(work: Callable[[], None], spend: float) -> float:
+    """Seconds that the GPU needs for a piece of work, done again and again for as long as may be spent; infinite, if it cannot be done."""
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    taken = 0.0
+    for often in (1, 2, None):  # the first may wait until a kernel is loaded, the second says how often
+        times = often or max(2, int(spend / max(taken, 1e-6)))
+        begun.record()
+        try:
+            for _ in range(times):
+                work()
+        except RuntimeError:
+            return float("inf")
+        ended.record()
+        ended.synchronize()
+        taken = begun.elapsed_time(ended) / 1e3 / times
+    return taken
