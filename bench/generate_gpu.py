@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from generate import Ids, compare, new_tokenizer, open_both, our_tokens, prompts_of, their_tokens
-from load_server import call, serving, write_model
+from load_server import serving, write_model
 
 from textmill.config import ModelConfig, SampleConfig
 from textmill.generation.generator import Generator
@@ -104,22 +105,34 @@ def scheduled(generator: Generator, prompts: Ids, new: int) -> float:
     return len(prompts) * new / seconds
 
 
-async def answered(port: int, bodies: list[bytes], times: int) -> float:
-    """Seconds until as many clients as there are bodies have each asked so many times, one request after the other."""
+async def answered(port: int, bodies: list[bytes], seconds: float) -> float:
+    """Texts a second that as many clients as there are bodies get, each asking again and again by one connection.
+
+    Counted is what comes in so many seconds after the first few, while all of them are at it.
+    """
+    begun = time.perf_counter() + seconds / 4
+    come = 0
 
     async def client(body: bytes) -> None:
-        for _ in range(times):
-            head, _ = await call(port, "POST", "/v1/completions", body)
-            assert " 200 " in head.splitlines()[0], head
+        nonlocal come
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        while time.perf_counter() < begun + seconds:
+            writer.write(head.encode() + body)
+            told = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            assert " 200 " in told.splitlines()[0], told
+            size = re.search(r"content-length: (\d+)", told)
+            await (reader.readexactly(int(size[1])) if size else reader.readuntil(b"\r\n0\r\n\r\n"))
+            come += begun <= time.perf_counter() < begun + seconds
+        writer.close()
 
-    begun = time.perf_counter()
     await asyncio.gather(*map(client, bodies))
-    return time.perf_counter() - begun
+    return come / seconds
 
 
 def served(new: int, tiny: bool) -> dict[bool, float]:
-    """Tokens a second of 64 clients that ask a server again and again, their texts in whole and streamed; after a round that warms it."""
-    rates, times = {}, 1 if tiny else 8
+    """Tokens a second of 64 clients that ask a server again and again, their texts in whole and streamed."""
+    rates, seconds = {}, 2.0 if tiny else 8.0
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), new_tokenizer()
         size = ModelConfig(size="nano" if tiny else "small")
@@ -130,9 +143,7 @@ def served(new: int, tiny: bool) -> dict[bool, float]:
             for streamed in (False, True):
                 told = {"max_tokens": new, "min_tokens": new, "temperature": 0, "stream": streamed}
                 bodies = [json.dumps({"prompt": ids, **told}).encode() for ids in prompts_of(64, PROMPT)]
-
-                asyncio.run(answered(port, bodies, 1))
-                rates[streamed] = 64 * times * new / asyncio.run(answered(port, bodies, times))
+                rates[streamed] = new * asyncio.run(answered(port, bodies, seconds))
     return rates
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
+from textmill.generation import scheduler as scheduling
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Done, Full, Request, Token
-from textmill.generation.scheduler import MANY, Scheduler
+from textmill.generation.scheduler import READING, Scheduler
 
 LONG = SampleConfig(max_tokens=10**9, min_tokens=10**9)
 PATIENCE = 60.0
@@ -180,29 +181,31 @@ def test_a_request_joins_while_others_are_at_work(generator: Generator, schedule
 
 
 def test_beside_many_texts_newcomers_join_together(generator: Generator, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait a moment for one another, and their prompts are read in one go; nobody waits who comes after a while."""
-    scheduler, readings = Scheduler(generator, slots=MANY + 4, queue=9), []
+    """They wait until all of them together have lost what their reading costs those at work; one alone does not wait for ever."""
+    scheduler, readings = Scheduler(generator, slots=44, queue=9), []
     prefill = scheduler._batch.slots.prefill
     monkeypatch.setattr(
         scheduler._batch.slots, "prefill", lambda first, contexts: readings.append(len(contexts)) or prefill(first, contexts)
     )
-    at_work, newcomers, late = ([Reader() for _ in range(count)] for count in (MANY, 3, 1))
+    at_work, newcomers, late = ([Reader() for _ in range(count)] for count in (40, 3, 1))
     for reader in at_work:
         scheduler.submit(request(generator), reader)
+        clock.now += 1
         reader.next()
     readings.clear()
     for number, reader in enumerate(newcomers):
         scheduler.submit(request(generator, "ab" * (number + 1)), reader)
     for _ in range(5):
         at_work[-1].next()
-    assert (scheduler.stats()["active"], scheduler.stats()["waiting"], readings) == (MANY, 3, [])
-    clock.now += 1
+    assert (scheduler.stats()["active"], scheduler.stats()["waiting"], readings) == (40, 3, [])
+    clock.now += READING * 40 / 3 + 0.001
     for reader in newcomers:
         assert isinstance(reader.next(), Token)
     assert readings == [3]
-    clock.now += 1
     scheduler.submit(request(generator, "abc"), late[0])
-    assert isinstance(late[0].next(), Token), "the clock stands still"
+    assert scheduling.PATIENCE < READING * 43
+    clock.now += scheduling.PATIENCE + 0.001
+    assert isinstance(late[0].next(), Token)
     scheduler.close(0)
 
 

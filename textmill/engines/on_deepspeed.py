@@ -30,13 +30,14 @@ from textmill.engines.on_torch import TorchStep
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.shards_deepspeed import Masters
 from textmill.engines.spikes import new_guard
-from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
+from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, part_of, token_shares
 from textmill.engines.updates_torch import trained_of
 from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, family_of, fill, host_copy, net_of, new_net, to_memory, weights_of
+from textmill.models.sending_torch import on_device
 from textmill.tokens.batches.batch import Batch
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -23,11 +23,12 @@ from textmill.engines.meshes import Mesh, mesh_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
 from textmill.engines.scaling_torch import Scaler
 from textmill.engines.spikes import new_guard
-from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, on_device, part_of, token_shares
+from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, part_of, token_shares
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
+from textmill.models.sending_torch import on_device
 from textmill.tokens.batches.batch import Batch
 
 FAULTS = True

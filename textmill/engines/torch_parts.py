@@ -1,4 +1,4 @@
-"""What torch engines share: batches on the device, what each token counts for, the net's states."""
+"""What torch engines share: what each token counts for, which attention is asked first, the net's states."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.models.nets_torch import Net
 from textmill.tokens.batches.batch import IGNORED, Batch
-
-
-def on_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """An array on the device, without a wait where that is possible."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def attention_order(device: torch.device) -> AbstractContextManager[Any]:

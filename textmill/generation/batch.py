@@ -13,10 +13,9 @@ from torch import Tensor
 from textmill.generation.requests import Done, Reason, Request, Token, Top
 from textmill.generation.sampling import Rules, State, new_state, next_ids, rules_of
 from textmill.generation.texts import StopWatch, Stream
+from textmill.models.sending_torch import on_device
 from textmill.tokens.tokenizer import TextTokenizer
 
-READ_AT_ONCE = 8192
-"""Tokens of prompts that are read in one go, at most, unless one prompt alone has more."""
 NOT_FINITE = "the model's scores are not finite; its weights are damaged or its training diverged; use an earlier --step"
 Event = Token | Done
 
@@ -30,6 +29,7 @@ class Slots(Protocol):
     device: torch.device
 
     def warm(self) -> int: ...
+    def together(self, count: int, long: int) -> bool: ...
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor: ...
     def decode(self, ids_N: Tensor, places: list[int]) -> Tensor: ...
     def move(self, source: int, target: int, used: int) -> None: ...
@@ -61,7 +61,7 @@ class Row:
     count: int = 0
     """New tokens that have come."""
     gone: bool = False
-    """Whether it has left; a token that was on its way to it is nobody's."""
+    """Whether it is over; a token that was on its way to it is nobody's."""
 
     def add(self, id_: int, logprob: float | None, top: Top) -> tuple[Token | None, Reason | None]:
         """Take one more token; what it gave, and why it is the last one if it is."""
@@ -77,6 +77,7 @@ class Row:
 
     def done(self, reason: Reason, message: str = "") -> Done:
         """The end, with the text that was held back."""
+        self.gone = True
         text = "" if self.watch.hit else self.watch.add(self.stream.end())
         text += self.watch.end()
         if self.watch.hit and reason == "length":
@@ -148,10 +149,11 @@ class Batch:
 
     def drop(self, number: int, reason: Reason, message: str = "") -> Done | None:
         """End a text now; None: it is not there."""
-        for place, row in enumerate(self.rows):
+        for row in self.rows:
             if row.number == number:
-                self._leave(place)
-                return row.done(reason, message)
+                done = row.done(reason, message)
+                self._close_up()
+                return done
         for row in self.waiting:
             if row.number == number:
                 self.waiting.remove(row)
@@ -165,11 +167,9 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Event]]:
         """Let waiting texts join, then one token for every text; what became sure, by number."""
-        events: list[tuple[int, Event]] = []
         self._join()
-        for place in reversed([place for place, row in enumerate(self.rows) if row.room < 1]):
-            events.append((self.rows[place].number, self.rows[place].done("length")))
-            self._leave(place)
+        events: list[tuple[int, Event]] = [(row.number, row.done("length")) for row in self.rows if row.room < 1]
+        self._close_up()
         if not self.rows:
             return events
         if self._flight and not self._may_run_ahead():
@@ -206,11 +206,11 @@ class Batch:
         if flight and flight.rows == self.rows:
             return flight.ids_N
         places = {id(row): place for place, row in enumerate(flight.rows)} if flight else {}
-        known_N = torch.tensor([row.ids[-1] for row in self.rows], device=self.slots.device)
+        known_N = on_device([row.ids[-1] for row in self.rows], self.slots.device)
         if flight is None:
             return known_N
         sources = [places.get(id(row), len(places) + place) for place, row in enumerate(self.rows)]
-        return torch.cat([flight.ids_N, known_N])[torch.tensor(sources, device=self.slots.device)]
+        return torch.cat([flight.ids_N, known_N])[on_device(sources, self.slots.device)]
 
     def _land(self, flight: Flight) -> list[tuple[int, Event]]:
         """Take the tokens that were asked for; texts that are over leave."""
@@ -225,7 +225,7 @@ class Batch:
                 events.append((row.number, token))
             if reason is not None:
                 events.append((row.number, row.done(reason, NOT_FINITE if reason == "error" else "")))
-                self._leave(next(place for place, other in enumerate(self.rows) if other is row))
+        self._close_up()
         return events
 
     def _join(self) -> None:
@@ -233,7 +233,7 @@ class Batch:
         self.waiting.sort(key=lambda row: len(row.ids))
         while self.waiting:
             group = [self.waiting.pop(0)]
-            while self.waiting and (len(group) + 1) * len(self.waiting[0].ids) <= READ_AT_ONCE and not group[-1].request.echo:
+            while self.waiting and not group[-1].request.echo and self.slots.together(len(group) + 1, len(self.waiting[0].ids) - 1):
                 group.append(self.waiting.pop(0))
             self._read(group)
 
@@ -261,14 +261,16 @@ class Batch:
                     self.slots.prefill(place, [view[:-1]])
                 row.used = len(view) - 1
 
-    def _leave(self, place: int) -> None:
-        """Give a slot back; the last text moves into it, so that the texts at work stay together."""
-        last, left = len(self.rows) - 1, self.rows[place]
-        if place != last:
-            self.slots.move(last, place, self.rows[last].used)
-            self.rows[place] = self.rows[last]
-        self.rows.pop()
-        left.gone, self._rules = True, None
+    def _close_up(self) -> None:
+        """Give back the slots of texts that are gone; the last ones move into them, so that the texts at work stand together."""
+        stay = [place for place, row in enumerate(self.rows) if not row.gone]
+        if (left := len(stay)) < len(self.rows):
+            free = [place for place in range(left) if self.rows[place].gone]
+            for target, source in zip(free, stay[left - len(free) :], strict=True):
+                self.slots.move(source, target, self.rows[source].used)
+                self.rows[target] = self.rows[source]
+            del self.rows[left:]
+            self._rules = None
 
     def _logs(self, scores_NV: Tensor, ids_N: Tensor) -> dict[int, tuple[float, Top]]:
         """Log-probabilities of the chosen and the likeliest tokens, by row, where they are asked."""

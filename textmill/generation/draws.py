@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from textmill.config import SampleConfig
+from textmill.models.sending_torch import on_device
 
 NEVER = -math.inf
 COLDEST = 1e-30
@@ -42,5 +43,5 @@ class Draw:
 def draw_of(samples: Sequence[SampleConfig], device: torch.device) -> Draw:
     """The draw of rows that are all drawn and ask for no more."""
     temperatures, k = [max(sample.temperature, COLDEST) for sample in samples], [sample.top_k for sample in samples]
-    k_N1 = torch.tensor(k, device=device)[:, None] if any(k) else None
-    return Draw(torch.tensor(temperatures, dtype=torch.float32, device=device), k_N1, max(k))
+    k_N1 = on_device(k, device)[:, None] if any(k) else None
+    return Draw(on_device(temperatures, device, torch.float32), k_N1, max(k))

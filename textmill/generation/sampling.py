@@ -14,6 +14,7 @@ from torch import Tensor
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN, mix
 from textmill.generation.draws import COLDEST, NEVER, Draw, draw_of
+from textmill.models.sending_torch import on_device
 
 try:
     from textmill.generation import choosing_triton as fused
@@ -60,7 +61,7 @@ def new_state(
     seen_V = said_V = None
     if sample.repetition_penalty != 1:
         seen_V = torch.zeros(vocab, dtype=torch.bool, device=device)
-        seen_V[torch.tensor([id_ for id_ in ids if id_ < vocab], dtype=torch.long, device=device)] = True
+        seen_V[on_device([id_ for id_ in ids if id_ < vocab], device, torch.long)] = True
     if sample.presence_penalty or sample.frequency_penalty:
         said_V = torch.zeros(vocab, device=device)
     return State(sample, ends, tuple(dict(bias).items()), 0, seen_V, said_V)
@@ -174,11 +175,11 @@ def rules_of(states: Sequence[State], device: torch.device) -> Rules:
         if rows:
             values = [getattr(states[row].sample, key) for row in rows]
             known = partial(rule, most=max(values)) if key == "top_k" else rule
-            which = None if len(rows) == len(states) else torch.tensor(rows, device=device)
-            warpers.append((known, which, torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)))
+            which = None if len(rows) == len(states) else on_device(rows, device)
+            warpers.append((known, which, on_device(values, device, torch.float32).unsqueeze(1)))
     drawn_N = None
     if drawing and len(drawing) < len(states):
-        drawn_N = torch.tensor([state.sample.temperature > 0 for state in states], device=device)
+        drawn_N = on_device([state.sample.temperature > 0 for state in states], device)
     asked = {key for key, neutral, _ in WARPERS if any(getattr(states[row].sample, key) != neutral for row in drawing)}
     plain = drawing and drawn_N is None and asked <= {"temperature", "top_k"}
     draw = draw_of([state.sample for state in states], device) if plain else None
@@ -214,7 +215,7 @@ def penalise_rows(logits_NV: Tensor, states: Sequence[State], rows: Sequence[int
         state, logits_V = states[row], logits_NV[row]
         if state.bias:
             ids, values = zip(*state.bias, strict=True)
-            logits_V[list(ids)] += torch.tensor(values, device=logits_V.device)
+            logits_V[on_device(ids, logits_V.device)] += on_device(values, logits_V.device, torch.float32)
         if state.seen_V is not None:
             logits_V.copy_(penalise(logits_V, state.seen_V, torch.tensor(state.sample.repetition_penalty, device=logits_V.device)))
         if state.said_V is not None:
@@ -224,7 +225,7 @@ def penalise_rows(logits_NV: Tensor, states: Sequence[State], rows: Sequence[int
 def forbid_ends(logits_NV: Tensor, states: Sequence[State], rows: tuple[int, ...], early: Early) -> None:
     """No end of text for these rows, in place."""
     if rows and rows not in early:
-        places_N2 = torch.tensor([(row, id_) for row in rows for id_ in states[row].ends], device=logits_NV.device)
+        places_N2 = on_device([(row, id_) for row in rows for id_ in states[row].ends], logits_NV.device)
         early[rows] = places_N2[:, 0], places_N2[:, 1]
     if rows:
         logits_NV[early[rows]] = NEVER
@@ -272,5 +273,5 @@ def _barred(states: Sequence[State], rules: Rules, device: torch.device) -> Tens
         most = max((len(states[row].ends) for row in young), default=0)
         kept = [states[row].ends if row in young else () for row in range(len(states))]
         ids = [[*ends, *[-1] * (most - len(ends))] for ends in kept]
-        rules.barred[young] = torch.tensor(ids, device=device) if young else None
+        rules.barred[young] = on_device(ids, device) if young else None
     return rules.barred[young]

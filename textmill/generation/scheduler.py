@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 from textmill.checkpoint import Checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig
 from textmill.errors import TextmillError, warn
-from textmill.generation.batch import READ_AT_ONCE, Batch
+from textmill.generation.batch import Batch
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Full, Reason, Request, Token, hung, served_room_of
 
@@ -22,10 +22,12 @@ AFTER = 5.0
 """Seconds that closing waits for a step that does not end."""
 OFTEN = 3
 """Steps that fail one after the other until the model is taken for broken."""
-MANY, APART = 8, 0.02
-"""Texts at work from which on newcomers are let in together, so many seconds after the last ones: each reading of prompts costs as much
-time as a step or two of all texts, however few join by it."""
-FIRST = (SampleConfig(temperature=0), SampleConfig(temperature=0.8), SampleConfig(temperature=0.8, top_k=50))
+READ_AT_ONCE = 8192
+"""Tokens of the prompts that are let in together, unless one prompt alone has more."""
+READING, PATIENCE = 0.0015, 0.04
+"""Seconds for which a reading of prompts holds up each text at work, about, however few join by it; and those that nobody waits beyond for
+others to join with."""
+FIRST = tuple(SampleConfig(temperature=heat, top_k=k, min_tokens=least) for heat, k in ((0, 0), (0.8, 0), (0.8, 50)) for least in (0, 1))
 """Ways to choose a token that are tried before the first request: kernels are compiled when they are first wanted."""
 
 
@@ -38,6 +40,8 @@ class Job:
     room: int
     deliver: Deliver
     deadline: float | None
+    came: float
+    """When it was taken."""
     ending: Reason | None = None
     """Why it is to end before its time."""
 
@@ -57,8 +61,6 @@ class Scheduler:
         self._change = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
-        self._joined = -math.inf
-        """When somebody was last let in."""
         self._until: float | None = None
         self._requests = self._tokens = self._cancelled = self._failed = 0
         self._begun: float | None = None
@@ -79,7 +81,7 @@ class Scheduler:
             if len(self._waiting) >= self.queue + max(self.slots - len(self._active), 0):
                 raise Full
             self._requests += 1
-            job = Job(self._requests, request, room, deliver, deadline)
+            job = Job(self._requests, request, room, deliver, deadline, time.monotonic())
             self._waiting.append(job)
             self._change.notify()
             return job.number
@@ -121,8 +123,9 @@ class Scheduler:
         """Have a GPU make ready what requests will need, before there are any, and say how long it took; a CPU has nothing to do."""
         begun = time.monotonic()
         if count := self._batch.slots.warm():
-            for sample in FIRST:
-                self._batch.add(0, Request((self.tokenizer.end,), sample), room=2)
+            for sample, texts in product(FIRST, {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}):
+                for number in range(texts):
+                    self._batch.add(number, Request((self.tokenizer.end,), sample), room=2)
                 while self._batch.rows or self._batch.waiting:
                     self._batch.step()
             warn(f"{count} steps and readings captured in {time.monotonic() - begun:.1f} s")
@@ -182,14 +185,18 @@ class Scheduler:
         return ended
 
     def _admit(self) -> None:
-        """Give free slots to those that wait longest; long prompts join one by one, so that texts at work do not stand still."""
+        """Give free slots to those that wait longest; long prompts join one by one, so that texts at work do not stand still.
+
+        Newcomers wait for others to join with until they have lost as much time together as their reading will cost the texts at work.
+        """
         read, now = 0, time.monotonic()
-        if len(self._active) >= MANY and now - self._joined < APART:
+        waits = [now - job.came for job in self._waiting]
+        if waits and sum(waits) < READING * len(self._active) and waits[0] < PATIENCE:
             return
         while self._waiting and len(self._active) < self.slots and (not read or read + len(self._waiting[0].request.ids) <= READ_AT_ONCE):
             job = self._waiting.popleft()
             read += len(job.request.ids)
-            self._active[job.number], self._joined = job, now
+            self._active[job.number] = job
 
     def _step(self) -> None:
         known = {row.number for row in (*self._batch.rows, *self._batch.waiting)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +16,8 @@ from textmill.generation.requests import Done, Request
 
 BEAT = 0.5
 """Seconds between two words of a process that is well, at most."""
+TURN = 0.0001
+"""Seconds that one thread may keep the interpreter while another wants it; Python's own 5 ms make every answer wait."""
 
 WRITE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -33,6 +37,14 @@ class Line:
     def receive(self) -> Any:
         """What was sent; EOFError or OSError, where nobody is there any more."""
         return json.loads(self._connection.recv_bytes())
+
+
+def settle() -> None:
+    """What both do before the first request: threads take short turns, and all that is there by now is not searched for garbage any more,
+    which would hold up every text for a tenth of a second."""
+    sys.setswitchinterval(TURN)
+    gc.collect()
+    gc.freeze()
 
 
 def new_lines() -> tuple[Line, socket.socket]:

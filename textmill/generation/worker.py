@@ -23,7 +23,7 @@ from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_DONE, EXIT_USER, TextmillError
 from textmill.generation.parts import InParts, Part
 from textmill.generation.requests import Done
-from textmill.generation.wire import BEAT, Line, packed_part, request_of
+from textmill.generation.wire import BEAT, Line, packed_part, request_of, settle
 
 
 class Worker:
@@ -43,6 +43,7 @@ class Worker:
         except TextmillError as error:
             self.line.send({"refused": str(error)})
             return EXIT_USER
+        settle()
         self.line.send({"positions": self.scheduler.positions})
         while not self._closing.wait(BEAT):
             self._send([])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.models.capture_torch import capturing
+from textmill.models.sending_torch import on_device
 
 try:
     from textmill.models import decode_triton as fused
@@ -20,9 +21,9 @@ except ImportError:  # Triton comes with torch's builds for GPUs
     fused = None  # type: ignore[assignment]
 
 
-CAPTURED, SHORTEST = 4096, 32
-"""Tokens of prompts, filled up, up to which reading them is captured, and the shortest that they are filled up to; a GPU that reads more is
-busy for longer than it takes to start its kernels one by one."""
+AT_ONCE, SHORTEST = 4096, 32
+"""Tokens of prompts, filled up, that are read in one go, at most, unless one alone has more; and the least that each is filled up to.
+A GPU captures all such readings: one of a new shape costs it a hundred times its work."""
 
 
 class Slots:
@@ -62,6 +63,11 @@ class Slots:
             self._reading_of(rows, long)
         return len(counts) + len(shapes)
 
+    def together(self, count: int, long: int) -> bool:
+        """Whether so many prompts, of which the longest has so many tokens, are read in one go."""
+        rows, long = filled(count, long) if self.captured else (count, long)
+        return rows * long <= AT_ONCE
+
     @torch.inference_mode()
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
         """Read whole contexts into slots one after the other from `first` on; hidden states of all places.
@@ -69,8 +75,8 @@ class Slots:
         Shorter contexts are filled up on the right: what stands there is seen by nothing before it, and is written over later.
         """
         T, N = max(map(len, contexts)), len(contexts)
-        rows, long = power_of(N), max(SHORTEST, power_of(T))
-        captured = self.captured and rows * long <= CAPTURED and long <= self.length
+        rows, long = filled(N, T)
+        captured = self.captured and rows * long <= AT_ONCE and long <= self.length
         if not captured:
             rows, long = N, T
         ids_NT = torch.tensor([context + [0] * (long - len(context)) for context in [*contexts, *[[]] * (rows - N)]])
@@ -114,8 +120,7 @@ class Slots:
         count = len(places)
         self.ids_N[:count] = ids_N
         if places != self.next:
-            places_N = torch.tensor(places)
-            self.places_N[:count].copy_(places_N.pin_memory() if self.device.type == "cuda" else places_N, non_blocking=True)
+            self.places_N[:count] = on_device(places, self.device)
         self.next = []  # unless the step succeeds, nothing is known of them
         scores_NV = self._replayed(count)[:count] if self.captured else self._step(count, _plain_states(self, count, max(places) + 1))
         self.next = [place + 1 for place in places]
@@ -129,7 +134,7 @@ class Slots:
     @torch.inference_mode()
     def take(self, sources: list[int], used: int) -> None:
         """Fill the first slots with what stands in these."""
-        self.cache[:, : len(sources), :used] = self.cache[:, torch.tensor(sources, device=self.device), :used]
+        self.cache[:, : len(sources), :used] = self.cache[:, on_device(sources, self.device), :used]
 
     def _step(self, count: int, hidden_NE: Tensor) -> Tensor:
         """Scores after the last states; every place counts on."""
@@ -173,7 +178,12 @@ class Slots:
 
 def power_of(count: int) -> int:
     """The least power of two that is not below a count."""
-    return 1 << (count - 1).bit_length()
+    return 1 << max(0, count - 1).bit_length()
+
+
+def filled(count: int, long: int) -> tuple[int, int]:
+    """The shape that prompts are filled up to where readings are captured: rows and tokens."""
+    return power_of(count), max(SHORTEST, power_of(long))
 
 
 def steps_of(slots: int) -> list[int]:
@@ -184,7 +194,7 @@ def steps_of(slots: int) -> list[int]:
 def readings_of(slots: int, length: int) -> list[tuple[int, int]]:
     """Shapes of prompts, rows and tokens, that readings are captured for: those that so many slots of this length can come to ask for."""
     rows, longs = sorted({power_of(count) for count in range(1, slots + 1)}), sorted({max(SHORTEST, power_of(T)) for T in range(1, length)})
-    return [(row, long) for row in rows for long in longs if row * long <= CAPTURED and long <= length]
+    return [(row, long) for row in rows for long in longs if row * long <= AT_ONCE and long <= length]
 
 
 def _is_plain(net: Any) -> bool:

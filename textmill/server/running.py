@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -14,13 +13,12 @@ from typing import Any
 import uvicorn
 
 from textmill.errors import TextmillError, warn
+from textmill.generation.wire import settle
 from textmill.server.app import new_app
 from textmill.server.connections import Connection, Crowd
 from textmill.server.service import Service
 
 BACKLOG = 2048
-TURN = 0.0001
-"""Seconds that another thread may keep the interpreter while the event loop wants it; Python's own 5 ms make every answer wait."""
 DOOR = 0.2
 """Seconds in which a server that stops still tells those who had set out before."""
 AFTER = 5.0
@@ -87,7 +85,7 @@ def run(service: Service, listening: socket.socket) -> str:
         warn(f"serve.host={serve.host}: whoever reaches this machine may use the model; set serve.key_file to ask for a key")
     step = f" at step {service.step:,}" if service.step else ""
     print(f"{service.name}{step} answers at http://{shown}:{port}/ ; ctrl-C stops", flush=True)
-    sys.setswitchinterval(TURN)
+    settle()
     # uvicorn raises the signal again once it has stopped, which would end the process as if it had been killed.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
