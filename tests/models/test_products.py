@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from textmill.models import products_torch
+from textmill.models.cublaslt import WORKSPACE, Product
 from textmill.models.products_torch import chosen_linear, multiply, times
 
 HALVES = {"bf16": (torch.bfloat16, 2**-8), "fp16": (torch.float16, 2**-11)}
@@ -75,23 +78,26 @@ def test_which_way_is_chosen(
 @on_gpu
 @pytest.mark.parametrize("half", HALVES)
 def test_every_way_gives_the_exact_product(half: str) -> None:
-    """Against a product in double precision: a and b lying either way, a bias, a sum in fp32; and each was chosen among several."""
+    """All that is proposed and what is chosen, against double precision: a and b lying either way, a bias, a sum in fp32."""
     kind, step = HALVES[half]
     m, k, n = 4096, 1024, 2304
     for a_turned in (False, True):
         for b_turned in (False, True):
             a, b = _drawn(m, k, seed=1).to("cuda", kind), (_drawn(k, n, seed=2) / k**0.5).to("cuda", kind)
             a, b = a.t().contiguous().t() if a_turned else a, b.t().contiguous().t() if b_turned else b
-            bias, exact = _drawn(n, seed=3).to("cuda", kind), a.double() @ b.double()
-            out, with_bias, total = (torch.zeros(m, n, device="cuda", dtype=dtype) for dtype in (kind, kind, torch.float32))
-            multiply(a, b, out)
-            multiply(a, b, with_bias, bias=bias)
-            for _ in range(2):
-                multiply(a, b, total, adds=True)
-            assert (out.double() - exact).abs().max() < 4 * step * exact.abs().max()
-            assert (with_bias.double() - exact - bias.double()).abs().max() < 4 * step * (exact + bias.double()).abs().max()
-            assert (total.double() - 2 * exact).abs().max() < 1e-4 * exact.abs().max()
-    assert any(form.kind == kind and choice is not None for (form, _), choice in products_torch._choices.items())
+            row, exact = _drawn(n, seed=3).to("cuda", kind), a.double() @ b.double()
+            for bias, dtype, bound in ((None, kind, 4 * step), (row, kind, 4 * step), (None, torch.float32, 1e-4)):
+                out, adds = torch.empty(m, n, device="cuda", dtype=dtype), dtype == torch.float32
+                wanted = exact + (float(adds) if bias is None else bias.double())
+                form = products_torch._form_of(a, b, out, bias, adds)
+                assert form is not None
+                made, space = Product(form, out.device), torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8)
+                proposed = [partial(made.make, way, a, b, bias, out, space) for way in made.ways()]
+                assert proposed
+                for work in (*proposed, partial(multiply, a, b, out, bias=bias, adds=adds)):
+                    out.fill_(1)
+                    work()
+                    assert (out.double() - wanted).abs().max() < bound * wanted.abs().max()
 
 
 @on_gpu
