@@ -12,8 +12,9 @@ from textmill.errors import TextmillError
 from textmill.models.dropout_torch import drop
 from textmill.models.fp8_torch import MULTIPLE, linear8
 from textmill.models.gpt2 import Shape
+from textmill.models.heads_torch import project
 from textmill.models.lora_torch import through
-from textmill.models.products_torch import linear
+from textmill.models.products_torch import are_chosen, linear
 
 try:
     from textmill.models.gelu_triton import bias_gelu
@@ -57,8 +58,7 @@ class Attention(nn.Module):
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
         N, T, _ = x_NTE.shape
-        qkv = through(self.c_attn, x_NTE, keys_N).view(N, T, -1, 3, self.shape.width // self.shape.heads)
-        q_NHTD, k_NHTD, v_NHTD = (part.transpose(1, 2) for part in qkv.unbind(3))
+        q_NHTD, k_NHTD, v_NHTD = self._split(x_NTE, keys_N)
         if cache is not None:
             k_NHTD, v_NHTD = cache.extend(self.layer, k_NHTD, v_NHTD)
         share = self.shape.attention_dropout
@@ -74,6 +74,14 @@ class Attention(nn.Module):
             seen = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=seen)
         return through(self.c_proj, y_NHTD.transpose(1, 2).reshape(N, T, -1), keys_N)
+
+    def _split(self, x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values of every head."""
+        D = self.shape.width // self.shape.heads
+        if type(self.c_attn) is nn.Linear and are_chosen(x_NTE, self.c_attn.weight):
+            return project(x_NTE, self.c_attn.weight, self.c_attn.bias, D)
+        qkv = through(self.c_attn, x_NTE, keys_N).view(*x_NTE.shape[:2], -1, 3, D)
+        return tuple(part.transpose(1, 2) for part in qkv.unbind(3))
 
     def _plain(self, q_NHTD: Tensor, k_NHTD: Tensor, share: float, keys_N: Tensor, mask_N1TT: Tensor | None) -> Tensor:
         """Attention weights written out, for dropout on them."""

@@ -46,7 +46,8 @@ def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
     """As torch's own, autocast too."""
     if not are_chosen(x_NTE, weight_FE):
         return F.linear(x_NTE, weight_FE, bias_F)
-    kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x_NTE.dtype
+    device = x_NTE.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NTE.dtype
     bias = None if bias_F is None else bias_F.to(kind)
     y_MF: Tensor = chosen_linear(x_NTE.to(kind).flatten(0, -2), weight_FE.to(kind), bias)
     return y_MF.view(*x_NTE.shape[:-1], -1)

@@ -1,0 +1,86 @@
+"""The joined gradients of queries, keys and values are those of a plain linear layer that is split; the kernel where there is a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from textmill.models import gpt2, gpt2_torch, products_torch
+from textmill.models.heads_torch import join_heads, project
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+LAYOUTS = {
+    "as attention leaves them": lambda draw, N, H, T, D: draw(N, T, H, D).transpose(1, 2),
+    "dense by head": lambda draw, N, H, T, D: draw(N, H, T, D),
+    "with gaps, no side dense": lambda draw, N, H, T, D: draw(D, N, T + 3, H, 2)[:, :, 3:, :, 1].permute(1, 3, 2, 0),
+    "the same for all": lambda draw, N, H, T, D: draw(H, 1, D).expand(N, H, T, D),
+}
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor, D: int) -> tuple[Tensor, ...]:
+    parts = F.linear(x, weight, bias).view(*x.shape[:2], -1, 3, D).unbind(3)
+    return tuple(part.transpose(1, 2) for part in parts)
+
+
+def test_values_and_gradients_are_those_of_a_linear_layer_that_is_split() -> None:
+    torch.manual_seed(1)
+    given = torch.randn(2, 5, 12), torch.randn(36, 12), torch.randn(36)
+    results = []
+    for way in (project, _plain):
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        parts = way(*leaves, 4)
+        torch.manual_seed(2)
+        torch.autograd.backward(parts, [torch.randn(part.shape) for part in parts])
+        results.append([*parts, *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_op_keeps_what_torch_asks_of_ops() -> None:
+    torch.library.opcheck(join_heads, tuple(lay(torch.randn, 2, 3, 5, 4) for lay in list(LAYOUTS.values())[:3]))
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "recompute"),
+    [("cpu", "aot_eager", 0), ("cpu", "aot_eager", 1), pytest.param("cuda", "inductor", 0, marks=on_gpu)],
+)
+def test_a_net_that_is_compiled_whole_learns_the_same(device: str, backend: str, recompute: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU has it, with products of all sizes chosen: one graph, and the gradients of the net as it is written."""
+    torch.manual_seed(3)
+    net = gpt2_torch.Net(gpt2.Shape(layers=1, heads=3, width=12, inner=16, positions=8, vocab=10, end=0))
+    net.recompute = recompute
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    net, ids, slope, gradients = net.to(device), torch.randint(0, 10, (2, 7)).to(device), torch.randn(2, 7, 12).to(device), []
+    for chosen in (False, True):
+        for place in (products_torch, gpt2_torch):
+            monkeypatch.setattr(place, "are_chosen", lambda x, weight, chosen=chosen: chosen)
+        net.zero_grad()
+        run = torch.compile(net, dynamic=False, fullgraph=True, backend=backend) if chosen else net
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            run(ids).backward(slope)
+        assert any(event.key == "textmill::join_heads" for event in seen.key_averages()) == chosen
+        gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")
+
+
+@on_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(3, 12, 1000, 64), (2, 3, 29, 32), (1, 5, 7, 80), (1, 1, 1, 16)])
+def test_the_kernel_joins_and_sums(layout: str, kind: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    """What is joined is torch's to the bit, the sums are near those in fp64, and all of it repeats."""
+    torch.manual_seed(4)
+    parts = [LAYOUTS[layout](partial(torch.randn, device="cuda", dtype=kind), *shape) for _ in range(3)]
+    joined, sums = join_heads(*parts)
+    wanted = torch.stack([part.transpose(1, 2) for part in parts], 3).flatten(2).flatten(0, 1)
+    assert torch.equal(joined, wanted)
+    assert sums.dtype == torch.float32
+    assert (sums.double() - wanted.double().sum(0)).norm() <= 1e-5 * wanted.double().abs().sum(0).norm()
+    assert all(torch.equal(one, other) for one, other in zip((joined, sums), join_heads(*parts), strict=True))
