@@ -4,7 +4,7 @@ The library's first proposal is the fastest for a card that is cool. One that tr
 the same work with less: on an H200 they take 5 to 20% off most products of a GPT-2. So the card is warmed first, and the fastest few of
 short trials have longer ones. Each process chooses for itself, at its first product of a form: two ways differ in rounding, and so may
 replicas, whose gradients are averaged, and a run that goes on in another process. `engine.deterministic` leaves all products to torch.
-Shapes in names: M rows, E inputs, F outputs.
+The loss chooses for the head's products always, a net for its own where it is compiled. Shapes in names: M rows, E inputs, F outputs.
 """
 
 from __future__ import annotations
