@@ -69,7 +69,7 @@ def test_refused(settings: dict[str, Any], message: str) -> None:
 
 def test_presets_of_training() -> None:
     muon = TrainConfig(preset="pretrain-muon")
-    assert (muon.optimizer, muon.learning_rate, muon.batch, muon.warmup) == ("muon", 6e-3, 32, 0.05)
+    assert (muon.optimizer, muon.learning_rate, muon.batch, muon.warmup) == ("muon", 4.5e-3, 32, 0.05)
     assert TrainConfig(preset="pretrain-adamw").optimizer == "adamw"
     assert TrainConfig(preset="none") == TrainConfig()
     assert TrainConfig(preset="pretrain-muon", learning_rate=1e-3).learning_rate == 1e-3, "what is said stands above"
@@ -87,5 +87,5 @@ def test_a_written_run_keeps_its_training_preset_and_what_was_said_beside_it() -
     tree["train"]["preset"] = "pretrain-adamw"
     changed = RunConfig.model_validate(tree).train
     assert (changed.optimizer, changed.learning_rate, changed.batch) == ("adamw", 6e-4, 8)
-    assert config.results("train")["train.learning_rate"] == 6e-3, "what decides the result is compared by itself"
+    assert config.results("train")["train.learning_rate"] == 4.5e-3, "what decides the result is compared by itself"
     assert "train.preset" not in config.results("train")
