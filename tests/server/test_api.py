@@ -237,6 +237,13 @@ def test_bodies_that_are_no_json(live: Live) -> None:
         assert said in reply.json()["error"]["message"]
 
 
+def test_a_body_may_come_in_each_encoding_that_python_reads(live: Live) -> None:
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+        content = json.dumps({"text": "k\u00f6pr\u00fc"}, ensure_ascii=False).encode(encoding)
+        reply = httpx.post(f"{live.url}/tokenize", content=content, headers={"content-type": "application/ld+json; charset=x"})
+        assert "".join(reply.json()["pieces"]) == "k\u00f6pr\u00fc"
+
+
 def test_a_body_is_limited_whether_or_not_its_length_is_told(new_live: Callable[..., Live]) -> None:
     small = new_live({"serve": {"max_body": 2000}})
     told = post(small, "/tokenize", {"text": "a" * 3000})

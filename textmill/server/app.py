@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from textmill import __version__
+from textmill.server.bodies import Bodies
 from textmill.server.guards import Account, BodyLimit, Guard
 from textmill.server.reference import reference_page
 from textmill.server.refusals import add_refusals
@@ -32,10 +33,12 @@ def new_app(service: Service) -> FastAPI:
     """The application that serves one model."""
     app = FastAPI(title="textmill", version=__version__, docs_url=None, redoc_url=None)
     add_refusals(app)
-    app.include_router(new_routes(service))
+    routes, posted = new_routes(service)
+    app.include_router(routes)
     _add_page(app)
     _add_state(app, service)
     # The last one added is the first that a request meets.
+    app.add_middleware(Bodies, routes=posted)
     app.add_middleware(BodyLimit, service=service)
     app.add_middleware(Guard, service=service)
     if service.config.origins:

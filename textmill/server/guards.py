@@ -9,7 +9,6 @@ import sys
 import time
 from functools import lru_cache
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -151,7 +150,7 @@ class BodyLimit:
             found += len(message.get("body", b""))
             whole = message["type"] != "http.request" or not message.get("more_body", False)
             if found > self.most:
-                raise HTTPException(413, self._refusal().message)
+                raise self._refusal()
             return message
 
         await self.app(scope, counting, send)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -61,11 +60,6 @@ def add_refusals(app: FastAPI) -> None:
     async def refused(_: Request, refusal: Refusal) -> Response:
         return reply_of(refusal)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        message, field = sentence_of(error.errors(), request.url.path)
-        return reply_of(Refusal(400, message, field=field))
-
     @app.exception_handler(StarletteHTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         told = SENTENCES.get(error.status_code, str(error.detail))
@@ -80,15 +74,13 @@ def add_refusals(app: FastAPI) -> None:
 
 
 def sentence_of(errors: Sequence[Mapping[str, Any]], path: str) -> tuple[str, str | None]:
-    """One sentence for what is wrong first, and the field it is about."""
+    """One sentence for what is wrong first with a body, and the field it is about."""
     error = errors[0]
-    place = [part for part in error["loc"] if part not in ("body", "query", "path")]
-    if error["type"] == "json_invalid":
-        return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}", None
-    if not place or error["loc"] == ("body",):
+    place = list(error["loc"])
+    if not place:
         return "the body wants a JSON object, sent with Content-Type: application/json", None
     top = str(place[0])
-    same = [other for other in errors if list(other["loc"][1:2]) == place[:1]]
+    same = [other for other in errors if list(other["loc"][:1]) == place[:1]]
     if error["type"] == "extra_forbidden" and len(place) == 1:
         near = difflib.get_close_matches(top, known_fields(path), n=1, cutoff=0.6)
         name = shown(top, quoted=False)

@@ -21,6 +21,7 @@ from textmill.server.asking import (
     prompt_of,
     prompts_of,
 )
+from textmill.server.bodies import Posted, post
 from textmill.server.chats import ChatReply, chat_prompt, stop_ids_of
 from textmill.server.completions import CompletionReply
 from textmill.server.events import EventStream
@@ -33,16 +34,16 @@ WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 
 
-def new_routes(service: Service) -> APIRouter:
-    """The routes of one service."""
+def new_routes(service: Service) -> tuple[APIRouter, list[Posted]]:
+    """The routes of one service, and those among them that take a body."""
     routes = APIRouter()
     _add_texts(routes, service)
     _add_tokens(routes, service)
-    return routes
+    return routes, [route for route in routes.routes if isinstance(route, Posted)]
 
 
 def _add_texts(routes: APIRouter, service: Service) -> None:
-    @routes.post("/v1/completions", response_model=None)
+    @post(routes, "/v1/completions")
     async def complete(body: CompletionBody, http: Request) -> Response:
         """Continue a text."""
         check_model(service, body.model)
@@ -52,7 +53,7 @@ def _add_texts(routes: APIRouter, service: Service) -> None:
         flight = start(service, requests, streamed=bool(body.stream))
         return await _answer(service, http, flight, CompletionReply(service, body, prompts), bool(body.stream))
 
-    @routes.post("/v1/chat/completions", response_model=None)
+    @post(routes, "/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
         check_model(service, body.model)
@@ -71,8 +72,8 @@ def _add_texts(routes: APIRouter, service: Service) -> None:
 
 
 def _add_tokens(routes: APIRouter, service: Service) -> None:
-    @routes.post("/tokenize", response_model=None)
-    async def tokenize(body: TokenizeBody) -> Response:
+    @post(routes, "/tokenize")
+    async def tokenize(body: TokenizeBody, _: Request) -> Response:
         """The tokens of a text."""
         text = body.prompt if body.text is None else body.text
         if text is None or (body.text is not None and body.prompt is not None):
@@ -82,8 +83,8 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
         content = _told(service, ids) if len(ids) < LONG_TEXT else await asyncio.to_thread(_told, service, ids)
         return Response(content, media_type="application/json")
 
-    @routes.post("/detokenize", response_model=None)
-    async def detokenize(body: DetokenizeBody) -> Response:
+    @post(routes, "/detokenize")
+    async def detokenize(body: DetokenizeBody, _: Request) -> Response:
         """The text of tokens."""
         check_ids(service, body.tokens, "tokens")
         text = await decode(service, body.tokens)
