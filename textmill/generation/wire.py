@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import struct
 import sys
 import threading
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 from textmill.config import SampleConfig
@@ -19,6 +21,7 @@ BEAT = 0.5
 TURN = 0.0001
 """Seconds that one thread may keep the interpreter while another wants it; Python's own 5 ms make every answer wait."""
 
+SIZE = struct.Struct("!Q")
 WRITE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -26,17 +29,62 @@ class Line:
     """One end of what connects the two; many threads may send, one receives."""
 
     def __init__(self, file: int) -> None:
-        self._connection, self._sending = Connection(file), threading.Lock()
+        self.socket, self._sending = socket.socket(fileno=file), threading.Lock()
+        self._coming = self.socket.makefile("rb")
 
     def send(self, message: Any) -> None:
         """Send a list or an object; OSError, where nobody is there any more."""
-        packed = WRITE(message).encode()
+        packed = packed_message(message)
         with self._sending:
-            self._connection.send_bytes(packed)
+            self.socket.sendall(packed)
 
     def receive(self) -> Any:
         """What was sent; EOFError or OSError, where nobody is there any more."""
-        return json.loads(self._connection.recv_bytes())
+        [size] = SIZE.unpack(self._bytes(SIZE.size))
+        return json.loads(self._bytes(size))
+
+    def _bytes(self, count: int) -> bytes:
+        found = self._coming.read(count)
+        if len(found) < count:
+            raise EOFError
+        return found
+
+
+class Outbox:
+    """Sends down a line and never waits: what is not taken at once is sent by a thread, in its order. Nothing else may send meanwhile."""
+
+    def __init__(self, line: Line) -> None:
+        self._socket, self._late = line.socket, SimpleQueue[bytes | None]()
+        self._behind, self._sending = 0, threading.Lock()
+        threading.Thread(target=self._send_late, name="textmill-orders", daemon=True).start()
+
+    def put(self, message: Any) -> None:
+        """Send a list or an object; where nobody is there any more, nothing happens: who receives finds that out."""
+        packed = packed_message(message)
+        with self._sending, suppress(OSError):
+            if not self._behind:
+                with suppress(BlockingIOError):
+                    packed = packed[self._socket.send(packed, socket.MSG_DONTWAIT) :]
+            if packed:
+                self._behind += 1
+                self._late.put(packed)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._late.put(None)
+
+    def _send_late(self) -> None:
+        with suppress(OSError):
+            while (packed := self._late.get()) is not None:
+                self._socket.sendall(packed)
+                with self._sending:
+                    self._behind -= 1
+
+
+def packed_message(message: Any) -> bytes:
+    """A list or an object as it travels."""
+    text = WRITE(message).encode()
+    return SIZE.pack(len(text)) + text
 
 
 def settle() -> None:

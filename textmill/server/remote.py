@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 from textmill.checkpoint import Checkpoint
@@ -17,7 +16,7 @@ from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError, Told, warn
 from textmill.generation.parts import Deliver, Part
 from textmill.generation.requests import Done, Full, Request, hung, served_room_of
-from textmill.generation.wire import Line, new_lines, packed_request, part_of
+from textmill.generation.wire import Line, Outbox, new_lines, packed_request, part_of
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2
@@ -33,15 +32,14 @@ class Remote:
     def __init__(self, line: Line, process: subprocess.Popen[bytes], tokenizer: TextTokenizer, positions: int, serve: ServeConfig) -> None:
         self.vocab, self.positions, self.tokenizer = tokenizer.vocab, positions, tokenizer
         self.slots, self.queue, self.process = serve.slots, serve.queue, process
-        self._line, self._orders = line, SimpleQueue[list[Any] | None]()
+        self._line, self._orders = line, Outbox(line)
         self._change = threading.Lock()
         self._flying: dict[int, Deliver] = {}
         self._requests = self._tokens = self._cancelled = 0
         self._heard, self._stuck, self._trouble = time.monotonic(), 0.0, ""
         self._closing = self._over = False
         self._reader = threading.Thread(target=self._read, name="textmill-texts", daemon=True)
-        for thread in (self._reader, threading.Thread(target=self._write, name="textmill-orders", daemon=True)):
-            thread.start()
+        self._reader.start()
 
     def submit(self, request: Request, deliver: Deliver, deadline: float | None = None, streamed: bool = False) -> int:
         """Queue a request; its number. `deliver` is called from a thread of ours for each part, the last of which has the end.
@@ -96,12 +94,6 @@ class Remote:
             self.process.kill()
             self._reader.join()
 
-    def _write(self) -> None:
-        """Send orders; a process that does not read them must not hold up whoever gives them."""
-        with suppress(OSError):  # nobody is there: the reader finds that too
-            while (order := self._orders.get()) is not None:
-                self._line.send(order)
-
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
@@ -129,7 +121,7 @@ class Remote:
     def _end(self) -> None:
         """The process is gone: those who wait are told, and nobody else is let in."""
         code = ended(self.process)
-        self._orders.put(None)
+        self._orders.close()
         with self._change:
             self._over, left = True, self._flying
             self._flying = {}
