@@ -1,12 +1,12 @@
-"""Flight: the texts of one HTTP request on their way through the scheduler, which delivers from a thread of its own."""
+"""Flight: the texts of one HTTP request on their way through the scheduler."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi import Request as HttpRequest
 from starlette.types import Receive
@@ -39,15 +39,16 @@ class Text:
 
 
 class Flight:
-    """Texts that were submitted together; the loop is woken once for whatever has come."""
+    """Texts that were submitted together."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._scheduler = service, service.scheduler
+        self._service, self._scheduler, self._mail = service, service.scheduler, service.mail
         self._loop = asyncio.get_running_loop()
-        self._come, self._woken, self._events = asyncio.Event(), False, deque[Event]()
+        self._events: list[Event] = []
+        self._waiting: asyncio.Future[None] | None = None
         self.numbers: list[int] = []
         self.begun = self._last = time.monotonic()
-        self._quiet = False
+        self._quiet = self.left = False
         self.ended = 0
 
     def submit(self, requests: Sequence[Request], seconds: float, streamed: bool) -> None:
@@ -55,38 +56,35 @@ class Flight:
         deadline = self.begun + seconds
         try:
             for place, request in enumerate(requests):
-                self.numbers.append(self._scheduler.submit(request, self._deliver(place), deadline, streamed))
+                deliver = partial(self._mail.put, self._loop, partial(self._take, place))
+                self.numbers.append(self._scheduler.submit(request, deliver, deadline, streamed))
         except BaseException:
             self.cancel()
             raise
 
-    def _deliver(self, place: int) -> Callable[[Part], None]:
-        def deliver(part: Part) -> None:
-            # On the scheduler's thread: first the event, then the flag, as the loop reads them the other way round.
-            self._events.append((place, part))
-            if not self._woken:
-                self._woken = True
-                try:
-                    self._loop.call_soon_threadsafe(self._come.set)
-                except RuntimeError:
-                    return  # the loop is closed: nobody waits any more
+    def _take(self, place: int, part: Part) -> None:
+        self._events.append((place, part))
+        self._wake()
 
-        return deliver
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """What has come, as often as something has, until every text is done; nothing for a while is an empty list.
 
-        Nobody waits for a model that is broken: that is a refusal.
+        Nobody waits for a model that is broken: that is a refusal. Nor is there anything for a client that has left.
         """
         self._look_again()
         try:
             while self.ended < len(self.numbers):
-                await self._come.wait()
-                self._come.clear()
-                self._woken, quiet, self._quiet = False, self._quiet, False
-                come = []
-                while self._events:
-                    come.append(self._events.popleft())
+                if not self._events and not self._quiet and not self.left:
+                    self._waiting = self._loop.create_future()
+                    await self._waiting
+                if self.left:
+                    return
+                come, self._events = self._events, []
+                quiet, self._quiet = self._quiet, False
                 self.ended += sum(part.done is not None for _, part in come)
                 if come:
                     self._last = time.monotonic()
@@ -102,8 +100,13 @@ class Flight:
         most, silent = min(QUIET, self._service.config.patience), time.monotonic() - self._last
         if silent >= most:
             self._quiet, self._last, silent = True, time.monotonic(), 0.0
-            self._come.set()
+            self._wake()
         self._timer = self._loop.call_later(most - silent, self._look_again)
+
+    def leave(self, _: object = None) -> None:
+        """The client has gone: its events are over."""
+        self.left = True
+        self._wake()
 
     def cancel(self) -> None:
         """End what still runs, at the model's next step."""
@@ -153,21 +156,16 @@ def broken_refusal(trouble: str) -> Refusal:
 async def finish(service: Service, http: HttpRequest, flight: Flight) -> list[Text]:
     """The whole texts; a client that leaves before ends them."""
     texts = [Text() for _ in flight.numbers]
-
-    async def gather() -> None:
+    gone = asyncio.ensure_future(left(http.receive))
+    gone.add_done_callback(flight.leave)
+    try:
         async for come in flight.events():
             for place, part in come:
                 texts[place].add(part)
-
-    made, gone = asyncio.ensure_future(gather()), asyncio.ensure_future(left(http.receive))
-    try:
-        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not made.done():
+        if flight.ended < len(flight.numbers):
             service.metrics.left += 1
             raise Refusal(499, "the client left", code="client_left")
-        made.result()
     finally:
-        made.cancel()
         gone.cancel()
         if flight.ended < len(flight.numbers):
             flight.cancel()

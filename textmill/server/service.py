@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from textmill.config import SampleConfig, ServeConfig
 from textmill.generation.parts import Deliver
 from textmill.generation.requests import Request
+from textmill.server.mail import Mail
 from textmill.server.metrics import Metrics
 from textmill.server.pieces import Pieces
 from textmill.tokens.tokenizer import TextTokenizer
@@ -71,6 +72,7 @@ class Service:
     key: str | None = None
     stopping: bool = False
     metrics: Metrics = field(default_factory=Metrics)
+    mail: Mail = field(default_factory=Mail)
     created: int = field(default_factory=lambda: int(time.time()))
     pieces: Pieces = field(init=False)
     longest_text: float = field(init=False)
