@@ -114,9 +114,9 @@ def check_length(service: Service, characters: int, field: str) -> None:
 def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
     """Refuse ids that are no tokens."""
     vocab = service.scheduler.vocab
-    for id_ in ids:
-        if not 0 <= id_ < vocab:
-            raise Refusal(400, f"{field}: {shown(id_)} is no token id; they go from 0 to {vocab - 1}", field=field)
+    if ids and not 0 <= min(ids) <= max(ids) < vocab:
+        strange = next(id_ for id_ in ids if not 0 <= id_ < vocab)
+        raise Refusal(400, f"{field}: {shown(strange)} is no token id; they go from 0 to {vocab - 1}", field=field)
 
 
 def _check_count(service: Service, count: int) -> None:
@@ -157,8 +157,8 @@ def _each(
     stop, bias = _stops(service, body), _biases(service, body)
     check_ids(service, body.stop_token_ids or [], "stop_token_ids")
     stop_ids = tuple(dict.fromkeys([*stop_ids, *(body.stop_token_ids or [])]))
-    seeds = [sample.model_copy(update={"seed": (sample.seed + place) % 2**63}) for place in range(body.n or 1)]
-    return [Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo) for prompt in prompts for seeded in seeds]
+    others = [sample.model_copy(update={"seed": (sample.seed + place) % 2**63}) for place in range(1, body.n or 1)]
+    return [Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo) for prompt in prompts for seeded in (sample, *others)]
 
 
 def sample_of(service: Service, body: Sampling, max_tokens: int | None) -> SampleConfig:

@@ -55,6 +55,7 @@ class ChatReply:
     def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
         self.service, self.body, self.prompt = service, body, prompt
         self.head = {"id": f"chatcmpl-{random.getrandbits(96):024x}", "created": int(time.time()), "model": service.name}
+        self.chunk_head = {**self.head, "object": "chat.completion.chunk"}
         self.prompt_tokens, self.new_tokens = len(prompt.ids), 0
         self.reasons: list[str] = []
 
@@ -89,11 +90,9 @@ class ChatReply:
                 yield self._chunk(place, {"content": text.text} if text.text else {}, logprobs, self._ending(text))
 
     def _chunk(self, place: int, delta: Tree, logprobs: Tree | None, ending: Tree) -> Tree:
-        choice = {"index": place, "delta": delta, "logprobs": logprobs, **ending}
-        return {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
+        return {"choices": [{"index": place, "delta": delta, "logprobs": logprobs, **ending}]}
 
     def end(self) -> Iterator[Tree]:
         """The last chunk of a stream: the counts, where they are asked."""
         if self.body.stream_options and self.body.stream_options.include_usage:
-            usage = usage_of(self.prompt_tokens, self.new_tokens)
-            yield {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+            yield {"choices": [], "usage": usage_of(self.prompt_tokens, self.new_tokens)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,13 +41,14 @@ class CompletionReply:
     def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[Prompt]) -> None:
         self.service, self.body, self.prompts, self.each = service, body, prompts, body.n or 1
         self.mute = body.max_tokens == 0
-        self.head = {
+        self.head = self.chunk_head = {
             "id": f"cmpl-{random.getrandbits(96):024x}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.name,
         }
-        self.offsets = [Offsets() for _ in range(len(prompts) * self.each)]
+        self.offsets: dict[int, Offsets] = defaultdict(Offsets)
+        """Of each text, by its place."""
         self.prompt_tokens = sum(0 if prompt.empty else len(prompt.ids) for prompt in prompts)
         self.new_tokens = 0
         self.reasons: list[str] = []
@@ -81,7 +83,7 @@ class CompletionReply:
     def begin(self) -> Iterator[Tree]:
         """The first chunks of a stream: the prompt, where it is echoed."""
         if self.body.echo:
-            for place in range(len(self.offsets)):
+            for place in range(len(self.prompts) * self.each):
                 yield self._chunk(place, self.prompts[place // self.each].text, None)
 
     def step(self, come: Sequence[Event]) -> Iterator[Tree]:
@@ -95,9 +97,9 @@ class CompletionReply:
                 yield self._chunk(place, said, logprobs)
 
     def _chunk(self, place: int, text: str, logprobs: Tree | None, ending: Tree | None = None) -> Tree:
-        return {**self.head, "choices": [{"index": place, "text": text, "logprobs": logprobs, **(ending or {"finish_reason": None})}]}
+        return {"choices": [{"index": place, "text": text, "logprobs": logprobs, **(ending or {"finish_reason": None})}]}
 
     def end(self) -> Iterator[Tree]:
         """The last chunk of a stream: the counts, where they are asked."""
         if self.body.stream_options and self.body.stream_options.include_usage:
-            yield {**self.head, "choices": [], "usage": usage_of(self.prompt_tokens, self.new_tokens)}
+            yield {"choices": [], "usage": usage_of(self.prompt_tokens, self.new_tokens)}

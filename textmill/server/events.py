@@ -25,23 +25,27 @@ Tree = dict[str, Any]
 
 
 class EventStream(Response):
-    """A response that follows a flight: `begin` gives the first chunks, `step` those of what has come, `end` the last."""
+    """A response that follows a flight: `begin` gives the first chunks, `step` those of what has come, `end` the last.
+
+    Every chunk begins with `head`, which is written out once.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: Service, flight: Flight, begin: Iterable[Tree], step: Callable[[list[Event]], Iterable[Tree]],
+        self, service: Service, flight: Flight, head: Tree, begin: Iterable[Tree], step: Callable[[list[Event]], Iterable[Tree]],
         end: Callable[[], Iterable[Tree]],
     ) -> None:  # fmt: skip
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.service, self.flight, self.begin, self.step, self.end = service, flight, begin, step, end
+        self.head = WRITE(head).removesuffix("}") + ","
         self.putting = math.inf
         """Since when the client has been sent something that it makes no room for; a timer an event would cost as much as the event."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; a client that leaves ends the texts."""
-        sent, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(left(receive))
+        sent, gone = asyncio.create_task(self._send(send)), asyncio.create_task(left(receive))
         try:
             while not (await asyncio.wait({sent, gone}, timeout=STALLED / 4, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if time.monotonic() - self.putting > STALLED:
@@ -66,7 +70,7 @@ class EventStream(Response):
             self.putting = math.inf
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await put(_lines(self.begin))
+        await put(_lines(self.begin, self.head))
         first = True
         try:
             async for come in self.flight.events():
@@ -76,10 +80,10 @@ class EventStream(Response):
                 if first:
                     first = False
                     self.service.metrics.first.add(self.flight.seconds())
-                await put(_lines([*self.step(come), *self._troubles(come)]))
+                await put(_lines(self.step(come), self.head) + _lines(self._troubles(come)))
         except Refusal as refusal:
             await put(_lines([tree_of(refusal.status, refusal.message, code=refusal.code)]))
-        await put(_lines(self.end()) + b"data: [DONE]\n\n", more=False)
+        await put(_lines(self.end(), self.head) + b"data: [DONE]\n\n", more=False)
 
     def _troubles(self, come: list[Event]) -> Iterable[Tree]:
         """What a client must know besides the text: the model failed, or the server is stopping."""
@@ -92,5 +96,5 @@ class EventStream(Response):
                 self.service.metrics.timeouts += 1
 
 
-def _lines(trees: Iterable[Tree]) -> bytes:
-    return "".join([f"data: {WRITE(tree)}\n\n" for tree in trees]).encode()
+def _lines(trees: Iterable[Tree], head: str = "{") -> bytes:
+    return "".join([f"data: {head}{WRITE(tree)[1:]}\n\n" for tree in trees]).encode()

@@ -156,7 +156,7 @@ def broken_refusal(trouble: str) -> Refusal:
 async def finish(service: Service, http: HttpRequest, flight: Flight) -> list[Text]:
     """The whole texts; a client that leaves before ends them."""
     texts = [Text() for _ in flight.numbers]
-    gone = asyncio.ensure_future(left(http.receive))
+    gone = asyncio.create_task(left(http.receive))
     gone.add_done_callback(flight.leave)
     try:
         async for come in flight.events():

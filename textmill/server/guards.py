@@ -29,6 +29,7 @@ PLACES = OPEN | {
     "/metrics",
 }
 TEXTS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+WRITE = json.JSONEncoder(ensure_ascii=False).encode
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
@@ -59,7 +60,7 @@ class Account:
             path = scope["path"] if scope["path"] in PLACES else "other"
             method = scope["method"] if scope["method"] in METHODS else "other"
             self.service.metrics.requests[method, path, status] += 1
-            words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in told.items()]
+            words = [f"{key}={WRITE(value)}" for key, value in told.items()]
             line = " ".join([time.strftime("%Y-%m-%d %H:%M:%S"), method, path, str(status), f"{time.monotonic() - begun:.3f}s", *words])
             print(line.encode("utf-8", "replace").decode(), file=sys.stderr, flush=True)
 

@@ -30,7 +30,7 @@ from textmill.server.refusals import Refusal
 from textmill.server.service import Service
 from textmill.server.shapes import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 
-WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 
 
@@ -127,10 +127,10 @@ async def _answer(service: Service, http: Request, flight: Flight, reply: Comple
             account()
             return reply.end()
 
-        return EventStream(service, flight, reply.begin(), reply.step, end)
+        return EventStream(service, flight, reply.chunk_head, reply.begin(), reply.step, end)
     tree = reply.whole(await finish(service, http, flight))
     account()
-    return JSONResponse(tree)
+    return Response(WRITER.encode(tree).encode(), media_type="application/json")
 
 
 async def _generate(service: Service, http: Request, sentence: str) -> Response:
