@@ -78,6 +78,22 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[-1] == "data: [DONE]"
 
 
+def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    service.pieces = service.sample = None  # type: ignore[assignment]
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=new_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
+            return [await client.post("/tokenize", json={"prompt": "x"}), await client.get("/v1/models")]
+
+    for reply in asyncio.run(ask()):
+        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+        assert "something went wrong inside the server" in reply.json()["error"]["message"]
+    told = capsys.readouterr().err
+    assert " POST /tokenize 500 " in told
+    assert " GET /v1/models 500 " in told
+
+
 async def beside(service: Service, path: str, body: dict[str, Any], begun: threading.Event, free: threading.Event) -> tuple[int, int]:
     """Statuses of a long request, and of a look at the server while the tokenizer works for it."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60) as client:

@@ -21,6 +21,9 @@ BEAT = 0.5
 TURN = 0.0001
 """Seconds that one thread may keep the interpreter while another wants it; Python's own 5 ms make every answer wait."""
 
+RARELY = 20_000
+"""New objects at least between two searches for garbage; to search after 700, as Python does, takes a fifteenth of a request's time."""
+
 SIZE = struct.Struct("!Q")
 WRITE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -89,10 +92,11 @@ def packed_message(message: Any) -> bytes:
 
 def settle() -> None:
     """What both do before the first request: threads take short turns, and all that is there by now is not searched for garbage any more,
-    which would hold up every text for a tenth of a second."""
+    which would hold up every text for a tenth of a second; nor is what comes later, but rarely: almost all of it goes by itself."""
     sys.setswitchinterval(TURN)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(RARELY)
 
 
 def new_lines() -> tuple[Line, socket.socket]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from textmill import __version__
 from textmill.server.bodies import Bodies
@@ -29,7 +30,7 @@ SAFE = {
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def new_app(service: Service) -> FastAPI:
+def new_app(service: Service) -> ASGIApp:
     """The application that serves one model."""
     app = FastAPI(title="textmill", version=__version__, docs_url=None, redoc_url=None)
     add_refusals(app)
@@ -37,17 +38,13 @@ def new_app(service: Service) -> FastAPI:
     app.include_router(routes)
     _add_page(app)
     _add_state(app, service)
-    # The last one added is the first that a request meets.
-    app.add_middleware(Bodies, routes=posted)
-    app.add_middleware(BodyLimit, service=service)
-    app.add_middleware(Guard, service=service)
+    guarded: ASGIApp = Guard(BodyLimit(Bodies(app, posted), service), service)
     if service.config.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=service.config.origins, allow_methods=["GET", "POST"],
+        guarded = CORSMiddleware(
+            guarded, allow_origins=service.config.origins, allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"], expose_headers=["Retry-After"],
         )  # fmt: skip
-    app.add_middleware(Account, service=service)
-    return app
+    return Account(guarded, service)
 
 
 def _add_page(app: FastAPI) -> None:

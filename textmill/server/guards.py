@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from textmill.server.flights import full_refusal, stopping_refusal
-from textmill.server.refusals import Refusal, reply_of, shown
+from textmill.server.refusals import Refusal, bug_refusal, reply_of, shown
 from textmill.server.service import Service
 
 OPEN = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
@@ -56,6 +56,10 @@ class Account:
 
         try:
             await self.app(scope, receive, noting)
+        except Exception:
+            if not status:
+                await reply_of(bug_refusal())(scope, receive, noting)
+            raise
         finally:
             path = scope["path"] if scope["path"] in PLACES else "other"
             method = scope["method"] if scope["method"] in METHODS else "other"

@@ -70,7 +70,12 @@ def add_refusals(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(_: Request, __: Exception) -> Response:
-        return reply_of(Refusal(500, "something went wrong inside the server; its log says what"))
+        return reply_of(bug_refusal())
+
+
+def bug_refusal() -> Refusal:
+    """What is said of a mistake of ours."""
+    return Refusal(500, "something went wrong inside the server; its log says what")
 
 
 def sentence_of(errors: Sequence[Mapping[str, Any]], path: str) -> tuple[str, str | None]:
