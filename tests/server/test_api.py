@@ -229,6 +229,7 @@ def test_bodies_that_are_no_json(live: Live) -> None:
         (b'{"prompt": "\xff"}', json_type, "the request cannot be read"),
         (b"[" * 100_000, json_type, "the request cannot be read"),
         (b'{"prompt": "\\ud800"}', json_type, "holds half of a character pair"),
+        (b'{"prompt": "x", "stop": "\\ud800"}', json_type, "stop: holds half of a character pair"),
         (b'{"prompt": "x", "temperature": NaN}', json_type, "temperature: "),
         (b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", json_type, "the request cannot be read"),
     ]:

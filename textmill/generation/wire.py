@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import socket
 import struct
 import sys
@@ -11,6 +10,8 @@ import threading
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from textmill.config import SampleConfig
 from textmill.generation.parts import Part
@@ -25,7 +26,6 @@ RARELY = 20_000
 """New objects at least between two searches for garbage; to search after 700, as Python does, takes a fifteenth of a request's time."""
 
 SIZE = struct.Struct("!Q")
-WRITE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class Line:
@@ -44,7 +44,7 @@ class Line:
     def receive(self) -> Any:
         """What was sent; EOFError or OSError, where nobody is there any more."""
         [size] = SIZE.unpack(self._bytes(SIZE.size))
-        return json.loads(self._bytes(size))
+        return from_json(self._bytes(size))
 
     def _bytes(self, count: int) -> bytes:
         found = self._coming.read(count)
@@ -86,7 +86,7 @@ class Outbox:
 
 def packed_message(message: Any) -> bytes:
     """A list or an object as it travels."""
-    text = WRITE(message).encode()
+    text = to_json(message)
     return SIZE.pack(len(text)) + text
 
 
@@ -118,10 +118,15 @@ def request_of(packed: list[Any]) -> Request:
     return Request(tuple(ids), SampleConfig.model_validate(sample), tuple(stop), tuple(stop_ids), pairs, logprobs, echo)
 
 
+def sayable(text: str) -> str:
+    """A message of whatever went wrong, in characters that can be sent."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def packed_part(number: int, part: Part) -> list[Any]:
     """A part of a text, with the number of its request."""
     done = part.done
-    end = None if done is None else [done.reason, done.tokens, done.message, done.prompt_logprobs]
+    end = None if done is None else [done.reason, done.tokens, sayable(done.message), done.prompt_logprobs]
     return [number, part.text, part.entries, end]
 
 

@@ -23,7 +23,7 @@ from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_DONE, EXIT_USER, TextmillError
 from textmill.generation.parts import InParts, Part
 from textmill.generation.requests import Done
-from textmill.generation.wire import BEAT, Line, packed_part, request_of, settle
+from textmill.generation.wire import BEAT, Line, packed_part, request_of, sayable, settle
 
 
 class Worker:
@@ -99,7 +99,7 @@ class Worker:
         """Tell how it goes, and what has come; whether anybody is there is `_obey`'s to find out."""
         stats = self.inner.stats()
         with suppress(OSError):
-            self.line.send([stats["tokens"], stats["cancelled"], self.inner.stuck(), self.inner.trouble(float("inf")), parts])
+            self.line.send([stats["tokens"], stats["cancelled"], self.inner.stuck(), sayable(self.inner.trouble(float("inf"))), parts])
 
 
 def main() -> None:

@@ -49,15 +49,20 @@ def check_model(service: Service, name: str | None) -> None:
 
 async def encode(service: Service, text: str, field: str = "prompt") -> list[int]:
     """A text's ids; a long one does not hold up the other requests."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Refusal(400, f"{field}: holds half of a character pair; send it as UTF-8 text", field=field) from None
+    check_pairs(text, field)
     tokenizer = service.scheduler.tokenizer
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text)
     # The way for many texts lets other threads work meanwhile, unlike the way for one.
     return await asyncio.to_thread(lambda: next(tokenizer.encode_many([text])).tolist())
+
+
+def check_pairs(text: str, field: str) -> None:
+    """Refuse a text that holds half of a character, which no model says and nothing can send."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refusal(400, f"{field}: holds half of a character pair; send it as UTF-8 text", field=field.partition(".")[0]) from None
 
 
 async def decode(service: Service, ids: list[int]) -> str:
@@ -189,6 +194,7 @@ def _stops(service: Service, body: Sampling) -> tuple[str, ...]:
             raise Refusal(400, "stop: holds an empty text, which would end every text at once; leave it out", field="stop")
         if len(text) > LONG_STOP:
             raise Refusal(400, f"stop: a text of {len(text)} characters; {LONG_STOP} at most", field="stop")
+        check_pairs(text, "stop")
     return tuple(dict.fromkeys(given))
 
 

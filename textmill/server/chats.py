@@ -9,7 +9,7 @@ from typing import Any
 
 from textmill.errors import TextmillError
 from textmill.generation.parts import Entry
-from textmill.server.asking import Prompt, check_length, prompt_of
+from textmill.server.asking import Prompt, check_length, check_pairs, prompt_of
 from textmill.server.completions import ending_of, usage_of
 from textmill.server.flights import Event, Text, texts_of
 from textmill.server.logprobs import chat_logprobs
@@ -26,12 +26,7 @@ async def chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
         raise Refusal(400, f"'{service.name}' has no chat template; it continues texts: ask /v1/completions", code="no_chat_template")
     turns = [{"role": "system" if turn.role == "developer" else turn.role, "content": _text_of(turn)} for turn in messages]
     for place, turn in enumerate(turns):
-        try:
-            turn["content"].encode()
-        except UnicodeEncodeError:
-            raise Refusal(
-                400, f"messages.{place}.content: holds half of a character pair; send it as UTF-8 text", field="messages"
-            ) from None
+        check_pairs(turn["content"], f"messages.{place}.content")
     check_length(service, sum(len(turn["content"]) for turn in turns), "messages")
     try:
         ids = service.template.render(turns, add_generation_prompt=True)

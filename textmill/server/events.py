@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastapi import Response
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from textmill.server.flights import Event, Flight, left
@@ -18,8 +18,6 @@ from textmill.server.service import Service
 
 STALLED = 60.0
 """Seconds that a client may leave a sent event unread."""
-
-WRITE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 
 Tree = dict[str, Any]
 
@@ -39,7 +37,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.service, self.flight, self.begin, self.step, self.end = service, flight, begin, step, end
-        self.head = WRITE(head).removesuffix("}") + ","
+        self.head = written(head).removesuffix(b"}") + b","
         self.putting = math.inf
         """Since when the client has been sent something that it makes no room for; a timer an event would cost as much as the event."""
 
@@ -96,5 +94,10 @@ class EventStream(Response):
                 self.service.metrics.timeouts += 1
 
 
-def _lines(trees: Iterable[Tree], head: str = "{") -> bytes:
-    return "".join([f"data: {head}{WRITE(tree)[1:]}\n\n" for tree in trees]).encode()
+def written(tree: Tree) -> bytes:
+    """An object as JSON, which has no words for what is no number."""
+    return to_json(tree, inf_nan_mode="null")
+
+
+def _lines(trees: Iterable[Tree], head: bytes = b"{") -> bytes:
+    return b"".join([b"data: %b%b\n\n" % (head, written(tree)[1:]) for tree in trees])

@@ -24,13 +24,13 @@ from textmill.server.asking import (
 from textmill.server.bodies import Posted, post
 from textmill.server.chats import ChatReply, chat_prompt, stop_ids_of
 from textmill.server.completions import CompletionReply
-from textmill.server.events import EventStream
+from textmill.server.events import EventStream, written
 from textmill.server.flights import Flight, finish, start
 from textmill.server.refusals import Refusal
 from textmill.server.service import Service
 from textmill.server.shapes import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 
-WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 
 
@@ -130,7 +130,7 @@ async def _answer(service: Service, http: Request, flight: Flight, reply: Comple
         return EventStream(service, flight, reply.chunk_head, reply.begin(), reply.step, end)
     tree = reply.whole(await finish(service, http, flight))
     account()
-    return Response(WRITER.encode(tree).encode(), media_type="application/json")
+    return Response(written(tree), media_type="application/json")
 
 
 async def _generate(service: Service, http: Request, sentence: str) -> Response:
