@@ -139,8 +139,8 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
             assert number % 5 == 4
             assert [event.id for event in one[:-1]] == [event.id for event in other[: len(one) - 1]]
             continue
-        assert [dataclasses.replace(event, logprob=None, top=()) if isinstance(event, Token) else event for event in one] == [
-            dataclasses.replace(event, logprob=None, top=()) if isinstance(event, Token) else event for event in other
+        assert [event._replace(logprob=None, top=()) if isinstance(event, Token) else event for event in one] == [
+            event._replace(logprob=None, top=()) if isinstance(event, Token) else event for event in other
         ]
         logs = [[event.logprob for event in events if isinstance(event, Token) and event.logprob is not None] for events in (one, other)]
         assert logs[0] == pytest.approx(logs[1], abs=1e-4)

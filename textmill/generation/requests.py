@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
@@ -36,8 +36,7 @@ class Request:
     """Also log-probabilities of the prompt's own tokens."""
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One new token; log-probabilities are the model's own, before any rule of sampling."""
 
     id: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import pre_tokenizers
 
@@ -54,26 +54,40 @@ class TextStream:
 class ByteStream:
     """The same for tokens that are bytes, many times as fast."""
 
-    def __init__(self, pieces: list[bytes], context: Sequence[int]) -> None:
-        self.pieces, self.tokens = pieces, 0
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, pieces: list[bytes], texts: list[str | None], context: Sequence[int]) -> None:
+        self.pieces, self.texts, self.tokens = pieces, texts, 0
+        self.decoder: Any = codecs.getincrementaldecoder("utf-8")("replace")
         # A prompt of ids may end within a character; four tokens hold the longest there is.
         self.decoder.decode(b"".join(pieces[id_] for id_ in context[-4:]))
 
     def add(self, id_: int) -> str:
         """The text that one more id settles; often none."""
         self.tokens += 1
-        return self.decoder.decode(self.pieces[id_])
+        whole = self.texts[id_]
+        text: str = self.decoder.decode(self.pieces[id_]) if whole is None or self.decoder.buffer else whole
+        return text
 
     def end(self) -> str:
         """What was held back, as replacement characters."""
-        return self.decoder.decode(b"", final=True)
+        text: str = self.decoder.decode(b"", final=True)
+        return text
 
 
 def streams_of(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], Stream]:
     """What makes a stream after a prompt's ids, the fastest that the tokenizer allows."""
     pieces = bytes_of(tokenizer)
-    return (lambda context: TextStream(tokenizer, list(context))) if pieces is None else (lambda context: ByteStream(pieces, context))
+    if pieces is None:
+        return lambda context: TextStream(tokenizer, list(context))
+    texts = [_whole(piece) for piece in pieces]
+    return lambda context: ByteStream(pieces, texts, context)
+
+
+def _whole(piece: bytes) -> str | None:
+    """The text of bytes that are whole characters."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def bytes_of(tokenizer: TextTokenizer) -> list[bytes] | None:
