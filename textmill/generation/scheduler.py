@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -62,6 +63,8 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
         self._until: float | None = None
+        self._due = math.inf
+        """When somebody may have to end before the time comes by itself: looked at then, and not at every step."""
         self._requests = self._tokens = self._cancelled = self._failed = 0
         self._begun: float | None = None
         self._thread = threading.Thread(target=self._live, name="textmill-scheduler", daemon=True)
@@ -83,6 +86,7 @@ class Scheduler:
             self._requests += 1
             job = Job(self._requests, request, room, deliver, deadline, time.monotonic())
             self._waiting.append(job)
+            self._due = min(self._due, math.inf if deadline is None else deadline)
             self._change.notify()
             return job.number
 
@@ -91,8 +95,11 @@ class Scheduler:
         with self._change:
             for job in (*self._waiting, *self._active.values()):
                 if job.number == number:
-                    job.ending = job.ending or "cancelled"
+                    self._cancel(job)
             self._change.notify()
+
+    def _cancel(self, job: Job) -> None:
+        job.ending, self._due = job.ending or "cancelled", -math.inf
 
     def stats(self) -> dict[str, int | float]:
         """How much is going on."""
@@ -138,6 +145,7 @@ class Scheduler:
         with self._change:
             until = time.monotonic() + grace
             self._until = until if self._until is None else min(self._until, until)
+            self._due = min(self._due, self._until)
             self._change.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(grace + AFTER)
@@ -162,64 +170,68 @@ class Scheduler:
                 ended = self._end_some()
                 if not self._waiting and not self._active and not ended and self._until is not None:
                     return
-                self._admit()
+                new = self._admit()
             for job, reason in ended:
                 self._tell(job, self._batch.drop(job.number, reason) or Done(reason, 0, ""))
             if self._active:
-                self._step()
+                self._step(new)
             self._after()
 
     def _end_some(self) -> list[tuple[Job, Reason]]:
         """Take out what was cancelled, is out of time, or has no time left to finish in."""
-        now = time.monotonic()
-        for job in (*self._waiting, *self._active.values()):
+        if (now := time.monotonic()) < self._due:
+            return []
+        jobs = (*self._waiting, *self._active.values())
+        for job in jobs:
             if job.ending is None and job.deadline is not None and now >= job.deadline:
                 job.ending = "timeout"
             if job.ending is None and self._until is not None and now >= self._until:
                 job.ending = "cancelled"
-        ended = [(job, job.ending) for job in (*self._waiting, *self._active.values()) if job.ending is not None]
+        left = [job.deadline for job in jobs if job.ending is None and job.deadline is not None]
+        self._due = min([*left, math.inf if self._until is None or now >= self._until else self._until])
+        ended = [(job, job.ending) for job in jobs if job.ending is not None]
         self._waiting = deque(job for job in self._waiting if job.ending is None)
         for job, reason in ended:
             self._active.pop(job.number, None)
             self._cancelled += reason == "cancelled"
         return ended
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Job]:
         """Give free slots to those that wait longest; long prompts join one by one, so that texts at work do not stand still.
 
         Newcomers wait for others to join with until they have lost as much time together as their reading will cost the texts at work.
         """
-        read, now = 0, time.monotonic()
+        new, read, now = list[Job](), 0, time.monotonic()
         waits = [now - job.came for job in self._waiting]
         if waits and sum(waits) < READING * len(self._active) and waits[0] < PATIENCE:
-            return
+            return new
         while self._waiting and len(self._active) < self.slots and (not read or read + len(self._waiting[0].request.ids) <= READ_AT_ONCE):
             job = self._waiting.popleft()
             read += len(job.request.ids)
             self._active[job.number] = job
+            new.append(job)
+        return new
 
-    def _step(self) -> None:
-        known = {row.number for row in (*self._batch.rows, *self._batch.waiting)}
+    def _step(self, new: list[Job]) -> None:
         self._begun = time.monotonic()
         try:
-            for job in list(self._active.values()):
-                if job.number not in known:
-                    self._batch.add(job.number, job.request, job.room)
+            for job in new:
+                self._batch.add(job.number, job.request, job.room)
             events = self._batch.step()
         except Exception as error:
             self._begun = None
             self._fail(error)
             return
         self._begun, self._failed = None, 0
-        for number, event in events:
-            job = self._active[number]
-            if isinstance(event, Done):
-                with self._change:
+        over = [number for number, event in events if isinstance(event, Done)]
+        told = [(self._active[number], event) for number, event in events]
+        self._tokens += len(told) - len(over)
+        if over:
+            with self._change:
+                for number in over:
                     self._active.pop(number)
-                self._tell(job, event)
-            else:
-                self._tokens += 1
-                self._tell(job, event)
+        for job, event in told:
+            self._tell(job, event)
 
     def _fail(self, error: Exception) -> None:
         """The model could not do a step: those at work are told, and the slots start anew."""
@@ -240,7 +252,7 @@ class Scheduler:
         except Exception as error:
             if not isinstance(event, Done):
                 warn(f"request {job.number}: its reader failed ({type(error).__name__}); it is cancelled")
-                job.ending = job.ending or "cancelled"
+                self._cancel(job)
 
 
 def open_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after: Callable[[], None] = lambda: None) -> Scheduler:
