@@ -119,7 +119,7 @@ def request_of(packed: list[Any]) -> Request:
 
 
 def sayable(text: str) -> str:
-    """A message of whatever went wrong, in characters that can be sent."""
+    """A text of whatever came in or went wrong, in characters that can be sent and written."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from textmill.generation.wire import sayable
 from textmill.server.flights import full_refusal, stopping_refusal
 from textmill.server.refusals import Refusal, bug_refusal, reply_of, shown
 from textmill.server.service import Service
@@ -66,7 +67,7 @@ class Account:
             self.service.metrics.requests[method, path, status] += 1
             words = [f"{key}={WRITE(value)}" for key, value in told.items()]
             line = " ".join([time.strftime("%Y-%m-%d %H:%M:%S"), method, path, str(status), f"{time.monotonic() - begun:.3f}s", *words])
-            print(line.encode("utf-8", "replace").decode(), file=sys.stderr, flush=True)
+            print(sayable(line), file=sys.stderr, flush=True)
 
 
 class Guard:

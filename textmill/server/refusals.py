@@ -10,6 +10,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from textmill.generation.wire import sayable
 from textmill.server.shapes import WANTED, known_fields
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -41,7 +42,7 @@ def tree_of(status: int, message: str, field: str | None = None, code: str | Non
     """An error as OpenAI's clients read it."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     # Half of a character pair, quoted from the request, cannot be sent back.
-    told = message.encode("utf-8", "replace").decode()
+    told = sayable(message)
     return {"error": {"message": told, "type": kind, "param": field, "code": code}}
 
 
