@@ -76,7 +76,7 @@ class Slots:
         """
         T, N = max(map(len, contexts)), len(contexts)
         rows, long = filled(N, T)
-        captured = self.captured and rows * long <= AT_ONCE and long <= self.length
+        captured = self.captured and self.together(N, T) and long <= self.length
         if not captured:
             rows, long = N, T
         ids_NT = torch.tensor([context + [0] * (long - len(context)) for context in [*contexts, *[[]] * (rows - N)]])
@@ -193,7 +193,7 @@ def steps_of(slots: int) -> list[int]:
 
 def readings_of(slots: int, length: int) -> list[tuple[int, int]]:
     """Shapes of prompts, rows and tokens, that readings are captured for: those that so many slots of this length can come to ask for."""
-    rows, longs = sorted({power_of(count) for count in range(1, slots + 1)}), sorted({max(SHORTEST, power_of(T)) for T in range(1, length)})
+    rows, longs = sorted({filled(count, 1)[0] for count in range(1, slots + 1)}), sorted({filled(1, T)[1] for T in range(1, length)})
     return [(row, long) for row in rows for long in longs if row * long <= AT_ONCE and long <= length]
 
 
