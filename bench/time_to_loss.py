@@ -1,6 +1,6 @@
 """Seconds and tokens of training that a loss on real text takes: GPT-2 124M, a corpus in JSON lines, GPT-2's vocabulary.
 
-    python bench/time_to_loss.py CORPUS.jsonl.xz BPE_FOLDER [total=SECONDS] [seconds=60] [optimizer=muon] [rate=4.5e-3] [batch=32] ...
+    python bench/time_to_loss.py CORPUS.jsonl.xz BPE_FOLDER [total=SECONDS] [seconds=60] [optimizer=muon] [rate=RATE] [batch=SAMPLES] ...
 
 Documents whose line number leaves 7 modulo 100 are validation, the rest training, an end-of-text after each. The loss is that of the first
 524,288 tokens of validation, in windows of 1,024. The clock counts training steps only; the schedule is a cosine over the seconds given
@@ -38,8 +38,16 @@ TICKS = 100_000
 """The schedule's steps: the clock is read into so many."""
 LOOKS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Shares of a run after which the validation loss is looked at."""
+
+
+def preset_of(optimizer: str) -> dict[str, Any]:
+    """What an optimizer's preset says of rates and batch."""
+    preset = TRAIN_PRESETS[f"pretrain-{optimizer}"]
+    return {"rate": preset["learning_rate"], "rest": preset.get("rest_rate", 1.0), "batch": preset["batch"]}
+
+
 SETTINGS: dict[str, Any] = {
-    "seconds": "60", "target": 4.416, "optimizer": "muon", "rate": 4.5e-3, "rest": 2.2, "batch": 32, "decay": 0.1, "beta2": 0.95,
+    "seconds": "60", "target": 4.416, "optimizer": "muon", **preset_of("muon"), "decay": 0.1, "beta2": 0.95,
     "size": "small", "shape": "", "length": 1024, "valid": 524288, "precision": "auto", "compile": 1, "seed": 1,
 }  # fmt: skip
 
@@ -164,8 +172,7 @@ def runs_of(words: list[str]) -> list[tuple[dict[str, Any], float]]:
         key, _, value = word.partition("=")
         settings[key] = type(SETTINGS[key])(value)
         if key == "optimizer":
-            preset = TRAIN_PRESETS[f"pretrain-{value}"]
-            settings.update(rate=preset["learning_rate"], rest=preset.get("rest_rate", 1.0), batch=preset["batch"])
+            settings.update(preset_of(value))
     return asked
 
 
