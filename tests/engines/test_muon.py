@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
+from textmill.config import TorchEngine
 from textmill.engines import open_engine
-from textmill.engines.muon_torch import Muon, orthogonalised
+from textmill.engines.muon_torch import LIKE_ADAM, MOMENTUM, TINY, Member, Muon, Stack, normed, turned
 from textmill.models import Weight, open_family
 from textmill.models.rules import Rule
 
 HEADS, WIDTH = 2, 24
+GPU = "cuda"
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def weights_and_values() -> list[tuple[Weight, torch.Tensor]]:
@@ -59,7 +65,7 @@ def test_updates_are_torchs() -> None:
 
 def test_singular_values_come_near_one() -> None:
     x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(orthogonalised(x))
+    values = torch.linalg.svdvals(turned(normed(x)))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
@@ -104,3 +110,96 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 def test_micro_batches_come_near_one_batch(micro_batch: int) -> None:
     whole = run(started(config_of("torch", optimizer="muon")), range(5))
     assert run(started(config_of("torch", optimizer="muon", micro_batch=micro_batch)), range(5)) == pytest.approx(whole, rel=5e-3)
+
+
+SIZES = [(2, 12, 24, 96), (3, 16, 40, 70), (2, 16, 50, 33), (3, 64, 192, 768)]
+"""Heads, their width, the net's width and the MLP's: a query's matrix is square, tall, wide, and square in several tiles."""
+
+
+def two_layers(heads: int, D: int, width: int, inner: int, device: str) -> list[Member]:
+    """Matrices of both lies, and rules that differ."""
+    dice, members = torch.Generator().manual_seed(3), []
+    for layer in range(2):
+        shapes = [("qkv", (3 * heads * D, width)), ("linear", (width, heads * D)), ("linear", (inner, width)), ("linear", (width, inner))]
+        for number, (layout, shape) in enumerate(shapes):
+            weight = Weight(f"{layer}.{number}", shape[::-1], 0.02, layout)  # type: ignore[arg-type]
+            parameter = nn.Parameter((torch.randn(shape, generator=dice) * 0.1).to(device))
+            members.append((weight, parameter, Rule(True, 0.1 * (number % 2), 0.9 ** (2 - layer))))
+    return members
+
+
+def gradients(members: list[list[Member]], clips: list[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give all the same gradients, step by step, with what they are clipped by and whether they are finite."""
+    dice = torch.Generator().manual_seed(6)
+    for clip in clips:
+        for same in zip(*members, strict=True):
+            slope = torch.randn(same[0][1].shape, generator=dice)
+            slope[0, 0] = slope[0, 0] if math.isfinite(clip) else torch.inf
+            for _, parameter, _ in same:
+                parameter.grad = slope.to(parameter.device)
+        device = members[-1][0][1].device
+        yield torch.tensor(clip, device=device), torch.tensor(math.isfinite(clip), device=device)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
+    """The same gradients through both, and the same steps back, thrice; and again, to the same bits."""
+    fused = pytest.importorskip("textmill.engines.muon_triton")
+    heads, D, width, inner = sizes
+    plain, ours, again = (two_layers(heads, D, width, inner, GPU) for _ in range(3))
+    for numbers in ([0, 1, 4, 5], [2, 3, 6, 7]):  # attention's and the MLP's
+        groups = [[members[number] for number in numbers] for members in (plain, ours, again)]
+        old = Stack(groups[0], heads, compiled=False)
+        old.precision = torch.bfloat16
+        shape = tuple(old.momenta.shape[1:])
+        new, twin = (fused.FusedStack(group, heads, shape, MOMENTUM, TINY) for group in groups[1:])
+        for clip, finite in gradients(groups, [1.0, 0.3, math.nan]):
+            with torch.no_grad():
+                before = [values.clone() for values in (*new.parameters, *new.momenta.values())]
+                wanted, found = old.gather(clip, finite), new.gather(clip, finite)
+                assert torch.equal(found, twin.gather(clip, finite))
+                # Rounded twice, the norm a third time in torch's.
+                torch.testing.assert_close(found, wanted, rtol=2**-6, atol=1e-6)
+                steps = turned(wanted)
+                for stack in (old, new, twin):
+                    stack.apply(steps, 0.02, 0.02 * LIKE_ADAM * math.sqrt(shape[1]), finite)
+            moved = [not torch.equal(one, other) for one, other in zip((*new.parameters, *new.momenta.values()), before, strict=True)]
+            assert all(moved) if finite else not any(moved)
+            for one, other, third in zip(old.parameters, new.parameters, twin.parameters, strict=True):
+                torch.testing.assert_close(other, one, rtol=1e-6, atol=5e-7)
+                torch.testing.assert_close(new.momentum()[other], old.momentum()[one], rtol=1e-6, atol=1e-7)
+                assert torch.equal(other, third)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("clips", [[1.0], [1.0, math.nan, 0.3, 0.7]])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_gpu_moves_weights_as_the_cpu_does(sizes: tuple[int, ...], clips: list[float]) -> None:
+    """Products are bf16 there and fp32 here."""
+    heads, D, width, inner = sizes
+    here, there = (two_layers(heads, D, width, inner, device) for device in ("cpu", GPU))
+    first = [parameter.detach().clone() for _, parameter, _ in here]
+    muons = [Muon(members, heads, compiled=False) for members in (here, there)]
+    for clip, finite in gradients([here, there], clips):
+        muons[0].step(0.02, clip.cpu(), finite.cpu())
+        muons[1].step(0.02, clip, finite)
+    for (weight, one, _), (_, other, _), before in zip(here, there, first, strict=True):
+        assert (other.detach().cpu() - one.detach()).norm() < 0.02 * (one.detach() - before).norm(), weight.name
+        torch.testing.assert_close(muons[1].momentum()[other].cpu(), muons[0].momentum()[one], rtol=1e-5, atol=1e-6)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_recorded_gradients_move_a_net_as_the_cpus_do(micro_batch: int) -> None:
+    """One pass a step leaves gradients where the recording has them, two sum them elsewhere."""
+    config = config_of("torch", optimizer="muon")
+    engine = TorchEngine(device=GPU, precision="fp32", micro_batch=micro_batch, compile=True)
+    here, there = started(config), started(config.model_copy(update={"engine": engine}))
+    assert run(there, range(6)) == pytest.approx(run(here, range(6)), rel=1e-3)
+    # Of the rest a gradient that is nothing but rounding moves AdamW as far as any other.
+    matrices = "c_attn.weight", "c_proj.weight", "c_fc.weight"
+    for (name, one), (same, other) in zip([*here.weights(), *here.moments()], [*there.weights(), *there.moments()], strict=True):
+        assert (same, other.shape) == (name, one.shape)
+        if name.endswith(matrices):
+            assert np.linalg.norm(one - other) < 0.1 * np.linalg.norm(one), name

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from textmill.models import Weight
 from textmill.models.rules import Rule
+
+if TYPE_CHECKING:
+    from textmill.engines.muon_triton import FusedStack
 
 MOMENTUM = 0.95
 TURNS = ((3.4445, -4.7750, 2.0315),) * 5
@@ -25,73 +29,114 @@ class Muon:
     """The update of block matrices. Queries, keys and values are three matrices; tall ones lie on their side."""
 
     def __init__(self, members: list[Member], heads: int, *, compiled: bool) -> None:
-        self.heads = heads
-        self.blend: Callable[..., Tensor] = torch.compile(_blend, dynamic=False) if compiled else _blend
-        self.groups: dict[tuple[int, ...], list[Member]] = {}
-        self.decays: dict[float, list[Tensor]] = {}
+        groups: dict[tuple[int, int], list[Member]] = {}
         for weight, parameter, rule in members:
-            self.groups.setdefault(tuple(self._matrices(weight, parameter.detach()).shape[1:]), []).append((weight, parameter, rule))
-            self.decays.setdefault(rule.rate * rule.decay, []).append(parameter)
-        self.momenta = {shape: self._stacked(shape, torch.zeros_like) for shape in self.groups}
-        self.rates = {shape: self._rates(shape) for shape in self.groups}
-        # A CPU without bf16 would take minutes where its own precision takes seconds.
-        self.precision = torch.bfloat16 if any(parameter.is_cuda for _, parameter, _ in members) else torch.float32
-
-    def _stacked(self, shape: tuple[int, ...], of: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        return torch.cat([self._matrices(weight, of(parameter)) for weight, parameter, _ in self.groups[shape]])
-
-    def _rates(self, shape: tuple[int, ...]) -> Tensor:
-        """The rate of each matrix of a stack, as a multiple of the step's."""
-        rates = [rule.rate for weight, _, rule in self.groups[shape] for _ in range(_count(weight))]
-        return torch.tensor(rates, device=self.momenta[shape].device)[:, None, None]
-
-    def _matrices(self, weight: Weight, values: Tensor) -> Tensor:
-        """A parameter's values as [1 or 3, R, C] with R <= C."""
-        columns = values.shape[1]
-        parts = values.view(self.heads, 3, -1, columns).transpose(0, 1).reshape(3, -1, columns) if weight.layout == "qkv" else values[None]
-        return parts.mT if parts.shape[1] > columns else parts
-
-    def _values(self, weight: Weight, parameter: Tensor, parts: Tensor) -> Tensor:
-        """The way back of `_matrices`."""
-        columns = parameter.shape[1]
-        parts = parts if parts.shape[2] == columns else parts.mT
-        if weight.layout == "qkv":
-            return parts.reshape(3, self.heads, -1, columns).transpose(0, 1).reshape(parameter.shape)
-        return parts[0]
-
-    def _apart(self, shape: tuple[int, ...], stacked: Tensor) -> list[Tensor]:
-        """A stack as values of each of its parameters."""
-        members = self.groups[shape]
-        parts = torch.split_with_sizes(stacked, [_count(weight) for weight, _, _ in members])
-        return [self._values(weight, parameter, part) for (weight, parameter, _), part in zip(members, parts, strict=True)]
+            groups.setdefault(_shape(weight, parameter, heads), []).append((weight, parameter, rule))
+        self.stacks = {shape: _stack(group, heads, shape, compiled=compiled) for shape, group in groups.items()}
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
         """One update with gradients times `clip`; where `finite` is false nothing changes, and nothing waits to know."""
-        for decay, parameters in self.decays.items():
-            torch._foreach_mul_(parameters, torch.where(finite, 1 - lr * decay, 1.0))
-        for shape, members in self.groups.items():
-            grads = self._stacked(shape, lambda parameter: parameter.grad)  # type: ignore[arg-type, return-value]
-            steps = orthogonalised(self.blend(self.momenta[shape], grads, clip, finite, self.precision))
-            rate = torch.where(finite, lr * LIKE_ADAM * math.sqrt(shape[1]), 0.0)
-            moved = self._apart(shape, steps.float() * (rate * self.rates[shape]))
-            torch._foreach_sub_([parameter for _, parameter, _ in members], moved)
+        for (_, columns), stack in self.stacks.items():
+            steps = turned(stack.gather(clip, finite))
+            stack.apply(steps, lr, lr * LIKE_ADAM * math.sqrt(columns), finite)
 
     def momentum(self) -> dict[nn.Parameter, Tensor]:
         """The momentum of each parameter, in its own layout."""
-        found: dict[nn.Parameter, Tensor] = {}
-        for shape, members in self.groups.items():
-            for (_, parameter, _), values in zip(members, self._apart(shape, self.momenta[shape]), strict=True):
-                found[parameter] = values
-        return found
+        return {parameter: values for stack in self.stacks.values() for parameter, values in stack.momentum().items()}
 
     def take(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Go on with this momentum of a parameter."""
-        for shape, members in self.groups.items():
-            parts = torch.split_with_sizes(self.momenta[shape], [_count(weight) for weight, _, _ in members])
-            for (weight, member, _), part in zip(members, parts, strict=True):
-                if member is parameter:
-                    part.copy_(self._matrices(weight, values))
+        for stack in self.stacks.values():
+            stack.take(parameter, values)
+
+
+class Stack:
+    """Parameters whose matrices have one shape: what an update does to them before and after their steps are made orthogonal."""
+
+    def __init__(self, members: list[Member], heads: int, *, compiled: bool) -> None:
+        self.members, self.heads = members, heads
+        self.parameters = [parameter for _, parameter, _ in members]
+        self.blend: Callable[..., Tensor] = torch.compile(_blend, dynamic=False) if compiled else _blend
+        self.momenta = self._stacked([torch.zeros_like(parameter) for parameter in self.parameters])
+        self.decays: dict[float, list[Tensor]] = {}
+        for _, parameter, rule in members:
+            self.decays.setdefault(rule.rate * rule.decay, []).append(parameter)
+        self.counts = [_count(weight) for weight, _, _ in members]
+        rates = [rule.rate for weight, _, rule in members for _ in range(_count(weight))]
+        self.rates = torch.tensor(rates, device=self.momenta.device)[:, None, None]
+        """The rate of each matrix, as a multiple of the step's."""
+        # A CPU without bf16 would take minutes where its own precision takes seconds.
+        self.precision = torch.bfloat16 if self.momenta.is_cuda else torch.float32
+
+    def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
+        """Move the momenta on by the gradients; return Nesterov's look ahead, each matrix divided by its norm."""
+        grads = self._stacked([parameter.grad for parameter in self.parameters])  # type: ignore[misc]
+        return normed(self.blend(self.momenta, grads, clip, finite, self.precision))
+
+    def apply(self, steps: Tensor, lr: float, rate: float, finite: Tensor) -> None:
+        """Decay the weights by `lr` and move them by their steps times `rate`, after `gather`."""
+        for decay, parameters in self.decays.items():
+            torch._foreach_mul_(parameters, torch.where(finite, 1 - lr * decay, 1.0))
+        moved = self._apart(steps.float() * (torch.where(finite, rate, 0.0) * self.rates))
+        torch._foreach_sub_([*self.parameters], moved)
+
+    def momentum(self) -> dict[nn.Parameter, Tensor]:
+        """The momentum of each parameter, in its own layout."""
+        return dict(zip(self.parameters, self._apart(self.momenta), strict=True))
+
+    def take(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Go on with this momentum, if the parameter is of this stack."""
+        for (weight, member, _), part in zip(self.members, self.momenta.split_with_sizes(self.counts), strict=True):
+            if member is parameter:
+                part.copy_(_matrices(weight, values, self.heads))
+
+    def _stacked(self, values: list[Tensor]) -> Tensor:
+        return torch.cat([_matrices(weight, one, self.heads) for (weight, _, _), one in zip(self.members, values, strict=True)])
+
+    def _apart(self, stacked: Tensor) -> list[Tensor]:
+        """A stack as values of each of its parameters."""
+        parts = zip(self.members, stacked.split_with_sizes(self.counts), strict=True)
+        return [_values(weight, parameter, part, self.heads) for (weight, parameter, _), part in parts]
+
+
+def _stack(members: list[Member], heads: int, shape: tuple[int, int], *, compiled: bool) -> Stack | FusedStack:
+    fused = _triton() if all(parameter.is_cuda for _, parameter, _ in members) else None
+    if fused is not None and all(fused.fits(parameter) for _, parameter, _ in members):
+        made: FusedStack = fused.FusedStack(members, heads, shape, MOMENTUM, TINY)
+        return made
+    return Stack(members, heads, compiled=compiled)
+
+
+def _triton() -> Any:
+    """The kernels, or nothing where Triton is not installed."""
+    try:
+        from textmill.engines import muon_triton
+    except ImportError:
+        return None
+    return muon_triton
+
+
+def _shape(weight: Weight, parameter: Tensor, heads: int) -> tuple[int, int]:
+    """Rows and columns of a parameter's matrices."""
+    _, rows, columns = _matrices(weight, parameter.detach(), heads).shape
+    return rows, columns
+
+
+def _matrices(weight: Weight, values: Tensor, heads: int) -> Tensor:
+    """A parameter's values as [1 or 3, R, C] with R <= C."""
+    columns = values.shape[1]
+    parts = values.view(heads, 3, -1, columns).transpose(0, 1).reshape(3, -1, columns) if weight.layout == "qkv" else values[None]
+    return parts.mT if parts.shape[1] > columns else parts
+
+
+def _values(weight: Weight, parameter: Tensor, parts: Tensor, heads: int) -> Tensor:
+    """The way back of `_matrices`."""
+    columns = parameter.shape[1]
+    parts = parts if parts.shape[2] == columns else parts.mT
+    if weight.layout == "qkv":
+        return parts.reshape(3, heads, -1, columns).transpose(0, 1).reshape(parameter.shape)
+    return parts[0]
 
 
 def _count(weight: Weight) -> int:
@@ -106,9 +151,14 @@ def _blend(momenta: Tensor, grads: Tensor, clip: Tensor, finite: Tensor, precisi
     return grads.lerp(momenta, MOMENTUM).to(precision)
 
 
-def orthogonalised(x_BRC: Tensor) -> Tensor:
-    """Each matrix with its singular values driven towards 1, in the precision given."""
-    x: Tensor = x_BRC / x_BRC.norm(dim=(1, 2), keepdim=True).clamp_min(TINY)
+def normed(x_BRC: Tensor) -> Tensor:
+    """Each matrix divided by its norm."""
+    norms_B11: Tensor = x_BRC.norm(dim=(1, 2), keepdim=True)
+    return x_BRC / norms_B11.clamp_min(TINY)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Each matrix [B, R, C] of norm 1 with its singular values driven towards 1, in the precision given."""
     for linear, cubic, quintic in TURNS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic), x, beta=linear)

@@ -1,0 +1,175 @@
+"""Muon's passes on a GPU in three Triton kernels: gradients to a stack of matrices, the division by their norms, steps to the weights.
+
+B matrices of R rows and C columns, R <= C. A program has a square tile of one matrix, whose rows it reads and writes as they lie in the
+parameter; tall matrices are turned inside the tile. A momentum lies as its parameter does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from textmill.models import Weight
+from textmill.models.rules import Rule
+from textmill.models.sending_torch import on_device
+
+SIDE, WARPS = 64, 8
+"""A tile's rows and columns, and the warps that have it."""
+BLOCK = 4096
+"""Elements that a program divides."""
+ALIGNED = 16
+"""Bytes: what the kernels may count on of every address."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(places, matrix, R, C, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a program's tile is: its rows and columns in the matrix as the parameter holds it, and where in the parameter they lie."""
+    tile, across = tl.program_id(0), tl.cdiv(C, S)
+    mine = places + matrix * 5
+    tall, D, gap, start, first = tl.load(mine) != 0, tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3), tl.load(mine + 4)
+    high, wide = tl.where(tall, C, R), tl.where(tall, R, C)
+    rows = tl.where(tall, tile % across, tile // across) * S + tl.arange(0, S)
+    columns = tl.where(tall, tile // across, tile % across) * S + tl.arange(0, S)
+    at = (start + rows + rows // D * gap)[:, None] * wide + columns[None, :]
+    return tall, first, rows, columns, rows < high, columns < wide, at
+
+
+@triton.jit
+def _address(addresses, which):  # type: ignore[no-untyped-def]
+    return tl.multiple_of(tl.load(addresses + which).to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather(  # type: ignore[no-untyped-def]
+    places, gradients, momenta, stack, norms, clip, finite, R, C, share, S: tl.constexpr,
+):  # fmt: skip
+    """Move a tile of a momentum on by `share`; write Nesterov's look ahead into the stack, and the norm of what was written."""
+    matrix = tl.program_id(1).to(tl.int64)
+    tall, first, rows, columns, real_rows, real_columns, at = _tile(places, matrix, R, C, S)
+    inside = real_rows[:, None] & real_columns[None, :]
+    kept, own = tl.load(finite), momenta + first.to(tl.int64) * R * C + at
+    momentum = tl.load(own, mask=inside, other=0.0)
+    gradient = tl.load(_address(gradients, matrix) + at, mask=inside, other=0.0)
+    gradient = tl.where(kept, gradient * tl.load(clip), 0.0)
+    momentum = tl.where(kept, momentum + (gradient - momentum) * share, momentum)
+    tl.store(own, momentum, mask=inside)
+    ahead = (momentum - (momentum - gradient) * share).to(stack.dtype.element_ty)
+    rounded = ahead.to(tl.float32)
+    tl.store(norms + matrix * tl.num_programs(0) + tl.program_id(0), tl.sqrt(tl.sum(tl.sum(rounded * rounded, 1), 0)))
+    to = stack + matrix * R * C
+    if tall:
+        tl.store(to + columns[:, None] * C + rows[None, :], tl.trans(ahead), mask=real_columns[:, None] & real_rows[None, :])
+    else:
+        tl.store(to + rows[:, None] * C + columns[None, :], ahead, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _divide(stack, norms, size, tiny, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Divide each matrix by its norm."""
+    matrix, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    own = stack + matrix * size + at
+    values = tl.load(own, mask=at < size, other=0.0).to(tl.float32) / tl.maximum(tl.load(norms + matrix), tiny)
+    tl.store(own, values.to(stack.dtype.element_ty), mask=at < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _apply(  # type: ignore[no-untyped-def]
+    places, rules, weights, steps, finite, R, C, lr, rate, S: tl.constexpr,
+):  # fmt: skip
+    """Decay a tile of a weight and move it by its step; both are small, and are summed before the weight's own size rounds them."""
+    matrix = tl.program_id(1).to(tl.int64)
+    tall, _, rows, columns, real_rows, real_columns, at = _tile(places, matrix, R, C, S)
+    inside = real_rows[:, None] & real_columns[None, :]
+    own, of = _address(weights, matrix) + at, steps + matrix * R * C
+    weight = tl.load(own, mask=inside, other=0.0)
+    if tall:
+        mask = real_columns[:, None] & real_rows[None, :]
+        step = tl.trans(tl.load(of + columns[:, None] * C + rows[None, :], mask=mask, other=0.0))
+    else:
+        step = tl.load(of + rows[:, None] * C + columns[None, :], mask=inside, other=0.0)
+    moved = weight * (lr * tl.load(rules + matrix * 2 + 1)) + step.to(tl.float32) * (rate * tl.load(rules + matrix * 2))
+    tl.store(own, tl.where(tl.load(finite), weight - moved, weight), mask=inside)
+
+
+class FusedStack:
+    """What `Stack` is, for parameters in a GPU's memory that `fits`."""
+
+    def __init__(
+        self, members: list[tuple[Weight, nn.Parameter, Rule]], heads: int, shape: tuple[int, int], momentum: float, tiny: float
+    ) -> None:
+        self.shape, self.share, self.tiny = shape, 1 - momentum, tiny
+        self.parameters = [parameter for _, parameter, _ in members]
+        self.counts = [parameter.numel() // math.prod(shape) for parameter in self.parameters]
+        places: list[tuple[int, ...]] = []
+        rules: list[tuple[float, float]] = []
+        for (weight, parameter, rule), count in zip(members, self.counts, strict=True):
+            places += _places(weight, parameter, heads, len(places))
+            rules += [(rule.rate, rule.rate * rule.decay)] * count
+        device, self.matrices = self.parameters[0].device, len(places)
+        self.places = torch.tensor(places, dtype=torch.int32, device=device)
+        self.rules = torch.tensor(rules, dtype=torch.float32, device=device)
+        self.flat = torch.zeros(self.matrices * math.prod(shape), device=device)
+        parts = self.flat.split_with_sizes([parameter.numel() for parameter in self.parameters])
+        self.momenta = {parameter: part.view(parameter.shape) for parameter, part in zip(self.parameters, parts, strict=True)}
+        self.grid = triton.cdiv(shape[0], SIDE) * triton.cdiv(shape[1], SIDE), self.matrices
+        self.known: tuple[int, ...] = ()
+        """Where weights and gradients lay at the last step; recorded ones lie there at the next one too."""
+
+    def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
+        """Move the momenta on by the gradients; return Nesterov's look ahead, each matrix divided by its norm."""
+        (R, C), device = self.shape, self.flat.device
+        gradients = [_fitting(parameter.grad) for parameter in self.parameters]
+        self._find(gradients)
+        stack = torch.empty(self.matrices, R, C, dtype=torch.bfloat16, device=device)
+        norms = torch.empty(self.matrices, self.grid[0], device=device)
+        given = self.places, self.addresses[1], self.flat, stack, norms, clip, finite, R, C, self.share
+        _gather[self.grid](*given, S=SIDE, num_warps=WARPS)
+        whole = torch.linalg.vector_norm(norms, dim=1)
+        _divide[triton.cdiv(R * C, BLOCK), self.matrices](stack, whole, R * C, self.tiny, N=BLOCK, num_warps=WARPS)
+        return stack
+
+    def apply(self, steps: Tensor, lr: float, rate: float, finite: Tensor) -> None:
+        """Decay the weights by `lr` and move them by their steps times `rate`, after `gather`."""
+        # Floats whatever was given: for a whole number another kernel would be compiled.
+        given = self.places, self.rules, self.addresses[0], steps, finite, *self.shape, float(lr), float(rate)
+        _apply[self.grid](*given, S=SIDE, num_warps=WARPS)
+
+    def momentum(self) -> dict[nn.Parameter, Tensor]:
+        """The momentum of each parameter, in its own layout."""
+        return dict(self.momenta)
+
+    def take(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Go on with this momentum, if the parameter is of this stack."""
+        if parameter in self.momenta:
+            self.momenta[parameter].copy_(values)
+
+    def _find(self, gradients: list[Tensor]) -> None:
+        """Tell the device where weights and gradients lie, if that is another place than before."""
+        found = tuple(tensor.data_ptr() for tensor in (*self.parameters, *gradients))
+        if found != self.known:
+            addresses = [address for address, count in zip(found, self.counts * 2, strict=True) for _ in range(count)]
+            self.known, self.addresses = found, on_device(addresses, self.flat.device, torch.int64).view(2, -1)
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether the kernels can work on a tensor where it lies."""
+    return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
+
+
+def _fitting(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient if fits(gradient) else gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _places(weight: Weight, parameter: Tensor, heads: int, first: int) -> list[tuple[int, ...]]:
+    """For each matrix of a parameter: whether it is tall, after how many rows how many of others come, its first row, and the first of
+    the parameter's matrices."""
+    rows, columns = parameter.shape
+    if weight.layout != "qkv":
+        return [(rows > columns, rows, 0, 0, first)]
+    D = rows // (3 * heads)
+    return [(heads * D > columns, D, 2 * D, part * D, first) for part in range(3)]
