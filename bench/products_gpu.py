@@ -50,7 +50,7 @@ def compared(name: str, a: Tensor, b: Tensor, seconds: float) -> tuple[float, fl
     (m, k), n, found = a.shape, b.shape[1], []
     out = torch.empty(m, n, device="cuda", dtype=a.dtype)
     product = Product(Form(m, n, k, a.stride(1) != 1, b.stride(1) != 1, a.dtype, a.dtype, bias=False, adds=False), out.device)
-    ways, given = product.ways(), (a, b, None, out, torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8))
+    ways, given = product.ways(), (a, b, None, None, out, torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8))
     torchs = [milliseconds(lambda: torch.mm(a, b, out=out), seconds)]
     for _ in range(2):
         found.append([milliseconds(lambda way=way: product.make(way, *given), seconds) for way in ways])  # type: ignore[misc]

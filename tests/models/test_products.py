@@ -21,11 +21,12 @@ def _drawn(*shape: int, seed: int) -> Tensor:
 
 
 def test_a_linear_layer_and_its_slopes_are_torch_s_own() -> None:
-    """Against torch.nn.functional.linear, in double precision, with and without a bias, all three slopes."""
+    """Against torch.nn.functional.linear, in double precision, with and without a bias and a stream, all slopes."""
     x, weight, bias, slope = _drawn(5, 4, seed=1), _drawn(3, 4, seed=2), _drawn(3, seed=3), _drawn(5, 3, seed=4)
-    for given in ((x, weight, bias), (x, weight)):
+    for given in ((x, weight, bias, _drawn(5, 3, seed=5)), (x, weight, bias), (x, weight)):
         leaves = [[tensor.clone().requires_grad_() for tensor in given] for _ in range(2)]
-        ours, theirs = chosen_linear(*leaves[0], *[None] * (3 - len(given))), torch.nn.functional.linear(*leaves[1])
+        ours, theirs = chosen_linear(*leaves[0], *[None] * (4 - len(given))), torch.nn.functional.linear(*leaves[1][:3])
+        theirs = theirs + leaves[1][3] if len(given) == 4 else theirs
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
         ours.backward(slope)
         theirs.backward(slope)
@@ -36,13 +37,15 @@ def test_a_linear_layer_and_its_slopes_are_torch_s_own() -> None:
 def test_the_ops_keep_what_torch_asks_of_ops() -> None:
     """torch's own checks: schema, shapes without data, autograd, tracing."""
     x, weight, bias = _drawn(5, 4, seed=1), _drawn(3, 4, seed=2), _drawn(3, seed=3)
-    torch.library.opcheck(chosen_linear, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()))
+    torch.library.opcheck(
+        chosen_linear, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), _drawn(5, 3, seed=5).requires_grad_())
+    )
     torch.library.opcheck(times, (x.detach(), weight.detach().t()))
 
 
 def test_a_frozen_weight_has_no_slope() -> None:
     x, weight = _drawn(5, 4, seed=1).requires_grad_(), _drawn(3, 4, seed=2)
-    chosen_linear(x, weight, None).sum().backward()
+    chosen_linear(x, weight, None, None).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(x.grad, weight.sum(0).expand(5, 4), rtol=0, atol=1e-12)
 
@@ -50,7 +53,7 @@ def test_a_frozen_weight_has_no_slope() -> None:
 def test_a_sum_goes_on_in_its_own_precision() -> None:
     a, b = _drawn(3, 7, seed=1).bfloat16(), _drawn(7, 2, seed=2).bfloat16()
     total = torch.ones(3, 2)
-    multiply(a, b, total, adds=True)
+    multiply(a, b, total, onto=total)
     torch.testing.assert_close(total, 1 + a.float() @ b.float(), rtol=2**-7, atol=2**-7)
 
 
@@ -78,7 +81,7 @@ def test_which_way_is_chosen(
 @on_gpu
 @pytest.mark.parametrize("half", HALVES)
 def test_every_way_gives_the_exact_product(half: str) -> None:
-    """All that is proposed and what is chosen, against double precision: a and b lying either way, a bias, a sum in fp32."""
+    """All that is proposed and what is chosen, against double precision: a and b lying either way, a bias, a stream, a sum in fp32."""
     kind, step = HALVES[half]
     m, k, n = 4096, 1024, 2304
     for a_turned in (False, True):
@@ -86,15 +89,16 @@ def test_every_way_gives_the_exact_product(half: str) -> None:
             a, b = _drawn(m, k, seed=1).to("cuda", kind), (_drawn(k, n, seed=2) / k**0.5).to("cuda", kind)
             a, b = a.t().contiguous().t() if a_turned else a, b.t().contiguous().t() if b_turned else b
             row, exact = _drawn(n, seed=3).to("cuda", kind), a.double() @ b.double()
-            for bias, dtype, bound in ((None, kind, 4 * step), (row, kind, 4 * step), (None, torch.float32, 1e-4)):
-                out, adds = torch.empty(m, n, device="cuda", dtype=dtype), dtype == torch.float32
-                wanted = exact + (float(adds) if bias is None else bias.double())
-                form = products_torch._form_of(a, b, out, bias, adds)
+            stream, total = _drawn(m, n, seed=4).to("cuda", kind), torch.empty(m, n, device="cuda")
+            for bias, onto, bound in ((None, None, 4 * step), (row, None, 4 * step), (row, stream, 4 * step), (None, total, 1e-4)):
+                out = total if onto is total else torch.empty(m, n, device="cuda", dtype=kind)
+                wanted = exact + (0 if bias is None else bias.double()) + (0 if onto is None else 1 if onto is total else onto.double())
+                form = products_torch._form_of(a, b, out, bias, onto)
                 assert form is not None
                 made, space = Product(form, out.device), torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8)
-                proposed = [partial(made.make, way, a, b, bias, out, space) for way in made.ways()]
+                proposed = [partial(made.make, way, a, b, bias, onto, out, space) for way in made.ways()]
                 assert proposed
-                for work in (*proposed, partial(multiply, a, b, out, bias=bias, adds=adds)):
+                for work in (*proposed, partial(multiply, a, b, out, bias=bias, onto=onto)):
                     out.fill_(1)
                     work()
                     assert (out.double() - wanted).abs().max() < bound * wanted.abs().max()

@@ -82,6 +82,6 @@ class _SharedLoss(MadeInForward):
             logits_MV.zero_()[:, : slopes.shape[1]] = slopes
             multiply(logits_MV, head, slope_x[rows])
             if slope_head is not None:
-                multiply(logits_MV.T, x_ME[rows], slope_head, adds=True)
+                multiply(logits_MV.T, x_ME[rows], slope_head, onto=slope_head)
         ctx.save_for_backward(slope_x, slope_head)
         return total

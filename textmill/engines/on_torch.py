@@ -28,6 +28,7 @@ from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
+from textmill.models.parts_torch import PLAIN, compiled_parts
 from textmill.models.sending_torch import on_device
 from textmill.tokens.batches.batch import Batch
 
@@ -81,7 +82,7 @@ class OnTorch:
         self.net, self.train, self.layout, self.ranks, self.first = net, train, layout, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
-        self.states = torch.compile(hidden_states, dynamic=False) if compiled else hidden_states
+        self.parts = compiled_parts() if compiled else PLAIN
         self.optimizer = Updates(net, train, layout, compiled=compiled)
         layout.watch(self.optimizer.parameters)
         self.scaler = Scaler(self.device) if precision == torch.float16 else None
@@ -127,7 +128,7 @@ class OnTorch:
     def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""
         with arithmetic(self.device, self.precision), attention_order(self.device):
-            x_ME = self.states(self.net, inputs, keys, documents, self.precision)
+            x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.parts)
         asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
         smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
         loss = shared_loss(*asked, smoothing, z, peers) if peers else summed_loss(*asked, smoothing, z, self.net.fp8)

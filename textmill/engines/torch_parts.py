@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.models.nets_torch import Net
+from textmill.models.parts_torch import PLAIN, Parts
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 
@@ -54,6 +55,8 @@ def part_of(batch: Batch, ways: int, number: int) -> Batch:
     return Batch(batch.inputs[mine], labels, batch.samples[mine], None if batch.documents is None else batch.documents[mine])
 
 
-def hidden_states(net: Net, inputs_NT: Tensor, keys_N: Tensor | None, documents_NT: Tensor | None, precision: torch.dtype) -> Tensor:
+def hidden_states(
+    net: Net, inputs_NT: Tensor, keys_N: Tensor | None, documents_NT: Tensor | None, precision: torch.dtype, parts: Parts = PLAIN
+) -> Tensor:
     """The net's last states [tokens, width], in the precision of the products; documents are kept apart if given."""
-    return net(inputs_NT, keys_N, documents_NT=documents_NT).to(precision).flatten(0, 1)
+    return net(inputs_NT, keys_N, documents_NT=documents_NT, parts=parts).to(precision).flatten(0, 1)

@@ -49,7 +49,7 @@ class Form:
     bias: bool
     """Whether a row is added to each of out's."""
     adds: bool
-    """Whether the product is added to what stands in out."""
+    """Whether the product is added to another matrix, which may be out."""
 
 
 @cache
@@ -114,11 +114,11 @@ class Product:
         library().cublasLtMatmulPreferenceDestroy(wish)
         return [] if status else [way for way in ways[: found.value] if way.state == 0]
 
-    def make(self, way: Way, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, workspace: Tensor) -> None:
+    def make(self, way: Way, a: Tensor, b: Tensor, bias: Tensor | None, onto: Tensor | None, out: Tensor, workspace: Tensor) -> None:
         """Make it in this way, in the stream that is current."""
         if bias is not None:
             self._say(BIAS, ctypes.c_void_p(bias.data_ptr()))
-        here = out.data_ptr()
-        matrices = b.data_ptr(), self._b, a.data_ptr(), self._a, ctypes.addressof(self._before), here, self._out, here, self._out
+        here, before = out.data_ptr(), (out if onto is None else onto).data_ptr()
+        matrices = b.data_ptr(), self._b, a.data_ptr(), self._a, ctypes.addressof(self._before), before, self._out, here, self._out
         last = ctypes.addressof(way.kernel), workspace.data_ptr(), workspace.numel(), torch.cuda.current_stream(self.device).cuda_stream
         _check(library().cublasLtMatmul(_handle(self.device), self._said, ctypes.addressof(self._one), *matrices, *last))

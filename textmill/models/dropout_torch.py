@@ -23,6 +23,16 @@ def dropout_keys(seed: int, step: int, samples: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(sample_keys(seed, step, samples).view(np.int32))
 
 
+def keys_in(keys_N: Tensor | None, layer: int) -> Tensor | None:
+    """A block's keys, with which it names its sites as all blocks do: from 1 on, where the net has counted 3 for each block before."""
+    return None if keys_N is None else keys_N + _signed(3 * layer * _PRIME % (1 << 32))
+
+
+def site_in(layer: int, site: int) -> int:
+    """What a block calls a site of the net, with its own keys."""
+    return site - 3 * layer
+
+
 def drop(x: Tensor, share: float, keys_N: Tensor | None, site: int, part: int = 0, columns: tuple[int, int] = (0, 1)) -> Tensor:
     """Zero a share of x [samples, ...] and scale up the rest; without keys nothing is dropped.
 

@@ -9,11 +9,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import checkpoint
 
 from textmill.errors import TextmillError
-from textmill.models.dropout_torch import drop
+from textmill.models.dropout_torch import drop, keys_in
 from textmill.models.fp8_torch import MULTIPLE, linear8
 from textmill.models.gpt2 import Shape
 from textmill.models.heads_torch import project
 from textmill.models.lora_torch import through
+from textmill.models.parts_torch import PLAIN, Parts
 from textmill.models.products_torch import are_chosen, linear
 
 try:
@@ -56,7 +57,10 @@ class Attention(nn.Module):
         self.part = 0
         """Which of its equal parts of the heads a tensor-parallel peer holds."""
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
+    def forward(
+        self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, stream_NTE: Tensor | None = None
+    ) -> Tensor:
+        """What attention makes of x; added to the stream, if that is given."""
         N, T, _ = x_NTE.shape
         q_NHTD, k_NHTD, v_NHTD = self._split(x_NTE, keys_N)
         if cache is not None:
@@ -73,7 +77,7 @@ class Attention(nn.Module):
         else:
             seen = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=seen)
-        return through(self.c_proj, y_NHTD.transpose(1, 2).reshape(N, T, -1), keys_N)
+        return through(self.c_proj, y_NHTD.transpose(1, 2).reshape(N, T, -1), keys_N, stream_NTE)
 
     def _split(self, x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values of every head."""
@@ -88,7 +92,7 @@ class Attention(nn.Module):
         scores = (q_NHTD @ k_NHTD.transpose(2, 3)) * q_NHTD.shape[-1] ** -0.5
         mask = _causal(scores.shape[2], scores.shape[3], scores.device) if mask_N1TT is None else mask_N1TT
         scores = scores.masked_fill(~mask, float("-inf"))
-        return drop(scores.softmax(-1, dtype=torch.float32), share, keys_N, 3 * self.layer + 1, self.part).to(q_NHTD.dtype)
+        return drop(scores.softmax(-1, dtype=torch.float32), share, keys_N, 1, self.part).to(q_NHTD.dtype)
 
 
 def _causal(asking: int, seen: int, device: torch.device) -> Tensor:
@@ -141,10 +145,12 @@ class MLP(nn.Module):
         self.approximate = "tanh" if shape.activation == "gelu_new" else "none"
         self.fp8 = False
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None, stream_NTE: Tensor | None = None) -> Tensor:
+        """What the two make of x; added to the stream, if that is given."""
         if self.fp8 and torch.is_grad_enabled():
-            return self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
-        return through(self.c_proj, self.inner(x_NTE, keys_N), keys_N)
+            y_NTE = self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
+            return y_NTE if stream_NTE is None else stream_NTE + y_NTE
+        return through(self.c_proj, self.inner(x_NTE, keys_N), keys_N, stream_NTE)
 
     def _in_fp8(self, x_ME: Tensor) -> Tensor:
         x_MF = linear8(x_ME, self.c_fc.weight)
@@ -170,13 +176,23 @@ class Block(nn.Module):
         self.attn = Attention(shape, layer)
         self.ln_2 = nn.LayerNorm(shape.width, shape.epsilon)
         self.mlp = MLP(shape)
-        self.share, self.layer = shape.residual_dropout, layer
+        self.share = shape.residual_dropout
         self.part = 0
         """Which of its equal parts of the tokens a sequence-parallel peer holds."""
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
-        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask), self.share, keys_N, 3 * self.layer + 2, self.part)
-        return x_NTE + drop(self.mlp(self.ln_2(x_NTE), keys_N), self.share, keys_N, 3 * self.layer + 3, self.part)
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, parts: Parts = PLAIN) -> Tensor:
+        """The stream after this block; `keys_N` are the block's own."""
+        out: Tensor = parts.work(self, x_NTE, keys_N, cache, mask)
+        return out
+
+    def work(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
+        """What a block does. Without dropout in between the last matrix of each half adds to the stream by itself."""
+        if keys_N is None or not self.share:
+            x_NTE = self.attn(self.ln_1(x_NTE), keys_N, cache, mask, x_NTE)
+            out: Tensor = self.mlp(self.ln_2(x_NTE), keys_N, x_NTE)
+            return out
+        x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask), self.share, keys_N, 2, self.part)
+        return x_NTE + drop(self.mlp(self.ln_2(x_NTE), keys_N), self.share, keys_N, 3, self.part)
 
 
 class Net(nn.Module):
@@ -205,29 +221,46 @@ class Net(nn.Module):
                 module.fp8 = True
 
     def forward(
-        self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Cache | None = None, documents_NT: Tensor | None = None
+        self,
+        ids_NT: Tensor,
+        keys_N: Tensor | None = None,
+        cache: Cache | None = None,
+        documents_NT: Tensor | None = None,
+        parts: Parts = PLAIN,
     ) -> Tensor:
-        """Hidden states of every token; `keys_N` asks for dropout, `cache` holds what came before, documents are kept apart if given."""
+        """Hidden states of every token, in the precision of the products; `keys_N` asks for dropout, `cache` holds what came before,
+        documents are kept apart if given."""
         before = cache.used if cache is not None else 0
+        x_NTE, mask = parts.begin(self, ids_NT, keys_N, before, documents_NT)
+        again = self.recompute if cache is None and torch.is_grad_enabled() else 0
+        for start in range(0, len(self.h), again or len(self.h)):
+            part = (start, start + (again or len(self.h)), x_NTE, keys_N, cache, mask, parts)
+            # Dropout is a hash of places, so that nothing random needs to be kept and replayed.
+            x_NTE = checkpoint(self._blocks, *part, use_reentrant=False, preserve_rng_state=False) if again else self._blocks(*part)
+        if cache is not None:
+            cache.used += ids_NT.shape[1]
+        out: Tensor = parts.end(self, x_NTE)
+        return out
+
+    def begin(self, ids_NT: Tensor, keys_N: Tensor | None, before: int, documents_NT: Tensor | None) -> tuple[Tensor, Mask | None]:
+        """The stream before the first block, and what its tokens may look at."""
         positions = torch.arange(before, before + ids_NT.shape[1], device=ids_NT.device)
         mask: Mask | None = None
         if documents_NT is not None:
             mask = self._mask(documents_NT, keys_N)
             positions = positions - _begins(documents_NT)
-        x_NTE = drop(_narrow(self.wte(ids_NT) + self.wpe(positions)), self.shape.embedding_dropout, keys_N, 0, self.part)
-        again = self.recompute if cache is None and torch.is_grad_enabled() else 0
-        for start in range(0, len(self.h), again or len(self.h)):
-            part = (start, start + (again or len(self.h)), x_NTE, keys_N, cache, mask)
-            # Dropout is a hash of places, so that nothing random needs to be kept and replayed.
-            x_NTE = checkpoint(self._blocks, *part, use_reentrant=False, preserve_rng_state=False) if again else self._blocks(*part)
-        if cache is not None:
-            cache.used += ids_NT.shape[1]
-        out: Tensor = self.ln_f(x_NTE)
-        return out
+        x_NTE = _narrow(self.wte(ids_NT) + self.wpe(positions))
+        return drop(x_NTE, self.shape.embedding_dropout, keys_N, 0, self.part), mask
 
-    def _blocks(self, start: int, stop: int, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
-        for block in self.h[start:stop]:
-            x_NTE = block(x_NTE, keys_N, cache, mask)
+    def end(self, x_NTE: Tensor) -> Tensor:
+        """What comes after the last block."""
+        return _narrow(self.ln_f(x_NTE))
+
+    def _blocks(
+        self, start: int, stop: int, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, parts: Parts
+    ) -> Tensor:
+        for layer, block in enumerate(self.h[start:stop], start):
+            x_NTE = block(x_NTE, keys_in(keys_N, layer), cache, mask, parts)
         return x_NTE
 
     def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:

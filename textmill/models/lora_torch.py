@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from textmill.config import LoraConfig
 from textmill.models import open_family
 from textmill.models import products_torch as products
-from textmill.models.dropout_torch import drop
+from textmill.models.dropout_torch import drop, site_in
 from textmill.models.lora import adapters_of, sites_of
 
 
@@ -32,12 +32,12 @@ class Adapted(nn.Linear):
         return out
 
 
-def through(linear: nn.Module, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
-    """x times a matrix of a net; `keys_N` are for an adapter's dropout, where there is one."""
+def through(linear: nn.Module, x_NTE: Tensor, keys_N: Tensor | None, stream_NTF: Tensor | None = None) -> Tensor:
+    """x times a matrix of a net, added to a stream if there is one; `keys_N` are for an adapter's dropout, where there is one."""
     if type(linear) is nn.Linear and products.are_chosen(x_NTE, linear.weight):
-        return products.linear(x_NTE, linear.weight, linear.bias)
+        return products.linear(x_NTE, linear.weight, linear.bias, stream_NTF)
     out: Tensor = linear(x_NTE, keys_N) if isinstance(linear, Adapted) else linear(x_NTE)
-    return out
+    return out if stream_NTF is None else stream_NTF + out
 
 
 def adapt(net: Any, lora: LoraConfig) -> None:
@@ -46,4 +46,5 @@ def adapt(net: Any, lora: LoraConfig) -> None:
     for stem in dict.fromkeys(weight.name.rpartition(".lora_")[0] for weight in adapters_of(net.shape, lora)):
         parent, _, leaf = short(stem).rpartition(".")
         holder = cast(nn.Module, net).get_submodule(parent)
-        setattr(holder, leaf, Adapted(getattr(holder, leaf), lora, sites[stem]))
+        site = site_in(int(parent.split(".")[1]), sites[stem])  # h.LAYER.attn, h.LAYER.mlp
+        setattr(holder, leaf, Adapted(getattr(holder, leaf), lora, site))

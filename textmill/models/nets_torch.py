@@ -18,6 +18,7 @@ from textmill.models import Family, Weight, open_family, shape_in
 from textmill.models.layouts import in_memory, laid_out
 from textmill.models.lora import lora_of, weights_with
 from textmill.models.lora_torch import adapt
+from textmill.models.parts_torch import PLAIN, Parts
 from textmill.tensors import Named
 
 
@@ -35,7 +36,14 @@ class Net(Protocol):
     def use_fp8(self) -> None: ...
     @property
     def head(self) -> Tensor: ...
-    def __call__(self, ids_NT: Tensor, keys_N: Tensor | None = None, cache: Any = None, documents_NT: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self,
+        ids_NT: Tensor,
+        keys_N: Tensor | None = None,
+        cache: Any = None,
+        documents_NT: Tensor | None = None,
+        parts: Parts = PLAIN,
+    ) -> Tensor: ...
     def logits(self, x_NTE: Tensor) -> Tensor: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 

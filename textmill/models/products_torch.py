@@ -42,21 +42,23 @@ def are_chosen(x_NTE: Tensor, weight_FE: Tensor) -> bool:
     return trains and 2 * x_NTE.numel() * len(weight_FE) >= SMALL
 
 
-def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
-    """As torch's own, autocast too."""
+def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_NTF: Tensor | None = None) -> Tensor:
+    """As torch's own, autocast too; added to a stream, if there is one."""
     if not are_chosen(x_NTE, weight_FE):
-        return F.linear(x_NTE, weight_FE, bias_F)
+        y_NTF = F.linear(x_NTE, weight_FE, bias_F)
+        return y_NTF if stream_NTF is None else stream_NTF + y_NTF
     device = x_NTE.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NTE.dtype
     bias = None if bias_F is None else bias_F.to(kind)
-    y_MF: Tensor = chosen_linear(x_NTE.to(kind).flatten(0, -2), weight_FE.to(kind), bias)
+    stream_MF = None if stream_NTF is None else stream_NTF.to(kind).flatten(0, -2)
+    y_MF: Tensor = chosen_linear(x_NTE.to(kind).flatten(0, -2), weight_FE.to(kind), bias, stream_MF)
     return y_MF.view(*x_NTE.shape[:-1], -1)
 
 
 @torch.library.custom_op("textmill::linear", mutates_args=())
-def chosen_linear(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
-    """A linear layer."""
-    return product(x_ME, weight_FE.t(), bias_F)
+def chosen_linear(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
+    """A linear layer, added to a stream."""
+    return product(x_ME, weight_FE.t(), bias_F, stream_MF)
 
 
 @torch.library.custom_op("textmill::times", mutates_args=())
@@ -66,7 +68,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 @chosen_linear.register_fake
-def _(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+def _(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
     return x_ME.new_empty(x_ME.shape[0], weight_FE.shape[0])
 
 
@@ -79,59 +81,60 @@ def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:2])
 
 
-def _slopes(ctx, dy_MF: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[no-untyped-def]
+def _slopes(ctx, dy_MF: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
     x_ME, weight_FE = ctx.saved_tensors
-    for_x, for_weight, for_bias = ctx.needs_input_grad
+    for_x, for_weight, for_bias, for_stream = ctx.needs_input_grad
     slope_x = times(dy_MF, weight_FE) if for_x else None
     slope_weight = times(dy_MF.t(), x_ME) if for_weight else None
-    return slope_x, slope_weight, dy_MF.sum(0) if for_bias else None
+    return slope_x, slope_weight, dy_MF.sum(0) if for_bias else None, dy_MF if for_stream else None
 
 
 chosen_linear.register_autograd(_slopes, setup_context=_keep)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b, with a row added to each of its own."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    """a b, with a row added to each of its own, and another matrix to all."""
     out = a.new_empty(a.shape[0], b.shape[1])
-    multiply(a, b, out, bias=bias)
+    multiply(a, b, out, bias=bias, onto=onto)
     return out
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, adds: bool = False) -> None:
-    """out = a b, with a row added to each of its own; or out += a b, summed in out's precision."""
-    form = _form_of(a, b, out, bias, adds)
-    choice = None if form is None or torch.are_deterministic_algorithms_enabled() else _choice(form, a, b, out, bias)
+def multiply(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, onto: Tensor | None = None) -> None:
+    """out = a b, with a row added to each of its own, and another matrix to all, which may be out itself; summed in out's precision."""
+    form = _form_of(a, b, out, bias, onto)
+    choice = None if form is None or torch.are_deterministic_algorithms_enabled() else _choice(form, a, b, out, bias, onto)
     if choice is None:
-        _by_torch(a, b, out, bias, adds)
+        _by_torch(a, b, out, bias, onto)
     else:
-        choice[0].make(choice[1], a, b, bias, out, _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream))
+        choice[0].make(choice[1], a, b, bias, onto, out, _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream))
 
 
-def _by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
-    if bias is not None:
-        torch.addmm(bias, a, b, out=out)
-    elif not adds:
-        torch.mm(a, b, out=out)
-    elif a.dtype == out.dtype:
-        out.addmm_(a, b)
+def _by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> None:
+    if onto is None:
+        torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+        return
+    if a.dtype == out.dtype:
+        torch.addmm(onto, a, b, out=out)
     elif out.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        torch.addmm(onto, a, b, out_dtype=out.dtype, out=out)
     else:
-        out += a @ b
+        torch.add(onto, a @ b, out=out)
+    if bias is not None:
+        out += bias
 
 
-def _form_of(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> Form | None:
+def _form_of(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> Form | None:
     """The product's form, where there is anything to choose."""
     if not out.is_cuda or a.dtype == torch.float32 or a.dtype not in KINDS:
         return None
     (m, k), n = a.shape, b.shape[1]
     if 2 * m * n * k < SMALL or library() is None:
         return None
-    lies = [_turned(matrix) for matrix in (a, b, out)]
-    begins = [matrix.data_ptr() % ALIGNED for matrix in (a, b, out)]
-    if None in lies or lies[2] or any(begins):
+    matrices = [a, b, out, out if onto is None else onto]
+    lies = [_turned(matrix) for matrix in matrices]
+    if None in lies or any(lies[2:]) or matrices[3].dtype != out.dtype or any(matrix.data_ptr() % ALIGNED for matrix in matrices):
         return None
-    return Form(m, n, k, bool(lies[0]), bool(lies[1]), a.dtype, out.dtype, bias is not None, adds)
+    return Form(m, n, k, bool(lies[0]), bool(lies[1]), a.dtype, out.dtype, bias is not None, onto is not None)
 
 
 def _turned(matrix: Tensor) -> bool | None:
@@ -146,7 +149,7 @@ def _workspace(device: torch.device, stream: int) -> Tensor:
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
-def _choice(form: Form, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> Choice:
+def _choice(form: Form, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> Choice:
     """How products of a form are made: the fastest way there is, tried once with the matrices of the first."""
     key = form, out.device
     if key in _choices:
@@ -155,9 +158,10 @@ def _choice(form: Form, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) 
         return None  # nothing can be tried now
     made = Product(form, out.device)
     space = _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream)
-    result = out.clone() if form.adds else out
-    own: Trial = None, lambda: _by_torch(a, b, result, bias, form.adds)
-    others: list[Trial] = [((made, way), partial(made.make, way, a, b, bias, result, space)) for way in made.ways()]
+    result = out.clone() if onto is out else out  # which counts, where it is added to
+    before = result if onto is out else onto
+    own: Trial = None, lambda: _by_torch(a, b, result, bias, before)
+    others: list[Trial] = [((made, way), partial(made.make, way, a, b, bias, before, result, space)) for way in made.ways()]
     if all(device != out.device for _, device in _choices):
         _seconds(own[1], HEAT)
     _choices[key] = _fastest(own, others)

@@ -1,0 +1,72 @@
+"""A net whose parts are compiled is the net as it is written, and its blocks are compiled once for all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from textmill.models import gpt2, gpt2_torch
+from textmill.models.dropout_torch import dropout_keys
+from textmill.models.parts_torch import PLAIN, Parts, compiled_parts
+
+SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "vocab": 10, "end": 0}
+CASES: dict[str, tuple[dict[str, float], int, bool]] = {
+    "as it is": ({}, 0, False),
+    "with dropout": ({"embedding_dropout": 0.2, "attention_dropout": 0.3, "residual_dropout": 0.4}, 0, False),
+    "states made again": ({}, 3, False),
+    "with dropout, made again": ({"residual_dropout": 0.4}, 1, True),
+    "documents apart": ({}, 0, True),
+}
+
+
+def _run(net: gpt2_torch.Net, parts: Parts, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The states of a net and the gradients of its weights."""
+    torch.manual_seed(3)
+    ids, slope = torch.randint(0, 10, (2, 128)), torch.randn(2, 128, 32)
+    keys = dropout_keys(1, 2, np.arange(2)) if net.shape.drops else None
+    net.zero_grad()
+    states = net(ids, keys, documents_NT=documents, parts=parts)
+    states.backward(slope)
+    return states.detach(), {name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_parts_are_the_net_and_no_block_is_compiled_twice(case: str) -> None:
+    dropout, recompute, apart = CASES[case]
+    torch.manual_seed(1)
+    net = gpt2_torch.Net(gpt2.Shape(**SHAPE, **dropout))  # type: ignore[arg-type]
+    net.recompute = recompute
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    documents = torch.arange(128).expand(2, 128) // 50 if apart else None
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    plain, ours = (_run(net, parts, documents) for parts in (PLAIN, compiled_parts(backend=backend, fullgraph=True)))
+    assert backend.frame_count == 3, "what is before the blocks, a block, and what is after"
+    torch.testing.assert_close(ours[0], plain[0])
+    assert ours[1].keys() == plain[1].keys()
+    for name, gradient in plain[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")
+
+
+def test_documents_in_blocks_reach_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with masks in blocks; another batch has other documents, and nothing is compiled anew for it."""
+    monkeypatch.setattr(gpt2_torch, "_in_blocks", lambda documents, width: torch.compiler.is_compiling())
+    torch.manual_seed(1)
+    net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    parts, ids, counts = compiled_parts(backend=backend), torch.randint(0, 10, (2, 128)), list[int]()
+    with torch.no_grad():  # torch trains in blocks on a GPU alone
+        for size in (50, 31):
+            documents = torch.arange(128).expand(2, 128) // size
+            torch.testing.assert_close(
+                net(ids, documents_NT=documents, parts=parts), net(ids, documents_NT=documents), rtol=1e-4, atol=1e-4
+            )
+            counts.append(backend.frame_count)
+    assert counts[0] == counts[1]
