@@ -67,6 +67,16 @@ def heads(samples: int, length: int, shape: Any, seconds: float) -> None:
     timed("joined heads", module, choices, lambda: module.joined(*parts), shape.layers, 12 * parts[0].numel(), seconds)
 
 
+def norms(rows: int, width: int, layers: int, seconds: float) -> None:
+    """A LayerNorm backward, with the sums of its weights and of two biases."""
+    from textmill.models import norms_triton as module
+
+    slope, x, stream, means = drawn(rows, width), drawn(rows, width), drawn(rows, width), torch.zeros(rows, device="cuda")
+    choices = forms(module, ROWS=(1, 2, 4), WARPS=(2, 4, 8), PROGRAMS=(264, 528, 1056))
+    work = lambda: module.backward(slope, x, means, means, means[:width], stream, True)  # noqa: E731
+    timed("LayerNorm's gradient", module, choices, work, 2 * layers, 8 * x.numel(), seconds)
+
+
 def losses(rows: int, padded: int, seconds: float) -> None:
     """The cross-entropy with its gradient, of as many tokens as the head takes at a time."""
     from textmill.engines import losses_triton as module
@@ -93,6 +103,7 @@ def main(words: list[str]) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {size}, {samples} x {length}")
     gelus(samples * length, shape.inner, shape.layers, seconds)
     heads(samples, length, shape, seconds)
+    norms(samples * length, shape.width, shape.layers, seconds)
     losses(samples * length, shape.padded_vocab, seconds)
 
 

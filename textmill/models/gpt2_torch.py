@@ -14,8 +14,9 @@ from textmill.models.fp8_torch import MULTIPLE, linear8
 from textmill.models.gpt2 import Shape
 from textmill.models.heads_torch import project
 from textmill.models.lora_torch import through
+from textmill.models.norms_torch import parted
 from textmill.models.parts_torch import PLAIN, Parts
-from textmill.models.products_torch import are_chosen, linear
+from textmill.models.products_torch import are_chosen, linear, onto
 
 try:
     from textmill.models.gelu_triton import bias_gelu
@@ -60,7 +61,7 @@ class Attention(nn.Module):
     def forward(
         self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, stream_NTE: Tensor | None = None
     ) -> Tensor:
-        """What attention makes of x; added to the stream, if that is given."""
+        """What attention makes of x; added to the stream, if that is given, which has the last bias's gradient."""
         N, T, _ = x_NTE.shape
         q_NHTD, k_NHTD, v_NHTD = self._split(x_NTE, keys_N)
         if cache is not None:
@@ -77,7 +78,8 @@ class Attention(nn.Module):
         else:
             seen = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=seen)
-        return through(self.c_proj, y_NHTD.transpose(1, 2).reshape(N, T, -1), keys_N, stream_NTE)
+        y_NTE = y_NHTD.transpose(1, 2).reshape(N, T, -1)
+        return through(self.c_proj, y_NTE, keys_N) if stream_NTE is None else onto(stream_NTE, self.c_proj, y_NTE)
 
     def _split(self, x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values of every head."""
@@ -146,17 +148,17 @@ class MLP(nn.Module):
         self.fp8 = False
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None, stream_NTE: Tensor | None = None) -> Tensor:
-        """What the two make of x; added to the stream, if that is given."""
+        """What the two make of x; added to the stream, if that is given, which has the last bias's gradient."""
         if self.fp8 and torch.is_grad_enabled():
-            y_NTE = self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
-            return y_NTE if stream_NTE is None else stream_NTE + y_NTE
-        return through(self.c_proj, self.inner(x_NTE, keys_N), keys_N, stream_NTE)
+            y_NTE, bias_E = self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape), self.c_proj.bias.to(x_NTE.dtype)
+            return y_NTE + bias_E if stream_NTE is None else stream_NTE + (y_NTE + bias_E.detach())
+        y_NTF = self.inner(x_NTE, keys_N)
+        return through(self.c_proj, y_NTF, keys_N) if stream_NTE is None else onto(stream_NTE, self.c_proj, y_NTF)
 
     def _in_fp8(self, x_ME: Tensor) -> Tensor:
         x_MF = linear8(x_ME, self.c_fc.weight)
         x_MF = F.gelu(x_MF + self.c_fc.bias.to(x_MF.dtype), approximate=self.approximate)
-        x_ME = linear8(x_MF, self.c_proj.weight)
-        return x_ME + self.c_proj.bias.to(x_ME.dtype)
+        return linear8(x_MF, self.c_proj.weight)
 
     def inner(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         """What stands between the two matrices."""
@@ -186,13 +188,20 @@ class Block(nn.Module):
         return out
 
     def work(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
-        """What a block does. Without dropout in between the last matrix of each half adds to the stream by itself."""
-        if keys_N is None or not self.share:
-            x_NTE = self.attn(self.ln_1(x_NTE), keys_N, cache, mask, x_NTE)
-            out: Tensor = self.mlp(self.ln_2(x_NTE), keys_N, x_NTE)
+        """What a block does."""
+        if (keys_N is None or not self.share) and self._adds(x_NTE):
+            y_NTE, x_NTE = parted(x_NTE, self.ln_1)
+            x_NTE = self.attn(y_NTE, keys_N, cache, mask, x_NTE)
+            y_NTE, x_NTE = parted(x_NTE, self.ln_2, self.attn.c_proj.bias, self.mlp.c_proj.bias)
+            out: Tensor = self.mlp(y_NTE, keys_N, x_NTE)
             return out
         x_NTE = x_NTE + drop(self.attn(self.ln_1(x_NTE), keys_N, cache, mask), self.share, keys_N, 2, self.part)
         return x_NTE + drop(self.mlp(self.ln_2(x_NTE), keys_N), self.share, keys_N, 3, self.part)
+
+    def _adds(self, x_NTE: Tensor) -> bool:
+        """Whether the last matrix of each half adds to the stream by itself: where nothing stands in between, and products are chosen."""
+        plain = all(type(half.c_proj) is nn.Linear for half in (self.attn, self.mlp))
+        return plain and are_chosen(x_NTE, self.attn.c_proj.weight)
 
 
 class Net(nn.Module):

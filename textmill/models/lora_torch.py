@@ -32,12 +32,12 @@ class Adapted(nn.Linear):
         return out
 
 
-def through(linear: nn.Module, x_NTE: Tensor, keys_N: Tensor | None, stream_NTF: Tensor | None = None) -> Tensor:
-    """x times a matrix of a net, added to a stream if there is one; `keys_N` are for an adapter's dropout, where there is one."""
+def through(linear: nn.Module, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
+    """x times a matrix of a net; `keys_N` are for an adapter's dropout, where there is one."""
     if type(linear) is nn.Linear and products.are_chosen(x_NTE, linear.weight):
-        return products.linear(x_NTE, linear.weight, linear.bias, stream_NTF)
+        return products.linear(x_NTE, linear.weight, linear.bias)
     out: Tensor = linear(x_NTE, keys_N) if isinstance(linear, Adapted) else linear(x_NTE)
-    return out if stream_NTF is None else stream_NTF + out
+    return out
 
 
 def adapt(net: Any, lora: LoraConfig) -> None:

@@ -14,7 +14,7 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from textmill.models.cublaslt import KINDS, WORKSPACE, Form, Product, Way, library
 
@@ -42,11 +42,17 @@ def are_chosen(x_NTE: Tensor, weight_FE: Tensor) -> bool:
     return trains and 2 * x_NTE.numel() * len(weight_FE) >= SMALL
 
 
-def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_NTF: Tensor | None = None) -> Tensor:
-    """As torch's own, autocast too; added to a stream, if there is one."""
-    if not are_chosen(x_NTE, weight_FE):
-        y_NTF = F.linear(x_NTE, weight_FE, bias_F)
-        return y_NTF if stream_NTF is None else stream_NTF + y_NTF
+def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
+    """As torch's own, autocast too."""
+    return _linear(x_NTE, weight_FE, bias_F, None) if are_chosen(x_NTE, weight_FE) else F.linear(x_NTE, weight_FE, bias_F)
+
+
+def onto(stream_NTF: Tensor, layer: nn.Linear, x_NTE: Tensor) -> Tensor:
+    """A stream and what a layer makes of x, whose bias has its gradient from elsewhere: it is the stream's, summed."""
+    return _linear(x_NTE, layer.weight, layer.bias.detach(), stream_NTF)
+
+
+def _linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_NTF: Tensor | None) -> Tensor:
     device = x_NTE.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NTE.dtype
     bias = None if bias_F is None else bias_F.to(kind)

@@ -1,0 +1,105 @@
+"""A norm with the stream beside it has the values and gradients of torch's LayerNorm; the kernel where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from textmill.models import gpt2, gpt2_torch, products_torch
+from textmill.models.norms_torch import norm_backward, parted
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def _norm(width: int) -> nn.LayerNorm:
+    norm = nn.LayerNorm(width)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    return norm
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_stream_that_is_parted_has_the_gradients_of_torch_s_norm(biases: bool) -> None:
+    """A bias is added before, another after; the sum of both ways, and all gradients."""
+    torch.manual_seed(1)
+    norm, x, slopes = _norm(12), torch.randn(2, 5, 12), torch.randn(2, 2, 5, 12)
+    before, after = torch.randn(12), torch.randn(12)
+    results = []
+    for ours in (True, False):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, before, after)]
+        norm.zero_grad()
+        if ours and biases:
+            y, stream = parted(leaves[0] + leaves[1].detach(), norm, leaves[1], leaves[2])
+            stream = stream + leaves[2].detach()
+        else:
+            stream = leaves[0] + leaves[1]
+            y, stream = parted(stream, norm) if ours else (norm(stream), stream)
+            stream = stream + leaves[2]
+        torch.autograd.backward([y, stream], list(slopes))
+        results.append([y, stream, *(leaf.grad for leaf in leaves), norm.weight.grad, norm.bias.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def _given(rows: int, width: int, kind: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    torch.manual_seed(2)
+    dy, x, stream = (torch.randn(rows, width).to(device, kind) for _ in range(3))
+    x = x * 3 + 1
+    spreads, means = torch.var_mean(x.float(), 1, correction=0)
+    return dy, x, means, (spreads + 1e-5).rsqrt(), torch.randn(width, device=device), stream
+
+
+def test_the_op_keeps_what_torch_asks_of_ops() -> None:
+    for biases in (False, True):
+        torch.library.opcheck(norm_backward, (*_given(5, 12, torch.float32, "cpu"), biases))
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "fp8"),
+    [("cpu", "aot_eager", False), ("cpu", "aot_eager", True), pytest.param("cuda", "inductor", False, marks=on_gpu)],
+)
+def test_a_block_that_adds_to_its_stream_learns_the_same(device: str, backend: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU has it, with products of all sizes chosen: the gradients of the net as it is written. In fp8 roundings would hide them."""
+    monkeypatch.setattr(gpt2_torch, "linear8", F.linear)
+    torch.manual_seed(3)
+    net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, end=0))
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    net.use_fp8() if fp8 else None
+    net, ids, slope, gradients = net.to(device), torch.randint(0, 10, (2, 16)).to(device), torch.randn(2, 16, 32).to(device), []
+    for chosen in (False, True):
+        for place in (products_torch, gpt2_torch):
+            monkeypatch.setattr(place, "are_chosen", lambda x, weight, chosen=chosen: chosen)
+        net.zero_grad()
+        run = torch.compile(net, dynamic=False, fullgraph=True, backend=backend) if chosen else net
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            run(ids).backward(slope)
+        assert any(event.key == "textmill::norm_backward" for event in seen.key_averages()) == chosen
+        gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda told, name=name: f"{name}: {told}")
+
+
+@on_gpu
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("kind", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(4096, 768), (1000, 1600), (7, 48), (1, 1024)])
+def test_the_kernel_has_the_gradients_of_fp64(shape: tuple[int, int], kind: torch.dtype, bound: float, biases: bool) -> None:
+    """Against autograd through torch's LayerNorm in double precision; all of it repeats."""
+    dy, x, means, spreads, weight, stream = _given(*shape, kind, "cuda")
+    x64, weight64, shift64 = (tensor.double().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight)))
+    F.layer_norm(x64, weight.shape, weight64, shift64).backward(dy.double())
+    wanted = x64.grad + stream.double()
+    dx, sums = norm_backward(dy, x, means, spreads, weight, stream, biases)
+    assert (dx.double() - wanted).norm() < bound * wanted.norm()
+    exact = [weight64.grad, shift64.grad, wanted.sum(0), stream.double().sum(0)]
+    assert len(sums) == (4 if biases else 2)
+    for number, (found, right) in enumerate(zip(sums, exact, strict=False)):
+        scale = (dy, dy, wanted, stream)[number].double().abs().sum(0).norm()
+        assert (found.double() - right).norm() < bound * scale
+    again = norm_backward(dy, x, means, spreads, weight, stream, biases)
+    assert torch.equal(dx, again[0])
+    assert torch.equal(sums, again[1])
