@@ -20,8 +20,8 @@ from textmill.tokens.batches.batch import IGNORED
 def shared_loss(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers
 ) -> Tensor:
-    """`summed_loss` over the rows of all peers; the gradient of x is this peer's part of it."""
-    loss: Tensor = _SharedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, peers)  # type: ignore[no-untyped-call]
+    """`summed_loss` over the rows of all peers, where backward begins; the gradient of x is this peer's part of it."""
+    loss: Tensor = _SharedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, peers, True)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -63,8 +63,10 @@ class _Softmax:
 class _SharedLoss(MadeInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers
-    ) -> Tensor:
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers,
+        ends: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.ends = ends
         head, begin = head_VE.to(x_ME.dtype), peers.rank * len(head_VE)
         slope_x = torch.empty_like(x_ME)
         slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None

@@ -21,14 +21,16 @@ GPU_ROWS = 32768
 
 
 def summed_loss(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0, fp8: bool = False
-) -> Tensor:
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0,
+    fp8: bool = False, *, ends: bool = False,
+) -> Tensor:  # fmt: skip
     """The sum of each asked token's loss times its share, 0 or more; rows of the head from `vocab` on have no part.
 
     `smoothing` is label smoothing as in torch's cross_entropy; `z` weighs the square of the log of the softmax's denominator. With `fp8`
-    the scores are an fp8 product; their gradient, too wide a matrix to be rounded in a pass of its own, is worked on in bf16.
+    the scores are an fp8 product; their gradient, too wide a matrix to be rounded in a pass of its own, is worked on in bf16. `ends`
+    says that backward begins here: gradients stand as they are made.
     """
-    loss: Tensor = _SummedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, fp8)  # type: ignore[no-untyped-call]
+    loss: Tensor = _SummedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, fp8, ends)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -46,14 +48,18 @@ class MadeInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         slope_x, slope_head = ctx.saved_tensors
-        return slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope), None, None, None, None, None, None
+        if not ctx.ends:
+            slope_x, slope_head = slope_x.mul_(slope), None if slope_head is None else slope_head.mul_(slope)
+        return slope_x, slope_head, None, None, None, None, None, None, None
 
 
 class _SummedLoss(MadeInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, fp8: bool
-    ) -> Tensor:
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, fp8: bool,
+        ends: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.ends = ends
         head = head_VE.to(x_ME.dtype)
         head8 = rows8(head_VE) if fp8 else None
         slope_x = torch.empty_like(x_ME)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LANES, WARPS = 512, 16
-"""Lanes of a block, eight columns each, and the warps that walk a row."""
+LANES, WARPS = 1024, 32
+"""Lanes of a block, eight columns each, and the warps that walk a row; fewer of both for a small vocabulary."""
 LOW = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -22,7 +22,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def _walked(x, tops, totals):  # type: ignore[no-untyped-def]
     """Greatest scores and sums of powers of two of each lane, a block further."""
     higher = tl.maximum(tops, tl.max(x, 1))
-    totals = totals * tl.exp2(tops - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
+    totals = totals * tl.exp2((tops - higher) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - (higher * LOG2E)[:, None]), 1)
     return higher, totals
 
 
@@ -38,22 +38,22 @@ def _grade(  # type: ignore[no-untyped-def]
     whole = vocab // (ROWS * 8) * (ROWS * 8)
     tops, totals, plains = tl.full([ROWS], LOW, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for first in range(0, whole, ROWS * 8):
-        x = tl.load(start + first + places).to(tl.float32) * LOG2E
+        x = tl.load(start + first + places, eviction_policy="evict_last").to(tl.float32)
         tops, totals = _walked(x, tops, totals)
         if SMOOTH:
             plains += tl.sum(x, 1)
     # Loads are masked by the padded width, which keeps them wide; the real vocabulary is masked in registers.
     columns = whole + places
-    last = tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32) * LOG2E
+    last = tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32)
     tops, totals = _walked(tl.where(columns < vocab, last, -float("inf")), tops, totals)
     if SMOOTH:
         plains += tl.sum(tl.where(columns < vocab, last, 0.0), 1)
     top = tl.max(tops)
-    spread = top + tl.log2(tl.sum(totals * tl.exp2(tops - top)))
+    spread = top * LOG2E + tl.log2(tl.sum(totals * tl.exp2((tops - top) * LOG2E)))
     asked = label >= 0
-    picked = tl.load(start + tl.where(asked, label, 0)).to(tl.float32) * LOG2E
+    picked = tl.load(start + tl.where(asked, label, 0)).to(tl.float32)
     nats = spread * LN2
-    loss = nats - ((1 - smoothing) * picked + smoothing * tl.sum(plains) / vocab) * LN2 + z * nats * nats
+    loss = nats - ((1 - smoothing) * picked + smoothing * tl.sum(plains) / vocab) + z * nats * nats
     tl.store(losses + row, tl.where(asked, loss, 0.0))
     if GRADIENT:
         share = tl.where(asked, tl.load(shares + row), 0.0)
@@ -61,20 +61,22 @@ def _grade(  # type: ignore[no-untyped-def]
         lower, even = spread - tl.log2(share * (1 + 2 * z * nats)), share * smoothing / vocab
         tl.debug_barrier()  # every thread has read the label's score
         for first in range(0, whole, ROWS * 8):
-            x = tl.load(start + first + places).to(tl.float32)
-            tl.store(start + first + places, (tl.exp2(x * LOG2E - lower) - even).to(logits.dtype.element_ty))
-        slope = tl.where(columns < vocab, tl.exp2(last - lower) - even, 0.0)
+            slope = tl.exp2(tl.load(start + first + places, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower)
+            if SMOOTH:
+                slope -= even
+            tl.store(start + first + places, slope.to(logits.dtype.element_ty), eviction_policy="evict_first")
+        slope = tl.where(columns < vocab, tl.exp2(last * LOG2E - lower) - even, 0.0)
         tl.store(start + columns, slope.to(logits.dtype.element_ty), mask=columns < padded)
         for first in range(whole + ROWS * 8, padded, ROWS * 8):
             tl.store(start + first + places, tl.zeros([ROWS, 8], logits.dtype.element_ty), mask=first + places < padded)
         tl.debug_barrier()  # the label's entry is written last
-        own = tl.exp2(picked - lower) - even - share * (1 - smoothing)
+        own = tl.exp2(picked * LOG2E - lower) - even - share * (1 - smoothing)
         tl.store(start + tl.where(asked, label, 0), own.to(logits.dtype.element_ty), mask=asked)
     else:
         best = padded
         for first in range(0, padded, ROWS * 8):
             columns = first + places
-            x = tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32) * LOG2E
+            x = tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32)
             best = tl.minimum(best, tl.min(tl.where((columns < vocab) & (x == top), columns, padded)))
         tl.store(right + row, (best == label).to(tl.int32))
 
@@ -99,7 +101,8 @@ def _run(
     *, gradient: bool,
 ) -> None:  # fmt: skip
     rows, padded = logits_MV.shape
+    lanes = min(LANES, triton.next_power_of_2(triton.cdiv(padded, 8)))
     _grade[(rows,)](
         logits_MV, labels_M, shares_M, losses_M, right_M, vocab, padded, smoothing, z,
-        GRADIENT=gradient, SMOOTH=smoothing > 0, ROWS=LANES, num_warps=WARPS,
+        GRADIENT=gradient, SMOOTH=smoothing > 0, ROWS=lanes, num_warps=max(1, min(WARPS, lanes // 32)),
     )  # fmt: skip

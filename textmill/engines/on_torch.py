@@ -131,7 +131,7 @@ class OnTorch:
             x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.parts)
         asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
         smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
-        loss = shared_loss(*asked, smoothing, z, peers) if peers else summed_loss(*asked, smoothing, z, self.net.fp8)
+        loss = shared_loss(*asked, smoothing, z, peers) if peers else summed_loss(*asked, smoothing, z, self.net.fp8, ends=True)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
