@@ -54,7 +54,7 @@ def gelus(rows: int, inner: int, layers: int, seconds: float) -> None:
     from textmill.models import gelu_triton as module
 
     x, slope, bias = drawn(rows, inner), drawn(rows, inner), torch.randn(inner, device="cuda")
-    choices = forms(module, ROWS=(4, 8, 16), COLUMNS=(512, 1024), WARPS=(4, 8), PROGRAMS=(264, 528))
+    choices = forms(module, ROWS=(4, 8), COLUMNS=(256, 512), WARPS=(4, 8), PROGRAMS=(132, 264))
     timed("GELU's gradient", module, choices, lambda: module.bias_gelu_backward(slope, x, bias, True), layers, 6 * x.numel(), seconds)
 
 
@@ -63,7 +63,7 @@ def heads(samples: int, length: int, shape: Any, seconds: float) -> None:
     from textmill.models import heads_triton as module
 
     parts = [drawn(samples, length, shape.heads, shape.width // shape.heads).transpose(1, 2) for _ in range(3)]
-    choices = forms(module, ROWS=(4, 8), COLUMNS=(128, 256), WARPS=(4,), PROGRAMS=(396, 660, 1320))
+    choices = forms(module, ROWS=(8, 16), COLUMNS=(128, 256), WARPS=(4, 8), PROGRAMS=(396, 660))
     timed("joined heads", module, choices, lambda: module.joined(*parts), shape.layers, 12 * parts[0].numel(), seconds)
 
 
@@ -72,7 +72,7 @@ def norms(rows: int, width: int, layers: int, seconds: float) -> None:
     from textmill.models import norms_triton as module
 
     slope, x, stream, means = drawn(rows, width), drawn(rows, width), drawn(rows, width), torch.zeros(rows, device="cuda")
-    choices = forms(module, ROWS=(1, 2, 4), WARPS=(2, 4, 8), PROGRAMS=(264, 528, 1056))
+    choices = forms(module, WARPS=(4, 8), CHUNKS=(1, 2, 3, 4), PROGRAMS=(132, 264, 396, 528))
     work = lambda: module.backward(slope, x, means, means, means[:width], stream, True)  # noqa: E731
     timed("LayerNorm's gradient", module, choices, work, 2 * layers, 8 * x.numel(), seconds)
 
@@ -84,7 +84,7 @@ def losses(rows: int, padded: int, seconds: float) -> None:
     piece = min(PIECE, rows)
     logits, labels = drawn(piece, padded), torch.randint(0, VOCAB, (piece,), device="cuda", dtype=torch.int32)
     shares = torch.full((piece,), 1 / rows, device="cuda")
-    choices = forms(module, LANES=(512, 1024), WARPS=(8, 16, 32))
+    choices = forms(module, LANES=(512, 1024), WARPS=(16, 32))
     work = lambda: module.grade(logits, labels, shares, VOCAB, 0.0, 0.0)  # noqa: E731
     timed("cross-entropy", module, choices, work, rows // piece, 4 * logits.numel(), seconds)
 

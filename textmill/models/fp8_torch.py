@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from textmill.models.products_torch import times
+
 KIND = torch.float8_e4m3fn
 """Three bits of mantissa for all: a scale a row leaves gradients no need of a wider range."""
 TINY = 1e-30
@@ -51,5 +53,5 @@ class _Linear8(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor, Tensor | None]:
         x_MK, weight_NK = ctx.saved_tensors
-        slope_NK = (dy_MN.T @ x_MK).to(weight_NK.dtype) if ctx.needs_input_grad[1] else None
+        slope_NK = times(dy_MN.T, x_MK, weight_NK.dtype) if ctx.needs_input_grad[1] else None
         return product8(rows8(dy_MN), rows8(weight_NK.T)), slope_NK

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, ROWS, WARPS = 512, 8, 4
+from textmill.models.sums_triton import summed
+
+COLUMNS, ROWS, WARPS = 512, 4, 4
 """A program's columns, the rows it takes at a time, and its warps."""
 PROGRAMS = 264
 """Programs down the rows in the backward pass, each with a sum of its own."""
@@ -38,22 +40,33 @@ def _forward(x, bias, y, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl
     tl.store(y + at, (values * phi).to(y.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _come(x, dy, row, end, columns, width):  # type: ignore[no-untyped-def]
+    """Rows as they lie in memory."""
+    here, at = (row < end)[:, None] & (columns < width)[None, :], row[:, None] * width + columns[None, :]
+    return tl.load(x + at, mask=here, other=0.0), tl.load(dy + at, mask=here, other=0.0)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward(x, bias, dy, dx, sums, rows, width, each, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
     columns = tl.program_id(1) * C + tl.arange(0, C)
-    given = tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+    inside = columns < width
+    given = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     first = tl.program_id(0).to(tl.int64) * each
+    end = tl.minimum(first + each, rows)
     total = tl.zeros([R, C], tl.float32)
-    for start in range(0, each, R):
-        row = first + start + tl.arange(0, R)
-        inside = (columns < width)[None, :] & ((row < rows) & (row < first + each))[:, None]
-        at = row[:, None] * width + columns[None, :]
-        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + given[None, :]
+    row = first + tl.arange(0, R)
+    x_now, dy_now = _come(x, dy, row, end, columns, width)
+    for _ in range(0, each, R):
+        values, slopes = x_now.to(tl.float32) + given[None, :], dy_now.to(tl.float32)
+        here, at = (row < end)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
+        row += R  # the next are on their way while these are worked on
+        x_now, dy_now = _come(x, dy, row, end, columns, width)
         phi, slope = _inner(values, TANH)
-        out = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * (phi + values * slope)
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+        out = slopes * (phi + values * slope)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=here)
         total += out
-    tl.store(sums + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=columns < width)
+    tl.store(sums + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=inside)
 
 
 @torch.library.custom_op("textmill::bias_gelu", mutates_args=())
@@ -76,7 +89,7 @@ def bias_gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor, tanh: bool) 
     each = triton.cdiv(rows, programs)
     grid = (programs, triton.cdiv(width, COLUMNS))
     _backward[grid](x_MF, bias_F, dy_MF, dx_MF, sums, rows, width, each, TANH=tanh, R=ROWS, C=COLUMNS, num_warps=WARPS)
-    return dx_MF, sums.sum(0)
+    return dx_MF, summed(sums)
 
 
 @bias_gelu.register_fake

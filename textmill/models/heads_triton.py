@@ -7,10 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, ROWS, WARPS = 256, 8, 4
+from textmill.models.sums_triton import summed
+
+COLUMNS, ROWS, WARPS = 128, 8, 4
 """A program's columns of each of the three, the tokens it takes at a time, and its warps."""
 PROGRAMS = 660
 """Programs in all, each with sums of its own: as many as an H200 holds at a time, so that they end together."""
+
+
+@triton.jit
+def _come(of, row, here, tokens, h, d, by_n, by_h, by_t, by_d):  # type: ignore[no-untyped-def]
+    """Rows of one of the three as they lie in memory."""
+    return tl.load(of + (row // tokens * by_n + row % tokens * by_t)[:, None] + (h * by_h + d * by_d)[None, :], mask=here, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -19,26 +27,33 @@ def _join(  # type: ignore[no-untyped-def]
     D: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(1) * C + tl.arange(0, C)
+    inside = (columns < width)[None, :]
     h, d = columns // D, columns % D
     place = h * (3 * D) + d
     first = tl.program_id(0).to(tl.int64) * each
+    end = tl.minimum(first + each, rows)
     total_q = tl.zeros([R, C], tl.float32)
     total_k = tl.zeros([R, C], tl.float32)
     total_v = tl.zeros([R, C], tl.float32)
-    for start in range(0, each, R):
-        row = first + start + tl.arange(0, R)
-        inside = (columns < width)[None, :] & ((row < rows) & (row < first + each))[:, None]
-        n, t = row // tokens, row % tokens
-        q = tl.load(dq + (n * qn + t * qt)[:, None] + (h * qh + d * qd)[None, :], mask=inside, other=0.0)
-        k = tl.load(dk + (n * kn + t * kt)[:, None] + (h * kh + d * kd)[None, :], mask=inside, other=0.0)
-        v = tl.load(dv + (n * vn + t * vt)[:, None] + (h * vh + d * vd)[None, :], mask=inside, other=0.0)
+    row = first + tl.arange(0, R)
+    here = (row < end)[:, None] & inside
+    q = _come(dq, row, here, tokens, h, d, qn, qh, qt, qd)
+    k = _come(dk, row, here, tokens, h, d, kn, kh, kt, kd)
+    v = _come(dv, row, here, tokens, h, d, vn, vh, vt, vd)
+    for _ in range(0, each, R):
+        q_now, k_now, v_now, here_now = q, k, v, here
         at = row[:, None] * (3 * width) + place[None, :]
-        tl.store(out + at, q, mask=inside)
-        tl.store(out + at + D, k, mask=inside)
-        tl.store(out + at + 2 * D, v, mask=inside)
-        total_q += q.to(tl.float32)
-        total_k += k.to(tl.float32)
-        total_v += v.to(tl.float32)
+        row += R  # the next are on their way while these are worked on
+        here = (row < end)[:, None] & inside
+        q = _come(dq, row, here, tokens, h, d, qn, qh, qt, qd)
+        k = _come(dk, row, here, tokens, h, d, kn, kh, kt, kd)
+        v = _come(dv, row, here, tokens, h, d, vn, vh, vt, vd)
+        tl.store(out + at, q_now, mask=here_now)
+        tl.store(out + at + D, k_now, mask=here_now)
+        tl.store(out + at + 2 * D, v_now, mask=here_now)
+        total_q += q_now.to(tl.float32)
+        total_k += k_now.to(tl.float32)
+        total_v += v_now.to(tl.float32)
     own = sums + tl.program_id(0) * (3 * width) + place
     tl.store(own, tl.sum(total_q, 0), mask=columns < width)
     tl.store(own + D, tl.sum(total_k, 0), mask=columns < width)
@@ -57,4 +72,4 @@ def joined(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, T
     strides = *dq_NHTD.stride(), *dk_NHTD.stride(), *dv_NHTD.stride()
     given = dq_NHTD, dk_NHTD, dv_NHTD, out, sums, rows, T, width, each, *strides
     _join[programs, blocks](*given, D=D, R=ROWS, C=COLUMNS, num_warps=WARPS)
-    return out, sums.sum(0)
+    return out, summed(sums)

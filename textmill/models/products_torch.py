@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,22 +56,45 @@ def onto(stream_NTF: Tensor, layer: nn.Linear, x_NTE: Tensor) -> Tensor:
 def _linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_NTF: Tensor | None) -> Tensor:
     device = x_NTE.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NTE.dtype
-    bias = None if bias_F is None else bias_F.to(kind)
     stream_MF = None if stream_NTF is None else stream_NTF.to(kind).flatten(0, -2)
-    y_MF: Tensor = chosen_linear(x_NTE.to(kind).flatten(0, -2), weight_FE.to(kind), bias, stream_MF)
+    y_MF: Tensor = Linear.apply(x_NTE.to(kind).flatten(0, -2), weight_FE, bias_F, stream_MF)  # type: ignore[no-untyped-call]
     return y_MF.view(*x_NTE.shape[:-1], -1)
+
+
+class Linear(torch.autograd.Function):
+    """A linear layer in the precision of its inputs, added to a stream; the weights' gradients leave their products in the weights' own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
+        """x W' + bias + stream."""
+        kind, ctx.kind = x_ME.dtype, weight_FE.dtype
+        weight_FE = weight_FE.to(kind)
+        ctx.save_for_backward(x_ME, weight_FE)
+        y_MF: Tensor = chosen_linear(x_ME, weight_FE, None if bias_F is None else bias_F.to(kind), stream_MF)
+        return y_MF
+
+    @staticmethod
+    def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of all that asks for one."""
+        x_ME, weight_FE = ctx.saved_tensors
+        for_x, for_weight, for_bias, for_stream = ctx.needs_input_grad
+        slope_x = times(dy_MF, weight_FE, dy_MF.dtype) if for_x else None
+        slope_weight = times(dy_MF.t(), x_ME, ctx.kind) if for_weight else None
+        return slope_x, slope_weight, dy_MF.sum(0, dtype=ctx.kind) if for_bias else None, dy_MF if for_stream else None
 
 
 @torch.library.custom_op("textmill::linear", mutates_args=())
 def chosen_linear(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
-    """A linear layer, added to a stream."""
+    """`product` with a matrix that lies turned, as torch's compiler takes it."""
     return product(x_ME, weight_FE.t(), bias_F, stream_MF)
 
 
 @torch.library.custom_op("textmill::times", mutates_args=())
-def times(a: Tensor, b: Tensor) -> Tensor:
-    """`product` as torch's compiler takes it."""
-    return product(a, b)
+def times(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
+    """a b in a precision of its own, as torch's compiler takes it."""
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=kind)
+    multiply(a, b, out)
+    return out
 
 
 @chosen_linear.register_fake
@@ -79,23 +103,8 @@ def _(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor 
 
 
 @times.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
-
-
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:2])
-
-
-def _slopes(ctx, dy_MF: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-    x_ME, weight_FE = ctx.saved_tensors
-    for_x, for_weight, for_bias, for_stream = ctx.needs_input_grad
-    slope_x = times(dy_MF, weight_FE) if for_x else None
-    slope_weight = times(dy_MF.t(), x_ME) if for_weight else None
-    return slope_x, slope_weight, dy_MF.sum(0) if for_bias else None, dy_MF if for_stream else None
-
-
-chosen_linear.register_autograd(_slopes, setup_context=_keep)
+def _(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=kind)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
@@ -116,15 +125,13 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, o
 
 
 def _by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> None:
-    if onto is None:
-        torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    wide: Any = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    if wide and not out.is_cuda:
+        a, b, wide = a.to(out.dtype), b.to(out.dtype), {}
+    if onto is None and bias is not None:
+        torch.addmm(bias, a, b, **wide, out=out)
         return
-    if a.dtype == out.dtype:
-        torch.addmm(onto, a, b, out=out)
-    elif out.is_cuda:
-        torch.addmm(onto, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.add(onto, a @ b, out=out)
+    torch.mm(a, b, **wide, out=out) if onto is None else torch.addmm(onto, a, b, **wide, out=out)
     if bias is not None:
         out += bias
 

@@ -1,0 +1,31 @@
+"""Sums down the columns of a small matrix in one Triton kernel: what the programs of another kernel have summed each for itself."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, WARPS = 256, 32, 8
+"""Rows that a program takes at a time, its columns, and its warps."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(parts, out, rows, width, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.program_id(0) * C + tl.arange(0, C)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(0, rows, R):
+        row = start + tl.arange(0, R)
+        total += tl.load(
+            parts + row[:, None] * width + columns[None, :], mask=(row < rows)[:, None] & (columns < width)[None, :], other=0.0
+        )
+    tl.store(out + columns, tl.sum(total, 0), mask=columns < width)
+
+
+def summed(parts_PW: Tensor) -> Tensor:
+    """The sum of the rows, which are in fp32 and without gaps."""
+    rows, width = parts_PW.shape
+    out_W = torch.empty(width, device=parts_PW.device)
+    _sum[(triton.cdiv(width, COLUMNS),)](parts_PW, out_W, rows, width, R=ROWS, C=COLUMNS, num_warps=WARPS)
+    return out_W
