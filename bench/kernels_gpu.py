@@ -58,6 +58,27 @@ def gelus(rows: int, inner: int, layers: int, seconds: float) -> None:
     timed("GELU's gradient", module, choices, lambda: module.bias_gelu_backward(slope, x, bias, True), layers, 6 * x.numel(), seconds)
 
 
+def gelus8(rows: int, inner: int, layers: int, seconds: float) -> None:
+    """Bias, GELU and the rounding to fp8, forward and backward."""
+    from textmill.models import gelu8_triton as module
+    from textmill.models.fp8_torch import KIND, TINY
+
+    h, slope, bias = drawn(rows, inner), drawn(rows, inner), torch.randn(inner, device="cuda")
+    choices = forms(module, COLUMNS=(8, 16, 32), PROGRAMS=(264, 396, 528, 660, 1056))
+    work = lambda: module.forward(h, bias, True, KIND, TINY)  # noqa: E731
+    timed("GELU to fp8", module, choices, work, layers, 5 * h.numel(), seconds)
+    choices = forms(module, COLUMNS_BACK=(8, 16, 32), PROGRAMS_BACK=(132, 264, 396, 528))
+    work = lambda: module.backward(slope, h, bias, True, KIND, TINY)  # noqa: E731
+    timed("GELU's gradient to fp8", module, choices, work, layers, 7 * h.numel(), seconds)
+
+
+def takes_fp8(shape: Any) -> bool:
+    """Whether card and widths do."""
+    from textmill.models.fp8_torch import MULTIPLE
+
+    return torch.cuda.get_device_capability() >= (8, 9) and shape.width % MULTIPLE == shape.inner % MULTIPLE == 0
+
+
 def heads(samples: int, length: int, shape: Any, seconds: float) -> None:
     """The gradients of queries, keys and values joined."""
     from textmill.models import heads_triton as module
@@ -102,6 +123,8 @@ def main(words: list[str]) -> None:
     milliseconds(lambda: heat @ heat, HEAT)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {size}, {samples} x {length}")
     gelus(samples * length, shape.inner, shape.layers, seconds)
+    if takes_fp8(shape):
+        gelus8(samples * length, shape.inner, shape.layers, seconds)
     heads(samples, length, shape, seconds)
     norms(samples * length, shape.width, shape.layers, seconds)
     losses(samples * length, shape.padded_vocab, seconds)

@@ -1,4 +1,7 @@
-"""Products in fp8 against fp64: errors of each product and gradient, rows that hold nothing or no number, and training with them."""
+"""Products in fp8 against fp64: errors of each product and gradient, rows that hold nothing or no number, and training with them.
+
+The kernels around an MLP's GELU where there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
@@ -19,7 +23,7 @@ from textmill.engines import open_engine
 from textmill.engines.losses_torch import summed_loss
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.models.fp8_torch import KIND, linear8, product8, rows8
+from textmill.models.fp8_torch import KIND, bias_gelu8, bias_gelu8_backward, mlp8, product8, rows8
 from textmill.models.nets_torch import new_net
 
 
@@ -33,6 +37,7 @@ def _to_be_had() -> bool:
 
 
 pytestmark = pytest.mark.skipif(not _to_be_had(), reason="this torch has no fp8 products of rows on a CPU")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 HALF_STEP = 2.0**-4
 """Three bits of mantissa: a rounded number is at most this share of itself away."""
 
@@ -67,28 +72,117 @@ def test_a_product_is_that_of_the_rounded_rows() -> None:
     assert apart(found, wanted) < 4e-3, "bf16's rounding of the result"
 
 
-def test_a_layer_and_its_gradients() -> None:
-    x, weight, dy = numbers(48, 64, 4).bfloat16(), numbers(80, 64, 5, 0.02), numbers(48, 80, 6, 1e-7).bfloat16()
-    x.requires_grad_()
-    weight.requires_grad_()
-    y = linear8(x, weight)
-    y.backward(dy)  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    assert weight.grad is not None
-    x64, weight64, dy64 = x.detach().double(), weight.detach().double(), dy.double()
-    assert apart(y.detach(), x64 @ weight64.T) < 5e-2
-    assert apart(x.grad, dy64 @ weight64) < 5e-2
-    assert apart(weight.grad, dy64.T @ x64) < 6e-3, "the weights' gradient is bf16's"
-    assert weight.grad.dtype == torch.float32
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", None), ("cpu", "aot_eager"), pytest.param("cuda", None, marks=on_gpu), pytest.param("cuda", "inductor", marks=on_gpu)],
+)
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | None) -> None:
+    """All against fp64, two fp8 products away; weights' gradients are bf16's products of what the first fp8 product of each way made."""
+    dice = torch.Generator().manual_seed(4)
+    x, fc, bias, proj, dy = (
+        (torch.randn(size, generator=dice) * spread).to(device)
+        for size, spread in (((48, 64), 1.0), ((80, 64), 0.2), ((80,), 0.5), ((32, 80), 0.1), ((48, 32), 1e-7))
+    )
+    x, dy = x.bfloat16(), dy.bfloat16()
+    leaves = [tensor.requires_grad_() for tensor in (x, fc, bias, proj)]
+    made = mlp8 if backend is None else torch.compile(mlp8, backend=backend, fullgraph=True, dynamic=False)
+    y = made(*leaves, approximate == "tanh")
+    y.backward(dy)
+    exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    x64, fc64, bias64, proj64 = exact
+    wanted = F.gelu(x64 @ fc64.T + bias64, approximate=approximate) @ proj64.T
+    wanted.backward(dy.double())
+    assert apart(y.detach(), wanted.detach()) < 7e-2
+    for leaf, right in zip(leaves, exact, strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == leaf.dtype
+        assert right.grad is not None
+        assert apart(leaf.grad, right.grad) < 7e-2
+    h64 = (product8(rows8(x.detach()), rows8(fc.detach())).double() + bias64.detach()).requires_grad_()
+    y64 = F.gelu(h64, approximate=approximate)
+    y64.backward(product8(rows8(dy), rows8(proj.detach().T)).double())
+    assert h64.grad is not None
+    near = (fc, h64.grad.T @ x64.detach(), 6e-3), (bias, h64.grad.sum(0), 1e-3), (proj, dy.double().T @ y64.detach(), 6e-3)
+    for leaf, right, bound in near:
+        assert leaf.grad is not None
+        assert apart(leaf.grad, right) < bound
+
+
+def test_nothing_is_multiplied_for_weights_that_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.models.fp8_torch.times", None)
+    x, fc, bias, proj = torch.ones(16, 16, requires_grad=True), torch.ones(16, 16), torch.ones(16), torch.ones(16, 16)
+    mlp8(x, fc, bias, proj, True).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(x.grad, torch.full((16, 16), 256.0)), "what is in fp32 has its gradient in fp32"  # type: ignore[arg-type]
 
 
 def test_nothing_stays_nothing_and_no_number_is_not_hidden() -> None:
-    x, weight = torch.zeros(3, 16), torch.ones(16, 16)
+    x, weight, dy = torch.zeros(4, 16), torch.ones(16, 16), torch.ones(4, 16)
     x[1], x[2, 4] = 1.0, float("inf")
-    y = linear8(x, weight)
+    dy[0], dy[3, 7] = 0.0, float("inf")
+    x.requires_grad_()
+    y = mlp8(x, weight, torch.zeros(16), weight, True)
+    y.backward(dy)  # type: ignore[no-untyped-call]
+    assert x.grad is not None
     assert y[0].abs().max() == 0
-    assert torch.equal(y[1], torch.full((16,), 16.0, dtype=torch.bfloat16))
+    assert torch.equal(y[1], torch.full((16,), 256.0, dtype=torch.bfloat16))
     assert not torch.isfinite(y[2]).any()
+    assert x.grad[0].abs().max() == 0
+    assert torch.equal(x.grad[1], torch.full((16,), 256.0))
+    assert not torch.isfinite(x.grad[2:]).any()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_number_makes_its_row_s_scale_bad(bad: float, device: str) -> None:
+    """And no other's; the scale of a row that holds nothing is a number."""
+    h, dy = torch.zeros(2, 3, 48, dtype=torch.bfloat16, device=device)
+    bias = torch.zeros(48, device=device)
+    h[1, 40], dy[1] = bad, 1.0
+    _, y8, scale = bias_gelu8(h, bias, True)
+    _, dx8, back, _ = bias_gelu8_backward(dy, h, bias, True)
+    h[1, 40], dy[1, 40] = 0.0, bad
+    _, dx8_too, back_too, _ = bias_gelu8_backward(dy, h, bias, True)
+    for rounded, of_row in ((y8, scale), (dx8, back), (dx8_too, back_too)):
+        assert torch.isfinite(of_row[:, 0]).tolist() == [True, False, True]
+        assert rounded[0].float().abs().max() == 0
+        assert rounded[1, 40].isnan()
+
+
+def some(rows: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A gradient, what the first matrix has made, and its bias."""
+    dice = torch.Generator().manual_seed(7)
+    dy, h = (torch.randn(rows, width, generator=dice).bfloat16().to(device) for _ in range(2))
+    return dy, h, torch.randn(width, generator=dice).to(device)
+
+
+def test_the_ops_keep_what_torch_asks_of_ops() -> None:
+    dy, h, bias = some(5, 48, "cpu")
+    torch.library.opcheck(bias_gelu8, (h, bias, True))
+    torch.library.opcheck(bias_gelu8_backward, (dy, h, bias, False))
+
+
+@on_gpu
+@pytest.mark.parametrize("tanh", [True, False])
+@pytest.mark.parametrize("shape", [(600, 3072), (530, 208), (37, 5120), (1, 6400), (7, 16)])
+def test_the_kernels_have_the_numbers_of_the_formulas(shape: tuple[int, int], tanh: bool) -> None:
+    """Those of the CPU to a step of bf16; in fp8 what rows8 makes of a kernel's own, but for ties; sums of fp64; and all of it repeats."""
+    given = some(*shape, "cuda")
+    dy, h, bias = (tensor.cpu() for tensor in given)
+    (y, *y8), (dx, *dx8, sums) = bias_gelu8(*given[1:], tanh), bias_gelu8_backward(*given, tanh)
+    for found, wanted, in8 in ((y, bias_gelu8(h, bias, tanh)[0], y8), (dx, bias_gelu8_backward(dy, h, bias, tanh)[0], dx8)):
+        torch.testing.assert_close(found.cpu(), wanted, rtol=2**-7, atol=1e-5)
+        right8, right = rows8(found)
+        torch.testing.assert_close(in8[1], right, rtol=1e-6, atol=0)
+        step = (right8.float().abs() * 2.0**-3).clamp_min(2.0**-9)
+        assert bool(((in8[0].float() - right8.float()).abs() <= step).all())
+        assert float((in8[0].float() != right8.float()).float().mean()) < 1e-2, "ties are few"
+    x64, bias64 = h.double(), bias.double().requires_grad_()
+    F.gelu(x64 + bias64, approximate="tanh" if tanh else "none").backward(dy.double())
+    assert bias64.grad is not None
+    assert float((sums.cpu().double() - bias64.grad).norm()) < 1e-5 * float(dy.double().abs().sum(0).norm())
+    again = *bias_gelu8(*given[1:], tanh), *bias_gelu8_backward(*given, tanh)
+    assert all(torch.equal(one, other) for one, other in zip((y, *y8, dx, *dx8, sums), again, strict=True))
 
 
 @pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 1e-3)])

@@ -56,13 +56,17 @@ def test_the_op_keeps_what_torch_asks_of_ops() -> None:
         torch.library.opcheck(norm_backward, (*_given(5, 12, torch.float32, "cpu"), biases))
 
 
+def _mlp(x: Tensor, fc: Tensor, bias: Tensor, proj: Tensor, tanh: bool) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, fc, bias), approximate="tanh" if tanh else "none"), proj)
+
+
 @pytest.mark.parametrize(
     ("device", "backend", "fp8"),
     [("cpu", "aot_eager", False), ("cpu", "aot_eager", True), pytest.param("cuda", "inductor", False, marks=on_gpu)],
 )
 def test_a_block_that_adds_to_its_stream_learns_the_same(device: str, backend: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU has it, with products of all sizes chosen: the gradients of the net as it is written. In fp8 roundings would hide them."""
-    monkeypatch.setattr(gpt2_torch, "linear8", F.linear)
+    monkeypatch.setattr(gpt2_torch, "mlp8", _mlp)
     torch.manual_seed(3)
     net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, end=0))
     for parameter in net.parameters():

@@ -1,7 +1,8 @@
-"""Matrix products in fp8 with a scale a row. Shapes in names: M rows, K summed over, N columns.
+"""Matrix products in fp8 with a scale a row, and an MLP of them. Shapes in names: M rows, K summed over, N columns, F an MLP's inner width.
 
 The result and the inputs' gradient are fp8 products; the weights' gradient, whose sum runs over the rows, stays in bf16. Scales and
-roundings are plain operations: where the net is compiled, they become a part of the kernel that made the numbers.
+roundings are plain operations: where the net is compiled, they become a part of the kernel that made the numbers. Those around a GELU,
+the widest, are a part of kernels of our own on a GPU, which read and write a row once.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from textmill.models.products_torch import times
+
+try:
+    from textmill.models import gelu8_triton
+except ImportError:  # Triton comes with torch's builds for GPUs
+    gelu8_triton = None  # type: ignore[assignment]
 
 KIND = torch.float8_e4m3fn
 """Three bits of mantissa for all: a scale a row leaves gradients no need of a wider range."""
@@ -38,20 +45,58 @@ def product8(a: Rows8, b: Rows8) -> Tensor:
     return torch._scaled_mm(a_MK, b_NK.T, scale_a=a_M1, scale_b=b_N1.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def linear8(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """A linear layer without its bias."""
-    y_MN: Tensor = _Linear8.apply(x_MK.to(torch.bfloat16), weight_NK)  # type: ignore[no-untyped-call]
+def mlp8(x_MK: Tensor, fc_FK: Tensor, bias_F: Tensor, proj_NF: Tensor, tanh: bool) -> Tensor:
+    """Two linear layers, the second without its bias, and a GELU between them."""
+    y_MN: Tensor = _MLP8.apply(x_MK.to(torch.bfloat16), fc_FK, bias_F, proj_NF, tanh)  # type: ignore[no-untyped-call]
     return y_MN
 
 
-class _Linear8(torch.autograd.Function):
+class _MLP8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x_MK, weight_NK)
-        return product8(rows8(x_MK), rows8(weight_NK))
+    def forward(ctx: Any, x_MK: Tensor, fc_FK: Tensor, bias_F: Tensor, proj_NF: Tensor, tanh: bool) -> Tensor:
+        h_MF = product8(rows8(x_MK), rows8(fc_FK))
+        y_MF, y8_MF, scale_M1 = bias_gelu8(h_MF, bias_F, tanh)
+        ctx.save_for_backward(x_MK, h_MF, y_MF, fc_FK, bias_F, proj_NF)
+        ctx.tanh = tanh
+        return product8((y8_MF, scale_M1), rows8(proj_NF))
 
     @staticmethod
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor, Tensor | None]:
-        x_MK, weight_NK = ctx.saved_tensors
-        slope_NK = times(dy_MN.T, x_MK, weight_NK.dtype) if ctx.needs_input_grad[1] else None
-        return product8(rows8(dy_MN), rows8(weight_NK.T)), slope_NK
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, h_MF, y_MF, fc_FK, bias_F, proj_NF = ctx.saved_tensors
+        for_fc, for_proj = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        dproj_NF = times(dy_MN.T, y_MF, proj_NF.dtype) if for_proj else None
+        inner_MF = product8(rows8(dy_MN), rows8(proj_NF.T))
+        dh_MF, dh8_MF, scale_M1, sums_F = bias_gelu8_backward(inner_MF, h_MF, bias_F, ctx.tanh)
+        dfc_FK = times(dh_MF.T, x_MK, fc_FK.dtype) if for_fc else None
+        return product8((dh8_MF, scale_M1), rows8(fc_FK.T)), dfc_FK, sums_F.to(bias_F.dtype), dproj_NF, None
+
+
+@torch.library.custom_op("textmill::bias_gelu8", mutates_args=())
+def bias_gelu8(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """GELU of h + bias, in h's precision and in fp8 with the rows' scales."""
+    if h_MF.is_cuda and gelu8_triton is not None:
+        return gelu8_triton.forward(h_MF, bias_F, tanh, KIND, TINY)
+    y_MF = F.gelu(h_MF.float() + bias_F.float(), approximate="tanh" if tanh else "none").to(h_MF.dtype)
+    return y_MF, *rows8(y_MF)
+
+
+@torch.library.custom_op("textmill::bias_gelu8_backward", mutates_args=())
+def bias_gelu8_backward(dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of h, in its precision and in fp8 with the rows' scales, and in fp32 the bias's."""
+    if h_MF.is_cuda and gelu8_triton is not None:
+        return gelu8_triton.backward(dy_MF, h_MF, bias_F, tanh, KIND, TINY)
+    x_MF = h_MF.float() + bias_F.float()
+    slope_MF = torch.ops.aten.gelu_backward(dy_MF.float(), x_MF, approximate="tanh" if tanh else "none")
+    dx_MF = slope_MF.to(h_MF.dtype)
+    return dx_MF, *rows8(dx_MF), slope_MF.sum(0)
+
+
+@bias_gelu8.register_fake
+def _(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=KIND), h_MF.new_empty(len(h_MF), 1, dtype=torch.float32)
+
+
+@bias_gelu8_backward.register_fake
+def _(dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale_M1, sums_F = (h_MF.new_empty(size, dtype=torch.float32) for size in ((len(h_MF), 1), (h_MF.shape[1],)))
+    return torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=KIND), scale_M1, sums_F

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from textmill.errors import TextmillError
 from textmill.models.dropout_torch import drop, keys_in
-from textmill.models.fp8_torch import MULTIPLE, linear8
+from textmill.models.fp8_torch import MULTIPLE, mlp8
 from textmill.models.gpt2 import Shape
 from textmill.models.heads_torch import project
 from textmill.models.lora_torch import through
@@ -156,9 +156,7 @@ class MLP(nn.Module):
         return through(self.c_proj, y_NTF, keys_N) if stream_NTE is None else onto(stream_NTE, self.c_proj, y_NTF)
 
     def _in_fp8(self, x_ME: Tensor) -> Tensor:
-        x_MF = linear8(x_ME, self.c_fc.weight)
-        x_MF = F.gelu(x_MF + self.c_fc.bias.to(x_MF.dtype), approximate=self.approximate)
-        return linear8(x_MF, self.c_proj.weight)
+        return mlp8(x_ME, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.approximate == "tanh")
 
     def inner(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         """What stands between the two matrices."""
