@@ -25,33 +25,63 @@ def groups_of(members: Iterable[tuple[nn.Parameter, Rule]]) -> list[dict[str, An
 
 
 class Adam:
-    """The state of each parameter under torch's names, and its update."""
+    """The moments of each parameter under torch's names, and its update: on a GPU by a kernel of our own, else by torch's fused one."""
 
     def __init__(self, members: Iterable[tuple[nn.Parameter, Rule]], train: TrainConfig) -> None:
         self.groups, self.betas, self.epsilon = groups_of(members), train.betas, train.epsilon
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self.places: dict[int, Any] = {}
+        """Of each group that the kernel has moved, what it knows of it."""
+        device = self.groups[0]["params"][0].device if self.groups else torch.device("cpu")
+        self.steps = torch.zeros((), device=device)
+        """Updates done; what is skipped is none."""
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, skipped: Tensor) -> None:
         """One update by gradients over `scale`, none where `skipped` is 1: both are read on the device, so that nothing waits."""
-        for group in self.groups:
+        kernel = _triton() if self.steps.is_cuda else None
+        corrections = self.steps if kernel is None else self._corrections()
+        for number, group in enumerate(self.groups):
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self._state_of(parameter) for parameter in moved]
-            first, second, steps = ([state[name] for state in states] for name in (*MOMENTS.values(), "step"))
-            adamw(
-                moved, [parameter.grad for parameter in moved], first, second, [], steps,
-                fused=True, grad_scale=scale, found_inf=skipped, amsgrad=False, maximize=False, eps=self.epsilon,
-                beta1=self.betas[0], beta2=self.betas[1], lr=lr * group["rate"], weight_decay=group["weight_decay"],
-            )  # fmt: skip
+            states, rates = [self._state_of(parameter) for parameter in moved], (lr * group["rate"], group["weight_decay"])
+            first, second = ([state[name] for state in states] for name in MOMENTS.values())
+            gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
+            tensors = moved, gradients, first, second
+            if kernel is not None and moved and all(kernel.fits(tensor) for kind in tensors for tensor in kind):
+                places = self.places.setdefault(number, kernel.Places())
+                places.move(tensors, scale, skipped, corrections, (*rates, *self.betas, self.epsilon))
+            else:
+                self._by_torch(tensors, rates, scale, skipped)
+        self.steps += 1 - skipped
+
+    def _corrections(self) -> Tensor:
+        """1 - beta^steps for the next update's first moment, and the root of it for the second."""
+        first, second = (1 - beta ** (self.steps.double() + 1) for beta in self.betas)
+        return torch.stack([first, second.sqrt()]).float()
+
+    def _by_torch(self, tensors: tuple[Any, ...], rates: tuple[float, float], scale: Tensor, skipped: Tensor) -> None:
+        moved, gradients, first, second = tensors
+        adamw(
+            moved, gradients, first, second, [], [self.steps.clone() for _ in moved], fused=True, grad_scale=scale, found_inf=skipped,
+            amsgrad=False, maximize=False, eps=self.epsilon, beta1=self.betas[0], beta2=self.betas[1], lr=rates[0], weight_decay=rates[1],
+        )  # fmt: skip
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if parameter not in self.state:
-            zeros = {name: torch.zeros_like(parameter) for name in MOMENTS.values()}
-            self.state[parameter] = {**zeros, "step": torch.zeros((), device=parameter.device)}
+            self.state[parameter] = {name: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for name in MOMENTS.values()}
         return self.state[parameter]
 
     def take(self, kind: str, parameter: nn.Parameter, values: Tensor, count: int) -> None:
         """Go on with a parameter's moment of one kind, after so many updates."""
-        state = self.state.setdefault(parameter, {})
-        state["step"] = torch.tensor(float(count), device=parameter.device)
-        state[MOMENTS[kind]] = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
+        self.steps.fill_(count)
+        moment = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
+        self.state.setdefault(parameter, {})[MOMENTS[kind]] = moment
+
+
+def _triton() -> Any:
+    """The kernel, or nothing where Triton is not installed."""
+    try:
+        from textmill.engines import adam_triton
+    except ImportError:
+        return None
+    return adam_triton

@@ -1,0 +1,80 @@
+"""AdamW over many parameters in one Triton kernel: every number is read once, and gradients, which torch's kernel writes too, are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from textmill.models.sending_torch import on_device
+
+BLOCK, WARPS = 2048, 8
+"""Numbers that a program moves, and its warps."""
+ALIGNED = 16
+"""Bytes: what the kernel may count on of every address."""
+
+
+@triton.jit
+def _address(addresses, which, of, count):  # type: ignore[no-untyped-def]
+    return tl.multiple_of(tl.load(addresses + of * count + which).to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def _moved(weights, gradients, firsts, seconds, inside, over, step, root, shrink, beta1, beta2, epsilon):  # type: ignore[no-untyped-def]
+    gradient, weight = tl.load(gradients, mask=inside) * over, tl.load(weights, mask=inside)
+    first, second = tl.load(firsts, mask=inside), tl.load(seconds, mask=inside)
+    first += (gradient - first) * (1 - beta1)
+    second = beta2 * second + (1 - beta2) * gradient * gradient
+    tl.store(weights, weight * shrink - step * first / (tl.sqrt(second) * root + epsilon), mask=inside)
+    tl.store(firsts, first, mask=inside)
+    tl.store(seconds, second, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    addresses, blocks, sizes, scale, skipped, corrections, count, lr, decay, beta1, beta2, epsilon, N: tl.constexpr
+):
+    """A block of one parameter; what is skipped stays as it is."""
+    which, block = tl.load(blocks + tl.program_id(0) * 2), tl.load(blocks + tl.program_id(0) * 2 + 1)
+    at, size = block * N + tl.arange(0, N), tl.load(sizes + which)
+    weights, gradients = _address(addresses, which, 0, count) + at, _address(addresses, which, 1, count) + at
+    firsts, seconds = _address(addresses, which, 2, count) + at, _address(addresses, which, 3, count) + at
+    over, step, root = 1 / tl.load(scale), lr / tl.load(corrections), 1 / tl.load(corrections + 1)
+    shrink = 1 - lr * decay
+    if tl.load(skipped) == 0:
+        if (block + 1) * N <= size:  # without a mask numbers come four at a time
+            _moved(weights, gradients, firsts, seconds, None, over, step, root, shrink, beta1, beta2, epsilon)
+        else:
+            _moved(weights, gradients, firsts, seconds, at < size, over, step, root, shrink, beta1, beta2, epsilon)
+
+
+class Places:
+    """What the device is told of a group: which block is of which parameter, and where these, their gradients and moments lie."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.known: tuple[int, ...] = ()
+
+    def move(self, tensors: Sequence[list[Tensor]], scale: Tensor, skipped: Tensor, corrections: Tensor, rates: tuple[float, ...]) -> None:
+        """One update of parameters by gradients over `scale`, with first and second moments; rates are lr, decay, betas and epsilon.
+
+        `corrections` are 1 - beta^steps of the first moment, and the root of that of the second."""
+        device, sizes = tensors[0][0].device, [tensor.numel() for tensor in tensors[0]]
+        if sizes != self.sizes:
+            counts = [triton.cdiv(size, BLOCK) for size in sizes]
+            blocks = np.stack([np.repeat(np.arange(len(sizes)), counts), np.concatenate([np.arange(count) for count in counts])], 1)
+            self.sizes, self.tables = sizes, [on_device(table, device) for table in (blocks, np.array(sizes))]
+        found = tuple(tensor.data_ptr() for kind in tensors for tensor in kind)
+        if found != self.known:
+            self.known, self.addresses = found, on_device(found, device, torch.int64)
+        given = self.addresses, *self.tables, scale, skipped, corrections, len(sizes), *map(float, rates)
+        _move[(len(self.tables[0]),)](*given, N=BLOCK, num_warps=WARPS)
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether the kernel can work on a tensor where it lies."""
+    return tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
