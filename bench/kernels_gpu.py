@@ -54,7 +54,7 @@ def gelus(rows: int, inner: int, layers: int, seconds: float) -> None:
     from textmill.models import gelu_triton as module
 
     x, slope, bias = drawn(rows, inner), drawn(rows, inner), torch.randn(inner, device="cuda")
-    choices = forms(module, ROWS=(4, 8), COLUMNS=(256, 512), WARPS=(4, 8), PROGRAMS=(132, 264))
+    choices = forms(module, ROWS=(4, 8), COLUMNS=(512,), WARPS=(4, 8), PROGRAMS=(132, 264, 528))
     timed("GELU's gradient", module, choices, lambda: module.bias_gelu_backward(slope, x, bias, True), layers, 6 * x.numel(), seconds)
 
 
@@ -64,10 +64,10 @@ def gelus8(rows: int, inner: int, layers: int, seconds: float) -> None:
     from textmill.models.fp8_torch import KIND, TINY
 
     h, slope, bias = drawn(rows, inner), drawn(rows, inner), torch.randn(inner, device="cuda")
-    choices = forms(module, COLUMNS=(8, 16, 32), PROGRAMS=(264, 396, 528, 660, 1056))
+    choices = forms(module, COLUMNS=(16, 32), PROGRAMS=(528, 1056, 2112))
     work = lambda: module.forward(h, bias, True, KIND, TINY)  # noqa: E731
     timed("GELU to fp8", module, choices, work, layers, 5 * h.numel(), seconds)
-    choices = forms(module, COLUMNS_BACK=(8, 16, 32), PROGRAMS_BACK=(132, 264, 396, 528))
+    choices = forms(module, COLUMNS_BACK=(16, 32), PROGRAMS_BACK=(264, 528))
     work = lambda: module.backward(slope, h, bias, True, KIND, TINY)  # noqa: E731
     timed("GELU's gradient to fp8", module, choices, work, layers, 7 * h.numel(), seconds)
 
@@ -84,7 +84,7 @@ def heads(samples: int, length: int, shape: Any, seconds: float) -> None:
     from textmill.models import heads_triton as module
 
     parts = [drawn(samples, length, shape.heads, shape.width // shape.heads).transpose(1, 2) for _ in range(3)]
-    choices = forms(module, ROWS=(8, 16), COLUMNS=(128, 256), WARPS=(4, 8), PROGRAMS=(396, 660))
+    choices = forms(module, ROWS=(8, 16), COLUMNS=(128, 256), WARPS=(4,), PROGRAMS=(396, 660))
     timed("joined heads", module, choices, lambda: module.joined(*parts), shape.layers, 12 * parts[0].numel(), seconds)
 
 
@@ -93,7 +93,7 @@ def norms(rows: int, width: int, layers: int, seconds: float) -> None:
     from textmill.models import norms_triton as module
 
     slope, x, stream, means = drawn(rows, width), drawn(rows, width), drawn(rows, width), torch.zeros(rows, device="cuda")
-    choices = forms(module, WARPS=(4, 8), CHUNKS=(1, 2, 3, 4), PROGRAMS=(132, 264, 396, 528))
+    choices = forms(module, WARPS=(2, 4, 8), PROGRAMS=(264, 528, 792, 1056))
     work = lambda: module.backward(slope, x, means, means, means[:width], stream, True)  # noqa: E731
     timed("LayerNorm's gradient", module, choices, work, 2 * layers, 8 * x.numel(), seconds)
 

@@ -44,27 +44,26 @@ def _forward(x, bias, y, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl
 
 
 @triton.jit
-def _come(x, dy, row, end, columns, width):  # type: ignore[no-untyped-def]
+def _come(x, dy, row, rows, columns, width):  # type: ignore[no-untyped-def]
     """Rows as they lie in memory."""
-    here, at = (row < end)[:, None] & (columns < width)[None, :], row[:, None] * width + columns[None, :]
+    here, at = (row < rows)[:, None] & (columns < width)[None, :], row[:, None] * width + columns[None, :]
     return tl.load(x + at, mask=here, other=0.0), tl.load(dy + at, mask=here, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(x, bias, dy, dx, sums, rows, width, each, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _backward(x, bias, dy, dx, sums, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Programs take turns row by row, so that together they go through memory from its beginning to its end."""
     columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = columns < width
     given = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    first = tl.program_id(0).to(tl.int64) * each
-    end = tl.minimum(first + each, rows)
     total = tl.zeros([R, C], tl.float32)
-    row = first + tl.arange(0, R)
-    x_now, dy_now = _come(x, dy, row, end, columns, width)
-    for _ in range(0, each, R):
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    x_now, dy_now = _come(x, dy, row, rows, columns, width)
+    for _ in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
         values, slopes = x_now.to(tl.float32) + given[None, :], dy_now.to(tl.float32)
-        here, at = (row < end)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
-        row += R  # the next are on their way while these are worked on
-        x_now, dy_now = _come(x, dy, row, end, columns, width)
+        here, at = (row < rows)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
+        row += tl.num_programs(0) * R  # the next are on their way while these are worked on
+        x_now, dy_now = _come(x, dy, row, rows, columns, width)
         phi, slope = _inner(values, TANH)
         out = slopes * (phi + values * slope)
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=here)
@@ -89,9 +88,8 @@ def bias_gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor, tanh: bool) 
     rows, width = x_MF.shape
     programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
     sums = torch.empty(programs, width, device=x_MF.device)
-    each = triton.cdiv(rows, programs)
     grid = (programs, triton.cdiv(width, COLUMNS))
-    _backward[grid](x_MF, bias_F, dy_MF, dx_MF, sums, rows, width, each, TANH=tanh, R=ROWS, C=COLUMNS, num_warps=WARPS)
+    _backward[grid](x_MF, bias_F, dy_MF, dx_MF, sums, rows, width, TANH=tanh, R=ROWS, C=COLUMNS, num_warps=WARPS)
     return dx_MF, summed(sums)
 
 

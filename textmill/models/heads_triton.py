@@ -23,28 +23,27 @@ def _come(of, row, here, tokens, h, d, by_n, by_h, by_t, by_d):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    dq, dk, dv, out, sums, rows, tokens, width, each, qn, qh, qt, qd, kn, kh, kt, kd, vn, vh, vt, vd,
+    dq, dk, dv, out, sums, rows, tokens, width, qn, qh, qt, qd, kn, kh, kt, kd, vn, vh, vt, vd,
     D: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    """Programs take turns row by row, so that together they go through memory from its beginning to its end."""
     columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = (columns < width)[None, :]
     h, d = columns // D, columns % D
     place = h * (3 * D) + d
-    first = tl.program_id(0).to(tl.int64) * each
-    end = tl.minimum(first + each, rows)
     total_q = tl.zeros([R, C], tl.float32)
     total_k = tl.zeros([R, C], tl.float32)
     total_v = tl.zeros([R, C], tl.float32)
-    row = first + tl.arange(0, R)
-    here = (row < end)[:, None] & inside
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    here = (row < rows)[:, None] & inside
     q = _come(dq, row, here, tokens, h, d, qn, qh, qt, qd)
     k = _come(dk, row, here, tokens, h, d, kn, kh, kt, kd)
     v = _come(dv, row, here, tokens, h, d, vn, vh, vt, vd)
-    for _ in range(0, each, R):
+    for _ in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
         q_now, k_now, v_now, here_now = q, k, v, here
         at = row[:, None] * (3 * width) + place[None, :]
-        row += R  # the next are on their way while these are worked on
-        here = (row < end)[:, None] & inside
+        row += tl.num_programs(0) * R  # the next are on their way while these are worked on
+        here = (row < rows)[:, None] & inside
         q = _come(dq, row, here, tokens, h, d, qn, qh, qt, qd)
         k = _come(dk, row, here, tokens, h, d, kn, kh, kt, kd)
         v = _come(dv, row, here, tokens, h, d, vn, vh, vt, vd)
@@ -68,8 +67,7 @@ def joined(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, T
     blocks = triton.cdiv(width, COLUMNS)
     programs = min(max(1, PROGRAMS // blocks), triton.cdiv(rows, ROWS))
     sums = torch.empty(programs, 3 * width, device=out.device)
-    each = triton.cdiv(rows, programs)
     strides = *dq_NHTD.stride(), *dk_NHTD.stride(), *dv_NHTD.stride()
-    given = dq_NHTD, dk_NHTD, dv_NHTD, out, sums, rows, T, width, each, *strides
+    given = dq_NHTD, dk_NHTD, dv_NHTD, out, sums, rows, T, width, *strides
     _join[programs, blocks](*given, D=D, R=ROWS, C=COLUMNS, num_warps=WARPS)
     return out, summed(sums)
