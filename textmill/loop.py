@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
 from textmill.files import shown, taken, write_text
 from textmill.generation.prompts import write_samples
+from textmill.logbook import Logbook
 from textmill.patience import Patience
 from textmill.ranks import Ranks, agreed, moving
 from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, spoken_best, trackers_of
@@ -85,7 +85,7 @@ class Training:
             make_room(self.run, self.start.step)
             write_text(self.run / "run.yaml", self.config.to_yaml())
         self.trackers = trackers_of(self.config, self.course, self.start, self.engine.facts()) if self.first else Trackers()
-        self.clock, self.clocked = time.perf_counter(), self.start.step
+        self.book = Logbook(self.course, self.start.step, self._log)
         try:
             for step, batch in ahead(
                 lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))), self.start.step, self.course.steps
@@ -103,27 +103,29 @@ class Training:
 
     def _after(self, done: int, result: Step) -> None:
         """What is due after so many steps: log, evaluate, save, stop."""
-        train, due, last = self.train, self.course.due, done == self.course.steps
+        train, due, last, book = self.train, self.course.due, done == self.course.steps, self.book
+        book.write()
         if done == 1 or due(train.log_every, done):
-            self._log(done, result)
+            book.enter(done, result)
+        if done == 1 or self.engine.guard:  # the first is waited for; a guard speaks of the last step there is
+            book.write()
         check_copies(self.ranks, self.engine, done, self.config.engine.check_every)
-        paused = time.perf_counter()
-        self.valid_loss = self._evaluate(done) if due(train.evaluate_every, done) else None
+        self.valid_loss = None
+        if due(train.evaluate_every, done):
+            with book.paused(result):
+                self.valid_loss = self._evaluate(done)
         asked = asked_to_stop(self.ranks, self.stopping, self.saver)
         if asked or due(train.save_every, done):
-            self._save(done, result)
-        self.clock += time.perf_counter() - paused
+            with book.paused(result):
+                self._save(done, result)
         if asked and not last:
             self.saver.wait()
             raise stopped_by(asked, self.run, done, self.first)
 
-    def _log(self, done: int, result: Step) -> None:
-        samples = self.course.samples(done) - self.course.samples(self.clocked)
-        rate = samples * self.course.length / max(1e-9, time.perf_counter() - self.clock)
+    def _log(self, done: int, result: Step, rate: float) -> None:
         values = {"loss": result.loss, "learning_rate": lr_at(done - 1, self.train), "grad_norm": result.norm, "tokens_per_second": rate}
         self.trackers.log(done, values | self.patience.numbers(result))
         self.patience.look(done, result, self.trackers)
-        self.clock, self.clocked = time.perf_counter(), done
 
     def _evaluate(self, done: int) -> float | None:
         whole = valid_batches(self.train, self.data, length=self.course.length, folder=self.run / INDEX)

@@ -29,6 +29,11 @@ class Step(Protocol):
     """What one optimizer step gave; nothing is waited for until a value is read."""
 
     @property
+    def ready(self) -> bool:
+        """Whether reading would wait for nothing."""
+        ...
+
+    @property
     def loss(self) -> float: ...
     @property
     def norm(self) -> float: ...

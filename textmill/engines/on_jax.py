@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -35,7 +35,7 @@ from textmill.engines.losses_jax import scored, summed_loss, token_shares, token
 from textmill.engines.mesh_jax import Layout, open_mesh
 from textmill.engines.meshes import check_batch
 from textmill.engines.ranks_jax import open_devices, open_ranks
-from textmill.engines.updates_jax import Updates
+from textmill.engines.updates_jax import JaxStep, Updates
 
 CPU_LOGITS = 1 << 30
 """`micro_batch: auto` on a CPU: as many samples as would have so many bytes of logits."""
@@ -50,36 +50,6 @@ DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 """What XLA is told for `engine.deterministic`: no sums in the order of arrival, and no kernels chosen by the clock."""
 
 Arrays = dict[str, Array]
-
-
-@dataclass(frozen=True)
-class JaxStep:
-    """Numbers still on the device; reading one waits for it."""
-
-    loss_value: Array
-    norm_value: Array
-    asked_value: Array
-    scale: float | None = None
-
-    @property
-    def loss(self) -> float:
-        """The step's loss before the update."""
-        return float(self.loss_value)
-
-    @property
-    def norm(self) -> float:
-        """The global gradient norm before clipping."""
-        return float(self.norm_value)
-
-    @property
-    def asked(self) -> int:
-        """Tokens that were asked for."""
-        return int(self.asked_value)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the update was left out, because loss or gradient was not finite."""
-        return not np.isfinite(self.norm)
 
 
 class JaxOnMesh:

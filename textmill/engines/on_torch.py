@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.models.parts_torch import PLAIN, compiled_parts
-from textmill.models.sending_torch import on_device
+from textmill.models.sending_torch import OnItsWay, on_device
 from textmill.tokens.batches.batch import Batch
 
 FAULTS = True
@@ -43,34 +43,37 @@ STATE_BYTES = {True: 40, False: 72}
 """Kept for backward, of a token in a layer for each channel, in bf16: compiled (35 seen) and not."""
 
 
-@dataclass(frozen=True)
 class TorchStep:
-    """Numbers still on the device; reading one waits for it."""
+    """Numbers on their way to the host; reading one waits for this step, and for none that was begun after it."""
 
-    loss_sum: Tensor
-    norm_value: Tensor
-    asked: int
-    scale_value: Tensor | None = None
+    def __init__(self, loss: Tensor, norm: Tensor, asked: int, scale: Tensor | None = None) -> None:
+        numbers = [loss, norm] if scale is None else [loss, norm, scale]
+        self.asked, self._numbers = asked, OnItsWay(torch.stack([number.to(loss) for number in numbers]))
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would wait for nothing."""
+        return self._numbers.there
 
     @property
     def loss(self) -> float:
         """The step's loss before the update."""
-        return float(self.loss_sum)
+        return float(self._numbers.values()[0])
 
     @property
     def norm(self) -> float:
         """The global gradient norm before clipping."""
-        return float(self.norm_value)
+        return float(self._numbers.values()[1])
 
     @property
     def skipped(self) -> bool:
         """Whether the update was left out, because loss or gradient was not finite."""
-        return not bool(torch.isfinite(self.norm_value))
+        return not math.isfinite(self.norm)
 
     @property
     def scale(self) -> float | None:
         """What the loss was multiplied by in fp16."""
-        return None if self.scale_value is None else float(self.scale_value)
+        return next(iter(self._numbers.values()[2:]), None)
 
 
 class OnTorch:

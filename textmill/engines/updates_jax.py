@@ -1,11 +1,13 @@
-"""What an optimizer step does to the weights, in JAX: optax's AdamW over all of them, or Muon over block matrices with AdamW over the rest.
+"""What an optimizer step gives, and does to the weights, in JAX.
 
-Pure: weights and state come in and go out. The state is `count`, and `m`, `v` and `momentum` by weight name.
+optax's AdamW over all of them, or Muon over block matrices with AdamW over the rest. Pure: weights and state come in and go out.
+The state is `count`, and `m`, `v` and `momentum` by weight name.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +23,41 @@ from textmill.models.rules import rules_of
 State = dict[str, Any]
 MOMENTUM, LIKE_ADAM, TINY = 0.95, 0.2, 1e-7
 """Muon's momentum, the length of its steps against AdamW's, and the least norm of a matrix: those of torch's side."""
+
+
+@dataclass(frozen=True)
+class JaxStep:
+    """Numbers still on the device; reading one waits for it."""
+
+    loss_value: Array
+    norm_value: Array
+    asked_value: Array
+    scale: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would wait for nothing."""
+        return bool(self.norm_value.is_ready())
+
+    @property
+    def loss(self) -> float:
+        """The step's loss before the update."""
+        return float(self.loss_value)
+
+    @property
+    def norm(self) -> float:
+        """The global gradient norm before clipping."""
+        return float(self.norm_value)
+
+    @property
+    def asked(self) -> int:
+        """Tokens that were asked for."""
+        return int(self.asked_value)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out, because loss or gradient was not finite."""
+        return not math.isfinite(self.norm)
 
 
 class Updates:

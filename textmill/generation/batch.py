@@ -13,7 +13,7 @@ from torch import Tensor
 from textmill.generation.requests import Done, Reason, Request, Token, Top
 from textmill.generation.sampling import Rules, State, new_state, next_ids, rules_of
 from textmill.generation.texts import StopWatch, Stream
-from textmill.models.sending_torch import on_device
+from textmill.models.sending_torch import OnItsWay, on_device
 from textmill.tokens.tokenizer import TextTokenizer
 
 NOT_FINITE = "the model's scores are not finite; its weights are damaged or its training diverged; use an earlier --step"
@@ -91,28 +91,14 @@ class Flight:
 
     rows: list[Row]
     ids_N: Tensor
-    host_N: Tensor
-    landed: Any
-    """What says that they are there; None: they are."""
+    coming: OnItsWay
+    """The same for the host."""
     logs: dict[int, tuple[float, Top]]
 
     def ids(self) -> list[int]:
         """The tokens, when they have come."""
-        if self.landed is not None:
-            self.landed.synchronize()
-        ids: list[int] = self.host_N.tolist()
+        ids: list[int] = self.coming.values()
         return ids
-
-
-def _on_its_way(ids_N: Tensor) -> tuple[Tensor, Any]:
-    """A copy of tokens for the host that nobody waits for, and what says that it is there."""
-    if not ids_N.is_cuda:
-        return ids_N, None
-    host_N = torch.empty(ids_N.shape, dtype=ids_N.dtype, pin_memory=True)
-    host_N.copy_(ids_N, non_blocking=True)
-    landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    landed.record()
-    return host_N, landed
 
 
 @dataclass
@@ -198,7 +184,7 @@ class Batch:
         for row in self.rows:
             row.used += 1
             row.state.number += 1
-        return Flight(list(self.rows), ids_N, *_on_its_way(ids_N), logs)
+        return Flight(list(self.rows), ids_N, OnItsWay(ids_N), logs)
 
     def _last_ids(self) -> Tensor:
         """The last token of every text, on the device; some of them are known only there."""
