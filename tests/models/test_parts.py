@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from textmill.config import LoraConfig
 from textmill.models import gpt2, gpt2_torch
 from textmill.models.dropout_torch import dropout_keys
+from textmill.models.lora_torch import adapt
 from textmill.models.parts_torch import PLAIN, Parts, compiled_parts
 
 SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "vocab": 10, "end": 0}
@@ -20,6 +22,21 @@ CASES: dict[str, tuple[dict[str, float], int, bool]] = {
     "with dropout, made again": ({"residual_dropout": 0.4}, 1, True),
     "documents apart": ({}, 0, True),
 }
+
+
+def test_adapters_with_dropout_compile_no_block_anew() -> None:
+    """Their sites are the same in every block, by keys that are the block's own."""
+    torch.manual_seed(1)
+    net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
+    adapt(net, LoraConfig(rank=2, dropout=0.3))
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    ids, keys = torch.randint(0, 10, (2, 128)), dropout_keys(1, 2, np.arange(2))
+    parts = compiled_parts(backend=backend, fullgraph=True)
+    torch.testing.assert_close(net(ids, keys, parts=parts), net(ids, keys), rtol=1e-4, atol=1e-4)
+    assert backend.frame_count == 3
 
 
 def _run(net: gpt2_torch.Net, parts: Parts, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -72,8 +72,14 @@ def _matrices(shape: Any) -> list[Weight]:
 
 
 def sites_of(shape: Any) -> dict[str, int]:
-    """By the stem of each matrix, the site of dropout in its adapter; the same whatever the targets are."""
-    return {weight.name.removesuffix(".weight"): SITES + number for number, weight in enumerate(_matrices(shape))}
+    """By the stem of each matrix, the site of dropout in its adapter; the same whatever the targets are.
+
+    From block to block a matrix' site moves on by 3, as those of the net itself do: with keys of its own every block has the same."""
+    matrices = _matrices(shape)
+    each = len(matrices) // shape.layers
+    return {
+        weight.name.removesuffix(".weight"): SITES * (1 + number % each) + 3 * (number // each) for number, weight in enumerate(matrices)
+    }
 
 
 def drops(shape: Any, lora: LoraConfig | None) -> bool:
