@@ -27,6 +27,8 @@ def open_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise TextmillError(f"engine.device: '{name}' is not there; found {count} CUDA devices; set engine.device=cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels of our own are launched on the current one
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise TextmillError("engine.device: 'mps' is not there; set engine.device=cpu")
     return device
