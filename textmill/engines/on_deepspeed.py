@@ -109,7 +109,8 @@ class OnDeepSpeed:
                 # DeepSpeed leaves out what is not finite, and has no other word for it.
                 loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
             # A new tensor, even where nothing is divided: DeepSpeed would divide its own by the micro-batches.
-            self.engine.backward(loss / scale, scale_wrt_gas=False)
+            with attention_order(self.device):  # states are made again as they were
+                self.engine.backward(loss / scale, scale_wrt_gas=False)
         norm = None if self.stage else self._clip()
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm()) if norm is None else norm

@@ -130,12 +130,13 @@ class OnTorch:
 
     def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""
-        with arithmetic(self.device, self.precision), attention_order(self.device):
-            x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.parts)
-        asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
-        smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
-        loss = shared_loss(*asked, smoothing, z, peers) if peers else summed_loss(*asked, smoothing, z, self.net.fp8, ends=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with attention_order(self.device):  # backward too, where states are made again
+            with arithmetic(self.device, self.precision):
+                x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.parts)
+            asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
+            smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
+            loss = shared_loss(*asked, smoothing, z, peers) if peers else summed_loss(*asked, smoothing, z, self.net.fp8, ends=True)
+            loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
