@@ -43,3 +43,9 @@ def test_updates_are_torchs(betas: tuple[float, float], device: str) -> None:
     for parameter, right in zip(ours, exact, strict=True):
         torch.testing.assert_close(parameter.detach().cpu().double(), right.detach(), rtol=1e-5, atol=1e-6)
     assert float(adam.steps) == 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_to_move_is_no_mistake(device: str) -> None:
+    """As where Muon has all that is trained."""
+    Adam([], TrainConfig()).step(0.1, torch.ones((), device=device), torch.zeros((), device=device))

@@ -64,6 +64,10 @@ def test_loss_and_gradients(device: str, dtype: torch.dtype, smoothing: float, z
     assert apart(head.grad, 3 * slope_head) < BOUNDS[dtype][1]
     assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no part"
     assert x.grad[::5].abs().max() == 0, "what asks nothing has no gradient"
+    x.grad = head.grad = None
+    summed_loss(x, head, labels, shares, VOCAB, smoothing, z, ends=True).backward()  # type: ignore[no-untyped-call]
+    assert apart(x.grad, slope_x) < BOUNDS[dtype][0]
+    assert apart(head.grad, slope_head) < BOUNDS[dtype][1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,7 @@
-"""AdamW by torch's fused kernel, without torch's class around it, which imports a compiler: a third of what a start takes."""
+"""AdamW by a kernel of our own on a GPU, else by torch's fused one, without torch's class around it.
+
+That class imports a compiler: a third of what a start takes.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,10 @@ class Adam:
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, skipped: Tensor) -> None:
         """One update by gradients over `scale`, none where `skipped` is 1: both are read on the device, so that nothing waits."""
+        if not self.groups:
+            return
         kernel = _triton() if self.steps.is_cuda else None
-        corrections = self.steps if kernel is None else self._corrections()
+        corrections = self._corrections() if kernel is not None else None
         for number, group in enumerate(self.groups):
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             states, rates = [self._state_of(parameter) for parameter in moved], (lr * group["rate"], group["weight_decay"])
@@ -49,7 +54,7 @@ class Adam:
             tensors = moved, gradients, first, second
             if kernel is not None and moved and all(kernel.fits(tensor) for kind in tensors for tensor in kind):
                 places = self.places.setdefault(number, kernel.Places())
-                places.move(tensors, scale, skipped, corrections, (*rates, *self.betas, self.epsilon))
+                places.move(tensors, scale, skipped, corrections, (*rates, *(1 - beta for beta in self.betas), self.epsilon))
             else:
                 self._by_torch(tensors, rates, scale, skipped)
         self.steps += 1 - skipped

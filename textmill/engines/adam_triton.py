@@ -24,11 +24,11 @@ def _address(addresses, which, of, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _moved(weights, gradients, firsts, seconds, inside, over, step, root, shrink, beta1, beta2, epsilon):  # type: ignore[no-untyped-def]
+def _moved(weights, gradients, firsts, seconds, inside, over, step, root, shrink, share1, share2, epsilon):  # type: ignore[no-untyped-def]
     gradient, weight = tl.load(gradients, mask=inside) * over, tl.load(weights, mask=inside)
     first, second = tl.load(firsts, mask=inside), tl.load(seconds, mask=inside)
-    first += (gradient - first) * (1 - beta1)
-    second = beta2 * second + (1 - beta2) * gradient * gradient
+    first += (gradient - first) * share1
+    second += (gradient * gradient - second) * share2
     tl.store(weights, weight * shrink - step * first / (tl.sqrt(second) * root + epsilon), mask=inside)
     tl.store(firsts, first, mask=inside)
     tl.store(seconds, second, mask=inside)
@@ -36,7 +36,7 @@ def _moved(weights, gradients, firsts, seconds, inside, over, step, root, shrink
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    addresses, blocks, sizes, scale, skipped, corrections, count, lr, decay, beta1, beta2, epsilon, N: tl.constexpr
+    addresses, blocks, sizes, scale, skipped, corrections, count, lr, decay, share1, share2, epsilon, N: tl.constexpr
 ):
     """A block of one parameter; what is skipped stays as it is."""
     which, block = tl.load(blocks + tl.program_id(0) * 2), tl.load(blocks + tl.program_id(0) * 2 + 1)
@@ -47,9 +47,9 @@ def _move(  # type: ignore[no-untyped-def]
     shrink = 1 - lr * decay
     if tl.load(skipped) == 0:
         if (block + 1) * N <= size:  # without a mask numbers come four at a time
-            _moved(weights, gradients, firsts, seconds, None, over, step, root, shrink, beta1, beta2, epsilon)
+            _moved(weights, gradients, firsts, seconds, None, over, step, root, shrink, share1, share2, epsilon)
         else:
-            _moved(weights, gradients, firsts, seconds, at < size, over, step, root, shrink, beta1, beta2, epsilon)
+            _moved(weights, gradients, firsts, seconds, at < size, over, step, root, shrink, share1, share2, epsilon)
 
 
 class Places:
@@ -60,7 +60,7 @@ class Places:
         self.known: tuple[int, ...] = ()
 
     def move(self, tensors: Sequence[list[Tensor]], scale: Tensor, skipped: Tensor, corrections: Tensor, rates: tuple[float, ...]) -> None:
-        """One update of parameters by gradients over `scale`, with first and second moments; rates are lr, decay, betas and epsilon.
+        """One update of parameters by gradients over `scale`, with first and second moments; rates are lr, decay, 1 - betas and epsilon.
 
         `corrections` are 1 - beta^steps of the first moment, and the root of that of the second."""
         device, sizes = tensors[0][0].device, [tensor.numel() for tensor in tensors[0]]
