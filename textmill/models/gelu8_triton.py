@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from textmill.models.gelu_triton import _inner
+from textmill.models.gelu_triton import phi_of
 from textmill.models.sums_triton import summed
 
 COLUMNS, PROGRAMS = 16, 2112
@@ -47,7 +47,7 @@ def _forward(  # type: ignore[no-untyped-def]
         values, now, at = h_now.to(tl.float32) + given, row, row * width + columns
         row += tl.num_programs(0)  # the next is on its way while this one is worked on
         h_now = tl.load(h + row * width + columns, mask=inside & (row < rows), other=0.0)
-        phi, _ = _inner(values, TANH)
+        phi, _ = phi_of(values, TANH)
         out = (values * phi).to(y.dtype.element_ty)
         tl.store(y + at, out, mask=inside)
         rounded = out.to(tl.float32)
@@ -74,7 +74,7 @@ def _backward(  # type: ignore[no-untyped-def]
         row += tl.num_programs(0)  # the next is on its way while this one is worked on
         after, there = row * width + columns, inside & (row < rows)
         h_now, dy_now = tl.load(h + after, mask=there, other=0.0), tl.load(dy + after, mask=there, other=0.0)
-        phi, slope = _inner(values, TANH)
+        phi, slope = phi_of(values, TANH)
         exact = slopes * (phi + values * slope)
         total += exact
         out = exact.to(dx.dtype.element_ty)

@@ -17,7 +17,7 @@ PROGRAMS = 264
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _inner(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
+def phi_of(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Phi(x), by the tanh form as a logistic function or by erf, and its derivative.
 
     Powers of 2 and a quotient that take what is too small for normal numbers for 0: fewer steps, and the sums do not see it."""
@@ -39,7 +39,7 @@ def _forward(x, bias, y, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl
     at = row[:, None] * width + columns[None, :]
     given = tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + given[None, :]
-    phi, _ = _inner(values, TANH)
+    phi, _ = phi_of(values, TANH)
     tl.store(y + at, (values * phi).to(y.dtype.element_ty), mask=inside)
 
 
@@ -64,7 +64,7 @@ def _backward(x, bias, dy, dx, sums, rows, width, TANH: tl.constexpr, R: tl.cons
         here, at = (row < rows)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
         row += tl.num_programs(0) * R  # the next are on their way while these are worked on
         x_now, dy_now = _come(x, dy, row, rows, columns, width)
-        phi, slope = _inner(values, TANH)
+        phi, slope = phi_of(values, TANH)
         out = slopes * (phi + values * slope)
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=here)
         total += out

@@ -150,7 +150,8 @@ class MLP(nn.Module):
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None, stream_NTE: Tensor | None = None) -> Tensor:
         """What the two make of x; added to the stream, if that is given, which has the last bias's gradient."""
         if self.fp8 and torch.is_grad_enabled():
-            y_NTE, bias_E = self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape), self.c_proj.bias.to(x_NTE.dtype)
+            y_NTE = self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
+            bias_E = self.c_proj.bias.to(y_NTE.dtype)
             return y_NTE + bias_E if stream_NTE is None else stream_NTE + (y_NTE + bias_E.detach())
         y_NTF = self.inner(x_NTE, keys_N)
         return through(self.c_proj, y_NTF, keys_N) if stream_NTE is None else onto(stream_NTE, self.c_proj, y_NTF)
