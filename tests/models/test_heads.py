@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textmill.models import gpt2, gpt2_torch, products_torch
 from textmill.models.heads_torch import join_heads, project
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -42,32 +41,6 @@ def test_values_and_gradients_are_those_of_a_linear_layer_that_is_split() -> Non
 
 def test_the_op_keeps_what_torch_asks_of_ops() -> None:
     torch.library.opcheck(join_heads, tuple(lay(torch.randn, 2, 3, 5, 4) for lay in list(LAYOUTS.values())[:3]))
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "recompute"),
-    [("cpu", "aot_eager", 0), ("cpu", "aot_eager", 1), pytest.param("cuda", "inductor", 0, marks=on_gpu)],
-)
-def test_a_net_that_is_compiled_whole_learns_the_same(device: str, backend: str, recompute: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU has it, with products of all sizes chosen: one graph, and the gradients of the net as it is written."""
-    torch.manual_seed(3)
-    net = gpt2_torch.Net(gpt2.Shape(layers=1, heads=3, width=12, inner=16, positions=8, vocab=10, end=0))
-    net.recompute = recompute
-    for parameter in net.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    net, ids, slope, gradients = net.to(device), torch.randint(0, 10, (2, 7)).to(device), torch.randn(2, 7, 12).to(device), []
-    for chosen in (False, True):
-        for place in (products_torch, gpt2_torch):
-            monkeypatch.setattr(place, "are_chosen", lambda x, weight, chosen=chosen: chosen)
-        net.zero_grad()
-        run = torch.compile(net, dynamic=False, fullgraph=True, backend=backend) if chosen else net
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-            run(ids).backward(slope)
-        assert any(event.key == "textmill::join_heads" for event in seen.key_averages()) == chosen
-        gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")
 
 
 @on_gpu

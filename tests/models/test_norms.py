@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models import gpt2, gpt2_torch, products_torch
 from textmill.models.norms_torch import norm_backward, parted
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -54,37 +53,6 @@ def _given(rows: int, width: int, kind: torch.dtype, device: str) -> tuple[Tenso
 def test_the_op_keeps_what_torch_asks_of_ops() -> None:
     for biases in (False, True):
         torch.library.opcheck(norm_backward, (*_given(5, 12, torch.float32, "cpu"), biases))
-
-
-def _mlp(x: Tensor, fc: Tensor, bias: Tensor, proj: Tensor, tanh: bool) -> Tensor:
-    return F.linear(F.gelu(F.linear(x, fc, bias), approximate="tanh" if tanh else "none"), proj)
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "fp8"),
-    [("cpu", "aot_eager", False), ("cpu", "aot_eager", True), pytest.param("cuda", "inductor", False, marks=on_gpu)],
-)
-def test_a_block_that_adds_to_its_stream_learns_the_same(device: str, backend: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU has it, with products of all sizes chosen: the gradients of the net as it is written. In fp8 roundings would hide them."""
-    monkeypatch.setattr(gpt2_torch, "mlp8", _mlp)
-    torch.manual_seed(3)
-    net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, end=0))
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    net.use_fp8() if fp8 else None
-    net, ids, slope, gradients = net.to(device), torch.randint(0, 10, (2, 16)).to(device), torch.randn(2, 16, 32).to(device), []
-    for chosen in (False, True):
-        for place in (products_torch, gpt2_torch):
-            monkeypatch.setattr(place, "are_chosen", lambda x, weight, chosen=chosen: chosen)
-        net.zero_grad()
-        run = torch.compile(net, dynamic=False, fullgraph=True, backend=backend) if chosen else net
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-            run(ids).backward(slope)
-        assert any(event.key == "textmill::norm_backward" for event in seen.key_averages()) == chosen
-        gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda told, name=name: f"{name}: {told}")
 
 
 @on_gpu

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from textmill.config import LoraConfig
-from textmill.models import gpt2, gpt2_torch
+from textmill.models import gpt2, gpt2_torch, products_torch
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora_torch import adapt
 from textmill.models.parts_torch import PLAIN, Parts, compiled_parts
@@ -87,3 +88,43 @@ def test_documents_in_blocks_reach_a_compiled_block(monkeypatch: pytest.MonkeyPa
             )
             counts.append(backend.frame_count)
     assert counts[0] == counts[1]
+
+
+def _mlp(x: Tensor, fc: Tensor, bias: Tensor, proj: Tensor, tanh: bool) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, fc, bias), approximate="tanh" if tanh else "none"), proj)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "recompute", "fp8"),
+    [
+        ("cpu", "aot_eager", 0, False),
+        ("cpu", "aot_eager", 1, False),
+        ("cpu", "aot_eager", 0, True),
+        pytest.param("cuda", "inductor", 0, False, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+    ],
+)
+def test_a_net_whose_products_are_chosen_learns_the_same(
+    device: str, backend: str, recompute: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU has it, with all sizes: one graph, and the gradients of the net as it is written; fp8's roundings would hide them."""
+    monkeypatch.setattr(gpt2_torch, "mlp8", _mlp)
+    torch.manual_seed(3)
+    net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, end=0))
+    net.recompute = recompute
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    net.use_fp8() if fp8 else None
+    net, ids, slope, gradients = net.to(device), torch.randint(0, 10, (2, 16)).to(device), torch.randn(2, 16, 32).to(device), []
+    for chosen in (False, True):
+        for place in (products_torch, gpt2_torch):
+            monkeypatch.setattr(place, "are_chosen", lambda x, weight, chosen=chosen: chosen)
+        net.zero_grad()
+        run = torch.compile(net, dynamic=False, fullgraph=True, backend=backend) if chosen else net
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            run(ids).backward(slope)
+        for op in ("join_heads", "norm_backward"):
+            assert any(event.key == f"textmill::{op}" for event in seen.key_averages()) == chosen
+        gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda told, name=name: f"{name}: {told}")
