@@ -93,7 +93,7 @@ def norms(rows: int, width: int, layers: int, seconds: float) -> None:
     from textmill.models import norms_triton as module
 
     slope, x, stream, means = drawn(rows, width), drawn(rows, width), drawn(rows, width), torch.zeros(rows, device="cuda")
-    choices = forms(module, WARPS=(2, 4, 8), PROGRAMS=(264, 528, 792, 1056))
+    choices = forms(module, CHUNK=(128, 256, 512), PROGRAMS=(264, 528, 792, 1056))
     work = lambda: module.backward(slope, x, means, means, means[:width], stream, True)  # noqa: E731
     timed("LayerNorm's gradient", module, choices, work, 2 * layers, 8 * x.numel(), seconds)
 

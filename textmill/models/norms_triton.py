@@ -9,8 +9,8 @@ from torch import Tensor
 
 from textmill.models.sums_triton import summed
 
-WARPS, PROGRAMS = 4, 528
-"""A program's warps, and the programs in all, each with sums of its own: four for each of an H200's processors."""
+CHUNK, PROGRAMS = 256, 528
+"""Columns of a row that a warp has, and the programs in all, each with sums of its own: four for each of an H200's processors."""
 
 
 @triton.jit
@@ -72,5 +72,6 @@ def backward(
     dx_ME, programs = torch.empty_like(x_ME), min(PROGRAMS, rows)
     sums = torch.empty(programs, 4 if biases else 2, width, device=x_ME.device)
     given = dy_ME, x_ME, means_M, spreads_M, weight_E, stream_ME, dx_ME, sums, rows, width
-    _backward[(programs,)](*given, BIASES=biases, C=triton.next_power_of_2(width), num_warps=WARPS)
+    columns = triton.next_power_of_2(width)
+    _backward[(programs,)](*given, BIASES=biases, C=columns, num_warps=min(32, max(1, columns // CHUNK)))
     return dx_ME, summed(sums.flatten(1)).view(-1, width)
