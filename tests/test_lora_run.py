@@ -25,6 +25,8 @@ from textmill.models.nets_torch import open_net
 from textmill.tensors import read_tensors
 
 IDS = torch.tensor([[5, 17, 200, 31, 8, 99], [3, 1, 4, 1, 5, 9]])
+NEAR = 5e-5
+"""Logits of one net by two ways of summing, in fp32: 1.4e-5 was seen where torch works without oneDNN."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
         opened = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
     assert (logits_of(base) - theirs).abs().max() > 1e-3, "six steps changed something"
     for ours in (logits_of(folder), logits_of(folder, apart=True), opened):
-        assert (ours - theirs).abs().max() < 1e-5
+        assert (ours - theirs).abs().max() < NEAR
 
 
 def test_apart_it_writes_what_it_writes_merged(run: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_folder_of_peft_without_anything_else_is_a_model(base: Path, run: Path
     config = adapting(tmp_path / "trained", base, 2)
     whole = config.model.model_copy(update={"init_from": str(tmp_path), "lora": None})
     started = train(config.model_copy(update={"model": whole, "train": config.train.model_copy(update={"learning_rate": 1e-12})}))
-    assert (logits_of(steps_of(started)[2]) - logits_of(tmp_path)).abs().max() < 1e-5
+    assert (logits_of(steps_of(started)[2]) - logits_of(tmp_path)).abs().max() < NEAR
     with pytest.raises(TextmillError, match=r"is an adapter itself; merge it first: textmill export"):
         train(config.model_copy(update={"model": config.model.model_copy(update={"init_from": str(tmp_path)})}), force="yes")
 
@@ -177,7 +179,7 @@ def test_new_tokens_travel_with_the_adapter(base: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = PeftModel.from_pretrained(theirs, found.folder).eval()(IDS).logits
     assert wanted.shape[-1] == len(after)
-    assert (logits_of(found.folder) - wanted).abs().max() < 1e-5
+    assert (logits_of(found.folder) - wanted).abs().max() < NEAR
 
 
 def test_adapters_need_something_to_adapt() -> None:
@@ -192,5 +194,5 @@ def test_exported_it_is_one_model(run: Path, tmp_path: Path, capsys: pytest.Capt
     with torch.no_grad():
         wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
         merged = AutoModelForCausalLM.from_pretrained(out).eval()(IDS).logits
-    assert (merged - wanted).abs().max() < 1e-5
+    assert (merged - wanted).abs().max() < NEAR
     assert not (out / "adapter_config.json").exists()
