@@ -34,8 +34,8 @@ from textmill.track import Trackers
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
     """Train from the newest checkpoint, or from the beginning, to the last step; return the run's folder."""
     run = config.folder_of("train")
-    with closing(open_ranks(config)) as ranks, ranks.watched(partial(stopped, run)), ExitStack() as held:
-        keep = agreed(ranks, lambda: held.enter_context(taken(run, "train.folder", ranks.first)))
+    with closing(open_ranks(config)) as ranks, ExitStack() as folder, ranks.watched(partial(stopped, run)), ExitStack() as held:
+        keep = agreed(ranks, lambda: folder.enter_context(taken(run, "train.folder", ranks.first)))
         data, start, batches, course = agreed(ranks, lambda: _begun(config, force, step))
         if start.step >= course.steps:
             if ranks.first:
