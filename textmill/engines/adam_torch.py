@@ -52,7 +52,7 @@ class Adam:
             first, second = ([state[name] for state in states] for name in MOMENTS.values())
             gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
             tensors = moved, gradients, first, second
-            if kernel is not None and moved and all(kernel.fits(tensor) for kind in tensors for tensor in kind):
+            if kernel is not None and moved and kernel.fit(tensors):
                 places = self.places.setdefault(number, kernel.Places())
                 places.move(tensors, scale, skipped, corrections, (*rates, *(1 - beta for beta in self.betas), self.epsilon))
             else:

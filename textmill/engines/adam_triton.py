@@ -10,17 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from textmill.engines.addresses_triton import address, fits
 from textmill.models.sending_torch import on_device
 
 BLOCK, WARPS = 2048, 8
 """Numbers that a program moves, and its warps."""
-ALIGNED = 16
-"""Bytes: what the kernel may count on of every address."""
-
-
-@triton.jit
-def _address(addresses, which, of, count):  # type: ignore[no-untyped-def]
-    return tl.multiple_of(tl.load(addresses + of * count + which).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
@@ -41,8 +35,8 @@ def _move(  # type: ignore[no-untyped-def]
     """A block of one parameter; what is skipped stays as it is."""
     which, block = tl.load(blocks + tl.program_id(0) * 2), tl.load(blocks + tl.program_id(0) * 2 + 1)
     at, size = block * N + tl.arange(0, N), tl.load(sizes + which)
-    weights, gradients = _address(addresses, which, 0, count) + at, _address(addresses, which, 1, count) + at
-    firsts, seconds = _address(addresses, which, 2, count) + at, _address(addresses, which, 3, count) + at
+    weights, gradients = address(addresses, which) + at, address(addresses, count + which) + at
+    firsts, seconds = address(addresses, 2 * count + which) + at, address(addresses, 3 * count + which) + at
     over, step, root = 1 / tl.load(scale), lr / tl.load(corrections), 1 / tl.load(corrections + 1)
     shrink = 1 - lr * decay
     if tl.load(skipped) == 0:
@@ -75,6 +69,6 @@ class Places:
         _move[(len(self.tables[0]),)](*given, N=BLOCK, num_warps=WARPS)
 
 
-def fits(tensor: Tensor) -> bool:
-    """Whether the kernel can work on a tensor where it lies."""
-    return tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
+def fit(tensors: Sequence[list[Tensor]]) -> bool:
+    """Whether the kernel can work on all of them where they lie."""
+    return all(fits(tensor) for kind in tensors for tensor in kind)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from textmill.engines.addresses_triton import address, fits
 from textmill.models import Weight
 from textmill.models.rules import Rule
 from textmill.models.sending_torch import on_device
@@ -21,8 +22,6 @@ SIDE, WARPS = 64, 8
 """A tile's rows and columns, and the warps that have it."""
 BLOCK = 4096
 """Elements that a program divides."""
-ALIGNED = 16
-"""Bytes: what the kernels may count on of every address."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -38,11 +37,6 @@ def _tile(places, matrix, R, C, S: tl.constexpr):  # type: ignore[no-untyped-def
     return tall, first, rows, columns, rows < high, columns < wide, at
 
 
-@triton.jit
-def _address(addresses, which):  # type: ignore[no-untyped-def]
-    return tl.multiple_of(tl.load(addresses + which).to(tl.pointer_type(tl.float32)), 16)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
     places, gradients, momenta, stack, norms, clip, finite, R, C, share, S: tl.constexpr,
@@ -53,7 +47,7 @@ def _gather(  # type: ignore[no-untyped-def]
     inside = real_rows[:, None] & real_columns[None, :]
     kept, own = tl.load(finite), momenta + first.to(tl.int64) * R * C + at
     momentum = tl.load(own, mask=inside, other=0.0)
-    gradient = tl.load(_address(gradients, matrix) + at, mask=inside, other=0.0)
+    gradient = tl.load(address(gradients, matrix) + at, mask=inside, other=0.0)
     gradient = tl.where(kept, gradient * tl.load(clip), 0.0)
     momentum = tl.where(kept, momentum + (gradient - momentum) * share, momentum)
     tl.store(own, momentum, mask=inside)
@@ -84,7 +78,7 @@ def _apply(  # type: ignore[no-untyped-def]
     matrix = tl.program_id(1).to(tl.int64)
     tall, _, rows, columns, real_rows, real_columns, at = _tile(places, matrix, R, C, S)
     inside = real_rows[:, None] & real_columns[None, :]
-    own, of = _address(weights, matrix) + at, steps + matrix * R * C
+    own, of = address(weights, matrix) + at, steps + matrix * R * C
     weight = tl.load(own, mask=inside, other=0.0)
     if tall:
         mask = real_columns[:, None] & real_rows[None, :]
@@ -153,11 +147,6 @@ class FusedStack:
         if found != self.known:
             addresses = [address for address, count in zip(found, self.counts * 2, strict=True) for _ in range(count)]
             self.known, self.addresses = found, on_device(addresses, self.flat.device, torch.int64).view(2, -1)
-
-
-def fits(tensor: Tensor) -> bool:
-    """Whether the kernels can work on a tensor where it lies."""
-    return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
 
 
 def _fitting(gradient: Tensor | None) -> Tensor:
