@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -106,3 +108,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert engine.updates() == 2
     for (name, values), (_, before) in zip(engine.weights(), broken, strict=True):
         assert np.array_equal(values, before), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_save_takes_no_memory_on_the_host_that_was_not_there(optimizer: str) -> None:
+    engine: Any = started(on_gpu(optimizer=optimizer))
+    run(engine, range(1))
+    engine.room.close()
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    held = [*engine.weights(), *engine.moments()]
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+    assert len(held) > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,17 @@ FROZEN = ["wte", "h.0.*", "*.bias"]
 
 def weights_of(engine: Engine) -> dict[str, Any]:
     return {name: values.copy() for name, values in engine.weights()}
+
+
+@pytest.mark.parametrize("freeze", [[], FROZEN])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_state_that_there_will_be_is_known_before_the_first_step(optimizer: str, freeze: list[str]) -> None:
+    """Memory for the copies that a save takes is had then."""
+    engine: Any = started(config_of("torch", optimizer=optimizer, freeze=freeze))
+    stated = sorted(math.prod(weight.shape) for weight in engine.optimizer.stated())
+    assert not list(engine.moments())
+    run(engine, range(1))
+    assert sorted(values.size for _, values in engine.moments()) == stated
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -29,7 +29,7 @@ from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
 from textmill.models.parts_torch import PLAIN, compiled_parts
-from textmill.models.sending_torch import OnItsWay, on_device
+from textmill.models.sending_torch import OnItsWay, Room, on_device
 from textmill.tokens.batches.batch import Batch
 
 FAULTS = True
@@ -93,6 +93,8 @@ class OnTorch:
         # Other processes are met in the middle of backward, from hooks that a recording does not replay.
         recorded = compiled and self.device.type == "cuda" and ranks.world == 1
         self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
+        self.room: Room | None = None
+        """Memory for the copies that a save takes, if this process has all of them and a GPU."""
 
     def samples_of(self, batch: int) -> slice:
         """Neighbouring samples, as many for each process."""
@@ -101,6 +103,9 @@ class OnTorch:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Forward and backward by micro-batches, then one update; a non-finite gradient or a spike leaves the weights alone."""
+        if self.room is None and self.device.type == "cuda" and self.ranks.world == 1:  # the first step compiles meanwhile
+            saved = [*saved_of(self.net.shape, self.net.lora), *self.optimizer.stated()]
+            self.room = Room([math.prod(weight.shape) for weight in saved])
         asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.sums(asked_of(batch)))
         shares = token_shares(batch, self.train.loss, asked, asking)
         if faults.hits("nan", step):
@@ -213,6 +218,8 @@ class OnTorch:
 
     def close(self) -> None:
         """Nothing is held beyond memory."""
+        if self.room:
+            self.room.close()
 
 
 def new_ranks(config: RunConfig) -> Ranks:

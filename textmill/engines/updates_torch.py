@@ -69,6 +69,10 @@ class Updates:
         """Updates done, skipped ones not counted."""
         return int(self.done)
 
+    def stated(self) -> list[Weight]:
+        """What each tensor of state belongs to, once there is any."""
+        return [weight for weight, _ in self.weights for _ in range(1 if _is_muons(weight, self.train) else len(MOMENTS))]
+
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
         """Each kind of state by its name in a checkpoint; none before the first update."""
         if self.count():
