@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from textmill.config import TrainConfig
+from textmill.engines.torch_parts import kernels
 from textmill.models.rules import Rule
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
@@ -44,7 +45,7 @@ class Adam:
         """One update by gradients over `scale`, none where `skipped` is 1: both are read on the device, so that nothing waits."""
         if not self.groups:
             return
-        kernel = _triton() if self.steps.is_cuda else None
+        kernel = kernels("textmill.engines.adam_triton") if self.steps.is_cuda else None
         corrections = self._corrections() if kernel is not None else None
         for number, group in enumerate(self.groups):
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -81,12 +82,3 @@ class Adam:
         self.steps.fill_(count)
         moment = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
         self.state.setdefault(parameter, {})[MOMENTS[kind]] = moment
-
-
-def _triton() -> Any:
-    """The kernel, or nothing where Triton is not installed."""
-    try:
-        from textmill.engines import adam_triton
-    except ImportError:
-        return None
-    return adam_triton

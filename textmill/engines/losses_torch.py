@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from textmill.engines.torch_parts import kernels
 from textmill.models.fp8_torch import product8, rows8
 from textmill.models.products_torch import multiply, product
 from textmill.tokens.batches.batch import IGNORED
 
+KERNELS = "textmill.engines.losses_triton"
 CPU_SCORES = 1 << 24
 """Logits at a time on a CPU."""
 GPU_ROWS = 32768
@@ -83,8 +85,8 @@ def pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
 
 def _grade(logits_MV: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float) -> Tensor:
     """The loss of each row; the logits become the gradient of their sum by shares."""
-    if logits_MV.is_cuda and _triton() is not None:
-        losses: Tensor = _triton().grade(logits_MV, labels_M, shares_M, vocab, smoothing, z)
+    if logits_MV.is_cuda and (fused := kernels(KERNELS)) is not None:
+        losses: Tensor = fused.grade(logits_MV, labels_M, shares_M, vocab, smoothing, z)
         return losses
     real = logits_MV[:, :vocab]
     scores = real.float() if real.dtype.itemsize < 4 else real
@@ -106,18 +108,9 @@ def _grade(logits_MV: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, sm
 
 
 def _score(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    if logits_MV.is_cuda and _triton() is not None:
-        both: tuple[Tensor, Tensor] = _triton().score(logits_MV, labels_M, vocab)
+    if logits_MV.is_cuda and (fused := kernels(KERNELS)) is not None:
+        both: tuple[Tensor, Tensor] = fused.score(logits_MV, labels_M, vocab)
         return both
     scores = logits_MV[:, :vocab].float()
     losses_M = torch.nn.functional.cross_entropy(scores, labels_M.long(), ignore_index=IGNORED, reduction="none")
     return losses_M, scores.argmax(1) == labels_M
-
-
-def _triton() -> Any:
-    """The kernels, or nothing where Triton is not installed."""
-    try:
-        from textmill.engines import losses_triton
-    except ImportError:
-        return None
-    return losses_triton

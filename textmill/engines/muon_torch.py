@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from textmill.engines.torch_parts import kernels
 from textmill.models import Weight
 from textmill.models.rules import Rule
 
@@ -101,20 +102,11 @@ class Stack:
 
 
 def _stack(members: list[Member], heads: int, shape: tuple[int, int], *, compiled: bool) -> Stack | FusedStack:
-    fused = _triton() if all(parameter.is_cuda for _, parameter, _ in members) else None
+    fused = kernels("textmill.engines.muon_triton") if all(parameter.is_cuda for _, parameter, _ in members) else None
     if fused is not None and all(fused.fits(parameter) for _, parameter, _ in members):
         made: FusedStack = fused.FusedStack(members, heads, shape, MOMENTUM, TINY)
         return made
     return Stack(members, heads, compiled=compiled)
-
-
-def _triton() -> Any:
-    """The kernels, or nothing where Triton is not installed."""
-    try:
-        from textmill.engines import muon_triton
-    except ImportError:
-        return None
-    return muon_triton
 
 
 def _shape(weight: Weight, parameter: Tensor, heads: int) -> tuple[int, int]:

@@ -1,8 +1,10 @@
-"""What torch engines share: what each token counts for, which attention is asked first, the net's states."""
+"""What torch engines share: kernels of our own, what each token counts for, which attention is asked first, the net's states."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from textmill.models.nets_torch import Net
 from textmill.models.parts_torch import PLAIN, Parts
 from textmill.tokens.batches.batch import IGNORED, Batch
+
+
+def kernels(module: str) -> Any:
+    """A module of Triton kernels, or nothing where Triton is not installed; who has no GPU does not ask, and loads neither."""
+    return import_module(module) if find_spec("triton") else None
 
 
 def attention_order(device: torch.device) -> AbstractContextManager[Any]:
