@@ -109,13 +109,13 @@ class Layout:
             own = _gathered(turned, len(turned) * self.peers.count, self.peers.count, self.peers.group).movedim(0, weight.split)
         return own
 
-    def name_of(self, weight: Weight, parameter: nn.Parameter) -> str:
+    def name_of(self, weight: Weight) -> str:
         """The name of what this process holds of a weight: the same on those that hold the same."""
         parts = [f"shard {self.shard_part}"] if self.sharded else []
         parts += [f"tensor {self.peers.rank}"] if self.peers and weight.split is not None else []
         return f"{weight.name} ({', '.join(parts)})" if parts else weight.name
 
-    def part(self, weight: Weight, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def part(self, weight: Weight, whole: Tensor) -> Tensor:
         """What this process holds of a whole tensor."""
         if self.peers and weight.split is not None:
             whole = _cut(whole, weight.split, self.peers.count, self.peers.rank)

@@ -38,9 +38,9 @@ class SharedMuon:
                 self.steps[number].grad = whole
                 self.steps[number].zero_()
         self.muon.step(lr, clip, finite)
-        for number, ((weight, own, rule), parameter) in enumerate(self.placed):
+        for number, ((weight, own, rule), _) in enumerate(self.placed):
             own.mul_(torch.where(finite, 1 - lr * rule.rate * rule.decay, 1.0))
-            own.add_(self.layout.part(weight, parameter, self._handed(number, self.steps.get(number), own)))
+            own.add_(self.layout.part(weight, self._handed(number, self.steps.get(number), own)))
         for step in self.steps.values():
             step.grad = None
 
@@ -55,7 +55,7 @@ class SharedMuon:
         kept, found = self.muon.momentum(), {}
         for number, ((weight, own, _), parameter) in enumerate(self.placed):
             whole = self._handed(number, kept[self.steps[number]] if number in self.steps else None, own)
-            found[parameter] = self.layout.part(weight, parameter, whole).clone()
+            found[parameter] = self.layout.part(weight, whole).clone()
         return found
 
     def take(self, parameter: nn.Parameter, values: Tensor) -> None:

@@ -183,7 +183,7 @@ class OnTorch:
     def copies(self) -> dict[str, int]:
         """The bits of what this process holds of each weight, summed on its device; processes that hold the same have the same."""
         layout, members = self.layout, weights_of(self.net).values()
-        return bit_sums({layout.name_of(weight, parameter): layout.own(parameter) for weight, parameter in members})
+        return bit_sums({layout.name_of(weight): layout.own(parameter) for weight, parameter in members})
 
     def updates(self) -> int:
         """Updates done."""
@@ -197,7 +197,7 @@ class OnTorch:
         self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
     ) -> None:
         """Take weights and moments in checkpoint names and layout, and the loss scale's state."""
-        fill(self.net, weights, where, lambda weight, one, whole: self.layout.own(one).copy_(self.layout.part(weight, one, whole)))
+        fill(self.net, weights, where, lambda weight, one, whole: self.layout.own(one).copy_(self.layout.part(weight, whole)))
         if self.scaler and scaling:
             self.scaler.take(scaling)
         known = weights_of(self.net)
@@ -205,7 +205,7 @@ class OnTorch:
             kind, _, of = name.partition("/")
             weight, parameter = known[of]
             whole = to_memory(self.net, weight, values, where)
-            self.optimizer.take(kind, parameter, self.layout.part(weight, parameter, whole), updates)
+            self.optimizer.take(kind, parameter, self.layout.part(weight, whole), updates)
 
     def facts(self) -> dict[str, Any]:
         """Device, arithmetic and size."""
