@@ -27,6 +27,16 @@ def _walked(x, tops, totals):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _slope(start, places, whole, lower, even, SIGN: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the gradient over the scores of the blocks that have no mask."""
+    for first in range(0, whole, ROWS * 8):
+        slope = SIGN * tl.exp2(tl.load(start + first + places, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower)
+        if SMOOTH:
+            slope -= even
+        tl.store(start + first + places, slope.to(start.dtype.element_ty), eviction_policy="evict_first")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _grade(  # type: ignore[no-untyped-def]
     logits, labels, shares, losses, right, vocab, padded, smoothing, z,
     GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr,
@@ -57,20 +67,20 @@ def _grade(  # type: ignore[no-untyped-def]
     tl.store(losses + row, tl.where(asked, loss, 0.0))
     if GRADIENT:
         share = tl.where(asked, tl.load(shares + row), 0.0)
-        # The share goes into the exponent; nothing asked is a share of 2 to the minus infinity.
-        lower, even = spread - tl.log2(share * (1 + 2 * z * nats)), share * smoothing / vocab
+        # What a row weighs goes into the exponent; nothing asked is 2 to the minus infinity.
+        weight, even = share * (1 + 2 * z * nats), share * smoothing / vocab
+        lower, sign = spread - tl.log2(tl.abs(weight)), tl.where(weight < 0, -1.0, 1.0)
+        own = sign * tl.exp2(picked * LOG2E - lower) - even - share * (1 - smoothing)
+        slope = tl.where(columns < vocab, sign * tl.exp2(last * LOG2E - lower) - even, 0.0)
         tl.debug_barrier()  # every thread has read the label's score
-        for first in range(0, whole, ROWS * 8):
-            slope = tl.exp2(tl.load(start + first + places, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower)
-            if SMOOTH:
-                slope -= even
-            tl.store(start + first + places, slope.to(logits.dtype.element_ty), eviction_policy="evict_first")
-        slope = tl.where(columns < vocab, tl.exp2(last * LOG2E - lower) - even, 0.0)
         tl.store(start + columns, slope.to(logits.dtype.element_ty), mask=columns < padded)
         for first in range(whole + ROWS * 8, padded, ROWS * 8):
             tl.store(start + first + places, tl.zeros([ROWS, 8], logits.dtype.element_ty), mask=first + places < padded)
+        if weight < 0:  # a log of the denominator so low that its square pulls it up
+            _slope(start, places, whole, lower, even, -1.0, SMOOTH, ROWS)
+        else:
+            _slope(start, places, whole, lower, even, 1.0, SMOOTH, ROWS)
         tl.debug_barrier()  # the label's entry is written last
-        own = tl.exp2(picked * LOG2E - lower) - even - share * (1 - smoothing)
         tl.store(start + tl.where(asked, label, 0), own.to(logits.dtype.element_ty), mask=asked)
     else:
         best = padded
