@@ -36,17 +36,14 @@ class Adam:
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self.places: dict[int, Any] = {}
         """Of each group that the kernel has moved, what it knows of it."""
-        device = self.groups[0]["params"][0].device if self.groups else torch.device("cpu")
-        self.steps = torch.zeros((), device=device)
-        """Updates done; what is skipped is none."""
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor, skipped: Tensor) -> None:
-        """One update by gradients over `scale`, none where `skipped` is 1: both are read on the device, so that nothing waits."""
+    def step(self, lr: float, scale: Tensor, skipped: Tensor, done: Tensor) -> None:
+        """One update by gradients over `scale`, after `done` others; none where `skipped` is 1: read on the device, nothing waits."""
         if not self.groups:
             return
-        kernel = kernels("textmill.engines.adam_triton") if self.steps.is_cuda else None
-        corrections = self._corrections() if kernel is not None else None
+        kernel = kernels("textmill.engines.adam_triton") if done.is_cuda else None
+        corrections = self._corrections(done) if kernel is not None else None
         for number, group in enumerate(self.groups):
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             states, rates = [self._state_of(parameter) for parameter in moved], (lr * group["rate"], group["weight_decay"])
@@ -57,18 +54,17 @@ class Adam:
                 places = self.places.setdefault(number, kernel.Places())
                 places.move(tensors, scale, skipped, corrections, (*rates, *(1 - beta for beta in self.betas), self.epsilon))
             else:
-                self._by_torch(tensors, rates, scale, skipped)
-        self.steps += 1 - skipped
+                self._by_torch(tensors, rates, scale, skipped, done)
 
-    def _corrections(self) -> Tensor:
+    def _corrections(self, done: Tensor) -> Tensor:
         """1 - beta^steps for the next update's first moment, and the root of it for the second."""
-        first, second = (1 - beta ** (self.steps.double() + 1) for beta in self.betas)
+        first, second = (1 - beta ** (done.double() + 1) for beta in self.betas)
         return torch.stack([first, second.sqrt()]).float()
 
-    def _by_torch(self, tensors: tuple[Any, ...], rates: tuple[float, float], scale: Tensor, skipped: Tensor) -> None:
+    def _by_torch(self, tensors: tuple[Any, ...], rates: tuple[float, float], scale: Tensor, skipped: Tensor, done: Tensor) -> None:
         moved, gradients, first, second = tensors
         adamw(
-            moved, gradients, first, second, [], [self.steps.clone() for _ in moved], fused=True, grad_scale=scale, found_inf=skipped,
+            moved, gradients, first, second, [], [done.float() for _ in moved], fused=True, grad_scale=scale, found_inf=skipped,
             amsgrad=False, maximize=False, eps=self.epsilon, beta1=self.betas[0], beta2=self.betas[1], lr=rates[0], weight_decay=rates[1],
         )  # fmt: skip
 
@@ -77,8 +73,7 @@ class Adam:
             self.state[parameter] = {name: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for name in MOMENTS.values()}
         return self.state[parameter]
 
-    def take(self, kind: str, parameter: nn.Parameter, values: Tensor, count: int) -> None:
-        """Go on with a parameter's moment of one kind, after so many updates."""
-        self.steps.fill_(count)
+    def take(self, kind: str, parameter: nn.Parameter, values: Tensor) -> None:
+        """Go on with a parameter's moment of one kind."""
         moment = values.to(parameter.device, copy=True, memory_format=torch.contiguous_format)
         self.state.setdefault(parameter, {})[MOMENTS[kind]] = moment

@@ -38,6 +38,7 @@ class Updates:
         self.rest = [parameter for parameter, own in self.own.items() if own in adams]
         self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
+        """Updates done; what is skipped is none."""
 
     def _muon(self, net: Net, matrices: list[Member], *, compiled: bool) -> Muon | SharedMuon:
         if self.layout.mesh.shard * self.layout.mesh.tensor == 1:
@@ -59,7 +60,7 @@ class Updates:
         clip = clip if scale is None else clip / scale
         if self.muon:
             self.muon.step(lr, clip, kept)
-        self.adam.step(lr * (self.train.rest_rate if self.muon else 1.0), clip.reciprocal(), (~kept).float())
+        self.adam.step(lr * (self.train.rest_rate if self.muon else 1.0), clip.reciprocal(), (~kept).float(), self.done)
         self.done += kept
         for parameter, own in self.own.items():
             parameter.grad = own.grad = None
@@ -88,7 +89,7 @@ class Updates:
             assert self.muon
             self.muon.take(parameter, values)
             return
-        self.adam.take(kind, self.own[parameter], values, count)
+        self.adam.take(kind, self.own[parameter], values)
 
 
 def trained_of(net: Net, train: TrainConfig) -> list[Member]:
