@@ -32,7 +32,7 @@ import numpy as np
 from textmill.config import JaxEngine, ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import peak_flops_of_card
-from textmill.engines import open_engine
+from textmill.engines import Engine, open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
 
@@ -63,6 +63,19 @@ def batch_of(batch: int, length: int) -> Batch:
     return Batch(ids[:, :-1], ids[:, 1:], np.arange(batch))
 
 
+def losses_of(engine: Engine, batch: Batch) -> Callable[[int], Any]:
+    """Steps of an engine over one batch, each a loss."""
+
+    class Loss:
+        def __init__(self, number: int) -> None:
+            self.step = engine.train_step(batch, number, 1e-4)
+
+        def __float__(self) -> float:
+            return self.step.loss
+
+    return Loss
+
+
 def engines_step(kind: str, shape: Any, size: str, batch: int, options: dict[str, Any]) -> tuple[Callable[[int], Any], str]:
     """A step of one of our engines, and the device it stands on."""
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4)
@@ -71,16 +84,7 @@ def engines_step(kind: str, shape: Any, size: str, batch: int, options: dict[str
     section: Any = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}[kind]
     engine = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=section(**common, **on_gpu)), shape)
     engine.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
-    made = batch_of(batch, options["length"])
-
-    class Loss:
-        def __init__(self, number: int) -> None:
-            self.step = engine.train_step(made, number, 1e-4)
-
-        def __float__(self) -> float:
-            return self.step.loss
-
-    return Loss, engine.facts()["device"]
+    return losses_of(engine, batch_of(batch, options["length"])), engine.facts()["device"]
 
 
 def plain_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Callable[[int], Any], str]:

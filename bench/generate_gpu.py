@@ -15,7 +15,6 @@ import json
 import re
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ from typing import Any
 import torch
 from generate import Ids, compare, new_tokenizer, open_both, our_tokens, prompts_of, their_tokens
 from load_server import serving, write_model
+from serve_rate import scheduled
 
-from textmill.config import ModelConfig, SampleConfig
+from textmill.config import ModelConfig
 from textmill.generation.generator import Generator
-from textmill.generation.requests import Done, Request, Token
-from textmill.generation.scheduler import Scheduler
 from textmill.models import gpt2
 
 PROMPT = 128
@@ -79,30 +77,6 @@ def first_token(generator: Generator, prompts: Ids) -> float:
         our_tokens(generator, prompts, 1)
         times.append(time.perf_counter() - begun)
     return min(times)
-
-
-def scheduled(generator: Generator, prompts: Ids, new: int) -> float:
-    """Tokens a second of requests that all come at once, the second time."""
-    scheduler, sample = (
-        Scheduler(generator, slots=len(prompts), queue=len(prompts)),
-        SampleConfig(max_tokens=new, min_tokens=new, temperature=0),
-    )
-    for _ in range(2):
-        left, over = [len(prompts)], threading.Event()
-
-        def deliver(event: Token | Done, left: list[int] = left, over: threading.Event = over) -> None:
-            if isinstance(event, Done):
-                left[0] -= 1
-                if not left[0]:
-                    over.set()
-
-        begun = time.perf_counter()
-        for ids in prompts:
-            scheduler.submit(Request(tuple(ids), sample), deliver)
-        over.wait()
-        seconds = time.perf_counter() - begun
-    scheduler.close(0)
-    return len(prompts) * new / seconds
 
 
 async def answered(port: int, bodies: list[bytes], seconds: float) -> float:

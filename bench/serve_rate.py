@@ -23,7 +23,7 @@ from load_server import call, serving, small_tokenizer, write_model
 
 from textmill.checkpoint import open_checkpoint
 from textmill.config import SampleConfig, TorchEngine
-from textmill.generation.generator import open_generator
+from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Request, Token
 from textmill.generation.scheduler import Scheduler
 from textmill.models import gpt2
@@ -39,7 +39,8 @@ def main() -> None:
         shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.end)
         where, dice = write_model(root, shape, tokenizer), random.Random(1)
         prompts = [[dice.randrange(tokenizer.vocab) for _ in range(PROMPT)] for _ in range(clients)]
-        alone = scheduled(root / "run", prompts, new)
+        checkpoint = open_checkpoint(next((root / "run").glob("step-*")))
+        alone = scheduled(open_generator(checkpoint, TorchEngine(device="cpu")), prompts, new)
         print(f"{clients} requests of {PROMPT} ids and {new} new tokens, through the scheduler alone: {alone:,.0f} tokens/s", flush=True)
         with serving(root, [str(where), f"serve.slots={clients}", "serve.queue=64", "engine.device=cpu"]) as (port, pid):
             for streamed in (False, True):
@@ -51,10 +52,10 @@ def main() -> None:
                 print(f"{clients} clients, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of that; {took}", flush=True)
 
 
-def scheduled(run: Path, prompts: list[list[int]], new: int) -> float:
+def scheduled(generator: Generator, prompts: list[list[int]], new: int) -> float:
     """Tokens a second of requests that all come at once, the second time."""
-    generator = open_generator(open_checkpoint(next(run.glob("step-*"))), TorchEngine(device="cpu"))
-    scheduler, sample = Scheduler(generator, slots=len(prompts), queue=0), SampleConfig(max_tokens=new, min_tokens=new, temperature=0)
+    scheduler = Scheduler(generator, slots=len(prompts), queue=len(prompts))
+    requests = [Request(tuple(ids), SampleConfig(max_tokens=new, min_tokens=new, temperature=0)) for ids in prompts]
     for _ in range(2):
         left, begun = threading.Semaphore(0), time.perf_counter()
 
@@ -62,9 +63,9 @@ def scheduled(run: Path, prompts: list[list[int]], new: int) -> float:
             if isinstance(event, Done):
                 left.release()
 
-        for ids in prompts:
-            scheduler.submit(Request(tuple(ids), sample), deliver)
-        for _ in prompts:
+        for request in requests:
+            scheduler.submit(request, deliver)
+        for _ in requests:
             left.acquire()
         seconds = time.perf_counter() - begun
     scheduler.close(0)

@@ -11,37 +11,20 @@ with autocast, fused AdamW and clipping, on the same random tokens; the last col
 from __future__ import annotations
 
 import gc
+import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
+from engines_gpu import VOCAB, batch_of, losses_of, measured
 
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.devices import open_device, peak_flops_of, precision_of
 from textmill.engines import open_engine
 from textmill.models import open_family
-from textmill.tokens.batches.batch import Batch
 
-VOCAB = 50257
 OPTIONS: dict[str, Any] = {"precision": "bf16", "length": 1024, "steps": 30, "optimizer": "adamw", "peer": 1, "kernels": 0, "compile": 1}
-
-
-def measured(step: Callable[[int], Any], steps: int) -> tuple[float, float]:
-    """Seconds of the first step, which compiles, and of one after it; `step` gives a loss, which is waited for when it is read."""
-    start = time.perf_counter()
-    float(step(0))
-    first = time.perf_counter() - start
-    for number in range(1, 6):
-        loss = step(number)
-    float(loss)
-    start = time.perf_counter()
-    for number in range(steps):
-        loss = step(number)
-    assert np.isfinite(float(loss))
-    return first, (time.perf_counter() - start) / steps
 
 
 def ours(shape: Any, size: str, batch: int, options: dict[str, Any]) -> Callable[[int], Any]:
@@ -50,17 +33,7 @@ def ours(shape: Any, size: str, batch: int, options: dict[str, Any]) -> Callable
     engine = TorchEngine(compile=bool(options["compile"]), micro_batch=batch, precision=options["precision"])
     opened = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=engine), shape)
     opened.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
-    ids = ids_of(batch, options["length"])
-    made = Batch(ids[:, :-1], ids[:, 1:], np.arange(batch))
-
-    class Loss:
-        def __init__(self, number: int) -> None:
-            self.step = opened.train_step(made, number, 1e-4)
-
-        def __float__(self) -> float:
-            return self.step.loss
-
-    return Loss
+    return losses_of(opened, batch_of(batch, options["length"]))
 
 
 def theirs(shape: Any, batch: int, options: dict[str, Any]) -> Callable[[int], Any]:
@@ -71,7 +44,7 @@ def theirs(shape: Any, batch: int, options: dict[str, Any]) -> Callable[[int], A
     precision = precision_of(options["precision"], device)
     net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape))).to(device).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    inputs = torch.from_numpy(ids_of(batch, options["length"])[:, :-1]).long().to(device)
+    inputs = torch.from_numpy(batch_of(batch, options["length"]).inputs).long().to(device)
     forward = torch.compile(net) if options["compile"] else net
 
     def step(number: int) -> Any:
@@ -84,11 +57,6 @@ def theirs(shape: Any, batch: int, options: dict[str, Any]) -> Callable[[int], A
         return loss.detach()
 
     return step
-
-
-def ids_of(batch: int, length: int) -> Any:
-    """Random tokens."""
-    return np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1), dtype=np.int32)
 
 
 def kernels(step: Callable[[int], Any], count: int = 3) -> None:
@@ -112,7 +80,8 @@ def compared(word: str, options: dict[str, Any], device: torch.device, rates: di
     for who in ("textmill", "transformers")[: 1 + options["peer"]]:
         torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
         step = ours(shape, size, batch, options) if who == "textmill" else theirs(shape, batch, options)
-        first, each = measured(step, options["steps"])
+        first, each, loss = measured(step, options["steps"])
+        assert math.isfinite(loss)
         rate = batch * length / each
         held = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
         used = f"{rate * shape.flops_per_token(length) / peak:.1%} MFU" if peak else ""
