@@ -13,7 +13,7 @@ from torch import Tensor
 
 from textmill.engines.losses_torch import MadeInForward, pieces
 from textmill.engines.peers_torch import Peers
-from textmill.models.products_torch import multiply, product
+from textmill.models.products_torch import product
 from textmill.tokens.batches.batch import IGNORED
 
 
@@ -66,24 +66,18 @@ class _SharedLoss(MadeInForward):
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers,
         ends: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.ends = ends
-        head, begin = head_VE.to(x_ME.dtype), peers.rank * len(head_VE)
-        slope_x = torch.empty_like(x_ME)
-        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
-        total = torch.zeros((), device=x_ME.device)
-        for rows in pieces(x_ME, head):
+        begin = peers.rank * len(head_VE)
+
+        def graded(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV, labels, asked = product(x_ME[rows], head.T), labels_M[rows], labels_M[rows] != IGNORED
             scores_MV = logits_MV[:, : max(0, vocab - begin)].float()
             one, share_M = _Softmax(scores_MV, labels, begin, vocab, peers), shares_M[rows].where(asked, 0)
             losses_M = one.spread_M - (1 - smoothing) * one.target_M + z * one.spread_M.square() - smoothing * one.plain_M / vocab
-            total += (losses_M.where(asked, 0) * share_M).sum()
             slopes = (scores_MV - one.spread_M[:, None]).exp() * (share_M * (1 + 2 * z * one.spread_M))[:, None]
             slopes -= (share_M * (smoothing / vocab))[:, None]
             if slopes.shape[1]:
                 slopes.scatter_add_(1, one.places_M[:, None], (-(1 - smoothing) * share_M).where(one.here_M, 0)[:, None])
             logits_MV.zero_()[:, : slopes.shape[1]] = slopes
-            multiply(logits_MV, head, slope_x[rows])
-            if slope_head is not None:
-                multiply(logits_MV.T, x_ME[rows], slope_head, onto=slope_head)
-        ctx.save_for_backward(slope_x, slope_head)
-        return total
+            return (losses_M.where(asked, 0) * share_M).sum(), logits_MV
+
+        return MadeInForward.made(ctx, x_ME, head_VE, graded, ends)

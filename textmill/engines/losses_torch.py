@@ -5,6 +5,7 @@ Shapes in names: M tokens, E width, V padded vocabulary. The gradient is made wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,23 @@ class MadeInForward(torch.autograd.Function):
     """A loss whose gradients, of the states and of the head, are made with it, piece by piece, while the scores are at hand."""
 
     @staticmethod
+    def made(ctx: Any, x_ME: Tensor, head_VE: Tensor, graded: Callable[[slice, Tensor], tuple[Tensor, Tensor]], ends: bool) -> Tensor:
+        """The sum over pieces; `graded` gives a piece's loss and the gradient of its scores, by a head in the precision of the states."""
+        ctx.ends = ends
+        head = head_VE.to(x_ME.dtype)
+        slope_x = torch.empty_like(x_ME)
+        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), device=x_ME.device)
+        for rows in pieces(x_ME, head):
+            loss, slopes_MV = graded(rows, head)
+            total += loss
+            multiply(slopes_MV, head, slope_x[rows])
+            if slope_head is not None:
+                multiply(slopes_MV.T, x_ME[rows], slope_head, onto=slope_head)
+        ctx.save_for_backward(slope_x, slope_head)
+        return total
+
+    @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         slope_x, slope_head = ctx.saved_tensors
         if not ctx.ends:
@@ -61,21 +79,14 @@ class _SummedLoss(MadeInForward):
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, fp8: bool,
         ends: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.ends = ends
-        head = head_VE.to(x_ME.dtype)
         head8 = rows8(head_VE) if fp8 else None
-        slope_x = torch.empty_like(x_ME)
-        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
-        total = torch.zeros((), device=x_ME.device)
-        for rows in pieces(x_ME, head):
+
+        def graded(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = product8(rows8(x_ME[rows]), head8) if head8 else product(x_ME[rows], head.T)
             losses_M = _grade(logits_MV, labels_M[rows], shares_M[rows], vocab, smoothing, z)
-            total += (losses_M * shares_M[rows]).sum()
-            multiply(logits_MV, head, slope_x[rows])
-            if slope_head is not None:
-                multiply(logits_MV.T, x_ME[rows], slope_head, onto=slope_head)
-        ctx.save_for_backward(slope_x, slope_head)
-        return total
+            return (losses_M * shares_M[rows]).sum(), logits_MV
+
+        return MadeInForward.made(ctx, x_ME, head_VE, graded, ends)
 
 
 def pieces(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
