@@ -109,7 +109,7 @@ def test_a_model_without_a_template_says_so(model: Path, capsys: pytest.CaptureF
 
 PROGRAM = """
     import sys
-    from textmill.generation import chat
+    from textmill.generation import answers
     from textmill.tokens.tokenizer import open_tokenizer
 
     class Template:
@@ -129,7 +129,7 @@ PROGRAM = """
                 time.sleep(600)
 
     generator.Generator.run = slowly
-    chat.open_template = Template
+    answers.open_template = Template
     from textmill.cli import main
     sys.exit(main(["chat", {folder!r}, "sample.max_tokens=6", "sample.min_tokens=6", "engine.device=cpu", "engine.precision=fp32"]))
 """

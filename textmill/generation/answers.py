@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from textmill.checkpoint import WhichStep, model_of
+from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
@@ -21,14 +21,20 @@ QUESTIONS = 3
 """Conversations that are looked up where nothing is asked."""
 
 
-def answer(config: RunConfig, step: WhichStep = "latest") -> list[str]:
-    """Ask a chat model `sample.prompt`, or what the valid split asks first; print and return the talks, as the template writes them."""
-    from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
-
+def chat_model_of(config: RunConfig, step: WhichStep) -> tuple[Checkpoint, TalkTemplate]:
+    """The model that a config stands for, and the template it was finetuned with."""
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
     if template is None:
         raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
+    return checkpoint, template
+
+
+def answer(config: RunConfig, step: WhichStep = "latest") -> list[str]:
+    """Ask a chat model `sample.prompt`, or what the valid split asks first; print and return the talks, as the template writes them."""
+    from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
+
+    checkpoint, template = chat_model_of(config, step)
     prompt = config.sample.prompt
     questions = [asking(template, prompt)] * config.sample.count if prompt else list(questions_in(open_splits(config)))
     generator = open_generator(checkpoint, config.engine)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from textmill.checkpoint import WhichStep, model_of
+from textmill.checkpoint import WhichStep
 from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import config_of, merged, tree_of
 from textmill.errors import TextmillError, warn
+from textmill.generation.answers import chat_model_of
 from textmill.generation.requests import Request
 from textmill.generation.terminal import Terminal
-from textmill.tokens.talks import Message, TalkTemplate, open_template
+from textmill.tokens.talks import Message, TalkTemplate
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator
@@ -21,10 +22,7 @@ HELP = "/reset forgets the talk, /set temperature=0.7 changes a setting, /set sh
 
 def chat(config: RunConfig, step: WhichStep = "latest") -> None:
     """Talk with a model until the input ends."""
-    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
-    template = open_template(checkpoint.tokenizer)
-    if template is None:
-        raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
+    checkpoint, template = chat_model_of(config, step)
     from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
 
     generator = open_generator(checkpoint, config.engine)
