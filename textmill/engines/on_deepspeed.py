@@ -36,7 +36,7 @@ from textmill.errors import TextmillError
 from textmill.models import Weight
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
-from textmill.models.nets_torch import Net, family_of, fill, host_copy, net_of, new_net, to_memory, weights_of
+from textmill.models.nets_torch import Net, family_of, fill, host_copy, moments_in, net_of, new_net, weights_of
 from textmill.models.sending_torch import on_device
 from textmill.tokens.batches.batch import Batch
 
@@ -191,11 +191,8 @@ class OnDeepSpeed:
         fill(self.net, weights, where, self._put)
         self.masters.publish()
         self.masters.seed(updates)
-        known = weights_of(self.net)
-        for name, moment in moments if updates else []:
-            kind, _, of = name.partition("/")
-            weight, parameter = known[of]
-            self.masters.write(parameter, to_memory(self.net, weight, moment, where), kind)
+        for kind, _, parameter, whole in moments_in(self.net, moments if updates else [], where):
+            self.masters.write(parameter, whole, kind)
 
     def _put(self, weight: Weight, parameter: nn.Parameter, values: Tensor) -> None:
         self.masters.write(parameter, values)

@@ -27,7 +27,7 @@ from textmill.engines.torch_parts import asked_of, attention_order, hidden_state
 from textmill.engines.updates_torch import Updates
 from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
-from textmill.models.nets_torch import Net, fill, named_copies, new_net, to_memory, weights_of
+from textmill.models.nets_torch import Net, fill, moments_in, named_copies, new_net, weights_of
 from textmill.models.parts_torch import PLAIN, compiled_parts
 from textmill.models.sending_torch import OnItsWay, Room, on_device
 from textmill.tokens.batches.batch import Batch
@@ -200,11 +200,7 @@ class OnTorch:
         fill(self.net, weights, where, lambda weight, one, whole: self.layout.own(one).copy_(self.layout.part(weight, whole)))
         if self.scaler and scaling:
             self.scaler.take(scaling)
-        known = weights_of(self.net)
-        for name, values in moments if updates else []:
-            kind, _, of = name.partition("/")
-            weight, parameter = known[of]
-            whole = to_memory(self.net, weight, values, where)
+        for kind, weight, parameter, whole in moments_in(self.net, moments if updates else [], where):
             self.optimizer.take(kind, parameter, self.layout.part(weight, whole), updates)
 
     def facts(self) -> dict[str, Any]:

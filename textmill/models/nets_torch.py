@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -115,9 +114,13 @@ def fill(net: Net, named: Iterable[Named], where: str, put: Callable[[Weight, nn
             put(weight, parameter, laid) if put else parameter.copy_(laid)
 
 
-def to_memory(net: Net, weight: Weight, values: np.ndarray[Any, np.dtype[np.float32]], where: str) -> Tensor:
-    """Values in checkpoint layout as a tensor in the net's."""
-    return torch.tensor(in_memory(net.shape, weight, values, where))
+def moments_in(net: Net, named: Iterable[Named], where: str) -> Iterator[tuple[str, Weight, nn.Parameter, Tensor]]:
+    """Each moment's kind, the weight and the parameter that it belongs to, and its values in the net's layout."""
+    known = weights_of(net)
+    for name, values in named:
+        kind, _, of = name.partition("/")
+        weight, parameter = known[of]
+        yield kind, weight, parameter, torch.tensor(in_memory(net.shape, weight, values, where))
 
 
 def named_copies(
