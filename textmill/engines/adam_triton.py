@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from textmill.engines.addresses_triton import address, fits
 from textmill.models.sending_torch import on_device
+from textmill.models.triton_here import tl, triton
 
 BLOCK, WARPS = 2048, 8
 """Numbers that a program moves, and its warps."""

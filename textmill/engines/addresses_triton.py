@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from textmill.models.triton_here import tl, triton
 
 ALIGNED = 16
 """Bytes: what kernels may count on of every address."""

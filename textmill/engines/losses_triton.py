@@ -7,9 +7,9 @@ greatest score found over eight columns at once, masks in the last block alone, 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from textmill.models.triton_here import tl, triton
 
 LANES, WARPS = 1024, 32
 """Lanes of a block, eight columns each, and the warps that walk a row; fewer of both for a small vocabulary."""

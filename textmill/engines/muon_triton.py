@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from textmill.engines.addresses_triton import address, fits
 from textmill.models import Weight
 from textmill.models.rules import Rule
 from textmill.models.sending_torch import on_device
+from textmill.models.triton_here import tl, triton
 
 SIDE, WARPS = 64, 8
 """A tile's rows and columns, and the warps that have it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from textmill.models.building import lacking
 from textmill.models.nets_torch import Net
 from textmill.models.parts_torch import PLAIN, Parts
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 
 def kernels(module: str) -> Any:
-    """A module of Triton kernels, or nothing where Triton is not installed; who has no GPU does not ask, and loads neither."""
-    return import_module(module) if find_spec("triton") else None
+    """A module of Triton kernels, or nothing where none can be built; who has no GPU does not ask, and loads neither."""
+    return None if lacking() else import_module(module)
 
 
 def attention_order(device: torch.device) -> AbstractContextManager[Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from textmill.models.triton_here import tl, triton
 
 PROGRAMS, PARTS, BLOCK = 1024, 256, 512
 """Programs that share the scores of all texts, at most so many those of one, and scores that one looks at in one go."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from textmill.models.triton_here import tl, triton
 
 FEW = 4
 """Texts for which a matrix is read row by row by these kernels; for more, cuBLAS is faster."""

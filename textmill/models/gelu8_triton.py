@@ -7,12 +7,11 @@ take turns row by row, so that together they go through memory from its beginnin
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from textmill.models.gelu_triton import phi_of
 from textmill.models.sums_triton import summed
+from textmill.models.triton_here import tl, triton
 
 COLUMNS, PROGRAMS = 16, 2112
 """Columns of a row that a thread has, which make the warps, and the programs down the rows."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
 from textmill.models.sums_triton import summed
+from textmill.models.triton_here import tl, triton
 
 COLUMNS, ROWS, WARPS = 512, 4, 4
 """A program's columns, the rows it takes at a time, and its warps."""

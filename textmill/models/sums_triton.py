@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from textmill.models.triton_here import tl, triton
 
 ROWS, COLUMNS, WARPS = 256, 32, 8
 """Rows that a program takes at a time, its columns, and its warps."""
