@@ -63,8 +63,9 @@ class Adam:
 
     def _by_torch(self, tensors: tuple[Any, ...], rates: tuple[float, float], scale: Tensor, skipped: Tensor, done: Tensor) -> None:
         moved, gradients, first, second = tensors
+        steps = list(done.float().repeat(len(moved)).unbind())  # torch counts on in each, so they are one each
         adamw(
-            moved, gradients, first, second, [], [done.float() for _ in moved], fused=True, grad_scale=scale, found_inf=skipped,
+            moved, gradients, first, second, [], steps, fused=True, grad_scale=scale, found_inf=skipped,
             amsgrad=False, maximize=False, eps=self.epsilon, beta1=self.betas[0], beta2=self.betas[1], lr=rates[0], weight_decay=rates[1],
         )  # fmt: skip
 
