@@ -17,7 +17,7 @@ from textmill.models.products_torch import times
 
 try:
     from textmill.models import gelu8_triton
-except ImportError:  # Triton comes with torch's builds for GPUs
+except ImportError:  # no kernel can be built here
     gelu8_triton = None  # type: ignore[assignment]
 
 KIND = torch.float8_e4m3fn

@@ -17,7 +17,7 @@ from textmill.models.sending_torch import on_device
 
 try:
     from textmill.models import decode_triton as fused
-except ImportError:  # Triton comes with torch's builds for GPUs
+except ImportError:  # no kernel can be built here
     fused = None  # type: ignore[assignment]
 
 

@@ -20,7 +20,7 @@ from textmill.models.products_torch import are_chosen, linear, onto
 
 try:
     from textmill.models.gelu_triton import bias_gelu
-except ImportError:  # Triton comes with torch's builds for GPUs
+except ImportError:  # no kernel can be built here
     bias_gelu = None  # type: ignore[assignment]
 
 

@@ -14,7 +14,7 @@ from textmill.models.products_torch import linear
 
 try:
     from textmill.models import heads_triton
-except ImportError:  # Triton comes with torch's builds for GPUs
+except ImportError:  # no kernel can be built here
     heads_triton = None  # type: ignore[assignment]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 try:
     from textmill.models import norms_triton
-except ImportError:  # Triton comes with torch's builds for GPUs
+except ImportError:  # no kernel can be built here
     norms_triton = None  # type: ignore[assignment]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,8 @@ class Room:
 
     @staticmethod
     def _take(sizes: Sequence[int]) -> None:
-        held = []  # all of it at a time
-        try:
-            for size in sizes:
-                held.append(torch.empty(size, dtype=torch.float32, pin_memory=True))
-        except RuntimeError:  # no more of it to be had
-            return
+        with suppress(RuntimeError):  # no more of it to be had
+            _ = [torch.empty(size, dtype=torch.float32, pin_memory=True) for size in sizes]  # all of it at a time
 
     def close(self) -> None:
         """Wait until it is taken."""
