@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import checkpoint
 
 from textmill.errors import TextmillError
+from textmill.models.attention_torch import attended, is_written
 from textmill.models.dropout_torch import drop, keys_in
 from textmill.models.fp8_torch import MULTIPLE, mlp8
 from textmill.models.gpt2 import Shape
@@ -62,11 +63,18 @@ class Attention(nn.Module):
         self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, stream_NTE: Tensor | None = None
     ) -> Tensor:
         """What attention makes of x; added to the stream, if that is given, which has the last bias's gradient."""
+        y_NTE = self._looked_up(x_NTE, keys_N, cache, mask)
+        return through(self.c_proj, y_NTE, keys_N) if stream_NTE is None else onto(stream_NTE, self.c_proj, y_NTE)
+
+    def _looked_up(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None) -> Tensor:
+        """What each token finds in those that it may look at, heads joined."""
         N, T, _ = x_NTE.shape
+        share, D = self.shape.attention_dropout, self.shape.width // self.shape.heads
+        if mask is None and cache is None and (keys_N is None or not share) and is_written(x_NTE, self.c_attn, D):
+            return attended(x_NTE, self.c_attn, D)
         q_NHTD, k_NHTD, v_NHTD = self._split(x_NTE, keys_N)
         if cache is not None:
             k_NHTD, v_NHTD = cache.extend(self.layer, k_NHTD, v_NHTD)
-        share = self.shape.attention_dropout
         if isinstance(mask, BlockMask):
             y_NHTD = flex_attention(q_NHTD, k_NHTD, v_NHTD, block_mask=mask)
         elif keys_N is not None and share:
@@ -78,8 +86,7 @@ class Attention(nn.Module):
         else:
             seen = None if T == 1 else _causal(T, k_NHTD.shape[2], x_NTE.device)
             y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=seen)
-        y_NTE = y_NHTD.transpose(1, 2).reshape(N, T, -1)
-        return through(self.c_proj, y_NTE, keys_N) if stream_NTE is None else onto(stream_NTE, self.c_proj, y_NTE)
+        return y_NHTD.transpose(1, 2).reshape(N, T, -1)
 
     def _split(self, x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values of every head."""

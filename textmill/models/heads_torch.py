@@ -18,6 +18,12 @@ except ImportError:  # no kernel can be built here
     heads_triton = None  # type: ignore[assignment]
 
 
+def split(qkv_NTF: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, H, T, D] as views."""
+    q, k, v = (part.transpose(1, 2) for part in qkv_NTF.view(*qkv_NTF.shape[:2], -1, 3, D).unbind(3))
+    return q, k, v
+
+
 def project(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [N, H, T, D] of a linear layer, whose products are chosen."""
     qkv_NTF = linear(x_NTE, weight_FE, bias_F.detach())  # its gradient comes from the split
@@ -27,9 +33,9 @@ def project(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor, D: int) -> tuple[T
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv_NTF: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, qkv_NTF: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(bias_F)
-        return tuple(part.transpose(1, 2) for part in qkv_NTF.view(*qkv_NTF.shape[:2], -1, 3, D).unbind(3))
+        return split(qkv_NTF, D)
 
     @staticmethod
     def backward(ctx: Any, dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor, None]:
