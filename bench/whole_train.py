@@ -5,8 +5,8 @@
 The data are the quickstart's unless settings name others, such as, for one GPU:
 corpus.sources=en.jsonl.xz tokenizer.use=gpt2 model.size=small train.length=1024 train.batch=64 engine.compile=true engine.micro_batch=64
 The whole loop logs every 10 steps and saves every `save`. The bare engine runs half of its steps before and half after it, since a hot card
-is slower; WARM steps of each run do not count. Then the command itself is started twice, with empty caches of compiled code and with those
-it left: seconds from its start to the first line of metrics.
+is slower; WARM steps of each run do not count. Then the command itself is started twice, with empty caches of compiled code and of chosen
+products, and with those it left: seconds from its start to the first line of metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from textmill.where import open_where
 WARM = 20
 """Steps before the clock starts: they compile, and fill what is kept ahead."""
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())"]
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 
 
 def bare(config: RunConfig, folder: Path) -> float:

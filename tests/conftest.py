@@ -20,6 +20,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 # Two workers on two cores: a second thread each would only make them wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What runs keep for later ones is not to outlive the tests.
+kept = tempfile.TemporaryDirectory(prefix="textmill-cache-")
+os.environ["XDG_CACHE_HOME"] = kept.name
+
 # XLA makes many small programs here, each used a few times: made quickly, and once by any process that a test starts.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     programs = tempfile.TemporaryDirectory(prefix="textmill-xla-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,31 @@ def test_every_way_gives_the_exact_product(half: str) -> None:
                     out.fill_(1)
                     work()
                     assert (out.double() - wanted).abs().max() < bound * wanted.abs().max()
+
+
+@on_gpu
+def test_what_was_chosen_is_taken_up_in_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any trial, each form by the same way."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(products_torch, "_choices", {})
+    a, bs = torch.randn(4096, 1024, device="cuda").bfloat16(), [torch.randn(1024, n, device="cuda").bfloat16() for n in (1536, 2304, 4096)]
+    outs, row = (
+        [torch.empty(4096, b.shape[1], device="cuda", dtype=torch.bfloat16) for b in bs],
+        torch.randn(2304, device="cuda").bfloat16(),
+    )
+
+    def make() -> list[bytes]:
+        for b, out in zip(bs, outs, strict=True):
+            multiply(a, b, out.zero_())
+            assert (out.float() - a.float() @ b.float()).norm() < 0.01 * out.float().norm()
+        multiply(a, bs[1], outs[1].zero_(), bias=row)
+        multiply(a, bs[1], outs[1], bias=row, onto=outs[1])
+        return [b"" if choice is None else bytes(choice[1].kernel) for choice in products_torch._choices.values()]
+
+    first = make()
+    products_torch._choices.clear()
+    monkeypatch.setattr(products_torch, "_seconds", None)  # no clock
+    assert make() == first
 
 
 @on_gpu

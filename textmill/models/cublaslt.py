@@ -61,8 +61,15 @@ def library() -> Any:
         found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:
         return None
+    found.cublasLtGetVersion.restype = ctypes.c_size_t
     found.cublasLtMatmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
     return found
+
+
+@cache
+def card(device: torch.device) -> str:
+    """What a choice of ways holds for: the card's name and the library's version."""
+    return f"{torch.cuda.get_device_name(device)}, cuBLAS {library().cublasLtGetVersion()}"
 
 
 @cache
@@ -113,6 +120,16 @@ class Product:
         status = library().cublasLtMatmulAlgoGetHeuristic(_handle(self.device), *given)
         library().cublasLtMatmulPreferenceDestroy(wish)
         return [] if status else [way for way in ways[: found.value] if way.state == 0]
+
+    def way_of(self, kernel: bytes) -> Way | None:
+        """A way that was proposed before, perhaps in another process; None, if the library does not make this product in it."""
+        way, checked = Way(), Way()
+        if len(kernel) != ctypes.sizeof(way.kernel):
+            return None
+        ctypes.memmove(way.kernel, kernel, len(kernel))
+        given = self._said, self._b, self._a, self._out, self._out, ctypes.byref(way), ctypes.byref(checked)
+        status = library().cublasLtMatmulAlgoCheck(_handle(self.device), *given)
+        return None if status or checked.state or checked.workspace > WORKSPACE else way
 
     def make(self, way: Way, a: Tensor, b: Tensor, bias: Tensor | None, onto: Tensor | None, out: Tensor, workspace: Tensor) -> None:
         """Make it in this way, in the stream that is current."""

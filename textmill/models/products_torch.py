@@ -2,8 +2,8 @@
 
 The library's first proposal is the fastest for a card that is cool. One that trains is held at its power limit, and other tiles then do
 the same work with less: on an H200 they take 5 to 20% off most products of a GPT-2. So the card is warmed first, and the fastest few of
-short trials have longer ones. Each process chooses for itself, at its first product of a form: two ways differ in rounding, and so may
-replicas, whose gradients are averaged, and a run that goes on in another process. `engine.deterministic` leaves all products to torch.
+short trials have longer ones. What is chosen is kept for other runs (choices.py). Two ways differ in rounding, and so may runs on cards of
+another kind, and processes that choose at the same time. `engine.deterministic` leaves all products to torch.
 The loss chooses for the head's products always, a net for its own where it is compiled. Shapes in names: M rows, E inputs, F outputs.
 """
 
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models.cublaslt import KINDS, WORKSPACE, Form, Product, Way, library
+from textmill.models.choices import keep, kept
+from textmill.models.cublaslt import KINDS, WORKSPACE, Form, Product, Way, card, library
 
 SMALL = 1e10
 """Operations below which a product is torch's: nothing is to be gained there."""
@@ -35,6 +36,7 @@ Choice = tuple[Product, Way] | None
 Trial = tuple[Choice, Callable[[], None]]
 """A way, and a product made in it."""
 _choices: dict[tuple[Form, torch.device], Choice] = {}
+_warm: set[torch.device] = set()
 
 
 def are_chosen(x_NTE: Tensor, weight_FE: Tensor) -> bool:
@@ -163,22 +165,37 @@ def _workspace(device: torch.device, stream: int) -> Tensor:
 
 
 def _choice(form: Form, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> Choice:
-    """How products of a form are made: the fastest way there is, tried once with the matrices of the first."""
+    """How products of a form are made: the fastest way there is, tried once with the matrices of the first, or known from another run."""
     key = form, out.device
     if key in _choices:
         return _choices[key]
     if torch.cuda.is_current_stream_capturing():
         return None  # nothing can be tried now
     made = Product(form, out.device)
+    known = _known(made)
+    if known is not None:
+        _choices[key] = known[0]
+        return known[0]
     space = _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream)
     result = out.clone() if onto is out else out  # which counts, where it is added to
     before = result if onto is out else onto
     own: Trial = None, lambda: _by_torch(a, b, result, bias, before)
     others: list[Trial] = [((made, way), partial(made.make, way, a, b, bias, before, result, space)) for way in made.ways()]
-    if all(device != out.device for _, device in _choices):
+    if out.device not in _warm:
         _seconds(own[1], HEAT)
-    _choices[key] = _fastest(own, others)
-    return _choices[key]
+        _warm.add(out.device)
+    chosen = _choices[key] = _fastest(own, others)
+    keep(card(out.device), str(form), b"" if chosen is None else bytes(chosen[1].kernel))
+    return chosen
+
+
+def _known(made: Product) -> tuple[Choice] | None:
+    """What another run has chosen for such a product on such a card, if there was one."""
+    kernel = kept(card(made.device), str(made.form))
+    if not kernel:
+        return None if kernel is None else (None,)
+    way = made.way_of(kernel)
+    return None if way is None else ((made, way),)
 
 
 def _fastest(own: Trial, others: list[Trial]) -> Choice:
