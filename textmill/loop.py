@@ -41,7 +41,7 @@ def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") ->
             if ranks.first:
                 print(f"train: done already: {shown(run)} (step {start.step:,})")
             return run
-        engine = agreed(ranks, lambda: _loaded(config, start, ranks, held))
+        engine = agreed(ranks, lambda: _loaded(config.model_copy(update={"train": course.train}), start, ranks, held))
         agreed(ranks, keep)
         with Stopping() as stopping:
             Training(config, course, data, start, engine, stopping).go(batches)
@@ -105,6 +105,8 @@ class Training:
         """What is due after so many steps: log, evaluate, save, stop."""
         train, due, last, book = self.train, self.course.due, done == self.course.steps, self.book
         book.write()
+        if result.news:
+            self.trackers.note(f"step {done}: {result.news}")
         if done == 1 or due(train.log_every, done):
             book.enter(done, result)
         if done == 1 or self.engine.guard:  # the first is waited for; a guard speaks of the last step there is

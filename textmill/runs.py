@@ -229,7 +229,8 @@ def told(facts: dict[str, Any]) -> str:
     of, trained = facts["parameters"], facts["trained"]
     share = "" if trained == of else f", {trained:,} of them trained ({trained / of:.2%}),"
     many = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
-    return f"{of:,} parameters{share} on {many}{facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}"
+    compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
+    return f"{of:,} parameters{share} on {many}{facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}{compiling}"
 
 
 def spoken_best(run: Path) -> str:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
-from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from tests.engines.test_contract import VOCAB, adapting, batch_of, config_of, run, started
+from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
-from textmill.models import open_family
+from textmill.models import open_family, products_torch
 from textmill.tokens.batches.batch import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -55,6 +55,36 @@ def test_documents_kept_apart_in_a_compiled_net_are_kept_apart_as_in_an_eager_on
         opened = started(RunConfig(model=ModelConfig(size="nano", shape=shape), train=train, engine=engine))
         losses.append([opened.train_step(batch, step, 1e-2).loss for step in range(6)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing more": {},
+    "dropout": {"shape": {"dropout": 0.1}},
+    "adapters": {"lora": LoraConfig(rank=4)},
+    "adapters and dropout": {"lora": LoraConfig(rank=4, dropout=0.1), "shape": {"dropout": 0.1}},
+    "a frozen part": {"train": {"freeze": ["wte", "h.0.*", "*.bias"]}},
+    "states made again": {"engine": {"recompute": 1}},
+    "Muon, smoothing, z-loss": {"train": {"optimizer": "muon", "label_smoothing": 0.1, "z_loss": 1e-4}},
+    "parts of a batch": {"engine": {"micro_batch": 2}},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_a_run_may_ask_for_is_compiled_as_it_is_written(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products chosen and kernels of our own, as if the net were large; at a rate that does not make much of a rounding."""
+    monkeypatch.setattr(products_torch, "SMALL", 0)
+    more = ASKED[asked]
+    shape = ShapeConfig(layers=2, heads=2, width=128, positions=128, **more.get("shape", {}))
+    train = TrainConfig(batch=4, length=128, learning_rate=3e-3, **more.get("train", {}))
+    ids = np.random.default_rng(1).integers(0, VOCAB, (4, 129), dtype=np.int32)
+    batch, losses = Batch(ids[:, :-1], ids[:, 1:], np.arange(4)), []
+    for compiled in (False, True):
+        engine = TorchEngine(device="cuda", precision="bf16", compile=compiled, **{"micro_batch": 4, **more.get("engine", {})})
+        config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=train, engine=engine)
+        opened = started(adapting(config, more.get("lora")))
+        losses.append([opened.train_step(batch, step, 3e-3).loss for step in range(8)])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[1][-1] < losses[1][0]
 
 
 def test_fp16_is_near_once_its_scale_fits() -> None:

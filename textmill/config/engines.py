@@ -63,8 +63,9 @@ class TorchEngine(EngineSection):
     """Arithmetic of the matrix products; weights stay fp32. fp16 trains with a loss scale that finds its own height.
     fp8: bf16, with the products of MLPs and head in training rounded to fp8, on GPUs that have it (compute capability 8.9).
     auto: bf16 on a GPU that has it, fp16 on one of the V100's generation, else fp32."""
-    compile: bool = how(False)
-    """Compile the net with torch.compile: slower to start, faster after."""
+    compile: Literal["auto"] | bool = how("auto")
+    """Compile the net with torch.compile: the first step takes longer, those after it about half of their time on a GPU.
+    auto: on one GPU, for runs of more than a minute or so, unless every bit has to repeat."""
     mesh: MeshConfig = how(MeshConfig())
     """How many processes share the work."""
     deterministic: bool = how(False)

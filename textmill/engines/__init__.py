@@ -46,6 +46,11 @@ class Step(Protocol):
         """What the loss was multiplied by, where a scaler does that; at 1 it can fall no more."""
         ...
 
+    @property
+    def news(self) -> str | None:
+        """What a person should hear of how it began: that something was compiled for it."""
+        ...
+
 
 @dataclass(frozen=True)
 class Sums:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,8 @@ class JaxOnMesh:
         self.guard = new_guard(train, jnp, self._everywhere)
         self.held: Arrays = {}
         self.state: dict[str, Any] = {}
+        self.forms: set[str] = set()
+        """Shapes of batches that there is a program for."""
         self.step = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=told)
         self.judge = jax.jit(self._judge, compiler_options=told)
 
@@ -79,13 +82,18 @@ class JaxOnMesh:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> JaxStep:
         """One compiled step; the host is free as soon as the arrays are on their way."""
+        began = time.perf_counter()
         keys_N = sample_keys(self.train.seed, step, batch.samples) if drops(self.shape, self.way.lora) else None
         parts = self._laid(batch, keys_N)
+        new = (form := str(jax.tree.map(jnp.shape, parts))) not in self.forms
+        self.forms.add(form)
         memory = self.guard.state if self.guard else None
-        self.held, self.state, memory, *numbers = self.step(self.held, self.state, parts, np.float32(lr), memory, np.int32(step + 1))
+        self.held, self.state, memory, loss, norm, asked = self.step(
+            self.held, self.state, parts, np.float32(lr), memory, np.int32(step + 1)
+        )
         if self.guard and memory:
             self.guard.state = memory
-        return JaxStep(*numbers)
+        return JaxStep(loss, norm, asked, news=f"it took {time.perf_counter() - began:.1f} s to begin, with compiling" if new else None)
 
     def eval_step(self, batch: Batch) -> Sums:
         """Losses of a batch by micro-batches, without dropout."""

@@ -15,6 +15,7 @@ from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.bits_torch import bit_sums, flip_a_bit
+from textmill.engines.compiling_torch import Compiling, compiling, spoken
 from textmill.engines.graphs_torch import Recorded
 from textmill.engines.layouts_torch import Layout
 from textmill.engines.losses_peers_torch import shared_loss, shared_scores
@@ -46,9 +47,9 @@ STATE_BYTES = {True: 40, False: 72}
 class TorchStep:
     """Numbers on their way to the host; reading one waits for this step, and for none that was begun after it."""
 
-    def __init__(self, loss: Tensor, norm: Tensor, asked: int, scale: Tensor | None = None) -> None:
+    def __init__(self, loss: Tensor, norm: Tensor, asked: int, scale: Tensor | None = None, news: str | None = None) -> None:
         numbers = [loss, norm] if scale is None else [loss, norm, scale]
-        self.asked, self._numbers = asked, OnItsWay(torch.stack([number.to(loss) for number in numbers]))
+        self.asked, self.news, self._numbers = asked, news, OnItsWay(torch.stack([number.to(loss) for number in numbers]))
 
     @property
     def ready(self) -> bool:
@@ -80,8 +81,11 @@ class OnTorch:
     """The Engine of `engine.kind: torch`."""
 
     def __init__(
-        self, net: Net, train: TrainConfig, layout: Layout, ranks: Ranks, micro_batch: int, precision: torch.dtype, compiled: bool
-    ) -> None:
+        self, net: Net, train: TrainConfig, layout: Layout, ranks: Ranks, micro_batch: int, precision: torch.dtype,
+        compiled: bool, told: str, asked: bool,
+    ) -> None:  # fmt: skip
+        """`told` is what a person is to know of compiling, `asked` whether anyone wanted it."""
+        self.told, self.asked = told, asked
         self.net, self.train, self.layout, self.ranks, self.first = net, train, layout, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
@@ -103,6 +107,11 @@ class OnTorch:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Forward and backward by micro-batches, then one update; a non-finite gradient or a spike leaves the weights alone."""
+        with Compiling() as compiling:
+            loss, norm, asked, scale = self._step(batch, step, lr, compiling)
+        return TorchStep(loss, norm, asked, scale, compiling.news)
+
+    def _step(self, batch: Batch, step: int, lr: float, compiling: Compiling) -> tuple[Tensor, Tensor, int, Tensor | None]:
         if self.room is None and self.device.type == "cuda" and self.ranks.world == 1:  # the first step compiles meanwhile
             saved = [*saved_of(self.net.shape, self.net.lora), *self.optimizer.stated()]
             self.room = Room([math.prod(weight.shape) for weight in saved])
@@ -122,7 +131,7 @@ class OnTorch:
             # The scale goes in with the shares: the head's gradient is made in fp16 with the loss itself.
             share = share if scale is None else share * scale
             with self.layout.last_pass(rows.stop >= len(batch.inputs)):
-                total += self.one_pass(inputs, labels, share, keys, self._documents(batch, rows))
+                total += self._passed(compiling, inputs, labels, share, keys, self._documents(batch, rows))
         total = self.layout.total(total)
         loss = total if scale is None else total / scale
         spike = self.guard.judged(self.guard.state, loss) if self.guard else None
@@ -131,7 +140,21 @@ class OnTorch:
             self.scaler.move(torch.isfinite(norm))
         if self.guard:
             self.guard.state = self.guard.after(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
-        return TorchStep(loss, norm, asked, scale)
+        return loss, norm, asked, scale
+
+    def _passed(self, compiling: Compiling, *given: Any) -> Tensor:
+        """A pass; where it cannot be compiled, and nobody asked for that, it and all after it as they are written."""
+        before = [parameter.grad for parameter in self.optimizer.parameters]
+        try:
+            return self.one_pass(*given)
+        except Exception as error:
+            if self.asked or not compiling.is_to_blame(error):
+                raise
+            compiling.news = f"torch cannot compile the net here, so it goes on without: {spoken(error)}"
+        for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
+            parameter.grad = gradient
+        self.parts, self.one_pass = PLAIN, self._pass
+        return self.one_pass(*given)
 
     def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""
@@ -207,7 +230,7 @@ class OnTorch:
         """Device, arithmetic and size."""
         return {
             "device": str(self.device), "precision": "float8" if self.net.fp8 else str(self.precision).removeprefix("torch."),
-            "micro_batch": self.micro_batch, "processes": self.ranks.world,
+            "micro_batch": self.micro_batch, "processes": self.ranks.world, "compiling": self.told,
             "parameters": count_with(self.net.shape, self.net.lora),
             "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
@@ -234,22 +257,25 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    micro_batch = engine.micro_batch if engine.micro_batch != "auto" else _fitting(config.train, engine, shape, mesh, device, precision)
+    compiled, told = compiling(engine, config.train, shape, device, ranks.world)
+    micro_batch = engine.micro_batch
+    if micro_batch == "auto":
+        micro_batch = _fitting(config.train, shape, mesh, device, precision, compiled=compiled)
     layout = Layout(mesh, ranks.rank, device)
     net = new_net(shape, device, config.model.lora, layout.place)
     net.recompute = engine.recompute
     if engine.precision == "fp8":
         check_fp8(device)
         net.use_fp8()
-    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, engine.compile)
+    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, compiled, told, engine.compile != "auto")
 
 
-def _fitting(train: TrainConfig, engine: TorchEngine, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype) -> int:
+def _fitting(train: TrainConfig, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype, *, compiled: bool) -> int:
     """The largest part of a process's samples that a simple rule lets through at once."""
     length, batch = train.length or shape.positions, train.batch // mesh.ways
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.type == "cuda":
         room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters
-        layer = STATE_BYTES[engine.compile] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+        layer = STATE_BYTES[compiled] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
         fits = int(room / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))

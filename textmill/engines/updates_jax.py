@@ -33,6 +33,7 @@ class JaxStep:
     norm_value: Array
     asked_value: Array
     scale: float | None = None
+    news: str | None = None
 
     @property
     def ready(self) -> bool:
