@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from textmill import faults
+from textmill.ahead import ahead
 from textmill.checkpoint import WhichStep
 from textmill.config import RunConfig
 from textmill.copies import check_copies
@@ -23,7 +24,6 @@ from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
 from textmill.stages import Force
 from textmill.stopping import Stopping, stopped, stopped_by
-from textmill.tokens.batches.ahead import ahead
 from textmill.tokens.batches.batch import garbled
 from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches
@@ -88,7 +88,8 @@ class Training:
         self.book = Logbook(self.course, self.start.step, self._log)
         try:
             for step, batch in ahead(
-                lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))), self.start.step, self.course.steps
+                lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))),
+                range(self.start.step, self.course.steps),
             ):
                 self.ranks.at(f"step {step + 1}")
                 faults.begin_step(step)

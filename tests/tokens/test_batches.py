@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from textmill.config import TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches import sums
-from textmill.tokens.batches.ahead import ahead
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.batches import Batches, in_order
 from textmill.tokens.batches.blend import Blend
@@ -138,15 +137,6 @@ def test_windows_ask_every_token_once_with_its_true_context(
                 assert inputs[: place + 1].tolist() == list(range(labels[place] - 1 - place, labels[place])), "the tokens just before it"
     assert asked == store.ids.tolist()
     assert windows == window_count(store, length=length, stride=stride)
-
-
-def test_ahead_gives_every_step_in_order_and_passes_errors_on(tmp_path: Path) -> None:
-    batches = packed_batches(store_of(tmp_path, [9, 9]), length=4, batch=2, seed=0)
-    steps = list(ahead(batches.batch_at, 3, 9))
-    assert [step for step, _ in steps] == [3, 4, 5, 6, 7, 8]
-    assert all((batch.inputs == batches.batch_at(step).inputs).all() for step, batch in steps)
-    with pytest.raises(ZeroDivisionError):
-        next(ahead(lambda step: 1 // 0, 0, 1))  # type: ignore[arg-type, return-value]
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,9 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.adapters import config_path
+from textmill.ahead import ahead
 from textmill.config import SIZES
 from textmill.errors import TextmillError
 from textmill.files import read_json
+
+DRAWING = 8
+"""Threads that draw first weights at most."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,15 @@ def shape_in(folder: Path) -> Any:
     return open_family(kind).shape_of_hf(hf, str(path))
 
 
-def first_values(weight: Weight, seed: int) -> NDArray[np.float32]:
-    """A weight before the first step; it depends on the seed and its own name only, on any engine and mesh."""
+def first_of(weights: Iterable[Weight], seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Weights before the first step, drawn by threads, since drawing leaves the interpreter's lock; no more than a few wait in memory."""
+    threads = min(DRAWING, os.cpu_count() or 1)
+    for weight, values in ahead(lambda weight: _first_values(weight, seed), weights, threads=threads, depth=threads):
+        yield weight.name, values
+
+
+def _first_values(weight: Weight, seed: int) -> NDArray[np.float32]:
+    """One of them; it depends on the seed and its own name only, on any engine and mesh."""
     if not weight.start:
         return np.full(weight.shape, float(weight.ones), np.float32)
     stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(weight.name.encode())]))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
 from textmill.files import read_json
-from textmill.models import Weight, first_values
+from textmill.models import Weight, first_of
 
 Array = NDArray[np.float32]
 
@@ -178,8 +178,7 @@ def weights_of(shape: Shape) -> list[Weight]:
 
 def first_weights(shape: Shape, seed: int) -> Iterator[tuple[str, Array]]:
     """The weights before the first step."""
-    for weight in weights_of(shape):
-        yield weight.name, first_values(weight, seed)
+    return first_of(weights_of(shape), seed)
 
 
 def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:

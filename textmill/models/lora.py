@@ -11,7 +11,7 @@ from typing import Any
 from textmill.adapters import Adapter
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
-from textmill.models import Weight, first_values, open_family
+from textmill.models import Weight, first_of, open_family
 from textmill.tensors import Named
 
 SITES = 1 << 16
@@ -89,8 +89,7 @@ def drops(shape: Any, lora: LoraConfig | None) -> bool:
 
 def first_adapters(shape: Any, lora: LoraConfig, seed: int) -> Iterator[Named]:
     """Adapters before the first step: A from seed and name, B nothing, so that the net starts as its base."""
-    for weight in adapters_of(shape, lora):
-        yield weight.name, first_values(weight, seed)
+    return first_of(adapters_of(shape, lora), seed)
 
 
 def lora_of(adapter: Adapter, shape: Any) -> LoraConfig:
