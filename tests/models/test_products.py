@@ -64,8 +64,18 @@ def test_a_sum_goes_on_in_its_own_precision() -> None:
         (5.0, {"a": (4.0, 4.9), "b": (1.0, 4.8), "c": (2.0, 4.7), "d": (3.0, 4.6), "e": (9.0, 1.0)}, "d"),
         (5.0, {"a": (float("inf"), float("inf"))}, None),
         (5.0, {}, None),
+        (5.0, {"a": (1.0, 4.0), "b": (2.0, 3.0), "b's kin": (1.5, 2.5)}, "b's kin"),
+        (5.0, {**{way: (1.0, 4.0) for way in "abcd"}, "e": (2.0, 4.0), "e's kin": (0.1, 0.1)}, "a"),
     ],
-    ids=["long turns decide", "a hundredth at least", "of the fastest four", "what cannot be made", "no proposals"],
+    ids=[
+        "long turns decide",
+        "a hundredth at least",
+        "of the fastest four",
+        "what cannot be made",
+        "no proposals",
+        "kin of the fast",
+        "not of the slow",
+    ],
 )
 def test_which_way_is_chosen(
     own: float, others: dict[str, tuple[float, float]], chosen: str | None, monkeypatch: pytest.MonkeyPatch
@@ -73,14 +83,18 @@ def test_which_way_is_chosen(
     """By a clock of our own, which has for each way the time of a short trial and of a long one."""
     clock = {None: (own, own), **others}
     monkeypatch.setattr(products_torch, "_seconds", lambda work, spend: clock[work()][spend == products_torch.TURN])
-    trials = [(way, lambda way=way: way) for way in clock]
-    assert products_torch._fastest(trials[0], trials[1:]) == chosen
+    trials = {way: ((None, way) if way else None, lambda way=way: way) for way in clock}
+    proposed = [trials[way] for way in others if "kin" not in way]
+    found = products_torch._fastest(trials[None], proposed, lambda way: [trials[one] for one in others if one == f"{way}'s kin"])
+    assert found == (chosen and (None, chosen))
 
 
 @on_gpu
 @pytest.mark.parametrize("half", HALVES)
-def test_every_way_gives_the_exact_product(half: str) -> None:
-    """All that is proposed and what is chosen, against double precision: a and b lying either way, a bias, a stream, a sum in fp32."""
+def test_every_way_gives_the_exact_product(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All proposals, kin of the first, what is chosen, against double precision: lying either way, a bias, a stream, a sum in fp32."""
+    for name in ("HEAT", "TRY", "TURN"):
+        monkeypatch.setattr(products_torch, name, 1e-3)
     kind, step = HALVES[half]
     m, k, n = 4096, 1024, 2304
     for a_turned in (False, True):
@@ -95,8 +109,11 @@ def test_every_way_gives_the_exact_product(half: str) -> None:
                 form = products_torch._form_of(a, b, out, bias, onto)
                 assert form is not None
                 made, space = Product(form, out.device), torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8)
-                proposed = [partial(made.make, way, a, b, bias, onto, out, space) for way in made.ways()]
-                assert proposed
+                ways = made.ways()
+                kin = made.kin(ways[0])
+                proposed = [partial(made.make, way, a, b, bias, onto, out, space) for way in (*ways, *kin)]
+                assert len(ways) > 1
+                assert len(kin) > 1
                 for work in (*proposed, partial(multiply, a, b, out, bias=bias, onto=onto)):
                     out.fill_(1)
                     work()

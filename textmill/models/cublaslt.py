@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ WORKSPACE = 32 << 20
 """Bytes that a product may work in."""
 TRANSPOSED_A, TRANSPOSED_B, AFTER, BIAS, BIAS_KIND = 3, 4, 7, 8, 26
 """Its numbers for what is said of a product."""
+SWIZZLE, OPTION, MOST_OPTIONS = 4, 5, 7
+"""Its numbers for the order of a kernel's tiles, for a choice of the kernel's own, and for how many of these there are."""
 
 
 class Way(ctypes.Structure):
@@ -120,6 +123,19 @@ class Product:
         status = library().cublasLtMatmulAlgoGetHeuristic(_handle(self.device), *given)
         library().cublasLtMatmulPreferenceDestroy(wish)
         return [] if status else [way for way in ways[: found.value] if way.state == 0]
+
+    def kin(self, way: Way) -> list[Way]:
+        """The same kernel, its tiles in another order or with an option of its own: the library may not propose the best of them."""
+        most, size, found = ctypes.c_int32(), ctypes.c_size_t(), {}
+        given = ctypes.byref(most), ctypes.c_size_t(ctypes.sizeof(most)), ctypes.byref(size)
+        library().cublasLtMatmulAlgoCapGetAttribute(ctypes.byref(way), MOST_OPTIONS, *given)
+        for swizzle, option in product(range(2), range(most.value + 1)):
+            other = Way.from_buffer_copy(way)
+            for what, value in ((SWIZZLE, ctypes.c_uint32(swizzle)), (OPTION, ctypes.c_uint32(option))):
+                said = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
+                library().cublasLtMatmulAlgoConfigSetAttribute(ctypes.byref(other), what, *said)
+            found[bytes(other.kernel)] = self.way_of(bytes(other.kernel))
+        return [other for kernel, other in found.items() if other is not None and kernel != bytes(way.kernel)]
 
     def way_of(self, kernel: bytes) -> Way | None:
         """A way that was proposed before, perhaps in another process; None, if the library does not make this product in it."""

@@ -2,8 +2,9 @@
 
 The library's first proposal is the fastest for a card that is cool. One that trains is held at its power limit, and other tiles then do
 the same work with less: on an H200 they take 5 to 20% off most products of a GPT-2. So the card is warmed first, and the fastest few of
-short trials have longer ones. What is chosen is kept for other runs (choices.py). Two ways differ in rounding, and so may runs on cards of
-another kind, and processes that choose at the same time. `engine.deterministic` leaves all products to torch.
+short trials, and of those that differ from them by an order of tiles, have longer ones. What is chosen is kept for other runs
+(choices.py). Two ways differ in rounding, and so may runs on cards of another kind, and processes that choose at the same time.
+`engine.deterministic` leaves all products to torch.
 The loss chooses for the head's products always, a net for its own where it is compiled. Shapes in names: M rows, E inputs, F outputs.
 """
 
@@ -25,7 +26,7 @@ SMALL = 1e10
 HEAT, TRY, TURN = 1.0, 0.006, 0.04
 """Seconds of work before the first trial, so that the card is as warm as it will be; of a first trial, and of a turn among the few."""
 FEW = 4
-"""Ways that have two turns after the first trials, beside torch's."""
+"""Ways that are fast enough in the first trials for their kin to be tried, and then for two turns, beside torch's."""
 WORTH = 0.99
 """What part of torch's time another way may take at most to be chosen."""
 ALIGNED = 256
@@ -180,11 +181,14 @@ def _choice(form: Form, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, 
     result = out.clone() if onto is out else out  # which counts, where it is added to
     before = result if onto is out else onto
     own: Trial = None, lambda: _by_torch(a, b, result, bias, before)
-    others: list[Trial] = [((made, way), partial(made.make, way, a, b, bias, before, result, space)) for way in made.ways()]
+
+    def tried(ways: list[Way]) -> list[Trial]:
+        return [((made, way), partial(made.make, way, a, b, bias, before, result, space)) for way in ways]
+
     if out.device not in _warm:
         _seconds(own[1], HEAT)
         _warm.add(out.device)
-    chosen = _choices[key] = _fastest(own, others)
+    chosen = _choices[key] = _fastest(own, tried(made.ways()), lambda way: tried(made.kin(way)))
     keep(card(out.device), str(form), b"" if chosen is None else bytes(chosen[1].kernel))
     return chosen
 
@@ -198,13 +202,18 @@ def _known(made: Product) -> tuple[Choice] | None:
     return None if way is None else ((made, way),)
 
 
-def _fastest(own: Trial, others: list[Trial]) -> Choice:
-    """The fastest way in two turns, of those that were fast in a first trial; torch's own, unless that is worth it."""
-    few = sorted(others, key=lambda one: _seconds(one[1], TRY))[:FEW]
+def _fastest(own: Trial, others: list[Trial], kin: Callable[[Way], list[Trial]]) -> Choice:
+    """The fastest way in two turns, of those that were fast in a first trial, and of their kin; torch's own, unless that is worth it."""
+    few = _fast(others)
+    few = _fast([*few, *(one for choice, _ in few if choice for one in kin(choice[1]))])
     turns = [[_seconds(work, TURN) for _, work in (own, *few)] for _ in range(2)]
     limit, *taken = (min(both) for both in zip(*turns, strict=True))
     best, way = min(zip(taken, (way for way, _ in few), strict=True), key=lambda one: one[0], default=(limit, None))
     return way if best <= WORTH * limit else None
+
+
+def _fast(some: list[Trial]) -> list[Trial]:
+    return sorted(some, key=lambda one: _seconds(one[1], TRY))[:FEW]
 
 
 def _seconds(work: Callable[[], None], spend: float) -> float:
@@ -212,7 +221,9 @@ def _seconds(work: Callable[[], None], spend: float) -> float:
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     taken = 0.0
     for often in (1, 2, None):  # the first may wait until a kernel is loaded, the second says how often
-        times = often or max(2, int(spend / max(taken, 1e-6)))
+        if often is None and 2 * taken > spend:
+            break
+        times = often or int(spend / max(taken, 1e-6))
         begun.record()
         try:
             for _ in range(times):
