@@ -6,7 +6,7 @@ The data are the quickstart's unless settings name others, such as, for one GPU:
 corpus.sources=en.jsonl.xz tokenizer.use=gpt2 model.size=small train.length=1024 train.batch=64 engine.compile=true engine.micro_batch=64
 The whole loop logs every 10 steps and saves every `save`. The bare engine runs half of its steps before and half after it, since a hot card
 is slower; WARM steps of each run do not count. Then the command itself is started twice, with empty caches of compiled code and of chosen
-products, and with those it left: seconds from its start to the first line of metrics.
+products, and with those it left: seconds from its start to its word that it begins, and to the first line of metrics.
 """
 
 from __future__ import annotations
@@ -82,20 +82,22 @@ def whole(config: RunConfig) -> float:
     return (called[-1] - called[WARM]) / (len(called) - 1 - WARM)
 
 
-def first_loss(words: list[str], run: Path, caches: Path) -> float:
-    """Seconds from the start of the command to its first line of metrics."""
-    places = {name: str(caches / name) for name in CACHES}
+def first_loss(words: list[str], run: Path, caches: Path) -> tuple[float, float]:
+    """Seconds from the start of the command until it says that it begins, all being loaded, and until its first line of metrics."""
+    places = {"PYTHONUNBUFFERED": "1", **{name: str(caches / name) for name in CACHES}}
+    said, metrics, begins = run.with_suffix(".txt"), run / "metrics.jsonl", 0.0
     begun = time.perf_counter()
-    command = [*COMMAND, "train", *words, f"train.folder={run}", "--force"]
-    process = subprocess.Popen(command, env={**os.environ, **places}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    metrics = run / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
-        time.sleep(0.01)
-    spent = time.perf_counter() - begun
-    process.terminate()
-    _, said = process.communicate()
-    assert metrics.exists(), said
-    return spent
+    with said.open("w") as told:
+        command = [*COMMAND, "train", *words, f"train.folder={run}", "--force"]
+        process = subprocess.Popen(command, env={**os.environ, **places}, stdout=told, stderr=subprocess.STDOUT)
+        while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+            time.sleep(0.01)
+            begins = begins or (time.perf_counter() - begun if "parameters on" in said.read_text() else 0.0)
+        spent = time.perf_counter() - begun
+        process.terminate()
+        process.wait()
+    assert metrics.exists(), said.read_text()
+    return begins, spent
 
 
 def main(words: list[str]) -> None:
@@ -118,8 +120,11 @@ def main(words: list[str]) -> None:
             f"textmill train: {1e3 * together:.2f} ms a step, {tokens / together:,.0f} tokens/s, {alone / together:.3f} of the bare engine"
         )
         for kind in ("cold", "warm") if own["first"] else ():
-            spent = first_loss(["quickstart", *settings], root / kind, root / "caches")
-            print(f"{kind}: {spent:.1f} s from the start of the command to its first loss", flush=True)
+            begins, spent = first_loss(["quickstart", *settings], root / kind, root / "caches")
+            print(
+                f"{kind}: {spent:.1f} s from the start of the command to its first loss, {begins:.1f} of them before the first step",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
