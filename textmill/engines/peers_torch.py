@@ -19,6 +19,7 @@ from textmill.models.lora_torch import Adapted
 # Torch 2.13 has other names for these two, and warns of the old ones.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Pass = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Peers:
 
     def enter(self, x_NTE: Tensor) -> Tensor:
         """From the stream into what each peer has a part of: all tokens; in backward the peers' gradients are summed."""
-        joint = _Gather if self.sequence else _Copy
-        out: Tensor = joint.apply(x_NTE, self)  # type: ignore[no-untyped-call]
+        there, back = (self.gathered, self.scattered) if self.sequence else (_alike, self.summed)
+        out: Tensor = _Joint.apply(x_NTE, there, back)  # type: ignore[no-untyped-call]
         return out
 
     def leave(self, x_NTE: Tensor) -> Tensor:
         """Back into the stream: the sum of all peers, of which each keeps its own tokens where they are shared."""
-        joint = _Scatter if self.sequence else _Sum
-        out: Tensor = joint.apply(x_NTE, self)  # type: ignore[no-untyped-call]
+        there, back = (self.scattered, self.gathered) if self.sequence else (self.summed, _alike)
+        out: Tensor = _Joint.apply(x_NTE, there, back)  # type: ignore[no-untyped-call]
         return out
 
     def summed(self, x: Tensor) -> Tensor:
@@ -64,47 +65,21 @@ class Peers:
         return own
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return x.view_as(x)
+class _Joint(torch.autograd.Function):
+    """One way there, another for gradients on their way back."""
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.summed(slope), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        return peers.summed(x)
+    def forward(ctx: Any, x: Tensor, there: Pass, back: Pass) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return slope, None
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(slope), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return peers.gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.scattered(slope), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return peers.scattered(x)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.gathered(slope), None
+def _alike(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 class RowLinear(nn.Linear):
