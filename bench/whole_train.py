@@ -92,7 +92,7 @@ def first_loss(words: list[str], run: Path, caches: Path) -> tuple[float, float]
         process = subprocess.Popen(command, env={**os.environ, **places}, stdout=told, stderr=subprocess.STDOUT)
         while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
             time.sleep(0.01)
-            begins = begins or (time.perf_counter() - begun if "parameters on" in said.read_text() else 0.0)
+            begins = begins or (time.perf_counter() - begun if ", micro-batch " in said.read_text() else 0.0)
         spent = time.perf_counter() - begun
         process.terminate()
         process.wait()
