@@ -138,8 +138,11 @@ def locked(path: Path, busy: str | None) -> Iterator[None]:
         with open(path, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-            except OSError:
+            except BlockingIOError:
                 raise TextmillError(busy) from None
+            except OSError as error:
+                advice = "take a folder on another one, or have it mounted with locks (flock)"
+                raise TextmillError(f"{path}: its file system does not lock files ({error.strerror}); {advice}") from None
             if _stands(lock, path):
                 yield
                 return

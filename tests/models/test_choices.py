@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from textmill.errors import TextmillError
+from textmill.files import locked
 from textmill.models import choices, products_torch
 from textmill.models.cublaslt import Form
 
@@ -50,6 +55,20 @@ def test_where_nothing_can_be_written_nothing_is(folder: Path) -> None:
     (folder / "textmill").write_text("a file where the folder would be")
     choices.keep(CARD, "a", b"way")
     assert choices.kept(CARD, "a") is None
+
+
+def test_where_nothing_can_be_locked_nothing_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Lustre that is mounted without locks."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    choices.keep(CARD, "a", b"way")
+    assert choices.kept(CARD, "a") is None
+    said = r"a\.lock: its file system does not lock files \(Function not implemented\); "
+    with pytest.raises(TextmillError, match=said), locked(folder / "a.lock", "busy"):
+        pass
 
 
 @pytest.mark.parametrize(

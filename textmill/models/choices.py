@@ -10,7 +10,7 @@ from typing import Any
 from textmill.errors import TextmillError
 from textmill.files import locked, read_json, write_json
 
-NAME = "products-1.json"
+NAME = "products-2.json"
 """Another number where ways are found or tried otherwise."""
 
 
@@ -29,8 +29,8 @@ def kept(card: str, form: str) -> bytes | None:
 
 
 def keep(card: str, form: str, way: bytes) -> None:
-    """Note a choice beside those that other processes have noted; where nothing can be written, nothing is."""
-    with suppress(OSError, RuntimeError):
+    """Note a choice beside those that other processes have noted; where nothing can be written or locked, nothing is."""
+    with suppress(OSError, RuntimeError, TextmillError):  # RuntimeError: the user has no home
         place().parent.mkdir(parents=True, exist_ok=True)
         with locked(place().with_suffix(".lock"), None):
             held = _read()
@@ -43,6 +43,6 @@ def _read() -> dict[str, Any]:
     """All that is kept; a file that is not there or damaged keeps nothing."""
     try:
         held = read_json(place())
-    except (TextmillError, RuntimeError):  # RuntimeError: the user has no home
+    except (RuntimeError, TextmillError):
         return {}
     return held if isinstance(held, dict) else {}
