@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.exc import ShortenTraceback
 
 from tests.engines.test_contract import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
@@ -92,10 +93,19 @@ def test_what_was_to_be_compiled_and_cannot_be_is_a_clear_error(monkeypatch: pyt
         engine.train_step(batch_of(0), 0, 1e-3)
 
 
-def test_what_nobody_asked_to_be_compiled_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def too_old(*_: Any) -> Any:
+    """As inductor says it of a card that Triton does not know; torch passes that on as it is."""
+
+    class GPUTooOldForTriton(ShortenTraceback): ...
+
+    raise GPUTooOldForTriton("too old", first_useful_frame=None)
+
+
+@pytest.mark.parametrize("backend", [fails, too_old])
+def test_what_nobody_asked_to_be_compiled_goes_on_without(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the same steps as what is not compiled."""
     config = config_of("torch", micro_batch=4)
-    plain, engine = started(config), started(compiled_by(fails, config, monkeypatch))
+    plain, engine = started(config), started(compiled_by(backend, config, monkeypatch))
     engine.asked = False  # type: ignore[attr-defined]
     news = [engine.train_step(batch_of(step), step, 1e-2).news for step in range(3)]
     assert news[0] is not None
@@ -104,6 +114,33 @@ def test_what_nobody_asked_to_be_compiled_goes_on_without(monkeypatch: pytest.Mo
     run(plain, range(3))
     for (name, one), (_, other) in zip(engine.weights(), plain.weights(), strict=True):
         np.testing.assert_array_equal(one, other, name)
+
+
+class TritonError(Exception):
+    """As Triton names its own."""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_error_of_what_runs_uncompiled_too_is_told_as_it_is(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel of our own, say: not compiling would not help."""
+    config = config_of("torch")
+    engine: Any = started(compiled_by("aot_eager", config, monkeypatch) if compiled else config)
+    engine.asked = False
+
+    def one_pass(*_: Any) -> Any:
+        raise TritonError("out of resource: shared memory")
+
+    engine.one_pass = engine._pass = one_pass
+    with pytest.raises(TritonError):
+        engine.train_step(batch_of(0), 0, 1e-3)
+
+
+def test_a_batch_that_grows_is_compiled_for_one_size() -> None:
+    """The automatic micro-batch divides what the batch begins with and grows by, where it is compiled."""
+    for compiled, size in ((True, 4), (False, 8)):
+        config = config_of("torch").model_copy(update={"train": TrainConfig(batch=8, ramp=[4, 4, 100], length=8)})
+        engine = config.engine.model_copy(update={"compile": compiled, "micro_batch": "auto"})
+        assert started(config.model_copy(update={"engine": engine})).facts()["micro_batch"] == size
 
 
 def test_it_is_said_before_the_first_step() -> None:

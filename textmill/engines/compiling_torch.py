@@ -17,8 +17,8 @@ SECONDS = 60.0
 """What a run must take without compiling for that to be worth it: on an H200 a first step takes 10 to 30 s more, the others half."""
 SHARE, PEAK = 0.2, 1e14
 """The part of a card's peak that a net makes without being compiled, and the peak of a card that is not known."""
-FAILURES = ("BackendCompilerFailed", "TritonError")
-"""What errors of torch's compiler are called: its own name for those of the parts it calls, and Triton's."""
+FAILURES = ("TorchDynamoException", "TritonError")
+"""What errors of compiling are called: torch's, which has one name above all of its own, and Triton's."""
 
 
 def compiling(engine: TorchEngine, train: TrainConfig, shape: Any, device: torch.device, world: int) -> tuple[bool, str]:
@@ -42,10 +42,12 @@ def _is_long(train: TrainConfig, shape: Any, device: torch.device) -> bool:
 
 
 class Compiling:
-    """A step in which something may be compiled."""
+    """A step; `compiles` says whether its net is compiled."""
 
-    news: str | None = None
-    """What a person should hear of it."""
+    def __init__(self, compiles: bool) -> None:
+        self.compiles = compiles
+        self.news: str | None = None
+        """What a person should hear of it."""
 
     def __enter__(self) -> Compiling:
         self._graphs, self._began = _graphs(), time.perf_counter()
@@ -57,10 +59,13 @@ class Compiling:
         if self.news is None and _graphs() > self._graphs:
             self.news = f"it took {time.perf_counter() - self._began:.1f} s to begin, with compiling"
 
-    @staticmethod
-    def is_to_blame(error: BaseException) -> bool:
+    def is_to_blame(self, error: BaseException) -> bool:
         """Whether an error is of compiling, and not of what is compiled."""
-        return any(kind.__name__ in FAILURES for kind in type(error).__mro__)
+        return self.compiles and any(kind.__name__ in FAILURES for kind in type(error).__mro__)
+
+    def leave(self, error: BaseException) -> None:
+        """Go on without compiling, after an error of that."""
+        self.compiles, self.news = False, f"torch cannot compile the net here, so it goes on without: {spoken(error)}"
 
 
 def spoken(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.bits_torch import bit_sums, flip_a_bit
-from textmill.engines.compiling_torch import Compiling, compiling, spoken
+from textmill.engines.compiling_torch import Compiling, compiling
 from textmill.engines.graphs_torch import Recorded
 from textmill.engines.layouts_torch import Layout
 from textmill.engines.losses_peers_torch import shared_loss, shared_scores
@@ -90,7 +90,7 @@ class OnTorch:
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.parts = compiled_parts() if compiled else PLAIN
-        self.optimizer = Updates(net, train, layout, compiled=compiled)
+        self.optimizer = Updates(net, train, layout, compiled=compiled and asked)
         layout.watch(self.optimizer.parameters)
         self.scaler = Scaler(self.device) if precision == torch.float16 else None
         self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
@@ -107,7 +107,7 @@ class OnTorch:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Forward and backward by micro-batches, then one update; a non-finite gradient or a spike leaves the weights alone."""
-        with Compiling() as compiling:
+        with Compiling(self.parts is not PLAIN) as compiling:
             loss, norm, asked, scale = self._step(batch, step, lr, compiling)
         return TorchStep(loss, norm, asked, scale, compiling.news)
 
@@ -150,7 +150,7 @@ class OnTorch:
         except Exception as error:
             if self.asked or not compiling.is_to_blame(error):
                 raise
-            compiling.news = f"torch cannot compile the net here, so it goes on without: {spoken(error)}"
+            compiling.leave(error)
         for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
             parameter.grad = gradient
         self.parts, self.one_pass = PLAIN, self._pass
@@ -258,24 +258,29 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
     compiled, told = compiling(engine, config.train, shape, device, ranks.world)
-    micro_batch = engine.micro_batch
+    micro_batch, asked = engine.micro_batch, engine.compile != "auto"
     if micro_batch == "auto":
-        micro_batch = _fitting(config.train, shape, mesh, device, precision, compiled=compiled)
+        micro_batch = _fitting(config.train, shape, mesh, device, precision, compiled=compiled, asked=asked)
     layout = Layout(mesh, ranks.rank, device)
     net = new_net(shape, device, config.model.lora, layout.place)
     net.recompute = engine.recompute
     if engine.precision == "fp8":
         check_fp8(device)
         net.use_fp8()
-    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, compiled, told, engine.compile != "auto")
+    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, compiled, told, asked)
 
 
-def _fitting(train: TrainConfig, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype, *, compiled: bool) -> int:
-    """The largest part of a process's samples that a simple rule lets through at once."""
-    length, batch = train.length or shape.positions, train.batch // mesh.ways
+def _fitting(
+    train: TrainConfig, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype, *, compiled: bool, asked: bool
+) -> int:
+    """The largest part of a process's samples that a simple rule lets through at once; what is compiled has one size for a whole run.
+
+    Where nobody asked for compiling, there is room to go on without.
+    """
+    length, batch = train.length or shape.positions, math.gcd(train.batch, *(train.ramp[:2] if compiled else ())) // mesh.ways
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.type == "cuda":
         room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters
-        layer = STATE_BYTES[compiled] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+        layer = STATE_BYTES[compiled and asked] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
         fits = int(room / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))
