@@ -158,21 +158,25 @@ def test_from_three_files_to_text(tiny_texts: Path, monkeypatch: pytest.MonkeyPa
     assert out.count("done already") >= 5
 
 
-@pytest.mark.parametrize("size", [300, 20_000, 3_000_000, 40_000_000])
-@pytest.mark.parametrize("gpu", [False, True])
-def test_new_fits_text_and_machine(size: int, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [300, 20_000, 3_000_000, 40_000_000, 400_000_000])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+def test_new_fits_text_and_machine(size: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from textmill import starter
     from textmill.where import open_where
 
-    (tmp_path / "a b's.txt").write_bytes(("물레방아 Değirmen mill\n".encode() * (size // 32 + 1))[:size])
-    monkeypatch.setattr(starter, "open_device", lambda name: torch.device("cuda" if gpu else "cpu"))
+    with (tmp_path / "a b's.txt").open("wb") as text:
+        text.write(("물레방아 Değirmen mill\n".encode() * 100_000)[:size])
+        text.truncate(size)
+    monkeypatch.setattr(starter, "open_device", lambda name: torch.device(device))
     monkeypatch.chdir(tmp_path)
     starter.new("mine", "*.txt", [])
     config = open_where("mine", []).config
     assert config.corpus.sources == [str(tmp_path / "*.txt")]
-    assert (config.model.size == "nano") is not gpu
+    assert (config.model.size == "nano") == (device == "cpu")
+    assert config.train.preset == ("pretrain-muon" if device == "cuda" and config.model.size == "small" else "none")
+    assert config.train.optimizer == ("muon" if device == "cuda" and size == 400_000_000 else "adamw")
     assert config.train.steps >= 100
     assert config.train.save_every <= config.train.steps
     seen = config.train.steps * config.train.batch * (config.train.length or 0)

@@ -31,6 +31,10 @@ QUICK = [
 ]
 
 
+SMALLER = {"gpt2-small": ["model.size=nano"]}
+"""What would take minutes without a GPU."""
+
+
 def _write_pairs(path: Path) -> None:
     """A few questions and answers under the name and in the columns of songys/Chatbot_data."""
     pairs = [(f"{number}시에 뭐 해?", f"{number}시에는 물레방아를 돌려요.") for number in range(60)]
@@ -52,7 +56,7 @@ def test_recipe(name: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.chdir(folder)
     _write_pairs(folder / "ChatbotData.csv")
     _write_model(folder / "pretrained", tiny_texts)
-    assert main(["run", f"{name}.yaml", *QUICK]) == 0, capsys.readouterr().err
+    assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
     assert f"All is done. The model is runs/{name}/run/step-0000002" in capsys.readouterr().out
     if name == "chat-ko":
         _answers_come_through_the_template(folder / "runs" / name / "run")

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from textmill.config.presets import TRAIN_PRESETS
 from textmill.corpus.sources import INSIDE, Source, find_sources, shipped, state_of
 from textmill.corpus.streams import Broken, open_stream
 from textmill.devices import open_device
@@ -20,6 +21,8 @@ CPU_FLOPS_A_CORE = 1.7e10
 GPU_TOKENS_A_SECOND = {"micro": 800_000, "mini": 500_000, "small": 150_000}
 NANO_BLOCKS, NANO_WIDTH = 230_000, 96
 MINUTES = {"cpu": 5, "gpu": 30}
+PRESET = "pretrain-muon"
+"""What was best in trials, which were of the small size on a GPU by CUDA."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Draft:
     length: int
     batch: int
     steps: int
+    preset: bool
+    """Whether PRESET is taken."""
     epochs: float
     minutes: float
 
@@ -79,12 +84,15 @@ def _head(source: Source, count: int) -> bytes:
 
 
 def _draft(total: int, wide: float) -> Draft:
-    on_gpu = open_device("auto").type != "cpu"
+    device = open_device("auto").type
+    on_gpu = device != "cpu"
     vocab = next(size for limit, size in ((3e6, 1024), (3e7, 4096), (3e8, 16384), (float("inf"), 32000)) if total < limit)
     vocab = min(32000, vocab * 2) if wide > 0.3 else vocab
     tokens = max(1, round(total / 3))
     size = "nano" if not on_gpu else next(size for limit, size in ((2e7, "micro"), (2e8, "mini"), (float("inf"), "small")) if total < limit)
     length, batch = (64, 16) if not on_gpu else ({"micro": 512}.get(size, 1024), 64)
+    preset = device == "cuda" and size == "small"
+    batch = TRAIN_PRESETS[PRESET]["batch"] if preset else batch
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rate = GPU_TOKENS_A_SECOND[size] if on_gpu else CPU_FLOPS_A_CORE * cores / (6 * (NANO_BLOCKS + NANO_WIDTH * vocab))
     minutes = MINUTES["gpu" if on_gpu else "cpu"]
@@ -94,15 +102,21 @@ def _draft(total: int, wide: float) -> Draft:
     seen = steps * batch * length
     section = max(200, min(4000, round(total / 30000) * 100))
     split = "90,5,5" if total / section > 200 else "80,10,10"  # a few documents must be left to measure on
-    return Draft(
-        "GPU" if on_gpu else f"{cores} CPU cores", size, vocab, section, split, length, batch, steps, seen / tokens, seen / rate / 60
-    )
+    name = "GPU" if on_gpu else f"{cores} CPU cores"
+    return Draft(name, size, vocab, section, split, length, batch, steps, preset, seen / tokens, seen / rate / 60)
 
 
 def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draft) -> str:
     named = text if text in shipped() and not os.path.exists(text) else os.path.relpath(os.path.expanduser(text), folder)
     minutes, often = max(1, round(draft.minutes)), max(20, round(draft.steps / 50) * 10)
     nano = draft.size == "nano"
+    rates: list[tuple[str, object, str]] = [
+        ("learning_rate", "3e-3" if nano else "1e-3", "rises for the first 5% of steps, then falls"),
+        ("min_learning_rate", "2e-4" if nano else "1e-4", "down to this"),
+        ("betas", "[0.9, 0.99]" if nano else "[0.9, 0.95]", "Adam's memory; small batches want a longer one"),
+    ]
+    if draft.preset:
+        rates = [("preset", PRESET, "the optimizer, its rates and its schedule that were best in trials; pretrain-adamw is the other")]
     head = f"""\
 # What textmill will make of {len(sources)} files, {total / 1e6:.1f} MB of text, on {draft.device}.
 #
@@ -125,9 +139,7 @@ def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draf
             ("length", draft.length, "tokens a sample"),
             ("batch", draft.batch, "samples a step"),
             ("steps", draft.steps, f"about {draft.epochs:.1f} passes over the text, {minutes} minutes by a rough guess"),
-            ("learning_rate", "3e-3" if nano else "1e-3", "rises for the first 5% of steps, then falls"),
-            ("min_learning_rate", "2e-4" if nano else "1e-4", "down to this"),
-            ("betas", "[0.9, 0.99]" if nano else "[0.9, 0.95]", "Adam's memory; small batches want a longer one"),
+            *rates,
             ("evaluate_every", often, "steps between two losses on the valid part"),
             ("save_every", often, "steps between two checkpoints, to go on from; transformers opens them as they are"),
         ],
