@@ -55,7 +55,7 @@ class Compiling:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.is_to_blame(error):
-            raise TextmillError(f"engine.compile: torch cannot compile the net here: {spoken(error)}; set engine.compile=false") from error
+            raise TextmillError(f"engine.compile: torch cannot compile the net here: {_spoken(error)}; set engine.compile=false") from error
         if self.news is None and _graphs() > self._graphs:
             self.news = f"it took {time.perf_counter() - self._began:.1f} s to begin, with compiling"
 
@@ -65,10 +65,10 @@ class Compiling:
 
     def leave(self, error: BaseException) -> None:
         """Go on without compiling, after an error of that."""
-        self.compiles, self.news = False, f"torch cannot compile the net here, so it goes on without: {spoken(error)}"
+        self.compiles, self.news = False, f"torch cannot compile the net here, so it goes on without: {_spoken(error)}"
 
 
-def spoken(error: BaseException) -> str:
+def _spoken(error: BaseException) -> str:
     """An error in a line; the first one of some says only who failed."""
     return " ".join(str(error).strip().split("\n")[:2]) or type(error).__name__
 
