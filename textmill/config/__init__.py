@@ -59,9 +59,8 @@ class RunConfig(Section):
     def _cross_rules(self) -> RunConfig:
         _check_shape(self.model, self.train)
         train, micro = self.train, self.engine.micro_batch
-        sizes = [train.batch, *train.ramp[:2]]
-        if isinstance(micro, int) and any(size % micro for size in sizes):
-            near = max(size for size in range(1, micro + 1) if not any(one % size for one in sizes))
+        if isinstance(micro, int) and any(size % micro for size in train.sizes):
+            near = max(size for size in range(1, micro + 1) if not any(one % size for one in train.sizes))
             ramp = f" with train.ramp={','.join(map(str, train.ramp))}" if train.ramp else ""
             raise TextmillError(f"engine.micro_batch: {micro} does not divide train.batch={train.batch}{ramp}; {near} does")
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:

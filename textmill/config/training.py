@@ -183,6 +183,11 @@ class TrainConfig(Section):
         """The word in which the run's length was said."""
         return next((name for name in UNITS[1:] if getattr(self, name) is not None), "steps")
 
+    @property
+    def sizes(self) -> list[int]:
+        """The batch, and what it begins with and grows by: what divides them divides the batch of every step."""
+        return [self.batch, *self.ramp[:2]]
+
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:

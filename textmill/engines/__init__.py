@@ -14,7 +14,7 @@ from textmill.ranks import Alone, Ranks
 from textmill.tensors import Named
 from textmill.tokens.batches.batch import Batch
 
-__all__ = ["Engine", "Mine", "Named", "Ranks", "Step", "Sums", "every", "open_engine", "open_ranks"]
+__all__ = ["Engine", "Mine", "Named", "Ranks", "Step", "Sums", "compiled_in", "every", "open_engine", "open_ranks"]
 
 Mine = Callable[[str], bool]
 """Which tensors, by name, a process wants a copy of."""
@@ -23,6 +23,11 @@ Mine = Callable[[str], bool]
 def every(_: str) -> bool:
     """All of them."""
     return True
+
+
+def compiled_in(seconds: float) -> str:
+    """What a person hears of a step for which something was compiled."""
+    return f"it took {seconds:.1f} s to begin, with compiling"
 
 
 class Step(Protocol):

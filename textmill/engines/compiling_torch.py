@@ -10,6 +10,7 @@ import torch
 
 from textmill.config import TorchEngine, TrainConfig
 from textmill.devices import peak_flops_of
+from textmill.engines import compiled_in
 from textmill.errors import TextmillError
 from textmill.models.building import lacking
 
@@ -57,7 +58,7 @@ class Compiling:
         if error is not None and self.is_to_blame(error):
             raise TextmillError(f"engine.compile: torch cannot compile the net here: {_spoken(error)}; set engine.compile=false") from error
         if self.news is None and _graphs() > self._graphs:
-            self.news = f"it took {time.perf_counter() - self._began:.1f} s to begin, with compiling"
+            self.news = compiled_in(time.perf_counter() - self._began)
 
     def is_to_blame(self, error: BaseException) -> bool:
         """Whether an error is of compiling, and not of what is compiled."""

@@ -14,7 +14,7 @@ import numpy as np
 from textmill.config import JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_of_card
-from textmill.engines import Mine, Named, Ranks, Sums, every
+from textmill.engines import Mine, Named, Ranks, Sums, compiled_in, every
 from textmill.engines.spikes import State, new_guard
 from textmill.engines.torch_parts import part_of
 from textmill.errors import TextmillError
@@ -93,7 +93,7 @@ class JaxOnMesh:
         )
         if self.guard and memory:
             self.guard.state = memory
-        return JaxStep(loss, norm, asked, news=f"it took {time.perf_counter() - began:.1f} s to begin, with compiling" if new else None)
+        return JaxStep(loss, norm, asked, news=compiled_in(time.perf_counter() - began) if new else None)
 
     def eval_step(self, batch: Batch) -> Sums:
         """Losses of a batch by micro-batches, without dropout."""

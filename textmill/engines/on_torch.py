@@ -144,11 +144,13 @@ class OnTorch:
 
     def _passed(self, compiling: Compiling, *given: Any) -> Tensor:
         """A pass; where it cannot be compiled, and nobody asked for that, it and all after it as they are written."""
+        if self.asked or not compiling.compiles:
+            return self.one_pass(*given)
         before = [parameter.grad for parameter in self.optimizer.parameters]
         try:
             return self.one_pass(*given)
         except Exception as error:
-            if self.asked or not compiling.is_to_blame(error):
+            if not compiling.is_to_blame(error):
                 raise
             compiling.leave(error)
         for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
@@ -277,7 +279,7 @@ def _fitting(
 
     Where nobody asked for compiling, there is room to go on without.
     """
-    length, batch = train.length or shape.positions, math.gcd(train.batch, *(train.ramp[:2] if compiled else ())) // mesh.ways
+    length, batch = train.length or shape.positions, (math.gcd(*train.sizes) if compiled else train.batch) // mesh.ways
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.type == "cuda":
         room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters

@@ -7,9 +7,9 @@ transpose there, and so out = a b is asked for as out' = b' a'.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class Product:
         most, size, found = ctypes.c_int32(), ctypes.c_size_t(), {}
         given = ctypes.byref(most), ctypes.c_size_t(ctypes.sizeof(most)), ctypes.byref(size)
         library().cublasLtMatmulAlgoCapGetAttribute(ctypes.byref(way), MOST_OPTIONS, *given)
-        for swizzle, option in product(range(2), range(most.value + 1)):
+        for swizzle, option in itertools.product(range(2), range(most.value + 1)):
             other = Way.from_buffer_copy(way)
             for what, value in ((SWIZZLE, ctypes.c_uint32(swizzle)), (OPTION, ctypes.c_uint32(option))):
                 said = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
