@@ -27,7 +27,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
-from textmill.config.presets import TRAIN_PRESETS
 from textmill.engines import Engine, Sums, open_engine
 from textmill.models import open_family
 from textmill.schedules import lr_at
@@ -36,14 +35,14 @@ from textmill.tokens.batches.batch import Batch
 END = 50256
 TICKS = 100_000
 """The schedule's steps: the clock is read into so many."""
-LOOKS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.95, 1.0)
+LOOKS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 """Shares of a run after which the validation loss is looked at."""
 
 
 def preset_of(optimizer: str) -> dict[str, Any]:
     """What an optimizer's preset says of rates and batch."""
-    preset = TRAIN_PRESETS[f"pretrain-{optimizer}"]
-    return {"rate": preset["learning_rate"], "rest": preset.get("rest_rate", 1.0), "batch": preset["batch"]}
+    preset = TrainConfig(preset=f"pretrain-{optimizer}")  # type: ignore[arg-type]
+    return {"rate": preset.learning_rate, "rest": preset.rest_rate, "momentum": preset.momentum, "batch": preset.batch}
 
 
 SETTINGS: dict[str, Any] = {
@@ -108,7 +107,7 @@ def fresh(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     length = settings["length"]
     train = TrainConfig(
         batch=settings["batch"], length=length, steps=TICKS, learning_rate=settings["rate"], warmup=0.05, optimizer=settings["optimizer"],
-        rest_rate=settings["rest"], weight_decay=settings["decay"], betas=[0.9, settings["beta2"]],
+        rest_rate=settings["rest"], momentum=settings["momentum"], weight_decay=settings["decay"], betas=[0.9, settings["beta2"]],
     )  # fmt: skip
     engine = TorchEngine(compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"])
     shape = ShapeConfig()
@@ -133,7 +132,7 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
     gc.collect()
     engine, config = fresh(settings)
     float(engine.train_step(batch_at(train, order, 0, settings), 0, 0.0).loss)
-    chosen = " ".join(f"{key}={settings[key]}" for key in ("optimizer", "rate", "rest", "batch", "decay", "beta2", "seed"))
+    chosen = " ".join(f"{key}={settings[key]}" for key in ("optimizer", "rate", "rest", "momentum", "batch", "decay", "beta2", "seed"))
     curve, spent, step = Curve(f"{chosen} seconds={seconds:g}"), 0.0, 0
     for share in LOOKS:
         begun, start = time.perf_counter(), spent

@@ -114,7 +114,7 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
 
 def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
     """Steps of Muon, and the last of them again by an engine that goes on from what was saved before them."""
-    config = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "muon"})})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "muon", "momentum": 0.8})})
     engine = started(config, ranks)
     numbers = stepped(engine, range(SAVED))
     state = state_of(engine)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
 from textmill.config import TorchEngine
 from textmill.engines import open_engine
-from textmill.engines.muon_torch import LIKE_ADAM, MOMENTUM, TINY, Member, Muon, Stack, normed, turned
+from textmill.engines.muon_torch import LIKE_ADAM, TINY, Member, Muon, Stack, normed, turned
 from textmill.models import Weight, open_family
 from textmill.models.rules import Rule
 
-HEADS, WIDTH = 2, 24
+HEADS, WIDTH, MOMENTUM = 2, 24, 0.9
 GPU = "cuda"
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -40,14 +40,15 @@ def parts_of(weight: Weight, values: torch.Tensor) -> list[torch.Tensor]:
     return [values.view(HEADS, 3, -1, WIDTH)[:, which].reshape(-1, WIDTH).clone() for which in range(3)]
 
 
-def test_updates_are_torchs() -> None:
+@pytest.mark.parametrize("momentum", [0.95, 0.8, 0.0])
+def test_updates_are_torchs(momentum: float) -> None:
     given = weights_and_values()
     ours = [(weight, nn.Parameter(values.clone())) for weight, values in given]
     theirs = [[nn.Parameter(part) for part in parts_of(weight, values)] for weight, values in given]
     rates = {"a": 1.0, "b": 1.0, "c": 0.5, "d": 1.0}
-    muon = Muon([(weight, parameter, Rule(True, 0.1, rates[weight.name])) for weight, parameter in ours], HEADS, compiled=False)
+    muon = Muon([(weight, parameter, Rule(True, 0.1, rates[weight.name])) for weight, parameter in ours], HEADS, momentum, compiled=False)
     groups = [{"params": parts, "lr": 0.02 * rates[weight.name]} for (weight, _), parts in zip(given, theirs, strict=True)]
-    oracle = torch.optim.Muon(groups, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw")
+    oracle = torch.optim.Muon(groups, lr=0.02, weight_decay=0.1, momentum=momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
     dice = torch.Generator().manual_seed(5)
     for _ in range(4):
         for (weight, parameter), parts in zip(ours, theirs, strict=True):
@@ -150,7 +151,7 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
     plain, ours, again = (two_layers(heads, D, width, inner, GPU) for _ in range(3))
     for numbers in ([0, 1, 4, 5], [2, 3, 6, 7]):  # attention's and the MLP's
         groups = [[members[number] for number in numbers] for members in (plain, ours, again)]
-        old = Stack(groups[0], heads, compiled=False)
+        old = Stack(groups[0], heads, MOMENTUM, compiled=False)
         old.precision = torch.bfloat16
         shape = tuple(old.momenta.shape[1:])
         new, twin = (fused.FusedStack(group, heads, shape, MOMENTUM, TINY) for group in groups[1:])
@@ -180,7 +181,7 @@ def test_a_gpu_moves_weights_as_the_cpu_does(sizes: tuple[int, ...], clips: list
     heads, D, width, inner = sizes
     here, there = (two_layers(heads, D, width, inner, device) for device in ("cpu", GPU))
     first = [parameter.detach().clone() for _, parameter, _ in here]
-    muons = [Muon(members, heads, compiled=False) for members in (here, there)]
+    muons = [Muon(members, heads, MOMENTUM, compiled=False) for members in (here, there)]
     for clip, finite in gradients([here, there], clips):
         muons[0].step(0.02, clip.cpu(), finite.cpu())
         muons[1].step(0.02, clip, finite)

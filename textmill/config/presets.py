@@ -54,7 +54,7 @@ _PRETRAIN: dict[str, Any] = {"schedule": "cosine", "warmup": 0.05, "betas": [0.9
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     # The best of what was tried on 124M parameters and 52M tokens in samples of 1,024; what that was stands in docs/benchmarks.md.
-    "pretrain-muon": {**_PRETRAIN, "optimizer": "muon", "learning_rate": 4.5e-3, "rest_rate": 2.2, "batch": 32},
+    "pretrain-muon": {**_PRETRAIN, "optimizer": "muon", "learning_rate": 4.5e-3, "rest_rate": 2.2, "momentum": 0.9, "batch": 32},
     "pretrain-adamw": {**_PRETRAIN, "optimizer": "adamw", "learning_rate": 6e-4, "batch": 64},
 }
 

@@ -132,6 +132,8 @@ class TrainConfig(Section):
     """adamw: Adam with decoupled weight decay; muon: orthogonal momentum on the blocks' matrices, AdamW on the rest."""
     rest_rate: float = Field(1.0, gt=0)
     """muon: the rate of embeddings, biases and LayerNorms, as a multiple of `train.learning_rate`."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """muon: what each step keeps of the mean of the gradients before it."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
     """Adam's two decay rates."""
     epsilon: float = Field(1e-8, gt=0)

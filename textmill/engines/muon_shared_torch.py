@@ -17,7 +17,7 @@ Placed = tuple[Member, nn.Parameter]
 class SharedMuon:
     """Matrices go round the processes in turn. The one whose turn it is keeps the whole momentum, so that it lies nowhere twice."""
 
-    def __init__(self, placed: list[Placed], net: Net, layout: Layout, *, compiled: bool) -> None:
+    def __init__(self, placed: list[Placed], net: Net, layout: Layout, momentum: float, *, compiled: bool) -> None:
         self.placed, self.layout, self.world = placed, layout, dist.get_world_size()
         self.shapes = [weight.shape[::-1] for (weight, _, _), _ in placed]  # outputs x inputs in memory
         self.steps: dict[int, nn.Parameter] = {}
@@ -26,7 +26,7 @@ class SharedMuon:
             if number % self.world == layout.rank:
                 self.steps[number] = nn.Parameter(torch.zeros(self.shapes[number], device=own.device))
         members = [(placed[number][0][0], step, placed[number][0][2]) for number, step in self.steps.items()]
-        self.muon = Muon(members, net.shape.heads, compiled=compiled)
+        self.muon = Muon(members, net.shape.heads, momentum, compiled=compiled)
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:

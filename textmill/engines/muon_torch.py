@@ -16,7 +16,6 @@ from textmill.models.rules import Rule
 if TYPE_CHECKING:
     from textmill.engines.muon_triton import FusedStack
 
-MOMENTUM = 0.95
 TURNS = ((3.4445, -4.7750, 2.0315),) * 5
 """The quintic's coefficients in each of the five turns of Newton-Schulz."""
 LIKE_ADAM = 0.2
@@ -29,11 +28,11 @@ Member = tuple[Weight, nn.Parameter, Rule]
 class Muon:
     """The update of block matrices. Queries, keys and values are three matrices; tall ones lie on their side."""
 
-    def __init__(self, members: list[Member], heads: int, *, compiled: bool) -> None:
+    def __init__(self, members: list[Member], heads: int, momentum: float, *, compiled: bool) -> None:
         groups: dict[tuple[int, int], list[Member]] = {}
         for weight, parameter, rule in members:
             groups.setdefault(_shape(weight, parameter, heads), []).append((weight, parameter, rule))
-        self.stacks = {shape: _stack(group, heads, shape, compiled=compiled) for shape, group in groups.items()}
+        self.stacks = {shape: _stack(group, heads, shape, momentum, compiled=compiled) for shape, group in groups.items()}
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
@@ -55,8 +54,8 @@ class Muon:
 class Stack:
     """Parameters whose matrices have one shape: what an update does to them before and after their steps are made orthogonal."""
 
-    def __init__(self, members: list[Member], heads: int, *, compiled: bool) -> None:
-        self.members, self.heads = members, heads
+    def __init__(self, members: list[Member], heads: int, momentum: float, *, compiled: bool) -> None:
+        self.members, self.heads, self.kept = members, heads, momentum
         self.parameters = [parameter for _, parameter, _ in members]
         self.blend: Callable[..., Tensor] = torch.compile(_blend, dynamic=False) if compiled else _blend
         self.momenta = self._stacked([torch.zeros_like(parameter) for parameter in self.parameters])
@@ -73,7 +72,7 @@ class Stack:
     def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
         """Move the momenta on by the gradients; return Nesterov's look ahead, each matrix divided by its norm."""
         grads = self._stacked([parameter.grad for parameter in self.parameters])  # type: ignore[misc]
-        return normed(self.blend(self.momenta, grads, clip, finite, self.precision))
+        return normed(self.blend(self.momenta, grads, self.kept, clip, finite, self.precision))
 
     def apply(self, steps: Tensor, lr: float, rate: float, finite: Tensor) -> None:
         """Decay the weights by `lr` and move them by their steps times `rate`, after `gather`."""
@@ -101,12 +100,12 @@ class Stack:
         return [_values(weight, parameter, part, self.heads) for (weight, parameter, _), part in parts]
 
 
-def _stack(members: list[Member], heads: int, shape: tuple[int, int], *, compiled: bool) -> Stack | FusedStack:
+def _stack(members: list[Member], heads: int, shape: tuple[int, int], momentum: float, *, compiled: bool) -> Stack | FusedStack:
     fused = kernels("textmill.engines.muon_triton") if all(parameter.is_cuda for _, parameter, _ in members) else None
     if fused is not None and all(fused.fits(parameter) for _, parameter, _ in members):
-        made: FusedStack = fused.FusedStack(members, heads, shape, MOMENTUM, TINY)
+        made: FusedStack = fused.FusedStack(members, heads, shape, momentum, TINY)
         return made
-    return Stack(members, heads, compiled=compiled)
+    return Stack(members, heads, momentum, compiled=compiled)
 
 
 def _shape(weight: Weight, parameter: Tensor, heads: int) -> tuple[int, int]:
@@ -136,11 +135,11 @@ def _count(weight: Weight) -> int:
     return 3 if weight.layout == "qkv" else 1
 
 
-def _blend(momenta: Tensor, grads: Tensor, clip: Tensor, finite: Tensor, precision: torch.dtype) -> Tensor:
+def _blend(momenta: Tensor, grads: Tensor, kept: float, clip: Tensor, finite: Tensor, precision: torch.dtype) -> Tensor:
     """Move the momenta on in place; return Nesterov's look ahead in the precision asked."""
     grads = torch.where(finite, grads * clip, 0.0)
-    momenta.copy_(torch.where(finite, momenta.lerp(grads, 1 - MOMENTUM), momenta))
-    return grads.lerp(momenta, MOMENTUM).to(precision)
+    momenta.copy_(torch.where(finite, momenta.lerp(grads, 1 - kept), momenta))
+    return grads.lerp(momenta, kept).to(precision)
 
 
 def normed(x_BRC: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from textmill.models.lora import weights_with
 from textmill.models.rules import rules_of
 
 State = dict[str, Any]
-MOMENTUM, LIKE_ADAM, TINY = 0.95, 0.2, 1e-7
-"""Muon's momentum, the length of its steps against AdamW's, and the least norm of a matrix: those of torch's side."""
+LIKE_ADAM, TINY = 0.2, 1e-7
+"""The length of Muon's steps against AdamW's, and the least norm of a matrix: those of torch's side."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,11 @@ class Updates:
     def _muon(
         self, weights: dict[str, Array], momenta: dict[str, Array], grads: dict[str, Array], lr: Array
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        after = {name: momenta[name] + (1 - MOMENTUM) * (grads[name] - momenta[name]) for name in self.matrices}
+        kept = self.train.momentum
+        after = {name: momenta[name] + (1 - kept) * (grads[name] - momenta[name]) for name in self.matrices}
         new = {}
         for name, weight in self.matrices.items():
-            ahead = self._parts(weight, grads[name] + MOMENTUM * (after[name] - grads[name])).astype(self.turning)
+            ahead = self._parts(weight, grads[name] + kept * (after[name] - grads[name])).astype(self.turning)
             turned, _ = self.orthogonal.update(ahead, self.orthogonal.init(ahead))
             step = self._whole(weight, turned.astype(jnp.float32), weights[name].shape)
             rate = lr * self.rules[name].rate * LIKE_ADAM * math.sqrt(max(ahead.shape[1:]))

@@ -42,9 +42,10 @@ class Updates:
 
     def _muon(self, net: Net, matrices: list[Member], *, compiled: bool) -> Muon | SharedMuon:
         if self.layout.mesh.shard * self.layout.mesh.tensor == 1:
-            return Muon(matrices, net.shape.heads, compiled=compiled)
+            return Muon(matrices, net.shape.heads, self.train.momentum, compiled=compiled)
         parameter_of = {own: parameter for parameter, own in self.own.items()}
-        return SharedMuon([(member, parameter_of[member[1]]) for member in matrices], net, self.layout, compiled=compiled)
+        placed = [(member, parameter_of[member[1]]) for member in matrices]
+        return SharedMuon(placed, net, self.layout, self.train.momentum, compiled=compiled)
 
     def step(self, lr: float, scale: Tensor | None = None, spike: Tensor | None = None) -> Tensor:
         """One update from the gradients, which are `scale` times too large and then dropped, or none where there is a spike;
