@@ -36,7 +36,7 @@ def test_plain_lines() -> None:
     console.note("saved step-0000500 [best]")
     console.close()
     assert stream.getvalue().splitlines() == [
-        "step   120/1000  loss 4.2171  lr 5.8e-04  12,345 tok/s  left 2:56",
+        "step   120/1000  loss 4.2171  lr 5.8e-04  12,345 tok/s  left 2:56 at most",
         "step   500/1000  valid loss 3.9123",
         "saved step-0000500 [best]",
     ]
@@ -45,7 +45,10 @@ def test_plain_lines() -> None:
 def test_a_valid_loss_beside_a_loss_gets_its_own_line() -> None:
     stream = io.StringIO()
     PlainConsole(pace(Clock()), stream).log(1, {"loss": 2.0, "valid_loss": 3.0, "tokens_per_second": 5.0})
-    assert stream.getvalue().splitlines() == ["step     1/1000  loss 2.0000  5 tok/s  left 0:00", "step     1/1000  valid loss 3.0000"]
+    assert stream.getvalue().splitlines() == [
+        "step     1/1000  loss 2.0000  5 tok/s  left 0:00 at most",
+        "step     1/1000  valid loss 3.0000",
+    ]
 
 
 def test_mfu_only_where_the_chip_is_known() -> None:
@@ -61,6 +64,17 @@ def test_time_left_counts_only_this_process_and_all_of_its_time() -> None:
     clock.now = 100.0  # ten steps and a long evaluation
     assert resumed.seconds_left(910) == pytest.approx(900.0)
     assert resumed.seconds_left(1000) == 0
+
+
+def test_time_to_begin_is_not_expected_again() -> None:
+    clock = Clock()
+    compiled = pace(clock)
+    clock.now = 40.0
+    assert compiled.words(1, {"loss": 9.0})[-1] == "left 11:06:00 at most"
+    clock.now = 49.0
+    assert compiled.words(10, {"loss": 8.0})[-1] == "left 16:30"
+    clock.now = 199.0  # an evaluation and a save among the next ten
+    assert compiled.words(20, {"loss": 8.0})[-1] == f"left {spoken_time(159 / 19 * 980)}"
 
 
 def test_average_speed_where_the_loop_gives_none() -> None:

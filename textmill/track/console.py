@@ -19,7 +19,7 @@ class Console(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pace:
     """What turns a step's numbers into speed and time left."""
 
@@ -32,12 +32,15 @@ class Pace:
     """Of all devices together; None where the chip is not known."""
     clock: Callable[[], float] = time.monotonic
     began: float = field(default_factory=time.monotonic)
+    told: tuple[int, float] | None = None
+    """The first step of this process that was told of, and when: what came before it was compiling too."""
 
     def seconds_left(self, step: int) -> float | None:
-        """From the wall time of the tokens so far, so that evaluation and saving are counted in."""
-        if step <= self.start:
+        """From the wall time of the tokens since the first step told of: evaluation and saving are counted in, starting is not."""
+        first, since = self.told or (self.start, self.began)
+        if step <= first:
             return None
-        return (self.clock() - self.began) / self._done(step) * (self.tokens(self.steps) - self.tokens(step))
+        return (self.clock() - since) / (self.tokens(step) - self.tokens(first)) * (self.tokens(self.steps) - self.tokens(step))
 
     def _done(self, step: int) -> int:
         """Tokens since this process began."""
@@ -65,7 +68,8 @@ class Pace:
             if self.peak_flops:
                 words.append(f"MFU {100 * speed * self.flops_per_token / self.peak_flops:.1f}%")
         if (left := self.seconds_left(step)) is not None:
-            words.append(f"left {spoken_time(left)}")
+            words.append(f"left {spoken_time(left)}{'' if self.told else ' at most'}")
+        self.told = self.told or (step, self.clock())
         return words
 
 
