@@ -56,6 +56,8 @@ class Curve:
     """What one run was seen to do: seconds, tokens and validation loss at each look."""
 
     name: str
+    compiling: float
+    """Seconds before the run that the first steps of its shape took."""
     points: list[tuple[float, int, float]] = field(default_factory=list)
 
     def at(self, tokens: int) -> float | None:
@@ -125,15 +127,17 @@ def fresh(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
 def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Curve:
     """Train by the clock and look at the validation loss on the way; print the curve and when the target was met."""
     order, batch = order_of(settings, train), settings["batch"]
+    began = time.perf_counter()
     engine, config = fresh(settings)
     for step in range(4):  # compiles; these steps' engine is dropped, and the clock starts with the next one's
         float(engine.train_step(batch_at(train, order, step, settings), step, 0.0).loss)
     del engine
     gc.collect()
+    compiling = time.perf_counter() - began
     engine, config = fresh(settings)
     float(engine.train_step(batch_at(train, order, 0, settings), 0, 0.0).loss)
     chosen = " ".join(f"{key}={settings[key]}" for key in ("optimizer", "rate", "rest", "momentum", "batch", "decay", "beta2", "seed"))
-    curve, spent, step = Curve(f"{chosen} seconds={seconds:g}"), 0.0, 0
+    curve, spent, step = Curve(f"{chosen} seconds={seconds:g}", compiling), 0.0, 0
     for share in LOOKS:
         begun, start = time.perf_counter(), spent
         while spent < share * seconds:
@@ -183,15 +187,19 @@ def main(words: list[str]) -> None:
     train, valid = tokens_of(Path(words[0]), Path(words[1]))
     print(f"{len(train):,} tokens of training, {len(valid):,} of validation", flush=True)
     curves: list[Curve] = []
-    beside = 0.0
+    looking, compiling, compiled = 0.0, 0.0, set()
     for settings, seconds in asked:
+        shape = tuple(settings[key] for key in ("optimizer", "batch", "size", "shape", "length"))
+        beside = looking + (looking if shape in compiled else compiling)  # a start without compiling is no longer than what goes beside
         left = totals[0] - (time.perf_counter() - begun) if totals else float("inf")
         if seconds + beside > left:
             print(f"left out: {settings['optimizer']} for {seconds:g} s; {left:.0f} s are left, and {beside:.0f} go beside the training")
             continue
         start = time.perf_counter()
         curves.append(run(settings, seconds, train, valid))
-        beside = max(beside, time.perf_counter() - start - seconds)
+        looking = max(looking, time.perf_counter() - start - seconds - curves[-1].compiling)
+        compiling = max(compiling, curves[-1].compiling)
+        compiled.add(shape)
         gc.collect()
     if len(curves) > 1:
         at_equal_tokens(curves)
