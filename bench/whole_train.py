@@ -4,9 +4,10 @@
 
 The data are the quickstart's unless settings name others, such as, for one GPU:
 corpus.sources=en.jsonl.xz tokenizer.use=gpt2 model.size=small train.length=1024 train.batch=64 engine.compile=true engine.micro_batch=64
-The whole loop logs every 10 steps and saves every `save`. The bare engine runs half of its steps before and half after it, since a hot card
-is slower; WARM steps of each run do not count. Then the command itself is started twice, with empty caches of compiled code and of chosen
-products, and with those it left: seconds from its start to its word that it begins, and to the first line of metrics.
+AdamW updates unless another is named. The whole loop logs every 10 steps and saves every `save`. The bare engine runs half of its steps
+before and half after it, since a hot card is slower; WARM steps of each run do not count. Then the command itself is started twice, with
+empty caches of compiled code and of chosen products, and with those it left: seconds from its start to its word that it begins, and to
+the first line of metrics.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def main(words: list[str]) -> None:
         root = Path(folder)
         steps = WARM + own["steps"] + 1
         length = [f"train.steps={steps}", f"train.save_every={own['save']}", f"train.evaluate_every={10 * steps}", "train.log_every=10"]
-        settings = [f"folder={root}", *length, "train.evaluate_batches=1", *(word for word in words if "." in word.partition("=")[0])]
+        adamw = ["train.optimizer=adamw", "train.learning_rate=1e-3"]
+        said = [word for word in words if "." in word.partition("=")[0]]
+        settings = [f"folder={root}", *length, *adamw, "train.evaluate_batches=1", *said]
         config = open_where("quickstart", settings).config
         prepare(config)
         tokenize(config)

@@ -24,6 +24,9 @@ MINUTES = {"cpu": 5, "gpu": 30}
 PRESET = "pretrain-muon"
 """What was best in trials, which were of the small size on a GPU by CUDA."""
 
+Row = tuple[str, object, str]
+"""A key, its value, and what a person is told of it."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -106,17 +109,25 @@ def _draft(total: int, wide: float) -> Draft:
     return Draft(name, size, vocab, section, split, length, batch, steps, preset, seen / tokens, seen / rate / 60)
 
 
+def _rates(draft: Draft) -> list[Row]:
+    """The optimizer and its rates, as far as they are not the defaults: what was best in trials, where there were any."""
+    rise, low = "rises for the first 5% of steps, then falls", "down to this"
+    if draft.preset:
+        return [("preset", PRESET, "the optimizer, its rates and its schedule that were best in trials; pretrain-adamw is the other")]
+    if draft.size != "nano":
+        return [("learning_rate", "1e-3", rise), ("min_learning_rate", "1e-4", low), ("betas", "[0.9, 0.95]", "Adam's memory")]
+    return [
+        ("optimizer", "muon", "for the blocks' matrices; the rest has AdamW, which `adamw` would be for all"),
+        ("learning_rate", "1e-2", rise),
+        ("min_learning_rate", "6e-4", low),
+        ("momentum", 0.9, "Muon's memory"),
+        ("betas", "[0.9, 0.99]", "Adam's memory; small batches want a longer one"),
+    ]
+
+
 def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draft) -> str:
     named = text if text in shipped() and not os.path.exists(text) else os.path.relpath(os.path.expanduser(text), folder)
     minutes, often = max(1, round(draft.minutes)), max(20, round(draft.steps / 50) * 10)
-    nano = draft.size == "nano"
-    rates: list[tuple[str, object, str]] = [
-        ("learning_rate", "3e-3" if nano else "1e-3", "rises for the first 5% of steps, then falls"),
-        ("min_learning_rate", "2e-4" if nano else "1e-4", "down to this"),
-        ("betas", "[0.9, 0.99]" if nano else "[0.9, 0.95]", "Adam's memory; small batches want a longer one"),
-    ]
-    if draft.preset:
-        rates = [("preset", PRESET, "the optimizer, its rates and its schedule that were best in trials; pretrain-adamw is the other")]
     head = f"""\
 # What textmill will make of {len(sources)} files, {total / 1e6:.1f} MB of text, on {draft.device}.
 #
@@ -127,7 +138,7 @@ def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draf
 # Change what you like: a stage that is done is not done twice, and a change that would
 # make it another one is said before anything is touched.
 """
-    sections: dict[str, list[tuple[str, object, str]]] = {
+    sections: dict[str, list[Row]] = {
         "corpus": [
             ("sources", json.dumps([named], ensure_ascii=False), "files, globs and folders of .txt, .md and .jsonl"),
             ("section", draft.section, "plain text is cut into documents of about so many characters"),
@@ -139,7 +150,7 @@ def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draf
             ("length", draft.length, "tokens a sample"),
             ("batch", draft.batch, "samples a step"),
             ("steps", draft.steps, f"about {draft.epochs:.1f} passes over the text, {minutes} minutes by a rough guess"),
-            *rates,
+            *_rates(draft),
             ("evaluate_every", often, "steps between two losses on the valid part"),
             ("save_every", often, "steps between two checkpoints, to go on from; transformers opens them as they are"),
         ],

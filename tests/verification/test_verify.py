@@ -81,10 +81,13 @@ PLANTED = {
     ),
 }
 """Settings, and what every process of several imports before anything else."""
+ADAMW = ["train.optimizer=adamw", "train.learning_rate=3e-3"]
+"""In place of the recipe's, which DeepSpeed does not take."""
 
 
 def plan(*settings: str) -> Plan:
-    return plan_of(open_where("quickstart", ["engine.precision=fp32", "model.shape.heads=4", "model.shape.dropout=0.1", *settings]).config)
+    small = ["engine.precision=fp32", "model.shape.heads=4", "model.shape.dropout=0.1"]
+    return plan_of(open_where("quickstart", [*ADAMW, *small, *settings]).config)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,7 @@ def test_a_file_of_deepspeeds_may_speak_of_the_whole_run(tmp_path: Path) -> None
     zero = {"stage": 3, "overlap_comm": False}
     file = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": zero}
     (tmp_path / "ds.json").write_text(json.dumps(file))
-    config = open_where("quickstart", ["engine.kind=deepspeed", f"engine.config={tmp_path / 'ds.json'}", "train.batch=512"]).config
+    config = open_where("quickstart", [*ADAMW, "engine.kind=deepspeed", f"engine.config={tmp_path / 'ds.json'}", "train.batch=512"]).config
     small = plan_of(config)
     assert [trial.precision for trial in small.trials] == ["fp32", "bf16"]
     engines = [one.engine for one in small.many if isinstance(one.engine, DeepSpeedEngine)]
