@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from textmill.checkpoint import name_best, steps_of
+from textmill.checkpoint import Checkpoint, WhichStep, find_checkpoint, name_best, steps_of
 from textmill.config import TokenizerConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
@@ -92,6 +92,29 @@ def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, caps
         train(config_of({**tree, "model": {"init_from": str(given), "shape": {"positions": 12}}, "train": {"steps": 2}}))
     with pytest.raises(TextmillError, match=r"model\.shape\.width: the weights of model\.init_from bring their own shape"):
         config_of({"model": {"init_from": str(given), "shape": {"width": 12}}})
+
+
+def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, Any] = {
+        "folder": str(tiny_texts.parent / "out"), "corpus": {"sources": [str(tiny_texts)], "documents": "block", "dedup": "none"},
+        "tokenizer": {"vocab": 300}, "model": {"shape": {"layers": 1, "heads": 1, "width": 8, "positions": 16}},
+        "engine": {"device": "cpu"}, "runner": {"workers": 1}, "train": {"steps": 1, "batch": 2, "warmup": 0, "evaluate_batches": 1},
+    }  # fmt: skip
+    config = config_of(tree)
+    prepare(config)
+    tokenize(config)
+    train(config)
+
+    def older(run: Path, which: WhichStep) -> Checkpoint | None:
+        found = find_checkpoint(run, which)
+        assert found
+        del found.progress["made_from"]["train.momentum"]
+        return found
+
+    monkeypatch.setattr("textmill.runs.find_checkpoint", older)
+    with pytest.raises(TextmillError, match=r"was trained from something else: train\.momentum was 0\.95, is 0\.5; set it back"):
+        train(config_of({**tree, "train": {**tree["train"], "steps": 2, "momentum": 0.5}}))
+    assert list(steps_of(train(config_of({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
 
 
 def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path: Path) -> None:

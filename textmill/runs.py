@@ -16,7 +16,7 @@ import yaml
 from textmill import __version__
 from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX, is_adapter, open_adapter, read_apart
 from textmill.checkpoint import BEST, Checkpoint, Snapshot, WhichStep, find_checkpoint, losses_of, name_best, open_model, steps_of, tidy
-from textmill.config import LoraConfig, RunConfig
+from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.course import Course
 from textmill.deals import Deal
 from textmill.errors import TextmillError, warn
@@ -67,7 +67,7 @@ def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> St
     check_trackers(config.track)
     found = find_checkpoint(run, which) if force != "yes" else None
     if found is not None:
-        before = found.progress["made_from"]
+        before = {**RunConfig().results("train"), **found.progress["made_from"]}  # a setting newer than the run had its default
         # Given weights may be gone by now; what they were stands in the checkpoint made of them.
         shape = _shape_of(config, data, found if config.model.init_from else None)
         faults = differences(before, _made_from(config, data, shape, _weights_now(config.model.init_from, before["model.init_from"])))
@@ -147,7 +147,7 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     """What is worth noting when it changes in mid-run."""
-    sections = {name: tree.get(name) or {} for name in ("train", "engine")}
+    sections = {"train": TrainConfig().model_dump(mode="json") | (tree.get("train") or {}), "engine": tree.get("engine") or {}}
     return {"textmill": tree["textmill"], **{f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}}
 
 
