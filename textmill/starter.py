@@ -21,8 +21,8 @@ CPU_FLOPS_A_CORE = 1.7e10
 GPU_TOKENS_A_SECOND = {"micro": 800_000, "mini": 500_000, "small": 150_000}
 NANO_BLOCKS, NANO_WIDTH = 230_000, 96
 MINUTES = {"cpu": 5, "gpu": 30}
-PRESET = "pretrain-muon"
-"""What was best in trials, which were of the small size on a GPU by CUDA."""
+PRESETS = {("cpu", "nano"): "pretrain-nano", ("cuda", "small"): "pretrain-muon"}
+"""What was best in trials, by the kind of device and the size that they were made on."""
 
 Row = tuple[str, object, str]
 """A key, its value, and what a person is told of it."""
@@ -40,8 +40,7 @@ class Draft:
     length: int
     batch: int
     steps: int
-    preset: bool
-    """Whether PRESET is taken."""
+    preset: str | None
     epochs: float
     minutes: float
 
@@ -93,9 +92,9 @@ def _draft(total: int, wide: float) -> Draft:
     vocab = min(32000, vocab * 2) if wide > 0.3 else vocab
     tokens = max(1, round(total / 3))
     size = "nano" if not on_gpu else next(size for limit, size in ((2e7, "micro"), (2e8, "mini"), (float("inf"), "small")) if total < limit)
-    length, batch = (64, 16) if not on_gpu else ({"micro": 512}.get(size, 1024), 64)
-    preset = device == "cuda" and size == "small"
-    batch = TRAIN_PRESETS[PRESET]["batch"] if preset else batch
+    length = {"nano": 64, "micro": 512}.get(size, 1024)
+    preset = PRESETS.get((device, size))
+    batch = TRAIN_PRESETS[preset]["batch"] if preset else 64
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rate = GPU_TOKENS_A_SECOND[size] if on_gpu else CPU_FLOPS_A_CORE * cores / (6 * (NANO_BLOCKS + NANO_WIDTH * vocab))
     minutes = MINUTES["gpu" if on_gpu else "cpu"]
@@ -111,18 +110,10 @@ def _draft(total: int, wide: float) -> Draft:
 
 def _rates(draft: Draft) -> list[Row]:
     """The optimizer and its rates, as far as they are not the defaults: what was best in trials, where there were any."""
-    rise, low = "rises for the first 5% of steps, then falls", "down to this"
     if draft.preset:
-        return [("preset", PRESET, "the optimizer, its rates and its schedule that were best in trials; pretrain-adamw is the other")]
-    if draft.size != "nano":
-        return [("learning_rate", "1e-3", rise), ("min_learning_rate", "1e-4", low), ("betas", "[0.9, 0.95]", "Adam's memory")]
-    return [
-        ("optimizer", "muon", "for the blocks' matrices; the rest has AdamW, which `adamw` would be for all"),
-        ("learning_rate", "1e-2", rise),
-        ("min_learning_rate", "6e-4", low),
-        ("momentum", 0.9, "Muon's memory"),
-        ("betas", "[0.9, 0.99]", "Adam's memory; small batches want a longer one"),
-    ]
+        return [("preset", draft.preset, "the optimizer, its rates and its schedule that were best in trials")]
+    rise, low = "rises for the first 5% of steps, then falls", "down to this"
+    return [("learning_rate", "1e-3", rise), ("min_learning_rate", "1e-4", low), ("betas", "[0.9, 0.95]", "Adam's memory")]
 
 
 def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draft) -> str:

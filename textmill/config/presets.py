@@ -49,14 +49,19 @@ _OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {name: {**NONE, **own} for name, own in _OWN.items()}
 
-TrainPresetName = Literal["none", "pretrain-muon", "pretrain-adamw"]
+TrainPresetName = Literal["none", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
 _PRETRAIN: dict[str, Any] = {"schedule": "cosine", "warmup": 0.05, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0}
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
+    # The best of what was tried on the nano size and a megabyte of text in samples of 64, on a CPU.
+    "pretrain-nano": {
+        **_PRETRAIN, "optimizer": "muon", "learning_rate": 1e-2, "min_learning_rate": 6e-4, "momentum": 0.9, "betas": [0.9, 0.99],
+        "batch": 16,
+    },
     # The best of what was tried on 124M parameters and 52M tokens in samples of 1,024; what that was stands in docs/benchmarks.md.
     "pretrain-muon": {**_PRETRAIN, "optimizer": "muon", "learning_rate": 4.5e-3, "rest_rate": 2.2, "momentum": 0.9, "batch": 32},
     "pretrain-adamw": {**_PRETRAIN, "optimizer": "adamw", "learning_rate": 6e-4, "batch": 64},
-}
+}  # fmt: skip
 
 
 def filled(said: Any, presets: dict[str, dict[str, Any]]) -> Any:

@@ -74,8 +74,8 @@ class TrainConfig(Section):
     folder: str | None = place()
     """Where checkpoints and metrics go; `run` under `folder` if not said."""
     preset: TrainPresetName = how("none")  # what comes out is decided by the settings that it fills
-    """Optimizer, rates, warm-up and batch for pretraining, by what was measured: pretrain-muon, pretrain-adamw; what is said beside it
-    stands above it."""
+    """Optimizer, rates, warm-up and batch for pretraining, by what was measured: pretrain-nano for a CPU, pretrain-muon and
+    pretrain-adamw for a GPU; what is said beside it stands above it."""
     layout: Literal["packed", "padded", "features", "chat"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document a sample;
     features: the rows that `tokens.kind=features` made, or existing ones that `tokens.use` names;
