@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
 
+import deepspeed
+
 from tests.engines.deepspeed_job import done
 from tests.engines.test_contract import LORA, batch_of, config_of, run, started
 from tests.together import ended_together
@@ -53,6 +55,11 @@ def test_one_process_has_torchs_losses(zero: int, straight: list[float]) -> None
     assert found["updates"] == STEPS
 
 
+def has_fp16() -> bool:
+    """Whether DeepSpeed trains in fp16 here: it asks what the processor can."""
+    return bool(deepspeed.get_accelerator().is_fp16_supported())
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """All that is asked of two processes, in one launch: a run of each name."""
@@ -61,7 +68,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     runs = {f"zero{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, STEPS]} for zero in (0, 1, 2, 3)}
     runs["zero3"]["save"] = saved
     runs |= {f"bf16-{zero}": {"engine": {"zero": zero, "micro_batch": 2, "precision": "bf16"}, "steps": [0, 10]} for zero in (0, 1, 2, 3)}
-    runs["fp16"] = {"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 10]}
+    if has_fp16():
+        runs["fp16"] = {"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 10]}
     runs["recompute"] = {"engine": {"zero": 3, "micro_batch": 2, "recompute": 1}, "steps": [0, 5]}
     offload = {"offload_optimizer": "cpu", "offload_weights": "cpu"}
     runs["offload"] = {"engine": {"zero": 3, "micro_batch": 2, **offload}, "steps": [0, 5]}
@@ -79,8 +87,18 @@ def test_two_processes_have_torchs_losses(zero: int, two: dict[str, dict[str, An
 
 @pytest.mark.parametrize("name", ["bf16-0", "bf16-1", "bf16-2", "bf16-3", "fp16"])
 def test_in_half_precision_they_are_near(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
+    if name == "fp16" and not has_fp16():
+        pytest.skip("DeepSpeed has no fp16 on this CPU")
     difference = worst(two[name]["losses"], straight[:10])
     assert 0 < difference <= BF16
+
+
+def test_fp16_is_refused_where_deepspeed_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(deepspeed.get_accelerator()), "is_fp16_supported", lambda _: None)
+    with pytest.raises(
+        TextmillError, match=r"engine\.precision: DeepSpeed has no fp16 on this cpu; set bf16 or fp32, or engine\.kind=torch"
+    ):
+        done({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, Alone())
 
 
 @pytest.mark.parametrize("name", ["recompute", "offload"])
