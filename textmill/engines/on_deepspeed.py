@@ -225,10 +225,10 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     theirs = read_file(config.engine.config)
     section = settled(config.engine, theirs)
     precision = precision_of(section.precision, device)
-    if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
-        raise TextmillError(f"engine.precision: DeepSpeed has no fp16 on this {device.type}; set bf16 or fp32, or engine.kind=torch")
     if config.train.spike and precision == torch.float16:
         raise TextmillError("train.spike: in fp16 DeepSpeed would take a spike for an overflow; set engine.precision=bf16, or take it out")
+    if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
+        raise TextmillError(f"engine.precision: DeepSpeed has no fp16 on this {device.type}; set bf16 or fp32, or engine.kind=torch")
     micro_batch = _micro_batch(section, config.train, shape, ranks.world)
     sizes = {"world": ranks.world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
     told = json_of(config, section, theirs, precision=WORDS[precision], **sizes)
