@@ -67,7 +67,7 @@ def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> St
     check_trackers(config.track)
     found = find_checkpoint(run, which) if force != "yes" else None
     if found is not None:
-        before = {**RunConfig().results("train"), **found.progress["made_from"]}  # a setting newer than the run had its default
+        before = found.progress["made_from"]
         # Given weights may be gone by now; what they were stands in the checkpoint made of them.
         shape = _shape_of(config, data, found if config.model.init_from else None)
         faults = differences(before, _made_from(config, data, shape, _weights_now(config.model.init_from, before["model.init_from"])))

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.files import faults_of, hash_json, locked, new_folder, read_json, replace_folder, write_json, write_text
 
 Force = Literal["no", "changed", "yes"]
 MANIFEST = "manifest.json"
 MADE_FROM = "made_from.json"
+RESULTS = ("corpus", "tokenizer", "tokens", "train")
+"""The sections whose settings decide what a folder holds."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,9 @@ def faults_in_stage(folder: Path) -> list[str]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What changed between two flat settings, a line each."""
-    lines = []
+    """What changed between two flat settings, a line each; one that was not known before had its default."""
+    lines, defaults = [], RunConfig().results(*RESULTS) if after.keys() - before.keys() else {}
+    before = {key: defaults[key] for key in after if key in defaults} | before
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -117,6 +117,17 @@ def test_done_already_from_another_place(world: Path, capsys: pytest.CaptureFixt
     assert "done already" in capsys.readouterr().out
 
 
+def test_a_setting_that_is_newer_than_the_corpus_had_its_default(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prepare(config_of()) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    was = manifest["made_from"].pop("corpus.min_chars")
+    path.write_text(json.dumps(manifest))
+    prepare(config_of())
+    assert "done already" in capsys.readouterr().out
+    with pytest.raises(TextmillError, match=rf"corpus.min_chars was {was}, is {was + 1};"):
+        prepare(config_of(min_chars=was + 1))
+
+
 def test_change_is_refused_until_forced(world: Path) -> None:
     before = content(prepare(config_of()))
     with pytest.raises(TextmillError, match=r"corpus.section was 100, is 200.*--force"):
