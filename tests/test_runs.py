@@ -17,8 +17,8 @@ from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.files import remove_folder
+from textmill.logbook import spoken_best
 from textmill.loop import train
-from textmill.runs import spoken_best
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.tokenizer import fit
 
@@ -127,6 +127,12 @@ def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path:
     assert spoken_best(tmp_path) == f"train: the best checkpoint is step 20, valid loss 2.2500: {tmp_path / 'best'}"
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "valid_loss": 2.25}\n{"step": 25, "valid_loss": 2.125}\n{"step": 25}\n')
     assert spoken_best(tmp_path).endswith("; step 25 had 2.1250 and was not saved: let train.save_every divide train.evaluate_every")
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 30, "valid_loss": 2.13}\n')
+    assert "risen" not in spoken_best(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 40, "valid_loss": 2.15}\n')
+    assert "; it has risen to 2.1500 since: the text is being learnt by heart" in spoken_best(tmp_path)
     remove_folder(tmp_path / "step-0000020")
     assert name_best(tmp_path) == 10
     remove_folder(tmp_path / "step-0000010")

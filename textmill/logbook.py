@@ -1,13 +1,21 @@
-"""The log of a run: a step is told of when its numbers have come, with the rate of the steps since the one told of before."""
+"""The log of a run: a step is told of when its numbers have come, with the rate since the one before; the end names the best."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from textmill.checkpoint import BEST, losses_of, steps_of
 from textmill.course import Course
+from textmill.files import shown
+from textmill.track.jsonl import NAME
+
+RISEN = 1.005
+"""How far above its lowest a valid loss at the end is worth a word: by its share, half a hundredth."""
 
 
 class Step(Protocol):
@@ -55,3 +63,21 @@ class Logbook(Generic[Result]):
         began = time.perf_counter()
         yield
         self._clock += time.perf_counter() - began
+
+
+def spoken_best(run: Path) -> str:
+    """Which checkpoint is best, for the end of a run; whether a lower loss was seen where none was saved, and whether it rose again."""
+    losses = losses_of(run)
+    if not losses:
+        return "train: no checkpoint has a valid loss, so none is best"
+    best = min(losses, key=losses.__getitem__)
+    lines = (run / NAME).read_text(encoding="utf-8").splitlines() if (run / NAME).is_file() else []
+    seen = losses | {line["step"]: line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line}
+    lowest, place = min(seen, key=seen.__getitem__), run / BEST if (run / BEST).exists() else steps_of(run)[best]
+    told = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {shown(place)}"
+    if seen[lowest] < losses[best]:
+        told += f"; step {lowest:,} had {seen[lowest]:.4f} and was not saved: let train.save_every divide train.evaluate_every"
+    if (last := seen[max(seen)]) > RISEN * seen[lowest]:
+        told += f"; it has risen to {last:.4f} since: the text is being learnt by heart, against which there are more text, fewer steps "
+        told += "and a higher train.weight_decay"
+    return told

@@ -16,10 +16,10 @@ from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
 from textmill.files import shown, taken, write_text
 from textmill.generation.prompts import write_samples
-from textmill.logbook import Logbook
+from textmill.logbook import Logbook, spoken_best
 from textmill.patience import Patience
 from textmill.ranks import Ranks, agreed, moving
-from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, spoken_best, trackers_of
+from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
 from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
 from textmill.stages import Force

@@ -15,12 +15,12 @@ import yaml
 
 from textmill import __version__
 from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX, is_adapter, open_adapter, read_apart
-from textmill.checkpoint import BEST, Checkpoint, Snapshot, WhichStep, find_checkpoint, losses_of, name_best, open_model, steps_of, tidy
+from textmill.checkpoint import Checkpoint, Snapshot, WhichStep, find_checkpoint, name_best, open_model, steps_of, tidy
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.course import Course
 from textmill.deals import Deal
 from textmill.errors import TextmillError, warn
-from textmill.files import remove_folder, shown
+from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with
 from textmill.models.resized import resized
@@ -32,7 +32,7 @@ from textmill.tokens.inherited import Inherited, inherited
 from textmill.tokens.preflight import preflight
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, check_trackers, open_trackers
-from textmill.track.jsonl import NAME, cut_back
+from textmill.track.jsonl import cut_back
 
 SAMPLES = "samples.jsonl"
 INDEX = "index"
@@ -231,21 +231,6 @@ def told(facts: dict[str, Any]) -> str:
     many = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
     compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
     return f"{of:,} parameters{share} on {many}{facts['device']} in {facts['precision']}, micro-batch {facts['micro_batch']}{compiling}"
-
-
-def spoken_best(run: Path) -> str:
-    """Which checkpoint is best, for the end of a run; and whether a lower loss was seen where none was saved."""
-    losses = losses_of(run)
-    if not losses:
-        return "train: no checkpoint has a valid loss, so none is best"
-    best = min(losses, key=losses.__getitem__)
-    lines = (run / NAME).read_text(encoding="utf-8").splitlines() if (run / NAME).is_file() else []
-    seen = losses | {line["step"]: line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line}
-    lowest, place = min(seen, key=seen.__getitem__), run / BEST if (run / BEST).exists() else steps_of(run)[best]
-    told = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {shown(place)}"
-    if seen[lowest] < losses[best]:
-        told += f"; step {lowest:,} had {seen[lowest]:.4f} and was not saved: let train.save_every divide train.evaluate_every"
-    return told
 
 
 def files_of(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
