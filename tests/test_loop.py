@@ -71,18 +71,20 @@ def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
 
 def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: Path) -> None:
     """The kernel refuses every file above a size, as a quota or a full disk does; the run says so, and the checkpoint before is whole."""
-    from textmill.checkpoint import faults_in
+    from textmill.checkpoint import faults_in, steps_of
 
     run, limit = root / "full", 100_000
     words = trained(root, run, STEPS)
-    assert textmill(*words, env={**os.environ, "TEXTMILL_FAULT": "kill@step:7"}).returncode == -signal.SIGKILL
+    assert textmill(*words, env={**os.environ, "TEXTMILL_FAULT": "kill@step:11"}).returncode == -signal.SIGKILL
+    whole = list(steps_of(run))
+    assert 5 in whole, "the save of step 10 waits for it, and may itself be cut short"
     small = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); {COMMAND[-1]}"
     full = subprocess.run([*COMMAND[:-1], small, *words], capture_output=True, text=True, timeout=300)
     assert full.returncode == 75, full.stderr
     assert "a checkpoint could not be written (File too large); those before it are whole; make room and run again" in full.stderr
     assert "Traceback" not in full.stderr
-    assert [path.name for path in run.glob("step-*")] == ["step-0000005"], "nothing half written, nothing lost"
-    assert faults_in(run / "step-0000005") == []
+    assert sorted(path.name for path in run.glob("step-*")) == [f"step-{step:07d}" for step in whole], "nothing half written, nothing lost"
+    assert [faults_in(folder) for folder in steps_of(run).values()] == [[] for _ in whole]
     assert textmill(*words).returncode == 0
     assert numbers_of(run) == numbers_of(undisturbed)
     assert last_weights(run, STEPS) == last_weights(undisturbed, STEPS)
