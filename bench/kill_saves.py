@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill import faults
 from textmill.checkpoint import BEST, STEP_NAME, Checkpoint, Snapshot, faults_in, find_checkpoint, prune, steps_of, tidy, write_checkpoint
 from textmill.deals import dealt
+from textmill.storage import faults
 
 RULES: dict[str, dict[str, int | None]] = {
     "the old one goes": {"keep": 1, "keep_every": None},

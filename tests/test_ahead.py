@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from textmill.ahead import ahead
+from textmill.storage.prefetch import ahead
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -22,7 +22,7 @@ from textmill.errors import TextmillError
 from textmill.loop import train
 from textmill.server.app import new_app
 from textmill.server.opening import open_service
-from textmill.tensors import read_model
+from textmill.storage.tensor_files import read_model
 from textmill.tokens.preflight import samples_of, show
 from textmill.tokens.store import mask_path, open_store
 from textmill.tokens.tokenize import tokenize

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from textmill import faults
 from textmill.checkpoint import Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
 from textmill.deals import Deal, dealt
 from textmill.errors import Stopped, TextmillError, Told
 from textmill.ranks import Ranks
 from textmill.saver import Saver
-from textmill.tensors import blocks_of, read_tensors
+from textmill.storage import faults
+from textmill.storage.tensor_files import blocks_of, read_tensors
 
 
 def snapshot(step: int, *, valid_loss: float | None = None, size: int = 50) -> Snapshot:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from textmill import faults
 from textmill.errors import TextmillError
-from textmill.faults import Fault, parse
+from textmill.storage import faults
+from textmill.storage.faults import Fault, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 

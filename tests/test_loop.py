@@ -194,7 +194,7 @@ def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
 
 
 def test_a_second_process_is_kept_out(root: Path, undisturbed: Path) -> None:
-    from textmill.files import locked
+    from textmill.storage.files import locked
 
     with locked(undisturbed / ".lock", "busy"), pytest.raises(TextmillError, match="another process is training there"):
         train(config_for(root, undisturbed, STEPS))

@@ -22,7 +22,7 @@ from textmill.errors import TextmillError
 from textmill.generation.generator import open_generator
 from textmill.loop import train
 from textmill.models.nets_torch import open_net
-from textmill.tensors import read_tensors
+from textmill.storage.tensor_files import read_tensors
 
 IDS = torch.tensor([[5, 17, 200, 31, 8, 99], [3, 1, 4, 1, 5, 9]])
 NEAR = 5e-5

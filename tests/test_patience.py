@@ -11,9 +11,9 @@ import pytest
 
 from bench.kill_train import numbers_of
 from tests.test_loop import config_for
-from textmill import faults
 from textmill.errors import TextmillError
 from textmill.loop import train
+from textmill.storage import faults
 
 GUARDED = ("train.spike=8", "train.spike_window=8", "train.keep=9", "train.evaluate_batches=1", "train.log_every=4")
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from textmill.progress import PlainLines, amount_of, progress, span_of
+from textmill.storage.progress import PlainLines, amount_of, progress, span_of
 
 
 def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +27,7 @@ def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 4.0, 11.0, 15.0, 21.0, 22.0])
-    monkeypatch.setattr("textmill.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("textmill.storage.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
     lines = PlainLines("read", 100e6, "bytes", stream)
     for _ in range(4):
@@ -42,7 +42,7 @@ def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 20.0, 40.0])
-    monkeypatch.setattr("textmill.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("textmill.storage.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
     lines = PlainLines("read", 100e6, "bytes", stream, also="tokens")
     lines.advance(50e6, 10_000_000)
@@ -82,7 +82,7 @@ def _read(terminal: int) -> str:
 
 def test_bar_on_a_terminal(root: Path) -> None:
     ours, theirs = pty.openpty()
-    code = "from textmill.progress import progress\nwith progress('weigh', total=4, unit='bytes') as bar: bar.advance(4)"
+    code = "from textmill.storage.progress import progress\nwith progress('weigh', total=4, unit='bytes') as bar: bar.advance(4)"
     environment = {**os.environ, "PYTHONPATH": str(root), "TERM": "xterm", "COLUMNS": "120"}
     subprocess.run([sys.executable, "-c", code], stderr=theirs, env=environment, check=True, timeout=300)
     os.close(theirs)

@@ -16,9 +16,9 @@ from textmill.config import TokenizerConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.files import remove_folder
 from textmill.logbook import spoken_best
 from textmill.loop import train
+from textmill.storage.files import remove_folder
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.tokenizer import fit
 

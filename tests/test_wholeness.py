@@ -10,7 +10,7 @@ import pytest
 
 from textmill.cli import main
 from textmill.errors import TextmillError
-from textmill.files import shown
+from textmill.storage.files import shown
 from textmill.tokens.indexes import faults_in_index
 from textmill.tokens.store import open_store
 from textmill.wholeness import check

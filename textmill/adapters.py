@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.files import read_json
-from textmill.hub import open_folder
-from textmill.tensors import Named, fingerprint_of, read_model, read_tensors
+from textmill.storage.files import read_json
+from textmill.storage.hub import open_folder
+from textmill.storage.tensor_files import Named, fingerprint_of, read_model, read_tensors
 
 Array = NDArray[np.float32]
 

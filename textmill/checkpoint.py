@@ -14,11 +14,11 @@ from typing import Any, Literal
 from textmill.adapters import is_adapter, read_weights, tokenizer_folder
 from textmill.deals import Deal, dealt, write_dealt
 from textmill.errors import TextmillError, warn
-from textmill.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
-from textmill.hub import open_folder
 from textmill.ranks import ALONE, Ranks, moving, together
-from textmill.stages import MANIFEST
-from textmill.tensors import INDEX, Named, read_tensors
+from textmill.storage.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
+from textmill.storage.hub import open_folder
+from textmill.storage.stages import MANIFEST
+from textmill.storage.tensor_files import INDEX, Named, read_tensors
 
 WhichStep = int | Literal["latest", "best"]
 OPTIMIZER_MANIFEST = "optimizer.manifest.json"

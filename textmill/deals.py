@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from textmill.files import write_bytes
-from textmill.tensors import Named, blocks_of
+from textmill.storage.files import write_bytes
+from textmill.storage.tensor_files import Named, blocks_of
 
 LIMIT = 5_000_000_000
 """Bytes of tensors in a file, if nothing else is said."""

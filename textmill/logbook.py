@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from textmill.checkpoint import BEST, losses_of, steps_of
 from textmill.course import Course
-from textmill.files import shown
+from textmill.storage.files import shown
 from textmill.track.jsonl import NAME
 
 RISEN = 1.005

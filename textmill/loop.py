@@ -7,14 +7,11 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from textmill import faults
-from textmill.ahead import ahead
 from textmill.checkpoint import WhichStep
 from textmill.config import RunConfig
 from textmill.copies import check_copies
 from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
-from textmill.files import shown, taken, write_text
 from textmill.generation.prompts import write_samples
 from textmill.logbook import Logbook, spoken_best
 from textmill.patience import Patience
@@ -22,8 +19,11 @@ from textmill.ranks import Ranks, agreed, moving
 from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
 from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
-from textmill.stages import Force
 from textmill.stopping import Stopping, stopped, stopped_by
+from textmill.storage import faults
+from textmill.storage.files import shown, taken, write_text
+from textmill.storage.prefetch import ahead
+from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import garbled
 from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches

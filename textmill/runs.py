@@ -20,14 +20,14 @@ from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.course import Course
 from textmill.deals import Deal
 from textmill.errors import TextmillError, warn
-from textmill.files import remove_folder
 from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with
 from textmill.models.resized import resized
 from textmill.models.rules import rules_of
-from textmill.stages import Force, differences
 from textmill.stopping import STOPPED
-from textmill.tensors import Named, fingerprint_of
+from textmill.storage.files import remove_folder
+from textmill.storage.stages import Force, differences
+from textmill.storage.tensor_files import Named, fingerprint_of
 from textmill.tokens.inherited import Inherited, inherited
 from textmill.tokens.preflight import preflight
 from textmill.tokens.splits import Splits

@@ -12,7 +12,7 @@ from textmill.corpus.sources import INSIDE, Source, find_sources, shipped, state
 from textmill.corpus.streams import Broken, open_stream
 from textmill.devices import open_device
 from textmill.errors import TextmillError
-from textmill.files import write_text
+from textmill.storage.files import write_text
 from textmill.where import PROJECT
 
 SAMPLE_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from textmill.errors import EXIT_STOPPED, Stopped, TextmillError, Told
-from textmill.files import write_json
+from textmill.storage.files import write_json
 
 STOPPED = "stopped.json"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]

@@ -12,8 +12,8 @@ from textmill.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
 from textmill.config.load import Tree, anchor, config_of, merged, named_corpora, read_yaml, tree_of, without_units
 from textmill.errors import TextmillError
-from textmill.files import read_json
-from textmill.stages import MANIFEST
+from textmill.storage.files import read_json
+from textmill.storage.stages import MANIFEST
 
 PROJECT = "textmill.yaml"
 PACKAGE = Path(__file__).parent

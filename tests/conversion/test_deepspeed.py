@@ -19,7 +19,7 @@ from textmill.conversion.deepspeed import convert, main, weights_in
 from textmill.conversion.pickles import Left, read_pickle
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.tensors import read_model
+from textmill.storage.tensor_files import read_model
 
 CONFIG = {"vocab_size": 60, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2, "model_type": "gpt2"}
 MORE = {

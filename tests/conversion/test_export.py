@@ -15,7 +15,7 @@ from textmill.checkpoint import Snapshot, write_checkpoint
 from textmill.cli import main
 from textmill.config import ModelConfig, ShapeConfig, TokenizerConfig
 from textmill.models import open_family
-from textmill.tensors import blocks_of, read_tensors
+from textmill.storage.tensor_files import blocks_of, read_tensors
 from textmill.tokens.tokenizer import fit
 
 TALK = [{"role": "user", "content": "물레방아는?"}, {"role": "assistant", "content": "By the river."}]

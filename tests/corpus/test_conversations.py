@@ -18,7 +18,7 @@ from textmill.corpus.prepare import prepare
 from textmill.corpus.records import Unreadable
 from textmill.corpus.shards import read_documents, read_texts, shards_of
 from textmill.errors import TextmillError
-from textmill.files import read_json
+from textmill.storage.files import read_json
 
 ASKED = (("user", "안녕?"), ("assistant", "반가워요."))
 SHAPED: list[tuple[str, dict[str, Any], tuple[tuple[str, str], ...]]] = [

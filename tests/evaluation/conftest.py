@@ -12,8 +12,8 @@ import pytest
 
 from textmill.checkpoint import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
-from textmill.files import write_json
 from textmill.models import gpt2
+from textmill.storage.files import write_json
 from textmill.tokens.store import TokenStore, dtype_for, open_store
 from textmill.tokens.tokenizer import TextTokenizer, fit
 from textmill.tokens.writer import StoreWriter

@@ -17,7 +17,7 @@ from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import evaluate
 from textmill.evaluation.figures import figures_of, table_of
-from textmill.files import read_json, write_json
+from textmill.storage.files import read_json, write_json
 from textmill.tokens.tokenizer import TextTokenizer, fit
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from textmill.errors import TextmillError
-from textmill.files import locked
 from textmill.models import choices, products_torch
 from textmill.models.cublaslt import Form
+from textmill.storage.files import locked
 
 CARD = "NVIDIA H200, cuBLAS 130200"
 FORM = Form(64, 32, 16, False, True, torch.bfloat16, torch.float32, True, False)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from textmill.files import write_bytes
 from textmill.models import open_family
 from textmill.models.gpt2 import Shape
-from textmill.tensors import blocks_of
+from textmill.storage.files import write_bytes
+from textmill.storage.tensor_files import blocks_of
 
 SHAPE = Shape(vocab=4096, positions=256, layers=8, heads=8, width=512, inner=2048, end=0)
 HELD, PEAK = 1.5, 2.6

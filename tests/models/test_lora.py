@@ -21,7 +21,7 @@ from textmill.models import open_family
 from textmill.models.dropout_torch import drop, dropout_keys
 from textmill.models.lora import adapters_of, first_adapters, lora_of, peft_config_of, sites_of
 from textmill.models.nets_torch import fill, named_copies, new_net, open_net, weights_of
-from textmill.tensors import blocks_of, fingerprint_of
+from textmill.storage.tensor_files import blocks_of, fingerprint_of
 
 CPU = torch.device("cpu")
 NUMBERS = {"layers": 2, "heads": 3, "width": 24, "inner": 40, "positions": 20}

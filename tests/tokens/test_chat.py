@@ -17,8 +17,8 @@ from textmill.corpus.conversations import turns_of
 from textmill.corpus.document import Turn
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.files import read_json
-from textmill.stages import open_manifest
+from textmill.storage.files import read_json
+from textmill.storage.stages import open_manifest
 from textmill.tokens.chat import Rendered, render
 from textmill.tokens.encoders import ReferenceEncoder
 from textmill.tokens.fitting import fit_tokenizer

@@ -19,7 +19,7 @@ from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import read_texts, shards_of
 from textmill.errors import TextmillError
-from textmill.files import faults_of, read_json
+from textmill.storage.files import faults_of, read_json
 from textmill.tokens import features as features_module
 from textmill.tokens.batches import features as layout_module
 from textmill.tokens.batches.batch import IGNORED

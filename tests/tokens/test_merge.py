@@ -9,8 +9,8 @@ import pytest
 
 from textmill.cli import main
 from textmill.errors import TextmillError
-from textmill.files import account_of, read_json, write_json
-from textmill.stages import Stage, open_manifest
+from textmill.storage.files import account_of, read_json, write_json
+from textmill.storage.stages import Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path, open_lineage
 from textmill.tokens.merge import merge
 from textmill.tokens.store import open_store

@@ -15,7 +15,7 @@ from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_documents, shards_of
 from textmill.errors import TextmillError
-from textmill.stages import open_manifest
+from textmill.storage.stages import open_manifest
 from textmill.tokens import tokenize as verb
 from textmill.tokens.encoders import FastEncoder
 from textmill.tokens.fitting import fit_tokenizer

@@ -9,10 +9,10 @@ from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig
 from textmill.conversion.hugging_face import files_of, weights_of
 from textmill.errors import TextmillError
-from textmill.files import hash_json, shown, write_bytes
 from textmill.models import shape_in
-from textmill.stages import Force, Stage
-from textmill.tensors import blocks_of, fingerprint_of
+from textmill.storage.files import hash_json, shown, write_bytes
+from textmill.storage.stages import Force, Stage
+from textmill.storage.tensor_files import blocks_of, fingerprint_of
 from textmill.tokens.tokenizer import open_tokenizer
 
 

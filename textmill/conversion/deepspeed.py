@@ -21,9 +21,9 @@ from torch import Tensor
 
 from textmill.conversion.pickles import read_pickle
 from textmill.errors import TextmillError
-from textmill.files import new_folder, read_json, shown, write_bytes, write_json
 from textmill.models import open_family
-from textmill.tensors import Named, blocks_of
+from textmill.storage.files import new_folder, read_json, shown, write_bytes, write_json
+from textmill.storage.tensor_files import Named, blocks_of
 
 Tree = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]

@@ -9,7 +9,7 @@ from typing import Any
 from textmill.checkpoint import Checkpoint
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.tensors import Named
+from textmill.storage.tensor_files import Named
 from textmill.tokens.tokenizer import TextTokenizer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

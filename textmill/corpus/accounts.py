@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.corpus.document import SPLITS
-from textmill.files import shown
+from textmill.storage.files import shown
 
 Counts = dict[str, Any]
 

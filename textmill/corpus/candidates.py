@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.dedup import parts_of
 from textmill.corpus.shingles import Hashes
-from textmill.files import write_bytes, writing
+from textmill.storage.files import write_bytes, writing
 
 LINKS = 8
 """In a bucket of more than twice so many, a document is held only against the first ones and those right before it."""

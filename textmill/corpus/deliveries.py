@@ -21,9 +21,9 @@ from textmill.corpus.mongo_write import check_to_load, check_to_write, insert_ro
 from textmill.corpus.shards import count_documents, read_documents, read_places, shards_of
 from textmill.corpus.sources import Source
 from textmill.errors import TextmillError
-from textmill.files import locked, read_json, shown, write_json
-from textmill.progress import progress
-from textmill.stages import open_manifest
+from textmill.storage.files import locked, read_json, shown, write_json
+from textmill.storage.progress import progress
+from textmill.storage.stages import open_manifest
 
 NOTES = "mongo.json"
 Step = tuple[str, Callable[[], dict[str, int]]]

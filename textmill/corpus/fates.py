@@ -22,7 +22,7 @@ from textmill.corpus.shards import open_shard
 from textmill.corpus.sources import Source
 from textmill.corpus.split import sides_of
 from textmill.errors import TextmillError
-from textmill.files import write_bytes
+from textmill.storage.files import write_bytes
 
 Run = Callable[[Callable[[Any], Any], Sequence[Any], str, str], list[Any]]
 """Maps a function over shards and shows the progress: function, shards, what to call it, unit of a shard's size."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from textmill.corpus.mongo_server import META, Server
-from textmill.files import hash_json
+from textmill.storage.files import hash_json
 
 Row = dict[str, Any]
 CLEANED = "filt_text"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from textmill.errors import TextmillError, warn
-from textmill.files import read_json
+from textmill.storage.files import read_json
 
 try:
     import pymongo

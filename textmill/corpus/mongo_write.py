@@ -15,7 +15,7 @@ from textmill.corpus.document import Document
 from textmill.corpus.mongo_bounds import CLEANED, HOW_INDEX, has_idx
 from textmill.corpus.mongo_server import META, Server, check_collections, open_server
 from textmill.errors import TextmillError
-from textmill.files import hash_file
+from textmill.storage.files import hash_file
 
 BLOCK = 1000
 """Documents of one write."""

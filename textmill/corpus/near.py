@@ -20,7 +20,7 @@ from textmill.corpus.minhash import band_hashes, bands_for
 from textmill.corpus.passes import Work
 from textmill.corpus.shards import open_shard
 from textmill.corpus.shingles import STRETCH, Hashes, Unit, distinct, jaccard, shingle, shingle_set
-from textmill.files import write_bytes, writing
+from textmill.storage.files import write_bytes, writing
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 17, 1 << 10
 """Documents that are sketched at a time: few enough for the processor's cache, many enough for numpy."""

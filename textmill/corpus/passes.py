@@ -23,7 +23,7 @@ from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
 from textmill.corpus.sources import Piece
 from textmill.corpus.split import DIGEST, digest_of
-from textmill.files import account_of, read_json, write_json, writing
+from textmill.storage.files import account_of, read_json, write_json, writing
 
 CLEANED = pa.schema([("text", pa.string()), ("id", pa.string()), ("meta", pa.string()), ("messages", pa.string())])
 SENTENCES = {"split": split_sentences, "lines": keep_lines}

@@ -22,10 +22,10 @@ from textmill.corpus.records import Bad
 from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of, state_of
 from textmill.corpus.split import declared_sides
 from textmill.errors import TextmillError
-from textmill.files import hash_file, read_json, remove_folder, shown, write_bytes, write_json
-from textmill.progress import progress
 from textmill.runners import Runner, open_runner
-from textmill.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
+from textmill.storage.files import hash_file, read_json, remove_folder, shown, write_bytes, write_json
+from textmill.storage.progress import progress
+from textmill.storage.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
 PLAIN = ("text", "wiki", "mediawiki", "mongo")
 """Formats in which no conversation is looked for."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.document import SPLITS, Document, Split
 from textmill.corpus.shards import open_shard, read_documents, shards_of
-from textmill.stages import open_manifest
+from textmill.storage.stages import open_manifest
 
 GROUPS_HELD = 4
 

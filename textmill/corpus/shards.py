@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from textmill.corpus.conversations import turns_of
 from textmill.corpus.document import Document, Split
 from textmill.errors import TextmillError
-from textmill.files import writing
+from textmill.storage.files import writing
 
 SCHEMA = pa.schema([("text", pa.string()), ("source", pa.string()), ("id", pa.string()), ("meta", pa.string())])
 CHAT_SCHEMA = SCHEMA.append(pa.field("messages", pa.string()))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-from textmill import faults
 from textmill.engines.spikes import Guard
 from textmill.errors import TextmillError
 from textmill.ranks import Alone, Ranks
-from textmill.tensors import Named
+from textmill.storage import faults
+from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
 
 __all__ = ["Engine", "Mine", "Named", "Ranks", "Step", "Sums", "compiled_in", "every", "open_engine", "open_ranks"]
@@ -139,7 +139,7 @@ def open_ranks(config: Any) -> Ranks:
 
 def open_engine(config: Any, shape: Any, ranks: Ranks | None = None) -> Engine:
     """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with FAULTS that it breaks
-    where `textmill.faults` tells it to."""
+    where `textmill.storage.faults` tells it to."""
     module = _module_of(config)
     if (inner := faults.armed("nan", "flip")) and not getattr(module, "FAULTS", False):
         raise TextmillError(f"{faults.VARIABLE}: {inner[0]} happens inside the torch engine alone; take it out, or set engine.kind=torch")

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from textmill import faults
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
@@ -31,6 +30,7 @@ from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, moments_in, named_copies, new_net, weights_of
 from textmill.models.parts_torch import PLAIN, compiled_parts
 from textmill.models.sending_torch import OnItsWay, Room, on_device
+from textmill.storage import faults
 from textmill.tokens.batches.batch import Batch
 
 FAULTS = True

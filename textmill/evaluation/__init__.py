@@ -11,8 +11,8 @@ from textmill.checkpoint import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.figures import figures_of, protocol_of, table_of
-from textmill.files import shown, write_json
-from textmill.stages import open_manifest
+from textmill.storage.files import shown, write_json
+from textmill.storage.stages import open_manifest
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer

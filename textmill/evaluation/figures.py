@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.files import shown
+from textmill.storage.files import shown
 
 COLUMNS = {
     "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl", "bits_per_byte": "bits/byte",

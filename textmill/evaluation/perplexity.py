@@ -13,7 +13,7 @@ from torch import Tensor
 from textmill.devices import arithmetic
 from textmill.errors import TextmillError
 from textmill.models.nets_torch import Net
-from textmill.progress import progress
+from textmill.storage.progress import progress
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.windows import window_batches
 from textmill.tokens.store import TokenStore

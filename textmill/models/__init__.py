@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.adapters import config_path
-from textmill.ahead import ahead
 from textmill.config import SIZES
 from textmill.errors import TextmillError
-from textmill.files import read_json
+from textmill.storage.files import read_json
+from textmill.storage.prefetch import ahead
 
 DRAWING = 8
 """Threads that draw first weights at most."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.files import locked, read_json, write_json
+from textmill.storage.files import locked, read_json, write_json
 
 NAME = "products-2.json"
 """Another number where ways are found or tried otherwise."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.files import read_json
 from textmill.models import Weight, first_of
+from textmill.storage.files import read_json
 
 Array = NDArray[np.float32]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.models import Weight, open_family
-from textmill.tensors import Named
+from textmill.storage.tensor_files import Named
 
 
 def laid_out(weights: Iterable[Weight], shape: Any, named: Iterable[Named], where: str) -> Iterator[tuple[Weight, NDArray[np.float32]]]:

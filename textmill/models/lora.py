@@ -12,7 +12,7 @@ from textmill.adapters import Adapter
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Weight, first_of, open_family
-from textmill.tensors import Named
+from textmill.storage.tensor_files import Named
 
 SITES = 1 << 16
 """Where dropout's counters of adapters begin, far above a net's own."""

@@ -18,7 +18,7 @@ from textmill.models.layouts import in_memory, laid_out
 from textmill.models.lora import lora_of, weights_with
 from textmill.models.lora_torch import adapt
 from textmill.models.parts_torch import PLAIN, Parts
-from textmill.tensors import Named
+from textmill.storage.tensor_files import Named
 
 
 class Net(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.models import open_family
-from textmill.tensors import Named
+from textmill.storage.tensor_files import Named
 
 Array = NDArray[np.float32]
 

@@ -12,10 +12,10 @@ import numpy as np
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.files import account_of, hash_file, read_json, shown
-from textmill.progress import progress
 from textmill.runners import open_runner
-from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.storage.files import account_of, hash_file, read_json, shown
+from textmill.storage.progress import progress
+from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.batches.layout import check_ids
 from textmill.tokens.splits import contiguous, kind_of, place_of, tokenizer_of
 from textmill.tokens.store import dtype_for, open_store, paths_of

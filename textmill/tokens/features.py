@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from textmill.config import RunConfig
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
-from textmill.files import account_of, writing
-from textmill.progress import progress
 from textmill.runners import open_runner
+from textmill.storage.files import account_of, writing
+from textmill.storage.progress import progress
 from textmill.tokens.batches.layout import gathered
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.tokenizer import open_tokenizer

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from textmill.config import RunConfig
 from textmill.config.chat import WORDS, turns_of
 from textmill.errors import TextmillError, warn
-from textmill.files import account_of, read_json, shown, write_json
-from textmill.stages import MANIFEST, Force, Stage, differences, open_manifest
+from textmill.storage.files import account_of, read_json, shown, write_json
+from textmill.storage.stages import MANIFEST, Force, Stage, differences, open_manifest
 from textmill.tokens.chat import render
 from textmill.tokens.encoders import ReferenceEncoder
 from textmill.tokens.readings import count_words, mark_of, parts_of, pick_texts

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from textmill.errors import TextmillError
-from textmill.files import read_json
+from textmill.storage.files import read_json
 from textmill.tokens.spm import open_spm
 
 END = "<|endoftext|>"

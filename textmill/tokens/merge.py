@@ -7,9 +7,9 @@ from typing import Any
 
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.files import account_of, new_folder, shown, write_bytes
-from textmill.progress import progress
-from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.storage.files import account_of, new_folder, shown, write_bytes
+from textmill.storage.progress import progress
+from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.store import TokenStore, mask_path, open_store, paths_of, prefix_of
 from textmill.tokens.writer import StoreWriter

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.conversations import turns_of
 from textmill.corpus.shards import read_groups
-from textmill.files import read_json, write_bytes, write_json
+from textmill.storage.files import read_json, write_bytes, write_json
 from textmill.tokens.chat import Form as ChatForm
 from textmill.tokens.chat import render
 from textmill.tokens.counting import buffers_of, count_words

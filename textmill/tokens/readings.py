@@ -22,10 +22,10 @@ from textmill.corpus.passes import SENTENCES
 from textmill.corpus.records import Bad, read_records
 from textmill.corpus.shards import open_shard, shards_of
 from textmill.corpus.sources import Piece, Source, find_sources, names_wherever, pieces_of, state_of
-from textmill.files import hash_file, hash_json
-from textmill.progress import progress
 from textmill.runners import Result, open_runner
-from textmill.stages import open_manifest
+from textmill.storage.files import hash_file, hash_json
+from textmill.storage.progress import progress
+from textmill.storage.stages import open_manifest
 from textmill.tokens.training import WordCounter, new_inner
 
 PICKED_PARTS, PICKED_TEXTS, PICKED_CHARACTERS = 16, 1000, 2000

@@ -15,8 +15,8 @@ from textmill.config import RunConfig
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.files import hash_file, hash_json
-from textmill.stages import MANIFEST, open_manifest
+from textmill.storage.files import hash_file, hash_json
+from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.store import TokenStore, open_store, paths_of, prefix_of
 from textmill.tokens.tables import Table, find_tables, is_dataset, named_files, open_tables, rows_of
 from textmill.tokens.tokenizer import TextTokenizer, open_named, open_tokenizer

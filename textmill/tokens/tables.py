@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.files import read_json
+from textmill.storage.files import read_json
 
 DICT, STATE = "dataset_dict.json", "state.json"
 """What `save_to_disk` writes beside a DatasetDict's folders, and into a Dataset's."""

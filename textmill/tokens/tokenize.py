@@ -14,10 +14,10 @@ from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.shards import group_bytes, read_groups, shards_of
 from textmill.errors import TextmillError, warn
-from textmill.files import account_of, read_json, remove_folder, shown, write_bytes
-from textmill.progress import progress
 from textmill.runners import open_runner
-from textmill.stages import MANIFEST, Force, Stage, open_manifest
+from textmill.storage.files import account_of, read_json, remove_folder, shown, write_bytes
+from textmill.storage.progress import progress
+from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.chat import Template
 from textmill.tokens.encoders import FAST, REFERENCE, Encoder, ReferenceEncoder, Sample, doubt_of, first_difference, open_encoder_in
 from textmill.tokens.existing import tokenize_used

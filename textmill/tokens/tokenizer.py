@@ -17,8 +17,8 @@ from textmill.config import TokenizerConfig
 from textmill.config.chat import turns_of
 from textmill.config.vocabulary import ENDS, end_of
 from textmill.errors import TextmillError
-from textmill.files import hash_json, read_json, write_text
-from textmill.hub import open_folder
+from textmill.storage.files import hash_json, read_json, write_text
+from textmill.storage.hub import open_folder
 from textmill.tokens.chat import Form, Template, new_template
 from textmill.tokens.foreign import END, open_files, roles_of
 from textmill.tokens.training import WordCounter, merge_counts, new_inner, train

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.files import sync
+from textmill.storage.files import sync
 from textmill.tokens.indexes import BLOCK, CODES, Format, index_blocks
 from textmill.tokens.store import TokenStore, mask_path, paths_of
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from textmill.files import write_bytes
+from textmill.storage.files import write_bytes
 
 NAME = "metrics.jsonl"
 

@@ -13,7 +13,7 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 import wandb
 
 from textmill.config import TrackConfig
-from textmill.files import write_text
+from textmill.storage.files import write_text
 
 ID_FILE = "id.txt"
 

@@ -16,11 +16,11 @@ from typing import Any
 from textmill.config import RunConfig
 from textmill.engines import Engine, Named, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
-from textmill.files import write_json
 from textmill.leaving import leave_after
 from textmill.models import open_family
 from textmill.models.lora import first_adapters
-from textmill.tensors import blocks_of
+from textmill.storage.files import write_json
+from textmill.storage.tensor_files import blocks_of
 from textmill.tokens.batches.batch import Batch
 from textmill.verification.small import VOCAB, batches_of, handed_over, rate_of
 

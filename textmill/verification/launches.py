@@ -16,8 +16,8 @@ from typing import Any
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.files import read_json
-from textmill.tensors import Named, read_tensors
+from textmill.storage.files import read_json
+from textmill.storage.tensor_files import Named, read_tensors
 from textmill.verification.small import hand_over
 
 PATIENCE = 900

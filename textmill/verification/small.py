@@ -16,8 +16,8 @@ from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.engines.deepspeed_json import read_file, settled
 from textmill.engines.meshes import mesh_of
-from textmill.files import read_json, write_text
 from textmill.models import open_family, shape_in
+from textmill.storage.files import read_json, write_text
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 STEPS = 8

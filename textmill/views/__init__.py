@@ -7,7 +7,7 @@ from pathlib import Path
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.stages import MANIFEST, open_manifest
+from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.views.corpus import show_corpus
 from textmill.views.steps import show_step
 from textmill.views.tokens import show_tokens

@@ -17,7 +17,7 @@ from textmill.corpus.document import SPLITS
 from textmill.corpus.sequence import Corpus, open_corpus
 from textmill.corpus.shards import open_shard, shards_of
 from textmill.counters import uniform_at
-from textmill.files import read_json, shown
+from textmill.storage.files import read_json, shown
 from textmill.views.shares import show_shares
 
 LOOKED_AT = 300

@@ -9,9 +9,9 @@ import numpy as np
 from textmill.checkpoint import find_checkpoint
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.files import shown
 from textmill.runs import INDEX
-from textmill.stages import differences
+from textmill.storage.files import shown
+from textmill.storage.stages import differences
 from textmill.tokens.batches.opening import open_batches
 from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
 from textmill.tokens.splits import open_splits

@@ -9,7 +9,7 @@ import numpy as np
 
 from textmill.config import RunConfig
 from textmill.counters import uniform_at
-from textmill.files import shown
+from textmill.storage.files import shown
 from textmill.tokens.indexes import BLOCK
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import TokenStore

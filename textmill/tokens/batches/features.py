@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.files import hash_json, locked, writing
+from textmill.storage.files import hash_json, locked, writing
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids
 from textmill.tokens.batches.order import placed

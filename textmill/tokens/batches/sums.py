@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.files import hash_json, locked
+from textmill.storage.files import hash_json, locked
 from textmill.tokens.maps import expect
 from textmill.tokens.store import TokenStore
 

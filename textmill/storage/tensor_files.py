@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.files import hash_file, hash_json, read_json
+from textmill.storage.files import hash_file, hash_json, read_json
 
 Named = tuple[str, NDArray[np.float32]]
 """A weight or moment: its checkpoint name and its values in checkpoint layout, with the real vocabulary."""

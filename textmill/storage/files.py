@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from textmill.errors import TextmillError
-from textmill.faults import touch
+from textmill.storage.faults import touch
 
 BLOCK = 1 << 20
 PART = 1 << 26
