@@ -17,7 +17,7 @@ import pytest
 from textmill.checkpoint import Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
 from textmill.deals import Deal, dealt
 from textmill.errors import Stopped, TextmillError, Told
-from textmill.ranks import Ranks
+from textmill.processes.ranks import Ranks
 from textmill.saver import Saver
 from textmill.storage import faults
 from textmill.storage.tensor_files import blocks_of, read_tensors

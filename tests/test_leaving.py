@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROGRAM = """
 import atexit, sys, threading
-from textmill.leaving import leave_after
+from textmill.processes.exits import leave_after
 
 def work():
     threading.Thread(target=threading.Event().wait).start()

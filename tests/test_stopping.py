@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from textmill.stopping import SIGNALS, Stopping
+from textmill.processes.signals import SIGNALS, Stopping
 
 BUSY = """
 import hashlib, sys, threading, time
-from textmill.stopping import Stopping
+from textmill.processes.signals import Stopping
 with Stopping() as stopping:
     def tell():
         while stopping.asked is None:

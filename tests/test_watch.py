@@ -13,7 +13,7 @@ import pytest
 
 from bench.kill_ranks import started, words_of
 from textmill.copies import parted
-from textmill.watch import Sign, any_moves, verdict_of, waits_in
+from textmill.processes.heartbeat import Sign, any_moves, verdict_of, waits_in
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_who_still_moves() -> None:
 
 def test_a_slow_disk_is_no_hang_and_a_hang_at_the_start_is_one(root: Path) -> None:
     """One process writes for longer than the time-out, and the other waits for it; then one never gets to its first step."""
-    run, short = root / "slow", "import textmill.watch; textmill.watch.START = 20"
+    run, short = root / "slow", "import textmill.processes.heartbeat; textmill.processes.heartbeat.START = 20"
     words = words_of(root, run, "train.steps=4", "train.warmup=0", "engine.timeout=4")
     slow = started(words, ranks=2, fault="slow@disk:1", waits_for=[0, 1])
     assert [slow[rank].code for rank in range(2)] == [0, 0], slow[0].said

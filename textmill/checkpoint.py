@@ -14,7 +14,7 @@ from typing import Any, Literal
 from textmill.adapters import is_adapter, read_weights, tokenizer_folder
 from textmill.deals import Deal, dealt, write_dealt
 from textmill.errors import TextmillError, warn
-from textmill.ranks import ALONE, Ranks, moving, together
+from textmill.processes.ranks import ALONE, Ranks, moving, together
 from textmill.storage.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
 from textmill.storage.hub import open_folder
 from textmill.storage.stages import MANIFEST

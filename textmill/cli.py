@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError
-from textmill.leaving import leave_after
+from textmill.processes.exits import leave_after
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, Protocol
 
 from textmill.errors import EXIT_USER, TextmillError, Told
-from textmill.ranks import Ranks
+from textmill.processes.ranks import Ranks
 
 
 class Copied(Protocol):

@@ -15,11 +15,11 @@ from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
 from textmill.generation.prompts import write_samples
 from textmill.logbook import Logbook, spoken_best
 from textmill.patience import Patience
-from textmill.ranks import Ranks, agreed, moving
+from textmill.processes.ranks import Ranks, agreed, moving
+from textmill.processes.signals import Stopping, stopped, stopped_by
 from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
 from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
-from textmill.stopping import Stopping, stopped, stopped_by
 from textmill.storage import faults
 from textmill.storage.files import shown, taken, write_text
 from textmill.storage.prefetch import ahead

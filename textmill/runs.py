@@ -24,7 +24,7 @@ from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with
 from textmill.models.resized import resized
 from textmill.models.rules import rules_of
-from textmill.stopping import STOPPED
+from textmill.processes.signals import STOPPED
 from textmill.storage.files import remove_folder
 from textmill.storage.stages import Force, differences
 from textmill.storage.tensor_files import Named, fingerprint_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from textmill.checkpoint import Snapshot, faults_in, prune, write_checkpoint
 from textmill.errors import Stopped
-from textmill.ranks import ALONE, Ranks
-from textmill.stopping import Stopping
+from textmill.processes.ranks import ALONE, Ranks
+from textmill.processes.signals import Stopping
 
 
 class Saver:

@@ -15,9 +15,9 @@ import numpy as np
 
 from tests.engines.test_contract import LORA, MAKE, ROWS, VOCAB, batch_of, config_of, first_of, rows_of
 from textmill.engines import open_engine, open_ranks
-from textmill.leaving import leave_after
 from textmill.models import open_family
-from textmill.ranks import Ranks
+from textmill.processes.exits import leave_after
+from textmill.processes.ranks import Ranks
 from textmill.tokens.batches.sizes import Sizes
 
 LR = 1e-2

@@ -14,9 +14,9 @@ import numpy as np
 from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
-from textmill.leaving import leave_after
 from textmill.models import open_family
 from textmill.models.lora import first_adapters
+from textmill.processes.exits import leave_after
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 20, 6, 3

@@ -18,7 +18,7 @@ from tests.engines.deepspeed_job import done
 from tests.engines.test_contract import LORA, batch_of, config_of, run, started
 from tests.together import ended_together
 from textmill.errors import TextmillError
-from textmill.ranks import Alone
+from textmill.processes.ranks import Alone
 
 STEPS = 50
 FP32, BF16 = 2e-6, 2e-2

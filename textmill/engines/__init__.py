@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from textmill.engines.spikes import Guard
 from textmill.errors import TextmillError
-from textmill.ranks import Alone, Ranks
+from textmill.processes.ranks import Alone, Ranks
 from textmill.storage import faults
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch

@@ -9,8 +9,8 @@ import jax
 from textmill.engines.ranks_torch import launch_of
 from textmill.engines.ranks_torch import open_ranks as open_torch_ranks
 from textmill.errors import TextmillError
-from textmill.ranks import Ranks
-from textmill.watch import START
+from textmill.processes.heartbeat import START
+from textmill.processes.ranks import Ranks
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The words of `engine.device` in JAX's."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from textmill import watch
 from textmill.devices import open_device
 from textmill.errors import TextmillError
-from textmill.ranks import Alone, Ranks
-from textmill.stopping import leaving_at_once
+from textmill.processes import heartbeat as watch
+from textmill.processes.ranks import Alone, Ranks
+from textmill.processes.signals import leaving_at_once
 
 LOST = ("gloo", "NCCL", "Connection closed")
 """Words of errors that a collective raises when another process is gone."""

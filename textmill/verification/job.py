@@ -16,9 +16,9 @@ from typing import Any
 from textmill.config import RunConfig
 from textmill.engines import Engine, Named, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
-from textmill.leaving import leave_after
 from textmill.models import open_family
 from textmill.models.lora import first_adapters
+from textmill.processes.exits import leave_after
 from textmill.storage.files import write_json
 from textmill.storage.tensor_files import blocks_of
 from textmill.tokens.batches.batch import Batch

@@ -1,0 +1,1 @@
+"""The processes of a run: ranks, the heartbeat between them, stop signals and exit codes."""
