@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from textmill.checkpoint import steps_of
+from textmill.checkpoints.folders import steps_of
 from textmill.corpus.conversations import turns_of
 from textmill.corpus.shards import shards_of
 

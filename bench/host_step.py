@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from load_server import small_tokenizer, write_model
 
-from textmill.checkpoint import open_checkpoint
+from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import SampleConfig, TorchEngine
 from textmill.generation import batch as batches
 from textmill.generation.generator import Generator, open_generator

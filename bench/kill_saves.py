@@ -17,8 +17,19 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoint import BEST, STEP_NAME, Checkpoint, Snapshot, faults_in, find_checkpoint, prune, steps_of, tidy, write_checkpoint
-from textmill.deals import dealt
+from textmill.checkpoints.file_plan import dealt
+from textmill.checkpoints.folders import (
+    BEST,
+    STEP_NAME,
+    Checkpoint,
+    Snapshot,
+    faults_in,
+    find_checkpoint,
+    prune,
+    steps_of,
+    tidy,
+    write_checkpoint,
+)
 from textmill.storage import faults
 
 RULES: dict[str, dict[str, int | None]] = {

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from textmill.checkpoint import Snapshot, write_checkpoint
+from textmill.checkpoints.folders import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
 from textmill.models import gpt2
 from textmill.tokens.tokenizer import TextTokenizer, fit

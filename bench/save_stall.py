@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoint import Snapshot
+from textmill.checkpoints.folders import Snapshot
 from textmill.config import ModelConfig, RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from load_server import call, serving, small_tokenizer, write_model
 
-from textmill.checkpoint import open_checkpoint
+from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import SampleConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Request, Token

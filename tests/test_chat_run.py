@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from textmill.checkpoint import steps_of
+from textmill.checkpoints.folders import steps_of
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare

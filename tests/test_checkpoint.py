@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from textmill.checkpoint import Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
-from textmill.deals import Deal, dealt
+from textmill.checkpoints.file_plan import Deal, dealt
+from textmill.checkpoints.folders import Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
 from textmill.errors import Stopped, TextmillError, Told
 from textmill.processes.ranks import Ranks
 from textmill.saver import Saver

@@ -71,7 +71,7 @@ def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
 
 def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: Path) -> None:
     """The kernel refuses every file above a size, as a quota or a full disk does; the run says so, and the checkpoint before is whole."""
-    from textmill.checkpoint import faults_in, steps_of
+    from textmill.checkpoints.folders import faults_in, steps_of
 
     run, limit = root / "full", 100_000
     words = trained(root, run, STEPS)
@@ -181,7 +181,7 @@ def test_from_an_earlier_step_and_anew(root: Path) -> None:
 
 
 def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
-    from textmill.checkpoint import open_checkpoint
+    from textmill.checkpoints.folders import open_checkpoint
     from textmill.generation import samples_of
 
     run = root / "prompts"
@@ -245,7 +245,7 @@ def _with_fewer_vectors(run: Path, root: Path) -> Path:
 
 def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) -> None:
     """Going back or starting anew clears nothing until the start is sure."""
-    from textmill.checkpoint import faults_in, steps_of
+    from textmill.checkpoints.folders import faults_in, steps_of
 
     run = root / "kept"
     train(config_for(root, run, 12, "train.keep=1", "train.keep_every=5"))

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_chat_run import PAIRS, config_of, made, written
-from textmill.checkpoint import find_checkpoint, open_model, steps_of
+from textmill.checkpoints.folders import find_checkpoint, open_model, steps_of
 from textmill.cli import main
 from textmill.config import JaxEngine, RunConfig, SampleConfig, TorchEngine
 from textmill.config.engines import DeepSpeedEngine

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from textmill.checkpoint import open_checkpoint
+from textmill.checkpoints.folders import open_checkpoint
 from textmill.cli import main
 from textmill.config import TokenizerConfig
 from textmill.generation import samples_of

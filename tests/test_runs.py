@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from textmill.checkpoint import Checkpoint, WhichStep, find_checkpoint, name_best, steps_of
+from textmill.checkpoints.folders import Checkpoint, WhichStep, find_checkpoint, name_best, steps_of
 from textmill.config import TokenizerConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare

@@ -20,7 +20,7 @@ _PLACES = {
     "chat": "textmill.generation.chat",
     "export": "textmill.conversion",
     "merge": "textmill.tokens.merge",
-    "open_model": "textmill.checkpoint",
+    "open_model": "textmill.checkpoints.folders",
     "check": "textmill.wholeness",
     "show": "textmill.views",
     "open_corpus": "textmill.corpus.sequence",

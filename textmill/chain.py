@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoint import steps_of
+from textmill.checkpoints.folders import steps_of
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.devices import open_device

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from textmill.checkpoint import BEST, losses_of, steps_of
+from textmill.checkpoints.folders import BEST, losses_of, steps_of
 from textmill.course import Course
 from textmill.storage.files import shown
 from textmill.track.jsonl import NAME

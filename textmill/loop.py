@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from textmill.checkpoint import WhichStep
+from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig
 from textmill.copies import check_copies
 from textmill.course import Course, course_of

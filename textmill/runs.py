@@ -14,11 +14,11 @@ import numpy as np
 import yaml
 
 from textmill import __version__
-from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX, is_adapter, open_adapter, read_apart
-from textmill.checkpoint import Checkpoint, Snapshot, WhichStep, find_checkpoint, name_best, open_model, steps_of, tidy
+from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX, is_adapter, open_adapter, read_apart
+from textmill.checkpoints.file_plan import Deal
+from textmill.checkpoints.folders import Checkpoint, Snapshot, WhichStep, find_checkpoint, name_best, open_model, steps_of, tidy
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.course import Course
-from textmill.deals import Deal
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with

@@ -6,7 +6,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from textmill.checkpoint import Snapshot, faults_in, prune, write_checkpoint
+from textmill.checkpoints.folders import Snapshot, faults_in, prune, write_checkpoint
 from textmill.errors import Stopped
 from textmill.processes.ranks import ALONE, Ranks
 from textmill.processes.signals import Stopping

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from textmill.adapters import is_adapter
+from textmill.checkpoints.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
 from textmill.config.load import Tree, anchor, config_of, merged, named_corpora, read_yaml, tree_of, without_units
 from textmill.errors import TextmillError

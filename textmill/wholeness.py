@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from textmill.checkpoint import faults_in, steps_of
+from textmill.checkpoints.folders import faults_in, steps_of
 from textmill.config import STAGE_FOLDERS
 from textmill.errors import TextmillError
 from textmill.storage.stages import MANIFEST, faults_in_stage

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from textmill.checkpoint import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
 from textmill.models import gpt2
 from textmill.storage.files import write_json

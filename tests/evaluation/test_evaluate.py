@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from textmill.checkpoint import Checkpoint, Snapshot, write_checkpoint
+from textmill.checkpoints.folders import Checkpoint, Snapshot, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import evaluate

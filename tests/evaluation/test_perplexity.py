@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.errors import TextmillError
 from textmill.evaluation import perplexity as module
 from textmill.evaluation.perplexity import perplexity

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from textmill.checkpoint import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
 from textmill.config import TokenizerConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
 from textmill.models import gpt2

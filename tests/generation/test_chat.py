@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.cli import main
 from textmill.config import RunConfig, SampleConfig, TorchEngine
 from textmill.errors import TextmillError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, SampleConfig, TorchEngine, TrainConfig
 from textmill.errors import TextmillError
 from textmill.generation import BETWEEN, BOLD, generate, samples_of

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from textmill.checkpoint import Checkpoint, open_checkpoint
+from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import SampleConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import Generator, open_generator

@@ -8,7 +8,7 @@ import queue
 import pytest
 import torch
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import SampleConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Done, Token

@@ -14,7 +14,7 @@ import torch
 
 from tests.damage import WRONG, mutated
 from tests.models.test_family import shaken, shape_of
-from textmill.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapter, read_apart, read_weights
+from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapter, read_apart, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import open_family

@@ -20,7 +20,7 @@ import pytest
 from tests.server.conftest import Live
 from tests.server.live import in_process
 from tests.server.test_serve import COMMAND
-from textmill.checkpoint import open_checkpoint
+from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import SampleConfig, ServeConfig, TorchEngine
 from textmill.server.app import new_app
 from textmill.server.service import Service

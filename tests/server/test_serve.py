@@ -18,7 +18,7 @@ import pytest
 from tests.generation.conftest import _write_model
 from tests.server.conftest import ROOT
 from tests.server.live import TEXT
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.models import gpt2

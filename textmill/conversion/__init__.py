@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from textmill.adapters import is_adapter
-from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.adapters import is_adapter
+from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig
 from textmill.conversion.hugging_face import files_of, weights_of
 from textmill.errors import TextmillError

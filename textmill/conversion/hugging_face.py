@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.storage.tensor_files import Named

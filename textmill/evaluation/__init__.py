@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.figures import figures_of, protocol_of, table_of

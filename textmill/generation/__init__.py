@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.terminal import Terminal

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from textmill.checkpoint import WhichStep
+from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import config_of, merged, tree_of
 from textmill.errors import TextmillError, warn

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, precision_of
 from textmill.errors import TextmillError, warn

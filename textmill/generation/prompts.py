@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from textmill.checkpoint import open_checkpoint
+from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import RunConfig
 from textmill.generation import samples_of
 from textmill.runs import SAMPLES

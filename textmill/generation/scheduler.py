@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch

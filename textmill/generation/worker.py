@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_DONE, EXIT_USER, TextmillError
 from textmill.generation.parts import InParts, Part

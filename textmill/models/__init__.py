@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.adapters import config_path
+from textmill.checkpoints.adapters import config_path
 from textmill.config import SIZES
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from textmill.adapters import A, B
+from textmill.checkpoints.adapters import A, B
 from textmill.config import LoraConfig
 from textmill.models.dropout_jax import drop
 from textmill.models.gpt2 import Shape

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from textmill.adapters import Adapter
+from textmill.checkpoints.adapters import Adapter
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Weight, first_of, open_family

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from textmill.adapters import is_adapter, open_adapter, read_apart, read_weights
+from textmill.checkpoints.adapters import is_adapter, open_adapter, read_apart, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Family, Weight, open_family, shape_in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from textmill.checkpoint import WhichStep
+from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig
 from textmill.errors import EXIT_BUG, Told
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from textmill.checkpoint import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
 from textmill.server.remote import open_remote

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from textmill.checkpoint import Checkpoint
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError, Told, warn
 from textmill.generation.parts import Deliver, Part

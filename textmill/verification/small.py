@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from textmill.checkpoint import open_model
+from textmill.checkpoints.folders import open_model
 from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.engines.deepspeed_json import read_file, settled

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoint import find_checkpoint
+from textmill.checkpoints.folders import find_checkpoint
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.runs import INDEX

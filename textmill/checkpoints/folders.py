@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from textmill.adapters import is_adapter, read_weights, tokenizer_folder
-from textmill.deals import Deal, dealt, write_dealt
+from textmill.checkpoints.adapters import is_adapter, read_weights, tokenizer_folder
+from textmill.checkpoints.file_plan import Deal, dealt, write_dealt
 from textmill.errors import TextmillError, warn
 from textmill.processes.ranks import ALONE, Ranks, moving, together
 from textmill.storage.files import clear, faults_of, read_json, remove_folder, replace_folder, write_bytes, write_json
