@@ -51,7 +51,7 @@ def timed(name: str, module: Any, choices: list[Form], work: Callable[[], Any], 
 
 def gelus(rows: int, inner: int, layers: int, seconds: float) -> None:
     """Bias and GELU, backward: what forward takes is the memory's already."""
-    from textmill.models import gelu_triton as module
+    from textmill.kernels import gelu_triton as module
 
     x, slope, bias = drawn(rows, inner), drawn(rows, inner), torch.randn(inner, device="cuda")
     choices = forms(module, ROWS=(4, 8), COLUMNS=(512,), WARPS=(4, 8), PROGRAMS=(132, 264, 528))
@@ -60,8 +60,8 @@ def gelus(rows: int, inner: int, layers: int, seconds: float) -> None:
 
 def gelus8(rows: int, inner: int, layers: int, seconds: float) -> None:
     """Bias, GELU and the rounding to fp8, forward and backward."""
-    from textmill.models import gelu8_triton as module
-    from textmill.models.fp8_torch import KIND, TINY
+    from textmill.kernels import gelu_fp8_triton as module
+    from textmill.kernels.fp8_torch import KIND, TINY
 
     h, slope, bias = drawn(rows, inner), drawn(rows, inner), torch.randn(inner, device="cuda")
     choices = forms(module, COLUMNS=(16, 32), PROGRAMS=(528, 1056, 2112))
@@ -74,14 +74,14 @@ def gelus8(rows: int, inner: int, layers: int, seconds: float) -> None:
 
 def takes_fp8(shape: Any) -> bool:
     """Whether card and widths do."""
-    from textmill.models.fp8_torch import MULTIPLE
+    from textmill.kernels.fp8_torch import MULTIPLE
 
     return torch.cuda.get_device_capability() >= (8, 9) and shape.width % MULTIPLE == shape.inner % MULTIPLE == 0
 
 
 def heads(samples: int, length: int, shape: Any, seconds: float) -> None:
     """The gradients of queries, keys and values joined."""
-    from textmill.models import heads_triton as module
+    from textmill.kernels import qkv_triton as module
 
     parts = [drawn(samples, length, shape.heads, shape.width // shape.heads).transpose(1, 2) for _ in range(3)]
     choices = forms(module, ROWS=(8, 16), COLUMNS=(128, 256), WARPS=(4,), PROGRAMS=(396, 660))
@@ -90,7 +90,7 @@ def heads(samples: int, length: int, shape: Any, seconds: float) -> None:
 
 def norms(rows: int, width: int, layers: int, seconds: float) -> None:
     """A LayerNorm backward, with the sums of its weights and of two biases."""
-    from textmill.models import norms_triton as module
+    from textmill.kernels import norms_triton as module
 
     slope, x, stream, means = drawn(rows, width), drawn(rows, width), drawn(rows, width), torch.zeros(rows, device="cuda")
     choices = forms(module, CHUNK=(128, 256, 512), PROGRAMS=(264, 528, 792, 1056))
@@ -100,7 +100,7 @@ def norms(rows: int, width: int, layers: int, seconds: float) -> None:
 
 def losses(rows: int, padded: int, seconds: float) -> None:
     """The cross-entropy with its gradient, of as many tokens as the head takes at a time."""
-    from textmill.engines import losses_triton as module
+    from textmill.kernels import cross_entropy_triton as module
 
     piece = min(PIECE, rows)
     logits, labels = drawn(piece, padded), torch.randint(0, VOCAB, (piece,), device="cuda", dtype=torch.int32)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from textmill.config import ModelConfig
+from textmill.kernels.cublaslt import WORKSPACE, Form, Product
 from textmill.models import gpt2
-from textmill.models.cublaslt import WORKSPACE, Form, Product
 
 PIECE = 32768
 """Tokens whose scores are made at a time."""

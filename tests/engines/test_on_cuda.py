@@ -11,7 +11,8 @@ import torch
 from tests.engines.test_contract import VOCAB, adapting, batch_of, config_of, run, started
 from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
-from textmill.models import open_family, products_torch
+from textmill.kernels import matmul_torch as products_torch
+from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -77,7 +77,7 @@ def test_fused_steps_give_the_scores_of_plain_ones(checkpoint: Checkpoint, preci
 
 def test_the_likeliest_is_the_first_greatest_that_may_be() -> None:
     """Two small kernels against torch's argmax: equal scores, barred ids, a score that is no number."""
-    from textmill.generation.choosing_triton import likeliest
+    from textmill.kernels.sampling_triton import likeliest
 
     for rows, vocab in ((1, 50257), (5, 777), (64, 2000)):
         scores = torch.randn(rows, vocab + 47, device="cuda").bfloat16()[:, :vocab]

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models import attention_torch
-from textmill.models.attention_torch import attend, attend_backward, attended
-from textmill.models.heads_torch import split
+from textmill.kernels import attention_torch
+from textmill.kernels.attention_torch import attend, attend_backward, attended
+from textmill.kernels.qkv_torch import split
 
 by_cudnn = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no such GPU here")
 SHAPES = [(2, 128, 2, 64), (3, 1024, 12, 64), (1, 192, 5, 128), (2, 100, 3, 64), (1, 256, 2, 80)]

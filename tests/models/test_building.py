@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from textmill.engines import torch_parts
-from textmill.models import building
+from textmill.kernels import availability as building
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_the_headers_are_lacking(machine: Path) -> None:
 def test_what_cannot_be_built_is_as_if_it_were_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where Triton is not installed: torch does the work."""
     (machine / "Python.h").unlink()
-    monkeypatch.delitem(sys.modules, "textmill.models.triton_here", raising=False)
+    monkeypatch.delitem(sys.modules, "textmill.kernels.require_triton", raising=False)
     with pytest.raises(ImportError, match=r"there is no Python\.h"):
-        importlib.import_module("textmill.models.triton_here")
-    assert torch_parts.kernels("textmill.engines.adam_triton") is None
+        importlib.import_module("textmill.kernels.require_triton")
+    assert torch_parts.kernels("textmill.kernels.adam_triton") is None

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from textmill.errors import TextmillError
-from textmill.models import choices, products_torch
-from textmill.models.cublaslt import Form
+from textmill.kernels import matmul_cache as choices
+from textmill.kernels import matmul_torch as products_torch
+from textmill.kernels.cublaslt import Form
 from textmill.storage.files import locked
 
 CARD = "NVIDIA H200, cuBLAS 130200"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from textmill.models.dropout_torch import drop, dropout_keys
+from textmill.kernels.dropout_torch import drop, dropout_keys
 
 SAMPLES = np.arange(8)
 

@@ -22,8 +22,8 @@ from textmill.devices import check_fp8, precision_of
 from textmill.engines import open_engine
 from textmill.engines.losses_torch import summed_loss
 from textmill.errors import TextmillError
+from textmill.kernels.fp8_torch import KIND, bias_gelu8, bias_gelu8_backward, mlp8, product8, rows8
 from textmill.models import open_family
-from textmill.models.fp8_torch import KIND, bias_gelu8, bias_gelu8_backward, mlp8, product8, rows8
 from textmill.models.nets_torch import new_net
 
 
@@ -110,7 +110,7 @@ def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | 
 
 
 def test_nothing_is_multiplied_for_weights_that_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.models.fp8_torch.times", None)
+    monkeypatch.setattr("textmill.kernels.fp8_torch.times", None)
     x, fc, bias, proj = torch.ones(16, 16, requires_grad=True), torch.ones(16, 16), torch.ones(16), torch.ones(16, 16)
     mlp8(x, fc, bias, proj, True).sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(x.grad, torch.full((16, 16), 256.0)), "what is in fp32 has its gradient in fp32"  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(3000, 3072), (37, 200), (1, 64)])
 def test_values_and_gradients(approximate: str, dtype: torch.dtype, bound: float, shape: tuple[int, int]) -> None:
-    from textmill.models.gelu_triton import bias_gelu
+    from textmill.kernels.gelu_triton import bias_gelu
 
     dice = torch.Generator("cuda").manual_seed(2)
     x, slope = (torch.randn(shape, device="cuda", generator=dice).to(dtype) for _ in range(2))

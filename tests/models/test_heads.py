@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textmill.models.heads_torch import join_heads, project
+from textmill.kernels.qkv_torch import join_heads, project
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 LAYOUTS = {

@@ -17,8 +17,8 @@ from tests.models.test_family import shaken, shape_of
 from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapter, read_apart, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
+from textmill.kernels.dropout_torch import drop, dropout_keys
 from textmill.models import open_family
-from textmill.models.dropout_torch import drop, dropout_keys
 from textmill.models.lora import adapters_of, first_adapters, lora_of, peft_config_of, sites_of
 from textmill.models.nets_torch import fill, named_copies, new_net, open_net, weights_of
 from textmill.storage.tensor_files import blocks_of, fingerprint_of

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models.norms_torch import norm_backward, parted
+from textmill.kernels.norms_torch import norm_backward, parted
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

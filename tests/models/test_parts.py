@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from textmill.config import LoraConfig
-from textmill.models import gpt2, gpt2_torch, products_torch
-from textmill.models.dropout_torch import dropout_keys
+from textmill.kernels import matmul_torch as products_torch
+from textmill.kernels.dropout_torch import dropout_keys
+from textmill.models import gpt2, gpt2_torch
 from textmill.models.lora_torch import adapt
 from textmill.models.parts_torch import PLAIN, Parts, compiled_parts
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from textmill.models import products_torch
-from textmill.models.cublaslt import WORKSPACE, Product
-from textmill.models.products_torch import Linear, chosen_linear, multiply, times
+from textmill.kernels import matmul_torch as products_torch
+from textmill.kernels.cublaslt import WORKSPACE, Product
+from textmill.kernels.matmul_torch import Linear, chosen_linear, multiply, times
 
 HALVES = {"bf16": (torch.bfloat16, 2**-8), "fp16": (torch.float16, 2**-11)}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

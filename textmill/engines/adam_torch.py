@@ -42,7 +42,7 @@ class Adam:
         """One update by gradients over `scale`, after `done` others; none where `skipped` is 1: read on the device, nothing waits."""
         if not self.groups:
             return
-        kernel = kernels("textmill.engines.adam_triton") if done.is_cuda else None
+        kernel = kernels("textmill.kernels.adam_triton") if done.is_cuda else None
         corrections = self._corrections(done) if kernel is not None else None
         for number, group in enumerate(self.groups):
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]

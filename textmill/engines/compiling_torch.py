@@ -12,7 +12,7 @@ from textmill.config import TorchEngine, TrainConfig
 from textmill.devices import peak_flops_of
 from textmill.engines import compiled_in
 from textmill.errors import TextmillError
-from textmill.models.building import lacking
+from textmill.kernels.availability import lacking
 
 SECONDS = 60.0
 """What a run must take without compiling for that to be worth it: on an H200 a first step takes 10 to 30 s more, the others half."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from textmill.models.capture_torch import capturing
+from textmill.kernels.graph_capture_torch import capturing
 
 MOST = 4
 """Shapes that are recorded; what comes in yet another is run without a recording."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from textmill.engines.losses_torch import MadeInForward, pieces
 from textmill.engines.peers_torch import Peers
-from textmill.models.products_torch import product
+from textmill.kernels.matmul_torch import product
 from textmill.tokens.batches.batch import IGNORED
 
 

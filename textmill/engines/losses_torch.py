@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from textmill.engines.torch_parts import kernels
-from textmill.models.fp8_torch import product8, rows8
-from textmill.models.products_torch import multiply, product
+from textmill.kernels.fp8_torch import product8, rows8
+from textmill.kernels.matmul_torch import multiply, product
 from textmill.tokens.batches.batch import IGNORED
 
-KERNELS = "textmill.engines.losses_triton"
+KERNELS = "textmill.kernels.cross_entropy_triton"
 CPU_SCORES = 1 << 24
 """Logits at a time on a CPU."""
 GPU_ROWS = 32768

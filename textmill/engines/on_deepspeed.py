@@ -33,11 +33,11 @@ from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, part_of, token_shares
 from textmill.engines.updates_torch import trained_of
 from textmill.errors import TextmillError
+from textmill.kernels.dropout_torch import dropout_keys
+from textmill.kernels.transfer_torch import on_device
 from textmill.models import Weight
-from textmill.models.dropout_torch import dropout_keys
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, family_of, fill, host_copy, moments_in, net_of, new_net, weights_of
-from textmill.models.sending_torch import on_device
 from textmill.tokens.batches.batch import Batch
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -25,11 +25,11 @@ from textmill.engines.scaling_torch import Scaler
 from textmill.engines.spikes import new_guard
 from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, part_of, token_shares
 from textmill.engines.updates_torch import Updates
-from textmill.models.dropout_torch import dropout_keys
+from textmill.kernels.dropout_torch import dropout_keys
+from textmill.kernels.transfer_torch import OnItsWay, Room, on_device
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, moments_in, named_copies, new_net, weights_of
 from textmill.models.parts_torch import PLAIN, compiled_parts
-from textmill.models.sending_torch import OnItsWay, Room, on_device
 from textmill.storage import faults
 from textmill.tokens.batches.batch import Batch
 

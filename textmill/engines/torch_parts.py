@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from textmill.models.building import lacking
+from textmill.kernels.availability import lacking
 from textmill.models.nets_torch import Net
 from textmill.models.parts_torch import PLAIN, Parts
 from textmill.tokens.batches.batch import IGNORED, Batch

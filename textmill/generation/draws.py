@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from textmill.config import SampleConfig
-from textmill.models.sending_torch import on_device
+from textmill.kernels.transfer_torch import on_device
 
 NEVER = -math.inf
 COLDEST = 1e-30

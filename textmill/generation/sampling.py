@@ -14,10 +14,10 @@ from torch import Tensor
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN, mix
 from textmill.generation.draws import COLDEST, NEVER, Draw, draw_of
-from textmill.models.sending_torch import on_device
+from textmill.kernels.transfer_torch import on_device
 
 try:
-    from textmill.generation import choosing_triton as fused
+    from textmill.kernels import sampling_triton as fused
 except ImportError:  # no kernel can be built here
     fused = None  # type: ignore[assignment]
 

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models.capture_torch import capturing
-from textmill.models.sending_torch import on_device
+from textmill.kernels.graph_capture_torch import capturing
+from textmill.kernels.transfer_torch import on_device
 
 try:
-    from textmill.models import decode_triton as fused
+    from textmill.kernels import decode_triton as fused
 except ImportError:  # no kernel can be built here
     fused = None  # type: ignore[assignment]
 

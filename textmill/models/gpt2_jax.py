@@ -15,7 +15,7 @@ from jax import Array
 
 from textmill.checkpoints.adapters import A, B
 from textmill.config import LoraConfig
-from textmill.models.dropout_jax import drop
+from textmill.kernels.dropout_jax import drop
 from textmill.models.gpt2 import Shape
 from textmill.models.lora import sites_of
 

@@ -9,18 +9,18 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import checkpoint
 
 from textmill.errors import TextmillError
-from textmill.models.attention_torch import attended, is_written
-from textmill.models.dropout_torch import drop, keys_in
-from textmill.models.fp8_torch import MULTIPLE, mlp8
+from textmill.kernels.attention_torch import attended, is_written
+from textmill.kernels.dropout_torch import drop, keys_in
+from textmill.kernels.fp8_torch import MULTIPLE, mlp8
+from textmill.kernels.matmul_torch import are_chosen, linear, onto
+from textmill.kernels.norms_torch import parted
+from textmill.kernels.qkv_torch import project
 from textmill.models.gpt2 import Shape
-from textmill.models.heads_torch import project
 from textmill.models.lora_torch import through
-from textmill.models.norms_torch import parted
 from textmill.models.parts_torch import PLAIN, Parts
-from textmill.models.products_torch import are_chosen, linear, onto
 
 try:
-    from textmill.models.gelu_triton import bias_gelu
+    from textmill.kernels.gelu_triton import bias_gelu
 except ImportError:  # no kernel can be built here
     bias_gelu = None  # type: ignore[assignment]
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from textmill.config import LoraConfig
+from textmill.kernels import matmul_torch as products
+from textmill.kernels.dropout_torch import drop, site_in
 from textmill.models import open_family
-from textmill.models import products_torch as products
-from textmill.models.dropout_torch import drop, site_in
 from textmill.models.lora import adapters_of, sites_of
 
 

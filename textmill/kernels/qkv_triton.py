@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.models.sums_triton import summed
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.column_sums_triton import summed
+from textmill.kernels.require_triton import tl, triton
 
 COLUMNS, ROWS, WARPS = 128, 8, 4
 """A program's columns of each of the three, the tokens it takes at a time, and its warps."""

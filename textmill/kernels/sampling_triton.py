@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.require_triton import tl, triton
 
 PROGRAMS, PARTS, BLOCK = 1024, 256, 512
 """Programs that share the scores of all texts, at most so many those of one, and scores that one looks at in one go."""

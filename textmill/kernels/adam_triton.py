@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from textmill.engines.addresses_triton import address, fits
-from textmill.models.sending_torch import on_device
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.pointers_triton import address, fits
+from textmill.kernels.require_triton import tl, triton
+from textmill.kernels.transfer_torch import on_device
 
 BLOCK, WARPS = 2048, 8
 """Numbers that a program moves, and its warps."""

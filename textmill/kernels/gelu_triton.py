@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from textmill.models.sums_triton import summed
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.column_sums_triton import summed
+from textmill.kernels.require_triton import tl, triton
 
 COLUMNS, ROWS, WARPS = 512, 4, 4
 """A program's columns, the rows it takes at a time, and its warps."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from textmill.models.heads_torch import join_heads, split
-from textmill.models.products_torch import are_chosen, linear
+from textmill.kernels.matmul_torch import are_chosen, linear
+from textmill.kernels.qkv_torch import join_heads, split
 
 aten = torch.ops.aten
 ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.models.sums_triton import summed
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.column_sums_triton import summed
+from textmill.kernels.require_triton import tl, triton
 
 CHUNK, PROGRAMS = 256, 528
 """Columns of a row that a warp has, and the programs in all, each with sums of its own: four for each of an H200's processors."""

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.models.choices import keep, kept
-from textmill.models.cublaslt import KINDS, WORKSPACE, Form, Product, Way, card, library
+from textmill.kernels.cublaslt import KINDS, WORKSPACE, Form, Product, Way, card, library
+from textmill.kernels.matmul_cache import keep, kept
 
 SMALL = 1e10
 """Operations below which a product is torch's: nothing is to be gained there."""

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textmill.models.products_torch import times
+from textmill.kernels.matmul_torch import times
 
 try:
-    from textmill.models import gelu8_triton
+    from textmill.kernels import gelu_fp8_triton as gelu8_triton
 except ImportError:  # no kernel can be built here
     gelu8_triton = None  # type: ignore[assignment]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 try:
-    from textmill.models import norms_triton
+    from textmill.kernels import norms_triton
 except ImportError:  # no kernel can be built here
     norms_triton = None  # type: ignore[assignment]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from textmill.models.building import lacking
+from textmill.kernels.availability import lacking
 
 if lacking():
     raise ImportError(f"there is no {lacking()}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.require_triton import tl, triton
 
 ALIGNED = 16
 """Bytes: what kernels may count on of every address."""

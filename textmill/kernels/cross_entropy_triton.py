@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.require_triton import tl, triton
 
 LANES, WARPS = 1024, 32
 """Lanes of a block, eight columns each, and the warps that walk a row; fewer of both for a small vocabulary."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.require_triton import tl, triton
 
 ROWS, COLUMNS, WARPS = 256, 32, 8
 """Rows that a program takes at a time, its columns, and its warps."""

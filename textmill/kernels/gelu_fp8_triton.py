@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.models.gelu_triton import phi_of
-from textmill.models.sums_triton import summed
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.column_sums_triton import summed
+from textmill.kernels.gelu_triton import phi_of
+from textmill.kernels.require_triton import tl, triton
 
 COLUMNS, PROGRAMS = 16, 2112
 """Columns of a row that a thread has, which make the warps, and the programs down the rows."""

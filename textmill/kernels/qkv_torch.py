@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.models.products_torch import linear
+from textmill.kernels.matmul_torch import linear
 
 try:
-    from textmill.models import heads_triton
+    from textmill.kernels import qkv_triton as heads_triton
 except ImportError:  # no kernel can be built here
     heads_triton = None  # type: ignore[assignment]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.models.triton_here import tl, triton
+from textmill.kernels.require_triton import tl, triton
 
 FEW = 4
 """Texts for which a matrix is read row by row by these kernels; for more, cuBLAS is faster."""

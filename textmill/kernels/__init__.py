@@ -1,0 +1,1 @@
+"""Fused operations with torch fallbacks: matmuls, attention, norms, GELU, fp8, cross-entropy, optimizers, decoding."""
