@@ -25,7 +25,7 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
-from textmill.models import gpt2
+from textmill.models.gpt2.facts import facts as gpt2
 from textmill.tokens.tokenizer import TextTokenizer, fit
 
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]
@@ -50,7 +50,7 @@ class Found:
 
 def small_tokenizer() -> TextTokenizer:
     """A tokenizer of 2,000 pieces of English."""
-    text = (Path(gpt2.__file__).parents[1] / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    text = (Path(gpt2.__file__).parents[2] / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
     return fit(iter([[text[:200_000]]]), TokenizerConfig(vocab=2000))
 
 

@@ -22,8 +22,8 @@ from textmill.course import Course
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with
-from textmill.models.resized import resized
-from textmill.models.rules import rules_of
+from textmill.models.parameter_groups import rules_of
+from textmill.models.resizing import resized
 from textmill.processes.signals import STOPPED
 from textmill.storage.files import remove_folder
 from textmill.storage.stages import Force, differences

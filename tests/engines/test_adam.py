@@ -8,7 +8,7 @@ from torch import nn
 
 from textmill.config import TrainConfig
 from textmill.engines.adam_torch import Adam
-from textmill.models.rules import Rule
+from textmill.models.parameter_groups import Rule
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))]
 SIZES = ((3,), (70, 130), (5000,), (2, 4096))

@@ -15,7 +15,7 @@ from textmill.config import TorchEngine
 from textmill.engines import open_engine
 from textmill.engines.muon_torch import LIKE_ADAM, TINY, Member, Muon, Stack, normed, turned
 from textmill.models import Weight, open_family
-from textmill.models.rules import Rule
+from textmill.models.parameter_groups import Rule
 
 HEADS, WIDTH, MOMENTUM = 2, 24, 0.9
 GPU = "cuda"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from textmill.models import gpt2_torch
-from textmill.models.gpt2 import Shape, first_weights
-from textmill.models.gpt2_torch import Net, _apart, _blocks_apart
+from textmill.models.gpt2.facts import Shape, first_weights
+from textmill.models.gpt2.facts import net_torch as gpt2_torch
+from textmill.models.gpt2.net_torch import Net, _apart, _blocks_apart
 from textmill.models.nets_torch import fill, new_net
 
 N, T = 2, 256

@@ -11,7 +11,7 @@ from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, Tor
 from textmill.engines import open_engine
 from textmill.models import open_family
 from textmill.models.lora import first_adapters, weights_with
-from textmill.models.rules import rules_of
+from textmill.models.parameter_groups import rules_of
 from textmill.tokens.batches.batch import Batch
 
 aten = torch.ops.aten

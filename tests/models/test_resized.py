@@ -7,7 +7,7 @@ import pytest
 
 from textmill.config import ModelConfig, ShapeConfig
 from textmill.models import open_family
-from textmill.models.resized import resized, stretched
+from textmill.models.resizing import resized, stretched
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 16), (5, 64), (1, 3), (2, 3), (33, 34), (64, 64), (64, 7)])

@@ -9,7 +9,7 @@ import pytest
 from textmill.config import ModelConfig, ShapeConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.models.rules import Rule, rules_of
+from textmill.models.parameter_groups import Rule, rules_of
 
 LAYERS = 3
 

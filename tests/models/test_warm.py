@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from textmill.models import gpt2, gpt2_torch
-from textmill.models.gpt2_decode_torch import Slots, readings_of, steps_of
+from textmill.models.gpt2.decode_torch import Slots, readings_of, steps_of
+from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2.facts import net_torch as gpt2_torch
 
 
 class Asked(Exception):

@@ -21,7 +21,7 @@ from tests.server.live import TEXT
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.models import gpt2
+from textmill.models.gpt2.facts import facts as gpt2
 from textmill.server.opening import name_of
 from textmill.tokens.tokenizer import fit
 

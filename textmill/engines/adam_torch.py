@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from textmill.config import TrainConfig
 from textmill.engines.torch_parts import kernels
-from textmill.models.rules import Rule
+from textmill.models.parameter_groups import Rule
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
 """AdamW's moments, by their names in a checkpoint and in torch."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from textmill.engines.torch_parts import kernels
 from textmill.models import Weight
-from textmill.models.rules import Rule
+from textmill.models.parameter_groups import Rule
 
 if TYPE_CHECKING:
     from textmill.engines.muon_triton import FusedStack

@@ -15,7 +15,7 @@ from textmill.kernels.pointers_triton import address, fits
 from textmill.kernels.require_triton import tl, triton
 from textmill.kernels.transfer_torch import on_device
 from textmill.models import Weight
-from textmill.models.rules import Rule
+from textmill.models.parameter_groups import Rule
 
 SIDE, WARPS = 64, 8
 """A tile's rows and columns, and the warps that have it."""

@@ -19,8 +19,8 @@ from textmill.engines.spikes import State, new_guard
 from textmill.engines.torch_parts import part_of
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.models.layouts import in_memory, laid_out
 from textmill.models.lora import count_with, drops, saved_of, weights_with
+from textmill.models.memory_layout import in_memory, laid_out
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 try:
@@ -240,7 +240,7 @@ def _filled(values: Any, more: int, value: int) -> Any:
 
 def _twin(shape: Any) -> Any:
     """The family's net in JAX: models/FAMILY_jax.py has states, narrowed, Way and where its weights are cut."""
-    return import_module(f"textmill.models.{shape.family}_jax")
+    return import_module(f"textmill.models.{shape.family}.net_jax")
 
 
 def new_ranks(config: RunConfig) -> Ranks:

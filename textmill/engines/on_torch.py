@@ -27,9 +27,9 @@ from textmill.engines.torch_parts import asked_of, attention_order, hidden_state
 from textmill.engines.updates_torch import Updates
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import OnItsWay, Room, on_device
+from textmill.models.blockwise_torch import PLAIN, compiled_parts
 from textmill.models.lora import count_with, drops, saved_of
 from textmill.models.nets_torch import Net, fill, moments_in, named_copies, new_net, weights_of
-from textmill.models.parts_torch import PLAIN, compiled_parts
 from textmill.storage import faults
 from textmill.tokens.batches.batch import Batch
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.kernels.availability import lacking
+from textmill.models.blockwise_torch import PLAIN, Parts
 from textmill.models.nets_torch import Net
-from textmill.models.parts_torch import PLAIN, Parts
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 

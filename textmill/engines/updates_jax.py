@@ -18,7 +18,7 @@ from jax import Array
 from textmill.config import LoraConfig, TrainConfig
 from textmill.models import Weight
 from textmill.models.lora import weights_with
-from textmill.models.rules import rules_of
+from textmill.models.parameter_groups import rules_of
 
 State = dict[str, Any]
 LIKE_ADAM, TINY = 0.2, 1e-7

@@ -15,7 +15,7 @@ from textmill.engines.muon_shared_torch import SharedMuon
 from textmill.engines.muon_torch import Member, Muon
 from textmill.models import Weight
 from textmill.models.nets_torch import Net, weights_of
-from textmill.models.rules import rules_of
+from textmill.models.parameter_groups import rules_of
 
 
 class Updates:

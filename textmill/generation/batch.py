@@ -37,8 +37,8 @@ class Slots(Protocol):
 
 
 def slots_type(family: str) -> Any:
-    """The family's way to decode: models/FAMILY_decode_torch.py has Slots."""
-    return import_module(f"textmill.models.{family}_decode_torch").Slots
+    """The family's way to decode: models/FAMILY/decode_torch.py has Slots."""
+    return import_module(f"textmill.models.{family}.decode_torch").Slots
 
 
 @dataclass(eq=False)

@@ -88,6 +88,6 @@ def _first_values(weight: Weight, seed: int) -> NDArray[np.float32]:
 
 
 def open_family(name: str) -> Family:
-    """The family that `model.family`, or a config.json's model_type, names: models/NAME.py."""
-    family: Any = import_module(f"textmill.models.{name}")
+    """The family that `model.family`, or a config.json's model_type, names: models/NAME/facts.py."""
+    family: Any = import_module(f"textmill.models.{name}.facts")
     return family  # type: ignore[no-any-return]

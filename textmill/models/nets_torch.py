@@ -14,10 +14,10 @@ from textmill.checkpoints.adapters import is_adapter, open_adapter, read_apart, 
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Family, Weight, open_family, shape_in
-from textmill.models.layouts import in_memory, laid_out
+from textmill.models.blockwise_torch import PLAIN, Parts
 from textmill.models.lora import lora_of, weights_with
 from textmill.models.lora_torch import adapt
-from textmill.models.parts_torch import PLAIN, Parts
+from textmill.models.memory_layout import in_memory, laid_out
 from textmill.storage.tensor_files import Named
 
 
@@ -48,8 +48,8 @@ class Net(Protocol):
 
 
 def _twin(shape: Any) -> Any:
-    """The family's torch module: models/FAMILY_torch.py has Net and Cache."""
-    return import_module(f"textmill.models.{shape.family}_torch")
+    """The family's torch module: models/FAMILY/net_torch.py has Net and Cache."""
+    return import_module(f"textmill.models.{shape.family}.net_torch")
 
 
 def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None, place: Callable[[Any], None] | None = None) -> Net:

@@ -15,9 +15,9 @@ from textmill.kernels.fp8_torch import MULTIPLE, mlp8
 from textmill.kernels.matmul_torch import are_chosen, linear, onto
 from textmill.kernels.norms_torch import parted
 from textmill.kernels.qkv_torch import project
-from textmill.models.gpt2 import Shape
+from textmill.models.blockwise_torch import PLAIN, Parts
+from textmill.models.gpt2.facts import Shape
 from textmill.models.lora_torch import through
-from textmill.models.parts_torch import PLAIN, Parts
 
 try:
     from textmill.kernels.gelu_triton import bias_gelu

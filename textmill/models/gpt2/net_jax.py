@@ -16,7 +16,7 @@ from jax import Array
 from textmill.checkpoints.adapters import A, B
 from textmill.config import LoraConfig
 from textmill.kernels.dropout_jax import drop
-from textmill.models.gpt2 import Shape
+from textmill.models.gpt2.facts import Shape
 from textmill.models.lora import sites_of
 
 Weights = dict[str, Array]
