@@ -156,7 +156,7 @@ def test_fp16_goes_on_with_its_loss_scale(root: Path) -> None:
 
 
 def test_a_loss_scale_that_cannot_help_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.engines.scaling_torch.FIRST", 16.0)
+    monkeypatch.setattr("textmill.engines.loss_scale_torch.FIRST", 16.0)
     wild = ("engine.precision=fp16", "train.learning_rate=1e30", "train.clip=0", "train.warmup=0", "train.evaluate_batches=1")
     with (
         pytest.raises(TextmillError, match=r"no finite loss any more at step .* at a loss scale of 1; .*engine.precision=fp32"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from textmill.config import TrainConfig
-from textmill.engines.adam_torch import Adam
+from textmill.engines.optimizers.adam_torch import Adam
 from textmill.models.parameter_groups import Rule
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))]

@@ -12,8 +12,8 @@ from torch._dynamo.exc import ShortenTraceback
 
 from tests.engines.test_contract import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
-from textmill.engines import compiling_torch
-from textmill.engines.compiling_torch import compiling
+from textmill.engines import compile_torch as compiling_torch
+from textmill.engines.compile_torch import compiling
 from textmill.errors import TextmillError
 from textmill.runs import told
 

@@ -13,7 +13,7 @@ import pytest
 from tests.damage import mutated
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
-from textmill.engines.deepspeed_json import json_of, read_file, settled
+from textmill.engines.deepspeed_config import json_of, read_file, settled
 from textmill.errors import TextmillError
 
 # dsGPT2's own file, as its README has it: fp16, a log warm-up and a decay to a tenth.

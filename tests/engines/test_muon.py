@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
 from textmill.config import TorchEngine
 from textmill.engines import open_engine
-from textmill.engines.muon_torch import LIKE_ADAM, TINY, Member, Muon, Stack, normed, turned
+from textmill.engines.optimizers.muon_torch import LIKE_ADAM, TINY, Member, Muon, Stack, normed, turned
 from textmill.models import Weight, open_family
 from textmill.models.parameter_groups import Rule
 
@@ -146,7 +146,7 @@ def gradients(members: list[list[Member]], clips: list[float]) -> Iterator[tuple
 @pytest.mark.parametrize("sizes", SIZES)
 def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
     """The same gradients through both, and the same steps back, thrice; and again, to the same bits."""
-    fused = pytest.importorskip("textmill.engines.muon_triton")
+    fused = pytest.importorskip("textmill.engines.optimizers.muon_triton")
     heads, D, width, inner = sizes
     plain, ours, again = (two_layers(heads, D, width, inner, GPU) for _ in range(3))
     for numbers in ([0, 1, 4, 5], [2, 3, 6, 7]):  # attention's and the MLP's

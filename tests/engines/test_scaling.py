@@ -12,8 +12,9 @@ import torch
 from tests.engines.test_contract import LENGTH, VOCAB, batch_of, config_of, run, started
 from textmill.config import RunConfig
 from textmill.devices import precision_of
-from textmill.engines import open_engine, scaling_torch
-from textmill.engines.scaling_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, Scaler
+from textmill.engines import loss_scale_torch as scaling_torch
+from textmill.engines import open_engine
+from textmill.engines.loss_scale_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, Scaler
 from textmill.models import open_family
 
 

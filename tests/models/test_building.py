@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.engines import torch_parts
+from textmill.engines import shared_torch as torch_parts
 from textmill.kernels import availability as building
 
 

@@ -63,7 +63,7 @@ PLANTED = {
         ["engine.mesh.tensor=2"],
         """
         import torch
-        from textmill.engines.peers_torch import RowLinear
+        from textmill.engines.tensor_parallel_torch import RowLinear
         RowLinear.forward = lambda self, x: self.peers.leave(torch.nn.functional.linear(x, self.weight, self.bias))
         """,
     ),
@@ -71,13 +71,13 @@ PLANTED = {
         ["engine.mesh.tensor=2", "engine.mesh.sequence=true"],
         """
         import torch
-        from textmill.engines.peers_torch import Positions
+        from textmill.engines.tensor_parallel_torch import Positions
         Positions.forward = lambda self, places: torch.nn.Embedding.forward(self, places.chunk(self.peers.count, -1)[0])
         """,
     ),
     "a stale LayerNorm": (
         ["engine.mesh.tensor=2", "engine.mesh.sequence=true"],
-        "from textmill.engines.layouts_torch import Layout\nLayout.join = lambda *_: None",
+        "from textmill.engines.parallel_torch import Layout\nLayout.join = lambda *_: None",
     ),
 }
 """Settings, and what every process of several imports before anything else."""

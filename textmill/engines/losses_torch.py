@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from textmill.engines.torch_parts import kernels
+from textmill.engines.shared_torch import kernels
 from textmill.kernels.fp8_torch import product8, rows8
 from textmill.kernels.matmul_torch import multiply, product
 from textmill.tokens.batches.batch import IGNORED

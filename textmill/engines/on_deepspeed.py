@@ -21,17 +21,17 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
-from textmill.engines.adam_torch import MOMENTS, groups_of
-from textmill.engines.bits_torch import bit_sums
-from textmill.engines.deepspeed_json import json_of, read_file, settled, their_say
+from textmill.engines.checksum_torch import bit_sums
+from textmill.engines.deepspeed_config import json_of, read_file, settled, their_say
 from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.meshes import check_batch
 from textmill.engines.on_torch import TorchStep
+from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
+from textmill.engines.optimizers.step_torch import trained_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.shards_deepspeed import Masters
+from textmill.engines.shared_torch import asked_of, attention_order, hidden_states, part_of, token_shares
 from textmill.engines.spikes import new_guard
-from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, part_of, token_shares
-from textmill.engines.updates_torch import trained_of
+from textmill.engines.zero_state_deepspeed import Masters
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import on_device

@@ -15,8 +15,8 @@ from textmill.config import JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_of_card
 from textmill.engines import Mine, Named, Ranks, Sums, compiled_in, every
+from textmill.engines.shared_torch import part_of
 from textmill.engines.spikes import State, new_guard
-from textmill.engines.torch_parts import part_of
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.models.lora import count_with, drops, saved_of, weights_with
@@ -35,8 +35,8 @@ except ImportError:
 from textmill.engines.losses_jax import scored, summed_loss, token_shares, tokens_at_once
 from textmill.engines.mesh_jax import Layout, open_mesh
 from textmill.engines.meshes import check_batch
+from textmill.engines.optimizers.step_jax import JaxStep, Updates
 from textmill.engines.ranks_jax import open_devices, open_ranks
-from textmill.engines.updates_jax import JaxStep, Updates
 
 CPU_LOGITS = 1 << 30
 """`micro_batch: auto` on a CPU: as many samples as would have so many bytes of logits."""

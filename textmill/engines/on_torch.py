@@ -13,18 +13,18 @@ from torch import Tensor
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
 from textmill.engines import Mine, Named, Ranks, Sums, every
-from textmill.engines.bits_torch import bit_sums, flip_a_bit
-from textmill.engines.compiling_torch import Compiling, compiling
-from textmill.engines.graphs_torch import Recorded
-from textmill.engines.layouts_torch import Layout
-from textmill.engines.losses_peers_torch import shared_loss, shared_scores
+from textmill.engines.checksum_torch import bit_sums, flip_a_bit
+from textmill.engines.compile_torch import Compiling, compiling
+from textmill.engines.cuda_graphs_torch import Recorded
+from textmill.engines.loss_scale_torch import Scaler
+from textmill.engines.losses_tensor_parallel_torch import shared_loss, shared_scores
 from textmill.engines.losses_torch import scored, summed_loss
 from textmill.engines.meshes import Mesh, mesh_of
+from textmill.engines.optimizers.step_torch import Updates
+from textmill.engines.parallel_torch import Layout
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.scaling_torch import Scaler
+from textmill.engines.shared_torch import asked_of, attention_order, hidden_states, part_of, token_shares
 from textmill.engines.spikes import new_guard
-from textmill.engines.torch_parts import asked_of, attention_order, hidden_states, part_of, token_shares
-from textmill.engines.updates_torch import Updates
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import OnItsWay, Room, on_device
 from textmill.models.blockwise_torch import PLAIN, compiled_parts

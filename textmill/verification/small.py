@@ -14,7 +14,7 @@ import numpy as np
 from textmill.checkpoints.folders import open_model
 from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
-from textmill.engines.deepspeed_json import read_file, settled
+from textmill.engines.deepspeed_config import read_file, settled
 from textmill.engines.meshes import mesh_of
 from textmill.models import open_family, shape_in
 from textmill.storage.files import read_json, write_text

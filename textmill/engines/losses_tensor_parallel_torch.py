@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from textmill.engines.losses_torch import MadeInForward, pieces
-from textmill.engines.peers_torch import Peers
+from textmill.engines.tensor_parallel_torch import Peers
 from textmill.kernels.matmul_torch import product
 from textmill.tokens.batches.batch import IGNORED
 

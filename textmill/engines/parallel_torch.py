@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from textmill.engines.data_parallel_torch import Replicas
 from textmill.engines.meshes import Mesh
-from textmill.engines.peers_torch import Peers, all_gather, share_out
-from textmill.engines.replicas_torch import Replicas
+from textmill.engines.tensor_parallel_torch import Peers, all_gather, share_out
 from textmill.models import Weight
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from textmill.engines.layouts_torch import Layout
-from textmill.engines.muon_torch import Member, Muon
+from textmill.engines.optimizers.muon_torch import Member, Muon
+from textmill.engines.parallel_torch import Layout
 from textmill.models.nets_torch import Net
 
 Placed = tuple[Member, nn.Parameter]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from textmill.engines.torch_parts import kernels
+from textmill.engines.shared_torch import kernels
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
 if TYPE_CHECKING:
-    from textmill.engines.muon_triton import FusedStack
+    from textmill.engines.optimizers.muon_triton import FusedStack
 
 TURNS = ((3.4445, -4.7750, 2.0315),) * 5
 """The quintic's coefficients in each of the five turns of Newton-Schulz."""
@@ -101,7 +101,7 @@ class Stack:
 
 
 def _stack(members: list[Member], heads: int, shape: tuple[int, int], momentum: float, *, compiled: bool) -> Stack | FusedStack:
-    fused = kernels("textmill.engines.muon_triton") if all(parameter.is_cuda for _, parameter, _ in members) else None
+    fused = kernels("textmill.engines.optimizers.muon_triton") if all(parameter.is_cuda for _, parameter, _ in members) else None
     if fused is not None and all(fused.fits(parameter) for _, parameter, _ in members):
         made: FusedStack = fused.FusedStack(members, heads, shape, momentum, TINY)
         return made

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from textmill.engines.adam_torch import MOMENTS
+from textmill.engines.optimizers.adam_torch import MOMENTS
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from textmill.config import TrainConfig
-from textmill.engines.adam_torch import MOMENTS, Adam
-from textmill.engines.layouts_torch import Layout
-from textmill.engines.muon_shared_torch import SharedMuon
-from textmill.engines.muon_torch import Member, Muon
+from textmill.engines.optimizers.adam_torch import MOMENTS, Adam
+from textmill.engines.optimizers.muon_sharded_torch import SharedMuon
+from textmill.engines.optimizers.muon_torch import Member, Muon
+from textmill.engines.parallel_torch import Layout
 from textmill.models import Weight
 from textmill.models.nets_torch import Net, weights_of
 from textmill.models.parameter_groups import rules_of

@@ -1,0 +1,1 @@
+"""AdamW and Muon for torch and JAX."""
