@@ -17,8 +17,8 @@ from textmill.checkpoints.folders import Snapshot
 from textmill.config import ModelConfig, RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
-from textmill.saver import Saver
 from textmill.tokens.batches.batch import Batch
+from textmill.training.saving import Saver
 
 VOCAB, SAVES = 50257, 3
 

@@ -20,16 +20,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from textmill import loop
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
-from textmill.runs import begin
 from textmill.schedules import lr_at
 from textmill.tokens.batches.opening import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
+from textmill.training import loop
+from textmill.training.runs import begin
 from textmill.where import open_where
 
 WARM = 20

@@ -19,7 +19,6 @@ from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.loop import train
 from textmill.server.app import new_app
 from textmill.server.opening import open_service
 from textmill.storage.tensor_files import read_model
@@ -27,6 +26,7 @@ from textmill.tokens.preflight import samples_of, show
 from textmill.tokens.store import mask_path, open_store
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.tokenizer import open_tokenizer
+from textmill.training.loop import train
 
 PAIRS = {
     "안녕?": "반가워요.", "뭐 해?": "책을 읽어요.", "이름이 뭐야?": "방아라고 해요.", "배고파": "밥 먹으러 가요!",

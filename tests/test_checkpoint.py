@@ -18,9 +18,9 @@ from textmill.checkpoints.file_plan import Deal, dealt
 from textmill.checkpoints.folders import Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
 from textmill.errors import Stopped, TextmillError, Told
 from textmill.processes.ranks import Ranks
-from textmill.saver import Saver
 from textmill.storage import faults
 from textmill.storage.tensor_files import blocks_of, read_tensors
+from textmill.training.saving import Saver
 
 
 def snapshot(step: int, *, valid_loss: float | None = None, size: int = 50) -> Snapshot:

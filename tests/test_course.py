@@ -14,15 +14,15 @@ from textmill import open_model
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
-from textmill.course import Course, course_of
 from textmill.errors import TextmillError
-from textmill.loop import train
 from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches
 from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.fitting import fit_tokenizer
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
+from textmill.training.loop import train
+from textmill.training.run_length import Course, course_of
 from textmill.where import open_where
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from textmill.logbook import Logbook
+from textmill.training.step_log import Logbook
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Result:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    monkeypatch.setattr("textmill.logbook.time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr("textmill.training.step_log.time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 
 

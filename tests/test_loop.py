@@ -15,7 +15,7 @@ import torch
 from bench.kill_train import COMMAND, killed_until_done, last_weights, numbers_of, textmill, trained
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.loop import train
+from textmill.training.loop import train
 from textmill.where import open_where
 
 STEPS = 30

@@ -20,9 +20,9 @@ from textmill.config import JaxEngine, RunConfig, SampleConfig, TorchEngine
 from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import open_generator
-from textmill.loop import train
 from textmill.models.nets_torch import open_net
 from textmill.storage.tensor_files import read_tensors
+from textmill.training.loop import train
 
 IDS = torch.tensor([[5, 17, 200, 31, 8, 99], [3, 1, 4, 1, 5, 9]])
 NEAR = 5e-5

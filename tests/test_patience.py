@@ -12,8 +12,8 @@ import pytest
 from bench.kill_train import numbers_of
 from tests.test_loop import config_for
 from textmill.errors import TextmillError
-from textmill.loop import train
 from textmill.storage import faults
+from textmill.training.loop import train
 
 GUARDED = ("train.spike=8", "train.spike_window=8", "train.keep=9", "train.evaluate_batches=1", "train.log_every=4")
 
@@ -44,7 +44,7 @@ def test_spikes_are_told_remembered_and_end_the_run(
     train(config, step=15)
     assert numbers_of(root / "spiky") == first
     assert json.loads((root / "spiky" / "step-0000024" / "progress.json").read_text()) == progress
-    monkeypatch.setattr("textmill.patience.SPIKES", 5)
+    monkeypatch.setattr("textmill.training.divergence.SPIKES", 5)
     faults.arm(",".join(f"spike@step:{step}" for step in range(17, 24)))
     with pytest.raises(TextmillError, match=r"step 24: the last 7 updates were left out, their losses far above .* with --step"):
         train(config, step=15)

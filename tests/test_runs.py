@@ -16,11 +16,11 @@ from textmill.config import TokenizerConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.logbook import spoken_best
-from textmill.loop import train
 from textmill.storage.files import remove_folder
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.tokenizer import fit
+from textmill.training.loop import train
+from textmill.training.step_log import spoken_best
 
 POSITIONS = 24
 
@@ -111,7 +111,7 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
         del found.progress["made_from"]["train.momentum"]
         return found
 
-    monkeypatch.setattr("textmill.runs.find_checkpoint", older)
+    monkeypatch.setattr("textmill.training.runs.find_checkpoint", older)
     with pytest.raises(TextmillError, match=r"was trained from something else: train\.momentum was 0\.95, is 0\.5; set it back"):
         train(config_of({**tree, "train": {**tree["train"], "steps": 2, "momentum": 0.5}}))
     assert list(steps_of(train(config_of({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.kill_ranks import started, words_of
-from textmill.copies import parted
 from textmill.processes.heartbeat import Sign, any_moves, verdict_of, waits_in
+from textmill.training.replica_check import parted
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_the_odd_one_is_named() -> None:
 
 
 def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> None:
-    broken = "import os, textmill.loop\nif os.environ['RANK'] == '1': textmill.loop.open_splits = lambda _: open('/nowhere/at/all')"
+    broken = "import os, textmill.training.loop\nif os.environ['RANK'] == '1': textmill.training.loop.open_splits = lambda _: open('/nowhere/at/all')"
     endings = started(words_of(root, root / "broken"), ranks=2, fault="", waits_for=[0, 1], before=broken)
     assert [endings[rank].code for rank in range(2)] == [1, 1], endings[0].said
     assert "FileNotFoundError" in endings[1].said

@@ -14,7 +14,7 @@ _PLACES = {
     "prepare": "textmill.corpus.prepare",
     "fit_tokenizer": "textmill.tokens.fitting",
     "tokenize": "textmill.tokens.tokenize",
-    "train": "textmill.loop",
+    "train": "textmill.training.loop",
     "evaluate": "textmill.evaluation",
     "generate": "textmill.generation",
     "chat": "textmill.generation.chat",

@@ -14,13 +14,13 @@ from textmill.evaluation import ROWS, evaluate
 from textmill.evaluation.figures import table_of
 from textmill.generation import generate
 from textmill.generation.answers import answer
-from textmill.loop import train
-from textmill.runs import check_start
 from textmill.storage.files import read_json, shown, write_json
 from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.fitting import fit_tokenizer
 from textmill.tokens.splits import open_splits, tokenizer_of
 from textmill.tokens.tokenize import tokenize
+from textmill.training.loop import train
+from textmill.training.runs import check_start
 
 SUMMARY = "summary.json"
 

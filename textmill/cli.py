@@ -35,7 +35,7 @@ VERBS = {
     "fit-tokenizer": Verb("textmill.tokens.fitting:fit_tokenizer", "a vocabulary for the corpus", ("tokenizer", "runner"), ("--force",)),
     "tokenize": Verb("textmill.tokens.tokenize:tokenize", "documents in, token ids out", ("tokens", "tokenizer", "runner"), ("--force",)),
     "merge": Verb("textmill.tokens.merge:merge", "join token stores: merge OUT A B ...", (), ("--force",)),
-    "train": Verb("textmill.loop:train", "train, or go on", ("model", "train", "engine", "sample", "track"), ("--force", "--step")),
+    "train": Verb("textmill.training.loop:train", "train, or go on", ("model", "train", "engine", "sample", "track"), ("--force", "--step")),
     "verify": Verb("textmill.verification:verify", "prove a parallel config equal to one process, small, on this machine", ("engine",), ()),
     "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "train", "engine"), ("--step", "--json")),
     "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),

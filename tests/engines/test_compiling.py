@@ -15,7 +15,7 @@ from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.engines import compile_torch as compiling_torch
 from textmill.engines.compile_torch import compiling
 from textmill.errors import TextmillError
-from textmill.runs import told
+from textmill.training.runs import told
 
 GPU = torch.device("cuda", 0)
 LONG = TrainConfig(steps=2000, batch=64, length=1024)

@@ -9,16 +9,9 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig
-from textmill.copies import check_copies
-from textmill.course import Course, course_of
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
-from textmill.generation.prompts import write_samples
-from textmill.logbook import Logbook, spoken_best
-from textmill.patience import Patience
 from textmill.processes.ranks import Ranks, agreed, moving
 from textmill.processes.signals import Stopping, stopped, stopped_by
-from textmill.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
-from textmill.saver import Saver, asked_to_stop
 from textmill.schedules import lr_at
 from textmill.storage import faults
 from textmill.storage.files import shown, taken, write_text
@@ -29,6 +22,13 @@ from textmill.tokens.batches.batches import Batches
 from textmill.tokens.batches.opening import open_batches, valid_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers
+from textmill.training.divergence import Patience
+from textmill.training.replica_check import check_copies
+from textmill.training.run_length import Course, course_of
+from textmill.training.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
+from textmill.training.sample_prompts import write_samples
+from textmill.training.saving import Saver, asked_to_stop
+from textmill.training.step_log import Logbook, spoken_best
 
 
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:

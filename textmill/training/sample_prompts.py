@@ -9,8 +9,8 @@ from pathlib import Path
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import RunConfig
 from textmill.generation import samples_of
-from textmill.runs import SAMPLES
 from textmill.track.jsonl import JsonLines
+from textmill.training.runs import SAMPLES
 
 
 def write_samples(config: RunConfig, folder: Path, step: int) -> Iterator[str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from textmill.checkpoints.folders import BEST, losses_of, steps_of
-from textmill.course import Course
 from textmill.storage.files import shown
 from textmill.track.jsonl import NAME
+from textmill.training.run_length import Course
 
 RISEN = 1.005
 """How far above its lowest a valid loss at the end is worth a word: by its share, half a hundredth."""

@@ -18,7 +18,6 @@ from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_
 from textmill.checkpoints.file_plan import Deal
 from textmill.checkpoints.folders import Checkpoint, Snapshot, WhichStep, find_checkpoint, name_best, open_model, steps_of, tidy
 from textmill.config import LoraConfig, RunConfig, TrainConfig
-from textmill.course import Course
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with
@@ -33,6 +32,7 @@ from textmill.tokens.preflight import preflight
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, check_trackers, open_trackers
 from textmill.track.jsonl import cut_back
+from textmill.training.run_length import Course
 
 SAMPLES = "samples.jsonl"
 INDEX = "index"
