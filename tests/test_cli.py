@@ -163,7 +163,7 @@ def test_from_three_files_to_text(tiny_texts: Path, monkeypatch: pytest.MonkeyPa
 def test_new_fits_text_and_machine(size: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from textmill import starter
+    from textmill.commands import new as starter
     from textmill.where import open_where
 
     with (tmp_path / "a b's.txt").open("wb") as text:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from textmill.cli import main
+from textmill.commands.show.tokens import pieces_of
 from textmill.config import TokenizerConfig
 from textmill.tokens.tokenizer import fit
-from textmill.views.tokens import pieces_of
 
 
 def test_show_a_corpus(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +77,6 @@ def test_show_without_language_identification(
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts"]) == 0
     assert main(["prepare", "mine"]) == 0
-    monkeypatch.setattr("textmill.views.corpus.find_spec", lambda name: None)
+    monkeypatch.setattr("textmill.commands.show.corpus.find_spec", lambda name: None)
     assert main(["show", "mine"]) == 0
     assert "pip install 'textmill[clean]'" in capsys.readouterr().out

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from textmill.cli import main
+from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import shown
 from textmill.tokens.indexes import faults_in_index
 from textmill.tokens.store import open_store
-from textmill.wholeness import check
 
 FLIPS = 1000
 

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 # The verbs and the config by name; each is loaded when it is first used, so that `import textmill` is quick.
 _PLACES = {
     "RunConfig": "textmill.config",
-    "run": "textmill.chain",
+    "run": "textmill.commands.run",
     "prepare": "textmill.corpus.prepare",
     "fit_tokenizer": "textmill.tokens.fitting",
     "tokenize": "textmill.tokens.tokenize",
@@ -21,8 +21,8 @@ _PLACES = {
     "export": "textmill.conversion",
     "merge": "textmill.tokens.merge",
     "open_model": "textmill.checkpoints.folders",
-    "check": "textmill.wholeness",
-    "show": "textmill.views",
+    "check": "textmill.commands.check",
+    "show": "textmill.commands.show",
     "open_corpus": "textmill.corpus.sequence",
     "TextmillError": "textmill.errors",
 }

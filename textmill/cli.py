@@ -29,8 +29,8 @@ ALL = ("corpus", "tokenizer", "tokens", "runner", "model", "train", "engine", "e
 
 # Plain data, so that `textmill --help` imports nothing.
 VERBS = {
-    "new": Verb("textmill.starter:new", "look at your text and this machine, write a config to start from", (), ("--text",)),
-    "run": Verb("textmill.chain:run", "the whole chain, skipping what is done", ALL, ("--force",)),
+    "new": Verb("textmill.commands.new:new", "look at your text and this machine, write a config to start from", (), ("--text",)),
+    "run": Verb("textmill.commands.run:run", "the whole chain, skipping what is done", ALL, ("--force",)),
     "prepare": Verb("textmill.corpus.prepare:prepare", "text in, clean documents out", ("corpus", "runner"), ("--force",)),
     "fit-tokenizer": Verb("textmill.tokens.fitting:fit_tokenizer", "a vocabulary for the corpus", ("tokenizer", "runner"), ("--force",)),
     "tokenize": Verb("textmill.tokens.tokenize:tokenize", "documents in, token ids out", ("tokens", "tokenizer", "runner"), ("--force",)),
@@ -42,9 +42,9 @@ VERBS = {
     "chat": Verb("textmill.generation.chat:chat", "talk with a model that was finetuned for it", ("sample", "engine"), ("--step",)),
     "serve": Verb("textmill.server:serve", "answer over HTTP, with a page to try it", ("serve", "sample", "engine"), ("--step",)),
     "export": Verb("textmill.conversion:export", "a plain Hugging Face folder, adapters merged", ("export",), ("--force", "--step")),
-    "show": Verb("textmill.views:show", "look at a corpus, at token stores, or at what a step saw", (), ("--step",)),
-    "check": Verb("textmill.wholeness:check", "prove a folder whole: every bit of its data, and its manifest", (), ()),
-    "recipes": Verb("textmill.recipes_list:recipes", "list the recipes that come with textmill", (), ()),
+    "show": Verb("textmill.commands.show:show", "look at a corpus, at token stores, or at what a step saw", (), ("--step",)),
+    "check": Verb("textmill.commands.check:check", "prove a folder whole: every bit of its data, and its manifest", (), ()),
+    "recipes": Verb("textmill.commands.recipes:recipes", "list the recipes that come with textmill", (), ()),
 }  # fmt: skip
 
 FLAGS = {

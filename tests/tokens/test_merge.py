@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from textmill.cli import main
+from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import account_of, read_json, write_json
 from textmill.storage.stages import Stage, open_manifest
@@ -15,7 +16,6 @@ from textmill.tokens.lineage import LineageWriter, lineage_path, open_lineage
 from textmill.tokens.merge import merge
 from textmill.tokens.store import open_store
 from textmill.tokens.writer import StoreWriter
-from textmill.wholeness import check
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: object = np.uint16) -> Path:

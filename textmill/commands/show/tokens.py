@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from textmill.commands.show.shares import show_shares
 from textmill.config import RunConfig
 from textmill.counters import uniform_at
 from textmill.storage.files import shown
@@ -14,7 +15,6 @@ from textmill.tokens.indexes import BLOCK
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import TokenStore
 from textmill.tokens.tokenizer import TextTokenizer
-from textmill.views.shares import show_shares
 
 COUNTED = 20_000_000
 """Tokens that are counted for the frequent ones."""

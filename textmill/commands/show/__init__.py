@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from textmill.commands.show.corpus import show_corpus
+from textmill.commands.show.steps import show_step
+from textmill.commands.show.tokens import show_tokens
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.storage.stages import MANIFEST, open_manifest
-from textmill.views.corpus import show_corpus
-from textmill.views.steps import show_step
-from textmill.views.tokens import show_tokens
 from textmill.where import open_where
 
 VIEWS: dict[str, tuple[str, Callable[[RunConfig], None]]] = {"prepare": ("corpus", show_corpus), "tokenize": ("tokens", show_tokens)}

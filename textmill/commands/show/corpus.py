@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
+from textmill.commands.show.shares import show_shares
 from textmill.config import RunConfig
 from textmill.corpus.clean.languages import language_of
 from textmill.corpus.document import SPLITS
@@ -18,7 +19,6 @@ from textmill.corpus.sequence import Corpus, open_corpus
 from textmill.corpus.shards import open_shard, shards_of
 from textmill.counters import uniform_at
 from textmill.storage.files import read_json, shown
-from textmill.views.shares import show_shares
 
 LOOKED_AT = 300
 """Documents whose scripts and languages are looked at, evenly spread over the corpus."""
