@@ -34,7 +34,7 @@ from typing import Any
 
 from textmill.config import CorpusConfig
 from textmill.corpus.clean import Cleaner
-from textmill.corpus.minhash import bands_for
+from textmill.corpus.dedup.minhash import bands_for
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "en.jsonl.xz"
 CUT = 20_000

@@ -26,7 +26,7 @@ import pymongo
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.mongo_process import MongoProcess, named_server
-from textmill.corpus.mongo import open_index
+from textmill.corpus.mongo.collections import open_index
 
 NAMES = ("web", "books", "news")
 BATCH = 1024

@@ -23,7 +23,7 @@ _PLACES = {
     "open_model": "textmill.checkpoints.folders",
     "check": "textmill.commands.check",
     "show": "textmill.commands.show",
-    "open_corpus": "textmill.corpus.sequence",
+    "open_corpus": "textmill.corpus.reader",
     "TextmillError": "textmill.errors",
 }
 

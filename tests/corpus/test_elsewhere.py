@@ -171,10 +171,10 @@ def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(start, stop):
             yield Bad("c", f"idx {number}", "gone", b"") if number == 3 else Document(f"document {number}", "c", f"idx {number}")
 
-    fake = types.ModuleType("textmill.corpus.mongo")
+    fake = types.ModuleType("textmill.corpus.mongo.collections")
     fake.open_index = lambda path: types.SimpleNamespace(bounds=BOUNDS, close=lambda: None)  # type: ignore[attr-defined]
     fake.read_range = read_range  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo", fake)
+    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo.collections", fake)
     monkeypatch.setattr(mongo_format, "state_of", lambda source: (250, "mark"))
     monkeypatch.setattr(mongo_format, "DOCUMENTS", 100)
 
@@ -194,7 +194,7 @@ def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch
 
 
 def test_mongo_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo", None)
+    monkeypatch.setitem(sys.modules, "textmill.corpus.mongo.collections", None)
     with pytest.raises(TextmillError, match=r"'mongo:x.json' needs pymongo .*pip install 'textmill\[mongo\]'"):
         pieces_of(find_sources(["mongo:x.json"]), "section")
 

@@ -22,9 +22,11 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 
 from tests.mongo_process import SIZES, TRUTH, World, open_world, text_of
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
-from textmill.corpus import mongo, mongo_server, mongo_write
 from textmill.corpus.document import Document
-from textmill.corpus.mongo import open_index, read_range
+from textmill.corpus.mongo.collections import collections as mongo
+from textmill.corpus.mongo.collections import open_index, read_range
+from textmill.corpus.mongo.collections import server as mongo_server
+from textmill.corpus.mongo.collections import writing as mongo_write
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import Bad
 from textmill.corpus.shards import read_documents, shards_of
@@ -249,7 +251,7 @@ def test_wrong_settings_are_named(settings: Any, said: str, tmp_path: Path) -> N
 
 
 def test_missing_package_is_told_at_the_door(root: Path) -> None:
-    script = "import sys; sys.modules['pymongo'] = None; import textmill.corpus.mongo"
+    script = "import sys; sys.modules['pymongo'] = None; import textmill.corpus.mongo.collections"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert "a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'" in done.stderr
 

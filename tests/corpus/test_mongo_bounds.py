@@ -13,10 +13,10 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 
 from tests.mongo_process import World, open_world
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
-from textmill.corpus import mongo
 from textmill.corpus.document import Document
 from textmill.corpus.formats.mongo import read
-from textmill.corpus.mongo_bounds import PROBES
+from textmill.corpus.mongo.collections import collections as mongo
+from textmill.corpus.mongo.snapshot import PROBES
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_documents, shards_of
 from textmill.corpus.sources import Source, find_sources, pieces_of, state_of

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 
 from bench.near_duplicates import measure, truth_set
 from textmill.config import RunConfig
-from textmill.corpus import candidates, near, shingles
-from textmill.corpus.candidates import bands_of, find_pairs, merge_pairs
-from textmill.corpus.dedup import Clusters, keep_masks
-from textmill.corpus.minhash import RECALL, VALUES, band_hashes, bands_for, recall_at, sketch
+from textmill.corpus.dedup.candidates import bands_of, find_pairs, merge_pairs
+from textmill.corpus.dedup.clusters import Clusters, candidates, keep_masks, shingles
+from textmill.corpus.dedup.clusters import near_duplicates as near
+from textmill.corpus.dedup.minhash import RECALL, VALUES, band_hashes, bands_for, recall_at, sketch
+from textmill.corpus.dedup.shingles import distinct, jaccard, shingle, shingle_set
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_documents, shards_of
-from textmill.corpus.shingles import distinct, jaccard, shingle, shingle_set
 from textmill.counters import mix
 from textmill.errors import TextmillError
 

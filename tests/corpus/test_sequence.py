@@ -10,7 +10,7 @@ from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus import shards
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
-from textmill.corpus.sequence import open_corpus
+from textmill.corpus.reader import open_corpus
 from textmill.corpus.shards import read_documents, shards_of
 from textmill.errors import TextmillError
 

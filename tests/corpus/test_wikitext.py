@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from textmill.corpus.wikitext import HIDDEN, plain_text
+from textmill.corpus.wiki_markup import HIDDEN, plain_text
 
 
 @pytest.mark.parametrize(

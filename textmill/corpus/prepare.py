@@ -16,7 +16,7 @@ from typing import Any
 from textmill.config import STAGE_FOLDERS, RunConfig
 from textmill.corpus.accounts import Counts, account, describe
 from textmill.corpus.clean.cleaner import check_needs
-from textmill.corpus.fates import decide_fates
+from textmill.corpus.dedup.decisions import decide_fates
 from textmill.corpus.passes import Work, read_piece, write_piece
 from textmill.corpus.records import Bad
 from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of, state_of
@@ -84,7 +84,7 @@ def _check_records(config: RunConfig, inputs: Sequence[_Input]) -> None:
 def _deliver(config: RunConfig, folder: Path, inputs: Sequence[_Input], check: bool = False) -> Path:
     """Bring the finished corpus to MongoDB, where that is asked; `check`: only refuse what cannot be."""
     if config.corpus.mongo_write_back or config.corpus.mongo_load:
-        deliveries, sources = import_module("textmill.corpus.deliveries"), [one.source for one in inputs]
+        deliveries, sources = import_module("textmill.corpus.mongo.export"), [one.source for one in inputs]
         deliveries.check_deliveries(config.corpus, sources) if check else deliveries.deliver(config.corpus, folder, sources)
     return folder
 

@@ -12,7 +12,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from textmill.corpus.named import Named, open_corpora
+from textmill.corpus.named_corpora import Named, open_corpora
 from textmill.corpus.streams import COMPRESSIONS, is_plain, is_remote
 from textmill.errors import TextmillError
 
@@ -133,7 +133,7 @@ def state_of(source: Source) -> State:
         size, mark = format_of(source).state_of(source)
         return State(size, 0, mark)
     if is_remote(source.address):
-        size, mark = import_module("textmill.corpus.remote").state_of(source.address)
+        size, mark = import_module("textmill.corpus.remote_files").state_of(source.address)
         return State(size, 0, mark)
     state = source.path.stat()
     return State(state.st_size, state.st_mtime_ns, None)
@@ -164,9 +164,9 @@ def _files_of(word: str, skipped: list[str], named: list[str]) -> Iterable[Sourc
     if word.startswith("mongo:"):
         return import_module("textmill.corpus.formats.mongo").sources_of(word)  # type: ignore[no-any-return]
     if word.startswith("hf:"):
-        return import_module("textmill.corpus.hf").sources_of(word)  # type: ignore[no-any-return]
+        return import_module("textmill.corpus.hf_datasets").sources_of(word)  # type: ignore[no-any-return]
     if is_remote(word) and not word.startswith("file://"):
-        return import_module("textmill.corpus.remote").sources_of(word)  # type: ignore[no-any-return]
+        return import_module("textmill.corpus.remote_files").sources_of(word)  # type: ignore[no-any-return]
     path = os.path.expanduser(word.removeprefix("file://"))
     if os.path.isdir(path):
         return _files_in(path, skipped)

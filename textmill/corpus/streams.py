@@ -39,7 +39,7 @@ def open_raw(address: str) -> BinaryIO:
     """The bytes as they are stored, on this machine or behind a URL."""
     if not is_remote(address):
         return open(address, "rb", buffering=BLOCK)
-    from textmill.corpus.remote import open_url  # only a URL costs these imports
+    from textmill.corpus.remote_files import open_url  # only a URL costs these imports
 
     return io.BufferedReader(_Blocks(_Remote(open_url(address), address).read1), BLOCK)
 
@@ -48,7 +48,7 @@ def open_seekable(address: str) -> Any:
     """A file for readers that jump about in it."""
     if not is_remote(address):
         return open(address, "rb")
-    from textmill.corpus.remote import open_url
+    from textmill.corpus.remote_files import open_url
 
     return open_url(address)
 

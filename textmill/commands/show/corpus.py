@@ -15,7 +15,7 @@ from textmill.commands.show.shares import show_shares
 from textmill.config import RunConfig
 from textmill.corpus.clean.languages import language_of
 from textmill.corpus.document import SPLITS
-from textmill.corpus.sequence import Corpus, open_corpus
+from textmill.corpus.reader import Corpus, open_corpus
 from textmill.corpus.shards import open_shard, shards_of
 from textmill.counters import uniform_at
 from textmill.storage.files import read_json, shown

@@ -9,11 +9,11 @@ import pyarrow as pa
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.fields import fields_of
 from textmill.corpus.formats.parquet import batch_records
 from textmill.corpus.records import Bad
 from textmill.corpus.sources import Piece
 from textmill.corpus.streams import Broken, open_seekable
+from textmill.corpus.text_fields import fields_of
 
 MAGIC = b"ARROW1"
 """The beginning of a file with a footer; one without is a stream."""

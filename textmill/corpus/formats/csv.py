@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
-from textmill.corpus.fields import fields_of
 from textmill.corpus.records import RAW, Bad, Unreadable, lines_of, not_utf8, refuse_long
 from textmill.corpus.sources import Piece
 from textmill.corpus.streams import stored_name
+from textmill.corpus.text_fields import fields_of
 
 
 def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
-from textmill.corpus.fields import Fields, fields_of
 from textmill.corpus.formats import jsonl
 from textmill.corpus.records import RAW, Bad, Unreadable, lines_of
 from textmill.corpus.sources import Piece
 from textmill.corpus.streams import BLOCK, open_stream
+from textmill.corpus.text_fields import Fields, fields_of
 
 _DECODER = json.JSONDecoder()
 NEAR = 16

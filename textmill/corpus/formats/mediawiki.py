@@ -10,11 +10,11 @@ from xml.etree.ElementTree import Element, ParseError, XMLPullParser
 from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
-from textmill.corpus.fields import fields_of
 from textmill.corpus.records import RAW, Bad
 from textmill.corpus.sources import Piece
 from textmill.corpus.streams import Broken, open_stream
-from textmill.corpus.wikitext import HIDDEN, plain_text
+from textmill.corpus.text_fields import fields_of
+from textmill.corpus.wiki_markup import HIDDEN, plain_text
 
 FILE, CATEGORY = "6", "14"
 """Namespaces whose links show no words of the text; each language names them in its own way."""

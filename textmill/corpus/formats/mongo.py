@@ -42,7 +42,7 @@ def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
 def state_of(source: Source) -> tuple[int, str]:
     """The number of positions, and a mark of what stands there."""
     bounds = _module(source, "mongo_bounds")
-    server = import_module("textmill.corpus.mongo_server").open_server(source.address)
+    server = import_module("textmill.corpus.mongo.server").open_server(source.address)
     try:
         return _size(source), bounds.mark_of(server, source.bounds, source.raw)
     finally:
@@ -55,6 +55,6 @@ def _size(source: Source) -> int:
 
 def _module(source: Source, name: str) -> Any:
     try:
-        return import_module(f"textmill.corpus.{name}")
+        return import_module(f"textmill.corpus.mongo.{name}")
     except ImportError as error:
         raise TextmillError(f"corpus.sources: '{source.name}' needs pymongo ({error}); run: pip install 'textmill[mongo]'") from None

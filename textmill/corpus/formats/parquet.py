@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 from textmill.config import CorpusConfig
 from textmill.corpus import sources
 from textmill.corpus.document import Document
-from textmill.corpus.fields import Fields, fields_of
 from textmill.corpus.records import RAW, Bad
 from textmill.corpus.sources import Piece, Range, Source
 from textmill.corpus.streams import Broken, open_seekable
+from textmill.corpus.text_fields import Fields, fields_of
 
 BATCH = 1024
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
-from textmill.corpus.fields import Fields, fields_of
 from textmill.corpus.formats import jsonl
 from textmill.corpus.records import RAW, Bad, Unreadable, decoded, lines_of, refuse_long
 from textmill.corpus.sources import Piece
+from textmill.corpus.text_fields import Fields, fields_of
 
 _START = re.compile(rb"\s*<doc( [^>]*)>\s*")
 _FACT = re.compile(r'(\w+)="([^"]*)"')

@@ -16,8 +16,8 @@ import numpy as np
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import SPLITS
-from textmill.corpus.mongo_server import Server, open_server
-from textmill.corpus.mongo_write import check_to_load, check_to_write, insert_rows, place_in, reserve, set_count, write_texts
+from textmill.corpus.mongo.server import Server, open_server
+from textmill.corpus.mongo.writing import check_to_load, check_to_write, insert_rows, place_in, reserve, set_count, write_texts
 from textmill.corpus.shards import count_documents, read_documents, read_places, shards_of
 from textmill.corpus.sources import Source
 from textmill.errors import TextmillError

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.corpus.dedup import parts_of
-from textmill.corpus.shingles import Hashes
+from textmill.corpus.dedup.clusters import parts_of
+from textmill.corpus.dedup.shingles import Hashes
 from textmill.storage.files import write_bytes, writing
 
 LINKS = 8

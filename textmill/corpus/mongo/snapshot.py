@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from textmill.corpus.mongo_server import META, Server
+from textmill.corpus.mongo.server import META, Server
 from textmill.storage.files import hash_json
 
 Row = dict[str, Any]
@@ -16,7 +16,7 @@ RAW_FIELDS = ("form", "text")
 """Where the text is that nobody has cleaned."""
 PROBES = 16
 """Documents of each collection that are looked at, besides the first and the last, to tell whether it has changed."""
-HOW_INDEX = "make one: textmill.corpus.mongo_write.index_by_idx"
+HOW_INDEX = "make one: textmill.corpus.mongo.writing.index_by_idx"
 
 
 class Stretch(NamedTuple):

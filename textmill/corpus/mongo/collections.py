@@ -16,10 +16,10 @@ from typing import overload
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.fields import Fields
-from textmill.corpus.mongo_bounds import Row, Stretch, bounds_of, notes_on, text_fields
-from textmill.corpus.mongo_server import Server, check_collections, open_server
+from textmill.corpus.mongo.server import Server, check_collections, open_server
+from textmill.corpus.mongo.snapshot import Row, Stretch, bounds_of, notes_on, text_fields
 from textmill.corpus.records import RAW, Bad
+from textmill.corpus.text_fields import Fields
 from textmill.errors import warn
 
 BLOCK = 1000

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.corpus.shingles import Hashes
+from textmill.corpus.dedup.shingles import Hashes
 from textmill.counters import mix
 
 RECALL = 0.995

@@ -14,12 +14,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.candidates import band_path
-from textmill.corpus.dedup import Clusters
-from textmill.corpus.minhash import band_hashes, bands_for
+from textmill.corpus.dedup.candidates import band_path
+from textmill.corpus.dedup.clusters import Clusters
+from textmill.corpus.dedup.minhash import band_hashes, bands_for
+from textmill.corpus.dedup.shingles import STRETCH, Hashes, Unit, distinct, jaccard, shingle, shingle_set
 from textmill.corpus.passes import Work
 from textmill.corpus.shards import open_shard
-from textmill.corpus.shingles import STRETCH, Hashes, Unit, distinct, jaccard, shingle, shingle_set
 from textmill.storage.files import write_bytes, writing
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 17, 1 << 10

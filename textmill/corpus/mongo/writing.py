@@ -12,8 +12,8 @@ from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
 from textmill.corpus.document import Document
-from textmill.corpus.mongo_bounds import CLEANED, HOW_INDEX, has_idx
-from textmill.corpus.mongo_server import META, Server, check_collections, open_server
+from textmill.corpus.mongo.server import META, Server, check_collections, open_server
+from textmill.corpus.mongo.snapshot import CLEANED, HOW_INDEX, has_idx
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_file
 

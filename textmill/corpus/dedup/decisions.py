@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.candidates import bands_of, find_pairs, merge_pairs
-from textmill.corpus.dedup import keep_masks, least_members, stay_of_clusters
+from textmill.corpus.dedup.candidates import bands_of, find_pairs, merge_pairs
+from textmill.corpus.dedup.clusters import keep_masks, least_members, stay_of_clusters
+from textmill.corpus.dedup.minhash import bands_for
+from textmill.corpus.dedup.near_duplicates import HELD, PAIR, PAIRS, Confirm, Spill, confirm_pairs, sketch_piece, spill_sets
 from textmill.corpus.document import SPLITS, Split
-from textmill.corpus.minhash import bands_for
-from textmill.corpus.near import HELD, PAIR, PAIRS, Confirm, Spill, confirm_pairs, sketch_piece, spill_sets
 from textmill.corpus.passes import Work
 from textmill.corpus.shards import open_shard
 from textmill.corpus.sources import Source

@@ -1,0 +1,1 @@
+"""Exact and near-duplicate documents: found, clustered and dropped."""

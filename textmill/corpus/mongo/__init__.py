@@ -1,0 +1,1 @@
+"""MongoDB collections: read by position, and written to."""
