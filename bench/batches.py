@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.tokens.batches.batches import Batches
+from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.packed import Packed
-from textmill.tokens.batches.sizes import Sizes
-from textmill.tokens.indexes import index_blocks
+from textmill.tokens.index_formats import index_blocks
 from textmill.tokens.store import TokenStore, open_store
 
 LENGTH, BATCH, SEED = 1024, 64, 1234

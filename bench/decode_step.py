@@ -28,7 +28,7 @@ from textmill.generation.batch import Batch
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Request
 from textmill.models.nets_torch import open_net
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 PROMPT, STEPS, ROUNDS = 128, 100, 3
 

@@ -26,7 +26,7 @@ from textmill.config import SampleConfig
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Request, Token
 from textmill.models.nets_torch import open_net
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 PROMPT, ROUNDS = 32, 3
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64}

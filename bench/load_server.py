@@ -26,7 +26,7 @@ from pathlib import Path
 from textmill.checkpoints.folders import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
 from textmill.models.gpt2.facts import facts as gpt2
-from textmill.tokens.tokenizer import TextTokenizer, fit
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]
 WARM = 8.0

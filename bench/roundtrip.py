@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from textmill.config import TokenizerConfig
-from textmill.tokens.tokenizer import TextTokenizer, fit, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LANGUAGES = ("en", "ko", "tr", "zh")

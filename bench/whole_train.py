@@ -25,7 +25,7 @@ from textmill.corpus.prepare import prepare
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
 from textmill.schedules import lr_at
-from textmill.tokens.batches.opening import open_batches
+from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.training import loop

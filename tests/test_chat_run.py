@@ -22,10 +22,10 @@ from textmill.errors import TextmillError
 from textmill.server.app import new_app
 from textmill.server.opening import open_service
 from textmill.storage.tensor_files import read_model
-from textmill.tokens.preflight import samples_of, show
+from textmill.tokens.chat_checks import samples_of, show
 from textmill.tokens.store import mask_path, open_store
 from textmill.tokens.tokenize import tokenize
-from textmill.tokens.tokenizer import open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.training.loop import train
 
 PAIRS = {

@@ -15,12 +15,12 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import config_of
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batches import Batches
-from textmill.tokens.batches.opening import open_batches
-from textmill.tokens.batches.sizes import Sizes
-from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
+from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.loop import train
 from textmill.training.run_length import Course, course_of
 from textmill.where import open_where

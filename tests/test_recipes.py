@@ -17,7 +17,7 @@ from textmill.checkpoints.folders import open_checkpoint
 from textmill.cli import main
 from textmill.config import TokenizerConfig
 from textmill.generation import samples_of
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.vocabulary.tokenizer import fit
 from textmill.where import open_where, recipe_names, recipes_folder
 
 QUICK = [

@@ -18,7 +18,7 @@ from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.storage.files import remove_folder
 from textmill.tokens.tokenize import tokenize
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.vocabulary.tokenizer import fit
 from textmill.training.loop import train
 from textmill.training.step_log import spoken_best
 

@@ -11,7 +11,7 @@ import pytest
 from textmill.cli import main
 from textmill.commands.show.tokens import pieces_of
 from textmill.config import TokenizerConfig
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.vocabulary.tokenizer import fit
 
 
 def test_show_a_corpus(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

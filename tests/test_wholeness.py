@@ -12,7 +12,7 @@ from textmill.cli import main
 from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import shown
-from textmill.tokens.indexes import faults_in_index
+from textmill.tokens.index_formats import faults_in_index
 from textmill.tokens.store import open_store
 
 FLIPS = 1000

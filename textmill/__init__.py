@@ -12,7 +12,7 @@ _PLACES = {
     "RunConfig": "textmill.config",
     "run": "textmill.commands.run",
     "prepare": "textmill.corpus.prepare",
-    "fit_tokenizer": "textmill.tokens.fitting",
+    "fit_tokenizer": "textmill.tokens.vocabulary.fitting",
     "tokenize": "textmill.tokens.tokenize",
     "train": "textmill.training.loop",
     "evaluate": "textmill.evaluation",

@@ -32,7 +32,7 @@ VERBS = {
     "new": Verb("textmill.commands.new:new", "look at your text and this machine, write a config to start from", (), ("--text",)),
     "run": Verb("textmill.commands.run:run", "the whole chain, skipping what is done", ALL, ("--force",)),
     "prepare": Verb("textmill.corpus.prepare:prepare", "text in, clean documents out", ("corpus", "runner"), ("--force",)),
-    "fit-tokenizer": Verb("textmill.tokens.fitting:fit_tokenizer", "a vocabulary for the corpus", ("tokenizer", "runner"), ("--force",)),
+    "fit-tokenizer": Verb("textmill.tokens.vocabulary.fitting:fit_tokenizer", "a vocabulary for the corpus", ("tokenizer", "runner"), ("--force",)),
     "tokenize": Verb("textmill.tokens.tokenize:tokenize", "documents in, token ids out", ("tokens", "tokenizer", "runner"), ("--force",)),
     "merge": Verb("textmill.tokens.merge:merge", "join token stores: merge OUT A B ...", (), ("--force",)),
     "train": Verb("textmill.training.loop:train", "train, or go on", ("model", "train", "engine", "sample", "track"), ("--force", "--step")),

@@ -16,7 +16,7 @@ from textmill.cli import main
 from textmill.config import ModelConfig, ShapeConfig, TokenizerConfig
 from textmill.models import open_family
 from textmill.storage.tensor_files import blocks_of, read_tensors
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.vocabulary.tokenizer import fit
 
 TALK = [{"role": "user", "content": "물레방아는?"}, {"role": "assistant", "content": "By the river."}]
 

@@ -18,7 +18,7 @@ from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
 from textmill.processes.exits import leave_after
 from textmill.processes.ranks import Ranks
-from textmill.tokens.batches.sizes import Sizes
+from textmill.tokens.batches.batch_sizes import Sizes
 
 LR = 1e-2
 

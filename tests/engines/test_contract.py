@@ -15,7 +15,7 @@ from textmill.engines import Engine, Named, open_engine
 from textmill.models import open_family
 from textmill.models.lora import first_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
-from textmill.tokens.batches.sizes import Sizes
+from textmill.tokens.batches.batch_sizes import Sizes
 
 ENGINES = sorted(path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py"))
 VOCAB, LENGTH, ROWS = 150, 24, 8

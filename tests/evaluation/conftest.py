@@ -15,8 +15,8 @@ from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEng
 from textmill.models.gpt2.facts import facts as gpt2
 from textmill.storage.files import write_json
 from textmill.tokens.store import TokenStore, dtype_for, open_store
-from textmill.tokens.tokenizer import TextTokenizer, fit
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 WORDS = ["the", "mill", "stands", "by", "a", "river", "and", "its", "wheel", "turns", "물레방아는", "강가에", "서", "있다", "çark", "döner"]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from textmill.errors import TextmillError
 from textmill.evaluation import baselines
 from textmill.evaluation.baselines import count, losses_of
-from textmill.tokens.indexes import Index
+from textmill.tokens.index_formats import Index
 from textmill.tokens.store import TokenStore
 
 VOCAB, FIRST = 7, 0

@@ -18,7 +18,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation import evaluate
 from textmill.evaluation.figures import figures_of, table_of
 from textmill.storage.files import read_json, write_json
-from textmill.tokens.tokenizer import TextTokenizer, fit
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 
 def test_figures_of_a_known_loss() -> None:

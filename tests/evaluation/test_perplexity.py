@@ -22,7 +22,7 @@ from textmill.evaluation.perplexity import perplexity
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.windows import window_batches
-from textmill.tokens.indexes import Index
+from textmill.tokens.index_formats import Index
 from textmill.tokens.store import TokenStore, open_store
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, 
 from textmill.config import TokenizerConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
 from textmill.models.gpt2.facts import facts as gpt2
-from textmill.tokens.tokenizer import TextTokenizer, fit
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 TEXT = [
     "The mill stands by the river and the wheel begins to turn every morning.",

@@ -27,7 +27,7 @@ from textmill.generation.chat import Message, Talk
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Request
 from textmill.generation.terminal import Terminal
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
 class PlainTemplate:
@@ -110,7 +110,7 @@ def test_a_model_without_a_template_says_so(model: Path, capsys: pytest.CaptureF
 PROGRAM = """
     import sys
     from textmill.generation import answers
-    from textmill.tokens.tokenizer import open_tokenizer
+    from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
     class Template:
         def __init__(self, folder):

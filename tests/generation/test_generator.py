@@ -21,7 +21,7 @@ from textmill.errors import TextmillError
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.texts import BROKEN, TextStream, bytes_of, streams_of
 from textmill.models.gpt2.facts import facts as gpt2
-from textmill.tokens.tokenizer import TextTokenizer, fit
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 WriteModel = Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]
 GREEDY = SampleConfig(temperature=0, max_tokens=64)

@@ -19,7 +19,7 @@ from tests.generation.conftest import _write_model
 from tests.server.live import TEXT
 from textmill.config import TokenizerConfig
 from textmill.models.gpt2.facts import facts as gpt2
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.vocabulary.tokenizer import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,7 +23,7 @@ from textmill.server.opening import open_key
 from textmill.server.remote import open_remote
 from textmill.server.running import bind, run
 from textmill.server.service import Service
-from textmill.tokens.tokenizer import TextTokenizer, fit
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 TEXT = [
     "The mill stands by the river and the wheel begins to turn every morning.",

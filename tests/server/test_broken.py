@@ -20,7 +20,7 @@ from textmill.server.app import new_app
 from textmill.server.opening import open_service
 from textmill.server.service import Service
 from textmill.server.shapes import CompletionBody
-from textmill.tokens.tokenizer import TextTokenizer, fit
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 ASKED = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}
 

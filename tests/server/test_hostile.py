@@ -18,7 +18,7 @@ from textmill.config import RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.models.gpt2.facts import facts as gpt2
 from textmill.server.opening import open_service
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.vocabulary.tokenizer import fit
 
 DEEP = "[" * 100_000
 GIVEN = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from textmill.config import TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
-from textmill.tokens.batches import sums
+from textmill.tokens.batches import prefix_sums as sums
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.batch_sizes import Sizes
 from textmill.tokens.batches.blend import Blend
+from textmill.tokens.batches.by_step import Batches, in_order
+from textmill.tokens.batches.from_config import valid_batches
 from textmill.tokens.batches.layout import check_ids
-from textmill.tokens.batches.opening import valid_batches
-from textmill.tokens.batches.order import shuffled
 from textmill.tokens.batches.packed import Packed
 from textmill.tokens.batches.padded import Padded
-from textmill.tokens.batches.sizes import Sizes
+from textmill.tokens.batches.shuffle import shuffled
 from textmill.tokens.batches.windows import window_batches, window_count
 from textmill.tokens.splits import Share, Splits
 from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.tokenizer import fit
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.vocabulary.tokenizer import fit
 
 
 def store_of(folder: Path, lengths: list[int]) -> TokenStore:

@@ -19,13 +19,13 @@ from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.stages import open_manifest
-from textmill.tokens.chat import Rendered, render
-from textmill.tokens.encoders import ReferenceEncoder
-from textmill.tokens.fitting import fit_tokenizer
+from textmill.tokens.chat_rendering import Rendered, render
 from textmill.tokens.merge import merge
 from textmill.tokens.store import open_store
 from textmill.tokens.tokenize import tokenize
-from textmill.tokens.tokenizer import TextTokenizer, fit, open_tokenizer
+from textmill.tokens.vocabulary.encoders import ReferenceEncoder
+from textmill.tokens.vocabulary.fitting import fit_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 
 TEXTS = ["물레방아는 강가에 서 있다. The mill stands by the river.", "안녕하세요, 반가워요! 你好，很高兴认识你。🙂👩‍👧 <|user|> x"] * 3
 S, U, A, E = "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"

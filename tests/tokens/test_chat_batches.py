@@ -13,12 +13,12 @@ from textmill.errors import TextmillError
 from textmill.models.gpt2.facts import facts as gpt2
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.by_step import Batches, in_order
 from textmill.tokens.batches.chat import Chat
-from textmill.tokens.batches.sizes import Sizes
-from textmill.tokens.preflight import Facts, measure
+from textmill.tokens.chat_checks import Facts, measure
 from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
 
 X = IGNORED
 STOP, PAD = 9, 0

@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from textmill.config import TokenizerConfig
-from textmill.tokens import encoders
-from textmill.tokens.encoders import PATTERNS, FastEncoder, ReferenceEncoder, Sample, doubt_of, first_difference, hard_samples, open_encoder
-from textmill.tokens.tokenizer import END, TextTokenizer, fit
+from textmill.tokens.vocabulary import encoders
+from textmill.tokens.vocabulary.encoders import (
+    PATTERNS,
+    FastEncoder,
+    ReferenceEncoder,
+    Sample,
+    doubt_of,
+    first_difference,
+    hard_samples,
+    open_encoder,
+)
+from textmill.tokens.vocabulary.tokenizer import END, TextTokenizer, fit
 from textmill.where import PACKAGE
 
 TEXT = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")
@@ -109,7 +118,7 @@ def test_a_long_line_without_a_break(fitted: TextTokenizer, text: str) -> None:
 
 
 def test_gpt2_on_real_text(shared_data: Path) -> None:
-    from textmill.tokens.tokenizer import open_tokenizer
+    from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(shared_data / "gpt2_bpe")
     texts = [TEXT[start : start + 2000] for start in range(0, 100_000, 2000)]

@@ -23,15 +23,15 @@ from textmill.cli import main
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.tokens import tables
+from textmill.tokens import token_tables as tables
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.opening import open_batches
-from textmill.tokens.existing import tokenize_used
+from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.existing_tokens import tokenize_used
 from textmill.tokens.splits import contiguous, open_splits
 from textmill.tokens.store import TokenStore
-from textmill.tokens.tables import Ragged, Table, unpadded
-from textmill.tokens.tokenizer import fit
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.token_tables import Ragged, Table, unpadded
+from textmill.tokens.vocabulary.tokenizer import fit
 
 Rows = list[list[int]]
 WORDS = ["the", "mill", "stands", "by", "a", "river", "물레방아는", "çark", "döner"]

@@ -23,16 +23,16 @@ from textmill.storage.files import faults_of, read_json
 from textmill.tokens import features as features_module
 from textmill.tokens.batches import features as layout_module
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.by_step import Batches, in_order
 from textmill.tokens.batches.features import FeatureRows
-from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.features import SCHEMA, chunks_of, packed_rows, rows_in
 from textmill.tokens.splits import Features, Share, contiguous, open_splits
 from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.tables import Table
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.token_tables import Table
 from textmill.tokens.tokenize import tokenize
-from textmill.tokens.tokenizer import open_tokenizer
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.where import open_where
 
 END = 50256

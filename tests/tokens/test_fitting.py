@@ -15,11 +15,11 @@ from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_texts, shards_of
 from textmill.errors import TextmillError
-from textmill.tokens.fitting import fit_tokenizer
-from textmill.tokens.readings import count_words, hash_of, parts_of
 from textmill.tokens.tokenize import tokenize
-from textmill.tokens.tokenizer import open_tokenizer
-from textmill.tokens.training import WordCounter, merge_counts, new_inner
+from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_inner
+from textmill.tokens.vocabulary.fitting import fit_tokenizer
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+from textmill.tokens.vocabulary.training_text import count_words, hash_of, parts_of
 from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")

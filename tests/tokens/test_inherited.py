@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from textmill.config import TokenizerConfig
-from textmill.tokens.inherited import inherited
-from textmill.tokens.spelling import spellings_of
-from textmill.tokens.tokenizer import TextTokenizer, fit, open_tokenizer
+from textmill.tokens.vocabulary.token_bytes import spellings_of
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
+from textmill.tokens.vocabulary.transfer import inherited
 
 KINDS = {
     "bpe": TokenizerConfig(vocab=360), "unigram": TokenizerConfig(kind="unigram", vocab=420),

@@ -15,7 +15,7 @@ from textmill.storage.stages import Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path, open_lineage
 from textmill.tokens.merge import merge
 from textmill.tokens.store import open_store
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: object = np.uint16) -> Path:

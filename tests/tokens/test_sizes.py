@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from textmill.tokens.batches.sizes import Sizes
+from textmill.tokens.batches.batch_sizes import Sizes
 
 
 def megatron_size(consumed: int, batch: int, start: int, increment: int, samples: int) -> int:

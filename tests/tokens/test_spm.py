@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from textmill.errors import TextmillError
-from textmill.tokens.spm import parse_model
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.sentencepiece_model import parse_model
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 from textmill.where import PACKAGE
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="needs sentencepiece: pip install 'textmill[dev]'")

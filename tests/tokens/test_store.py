@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from textmill.errors import TextmillError
-from textmill.tokens.indexes import Format, faults_in_index, index_blocks
+from textmill.tokens.index_formats import Format, faults_in_index, index_blocks
 from textmill.tokens.store import dtype_for, open_store
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
 
 # Two one-sequence documents of lengths 3 and 2 in uint16, as the format's description gives it.
 GOLDEN = (

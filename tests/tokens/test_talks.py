@@ -8,8 +8,8 @@ import pytest
 
 from textmill.config import TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.tokens.talks import open_template
-from textmill.tokens.tokenizer import fit
+from textmill.tokens.chat_template import open_template
+from textmill.tokens.vocabulary.tokenizer import fit
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -17,11 +17,11 @@ from textmill.corpus.shards import read_documents, shards_of
 from textmill.errors import TextmillError
 from textmill.storage.stages import open_manifest
 from textmill.tokens import tokenize as verb
-from textmill.tokens.encoders import FastEncoder
-from textmill.tokens.fitting import fit_tokenizer
 from textmill.tokens.lineage import open_lineage
 from textmill.tokens.store import open_store
 from textmill.tokens.tokenize import tokenize
+from textmill.tokens.vocabulary.encoders import FastEncoder
+from textmill.tokens.vocabulary.fitting import fit_tokenizer
 
 END = "<|endoftext|>"
 

@@ -8,7 +8,7 @@ from textmill.checkpoints.folders import faults_in, steps_of
 from textmill.config import STAGE_FOLDERS
 from textmill.errors import TextmillError
 from textmill.storage.stages import MANIFEST, faults_in_stage
-from textmill.tokens.indexes import faults_in_index
+from textmill.tokens.index_formats import faults_in_index
 from textmill.tokens.store import open_store, paths_of, prefix_of
 from textmill.where import open_where
 

@@ -16,9 +16,9 @@ from textmill.generation import generate
 from textmill.generation.answers import answer
 from textmill.storage.files import read_json, shown, write_json
 from textmill.storage.stages import MANIFEST, Force
-from textmill.tokens.fitting import fit_tokenizer
 from textmill.tokens.splits import open_splits, tokenizer_of
 from textmill.tokens.tokenize import tokenize
+from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.loop import train
 from textmill.training.runs import check_start
 

@@ -13,7 +13,7 @@ from textmill.models import shape_in
 from textmill.storage.files import hash_json, shown, write_bytes
 from textmill.storage.stages import Force, Stage
 from textmill.storage.tensor_files import blocks_of, fingerprint_of
-from textmill.tokens.tokenizer import open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
 def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:

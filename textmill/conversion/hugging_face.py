@@ -10,7 +10,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.storage.tensor_files import Named
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Our precisions by the names that a config.json has for them."""

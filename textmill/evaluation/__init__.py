@@ -15,7 +15,7 @@ from textmill.storage.files import shown, write_json
 from textmill.storage.stages import open_manifest
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 ROWS = ("model", "unigram", "bigram")
 

@@ -14,7 +14,7 @@ from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.terminal import Terminal
-from textmill.tokens.talks import open_template
+from textmill.tokens.chat_template import open_template
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator, Sample

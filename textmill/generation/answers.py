@@ -11,8 +11,8 @@ from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
+from textmill.tokens.chat_template import TalkTemplate, open_template
 from textmill.tokens.splits import Splits, open_splits
-from textmill.tokens.talks import TalkTemplate, open_template
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator, Sample

@@ -14,7 +14,7 @@ from textmill.generation.requests import Done, Reason, Request, Token, Top
 from textmill.generation.sampling import Rules, State, new_state, next_ids, rules_of
 from textmill.generation.texts import StopWatch, Stream
 from textmill.kernels.transfer_torch import OnItsWay, on_device
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 NOT_FINITE = "the model's scores are not finite; its weights are damaged or its training diverged; use an earlier --step"
 Event = Token | Done

@@ -14,7 +14,7 @@ from textmill.generation.batch import NOT_FINITE, Slots
 from textmill.generation.requests import Done, Request
 from textmill.generation.sampling import State, forbid_ends, new_state, penalise_rows
 from textmill.generation.texts import StopWatch, TextStream
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
 class Home(Protocol):

@@ -12,7 +12,7 @@ from textmill.errors import TextmillError, warn
 from textmill.generation.answers import chat_model_of
 from textmill.generation.requests import Request
 from textmill.generation.terminal import Terminal
-from textmill.tokens.talks import Message, TalkTemplate
+from textmill.tokens.chat_template import Message, TalkTemplate
 
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator

@@ -19,7 +19,7 @@ from textmill.generation.beams import search
 from textmill.generation.requests import Done, Request, room_of
 from textmill.generation.texts import Stream, streams_of
 from textmill.models.nets_torch import Net, open_net
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from textmill.generation.requests import Done, Request, Token, Top
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 OFTEN = 0.02
 """Seconds between two parts of a text that is streamed: faster than eyes, and a model makes a hundred thousand tokens in a second."""

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from tokenizers import pre_tokenizers
 
-from textmill.tokens.spelling import byte_signs
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.token_bytes import byte_signs
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 

@@ -12,7 +12,7 @@ from textmill.generation.requests import Request
 from textmill.server.refusals import Refusal, shown
 from textmill.server.service import Service
 from textmill.server.shapes import ChatBody, CompletionBody, Sampling
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 LONG_STOP = 200
 """Characters of a stop string at most."""

@@ -11,7 +11,7 @@ from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
 from textmill.server.remote import open_remote
 from textmill.server.service import Scheduler, Service
-from textmill.tokens.talks import open_template
+from textmill.tokens.chat_template import open_template
 
 KEY = "TEXTMILL_API_KEY"
 SHORTEST = 8

@@ -17,7 +17,7 @@ from textmill.errors import EXIT_BUG, TextmillError, Told, warn
 from textmill.generation.parts import Deliver, Part
 from textmill.generation.requests import Done, Full, Request, hung, served_room_of
 from textmill.generation.wire import Line, Outbox, new_lines, packed_request, part_of
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2
 AFTER = 10.0

@@ -14,7 +14,7 @@ from textmill.generation.requests import Request
 from textmill.server.mail import Mail
 from textmill.server.metrics import Metrics
 from textmill.server.pieces import Pieces
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
 class Scheduler(Protocol):

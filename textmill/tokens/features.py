@@ -20,7 +20,7 @@ from textmill.storage.files import account_of, writing
 from textmill.storage.progress import progress
 from textmill.tokens.batches.layout import gathered
 from textmill.tokens.store import TokenStore, open_store
-from textmill.tokens.tokenizer import open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 FOLDER = "features"
 """Where the rows stand, inside the tokens folder."""

@@ -12,7 +12,7 @@ from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.store import TokenStore, mask_path, open_store, paths_of, prefix_of
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
 
 SHARED = ("tokenizer", "vocab", "end")
 """What stores must have in common to be one."""

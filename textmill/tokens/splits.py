@@ -18,8 +18,8 @@ from textmill.errors import TextmillError
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.store import TokenStore, open_store, paths_of, prefix_of
-from textmill.tokens.tables import Table, find_tables, is_dataset, named_files, open_tables, rows_of
-from textmill.tokens.tokenizer import TextTokenizer, open_named, open_tokenizer
+from textmill.tokens.token_tables import Table, find_tables, is_dataset, named_files, open_tables, rows_of
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_named, open_tokenizer
 
 STRETCHES, STRETCH = 64, 1 << 15
 """Places of a store that are looked at to know it again, and tokens of each."""

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.indexes import BLOCK, Index, open_index
-from textmill.tokens.maps import expect
+from textmill.tokens.index_formats import BLOCK, Index, open_index
+from textmill.tokens.mmap_advice import expect
 
 
 def dtype_for(vocab: int) -> np.dtype[Any]:

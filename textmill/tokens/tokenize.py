@@ -18,17 +18,26 @@ from textmill.runners import open_runner
 from textmill.storage.files import account_of, read_json, remove_folder, shown, write_bytes
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
-from textmill.tokens.chat import Template
-from textmill.tokens.encoders import FAST, REFERENCE, Encoder, ReferenceEncoder, Sample, doubt_of, first_difference, open_encoder_in
-from textmill.tokens.existing import tokenize_used
+from textmill.tokens.chat_rendering import Template
+from textmill.tokens.existing_tokens import tokenize_used
 from textmill.tokens.features import write_features
-from textmill.tokens.fitting import check_fitted, fit_tokenizer
-from textmill.tokens.indexes import Format
+from textmill.tokens.index_formats import Format
 from textmill.tokens.lineage import LineageWriter, lineage_path
-from textmill.tokens.pieces import COLUMNS, COUNTED, Form, Piece, encode_piece
+from textmill.tokens.shard_encoding import COLUMNS, COUNTED, Form, Piece, encode_piece
 from textmill.tokens.store import dtype_for, open_store
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.vocabulary.encoders import (
+    FAST,
+    REFERENCE,
+    Encoder,
+    ReferenceEncoder,
+    Sample,
+    doubt_of,
+    first_difference,
+    open_encoder_in,
+)
+from textmill.tokens.vocabulary.fitting import check_fitted, fit_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 PARTS = "parts"
 PIECE = 32 << 20

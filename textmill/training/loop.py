@@ -18,8 +18,8 @@ from textmill.storage.files import shown, taken, write_text
 from textmill.storage.prefetch import ahead
 from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import garbled
-from textmill.tokens.batches.batches import Batches
-from textmill.tokens.batches.opening import open_batches, valid_batches
+from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.from_config import open_batches, valid_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers
 from textmill.training.divergence import Patience

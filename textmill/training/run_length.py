@@ -10,8 +10,8 @@ from typing import Literal
 from textmill.config import TrainConfig
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batches import Batches
-from textmill.tokens.batches.sizes import Sizes
+from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.by_step import Batches
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from textmill.processes.signals import STOPPED
 from textmill.storage.files import remove_folder
 from textmill.storage.stages import Force, differences
 from textmill.storage.tensor_files import Named, fingerprint_of
-from textmill.tokens.inherited import Inherited, inherited
-from textmill.tokens.preflight import preflight
+from textmill.tokens.chat_checks import preflight
 from textmill.tokens.splits import Splits
+from textmill.tokens.vocabulary.transfer import Inherited, inherited
 from textmill.track import Trackers, check_trackers, open_trackers
 from textmill.track.jsonl import cut_back
 from textmill.training.run_length import Course

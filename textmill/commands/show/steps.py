@@ -11,11 +11,11 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.storage.files import shown
 from textmill.storage.stages import differences
-from textmill.tokens.batches.opening import open_batches
+from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.training.runs import INDEX
 
 DECIDING = ("tokens", "train.layout", "train.seed", "train.batch", "train.ramp", "train.apart", "train.tail", "train.long", "train.close")

@@ -11,10 +11,10 @@ from textmill.commands.show.shares import show_shares
 from textmill.config import RunConfig
 from textmill.counters import uniform_at
 from textmill.storage.files import shown
-from textmill.tokens.indexes import BLOCK
+from textmill.tokens.index_formats import BLOCK
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import TokenStore
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 COUNTED = 20_000_000
 """Tokens that are counted for the frequent ones."""

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids, gathered
-from textmill.tokens.batches.order import placed, shuffled
 from textmill.tokens.batches.packed import numbers_of
-from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.prefix_sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.shuffle import placed, shuffled
 from textmill.tokens.store import TokenStore
 
 _CONVERSATIONS, _SAMPLES = 5, 6

@@ -13,13 +13,13 @@ from textmill.errors import TextmillError
 from textmill.storage.files import hash_json, locked, writing
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids
-from textmill.tokens.batches.order import placed
-from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.prefix_sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.shuffle import placed
 from textmill.tokens.features import rows_in
-from textmill.tokens.maps import expect
+from textmill.tokens.mmap_advice import expect
 from textmill.tokens.splits import Features
 from textmill.tokens.store import TokenStore
-from textmill.tokens.tables import IDS, LABELS, Ragged, Table
+from textmill.tokens.token_tables import IDS, LABELS, Ragged, Table
 
 _ROWS = 4
 

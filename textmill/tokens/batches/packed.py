@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids, gathered
-from textmill.tokens.batches.order import shuffled
-from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.prefix_sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.shuffle import shuffled
 from textmill.tokens.store import TokenStore
 
 _DOCUMENTS, _WINDOWS = 1, 2

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids, gathered
-from textmill.tokens.batches.order import placed
-from textmill.tokens.batches.sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.prefix_sums import Amounts, running_sums, sums_path
+from textmill.tokens.batches.shuffle import placed
 from textmill.tokens.store import TokenStore
 
 _SAMPLES = 3

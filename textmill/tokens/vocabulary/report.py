@@ -8,7 +8,7 @@ from typing import Any
 
 from textmill.corpus.clean.filters import words_of
 from textmill.corpus.clean.languages import language_of
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 ALL, OTHER = "all", "other"
 SHARE = 0.01

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from textmill.errors import TextmillError
-from textmill.tokens.training import SPACE, apart
+from textmill.tokens.vocabulary.algorithms import SPACE, apart
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

@@ -19,8 +19,8 @@ from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.batches.layout import check_ids
 from textmill.tokens.splits import contiguous, kind_of, place_of, tokenizer_of
 from textmill.tokens.store import dtype_for, open_store, paths_of
-from textmill.tokens.tables import IDS, MASK, Table, named_files, open_tables, unpadded
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.token_tables import IDS, MASK, Table, named_files, open_tables, unpadded
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from textmill.config.vocabulary import ENDS, end_of
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_json, read_json, write_text
 from textmill.storage.hub import open_folder
-from textmill.tokens.chat import Form, Template, new_template
-from textmill.tokens.foreign import END, open_files, roles_of
-from textmill.tokens.training import WordCounter, merge_counts, new_inner, train
+from textmill.tokens.chat_rendering import Form, Template, new_template
+from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_inner, train
+from textmill.tokens.vocabulary.foreign_files import END, open_files, roles_of
 
 __all__ = ["END", "FILES", "TextTokenizer", "fit", "fit_words", "open_named", "open_tokenizer"]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.storage.files import sync
-from textmill.tokens.indexes import BLOCK, CODES, Format, index_blocks
+from textmill.tokens.index_formats import BLOCK, CODES, Format, index_blocks
 from textmill.tokens.store import TokenStore, mask_path, paths_of
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from textmill.tokens.tokenizer import TextTokenizer
+    from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
@@ -86,7 +86,7 @@ def open_encoder_in(folder: Path, kind: str) -> Encoder:
     """The encoder of a kind for the tokenizer in a folder; the fast one is opened without the other."""
     if kind == FAST:
         return _open_fast((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    from textmill.tokens.tokenizer import open_tokenizer
+    from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
     # One worker a core already: a second thread each would only make them wait for one another.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

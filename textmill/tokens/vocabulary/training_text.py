@@ -26,7 +26,7 @@ from textmill.runners import Result, open_runner
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import open_manifest
-from textmill.tokens.training import WordCounter, new_inner
+from textmill.tokens.vocabulary.algorithms import WordCounter, new_inner
 
 PICKED_PARTS, PICKED_TEXTS, PICKED_CHARACTERS = 16, 1000, 2000
 """The report looks at so many parts of the text at most, so many documents in all, and the beginning of each document."""

@@ -12,11 +12,11 @@ from textmill.config.chat import WORDS, turns_of
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import account_of, read_json, shown, write_json
 from textmill.storage.stages import MANIFEST, Force, Stage, differences, open_manifest
-from textmill.tokens.chat import render
-from textmill.tokens.encoders import ReferenceEncoder
-from textmill.tokens.readings import count_words, mark_of, parts_of, pick_texts
-from textmill.tokens.tokenizer import FILES, TextTokenizer, fit_words, open_named
-from textmill.tokens.vocab_report import measure, table_of
+from textmill.tokens.chat_rendering import render
+from textmill.tokens.vocabulary.encoders import ReferenceEncoder
+from textmill.tokens.vocabulary.report import measure, table_of
+from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_named
+from textmill.tokens.vocabulary.training_text import count_words, mark_of, parts_of, pick_texts
 
 REPORT = "report.json"
 FITTING = ("kind", "vocab", "min_frequency", "coverage", "special_tokens", "byte_fallback", "strip_accents", "digits", "cjk")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from textmill.config.chat import END, WORDS, tokens_in
 from textmill.corpus.document import Turn
 from textmill.tokens.batches.layout import gathered
-from textmill.tokens.encoders import Encoder
+from textmill.tokens.vocabulary.encoders import Encoder
 
 Ids = tuple[int, ...]
 PROMPT = ""

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from textmill.errors import TextmillError
-from textmill.tokens.chat import Form, render
-from textmill.tokens.encoders import ReferenceEncoder
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.chat_rendering import Form, render
+from textmill.tokens.vocabulary.encoders import ReferenceEncoder
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 Message = dict[str, str]
 """A turn of a talk: who speaks ("role") and what is said ("content")."""

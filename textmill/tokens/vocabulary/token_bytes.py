@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import pre_tokenizers
 
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """Sentencepiece's sign for a space."""

@@ -8,16 +8,16 @@ from pathlib import Path
 from textmill.config import TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import Batch
-from textmill.tokens.batches.batches import Batches, in_order
+from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.by_step import Batches, in_order
 from textmill.tokens.batches.chat import Chat
 from textmill.tokens.batches.features import FeatureRows
 from textmill.tokens.batches.layout import Layout
 from textmill.tokens.batches.packed import Packed
 from textmill.tokens.batches.padded import Padded
-from textmill.tokens.batches.sizes import Sizes
 from textmill.tokens.batches.windows import window_batches
 from textmill.tokens.splits import Share, Splits
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
 def open_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None) -> Batches:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.storage.files import hash_json, locked
-from textmill.tokens.maps import expect
+from textmill.tokens.mmap_advice import expect
 from textmill.tokens.store import TokenStore
 
 FEW = 1 << 20

@@ -15,7 +15,7 @@ from textmill.config import TrainConfig
 from textmill.errors import TextmillError, warn
 from textmill.tokens.splits import Splits
 from textmill.tokens.store import TokenStore
-from textmill.tokens.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 BLOCK = 1 << 13
 """Conversations that are looked at together."""

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.tokens.batches.batch import Batch
+from textmill.tokens.batches.batch_sizes import Sizes
 from textmill.tokens.batches.blend import Blend
 from textmill.tokens.batches.layout import Layout, Rows
-from textmill.tokens.batches.sizes import Sizes
 
 
 class Batches:

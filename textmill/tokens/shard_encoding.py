@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from textmill.corpus.conversations import turns_of
 from textmill.corpus.shards import read_groups
 from textmill.storage.files import read_json, write_bytes, write_json
-from textmill.tokens.chat import Form as ChatForm
-from textmill.tokens.chat import render
-from textmill.tokens.counting import buffers_of, count_words
-from textmill.tokens.encoders import REFERENCE, Encoder, is_refusal, open_encoder_in
+from textmill.tokens.chat_rendering import Form as ChatForm
+from textmill.tokens.chat_rendering import render
 from textmill.tokens.lineage import LineageWriter, lineage_path
-from textmill.tokens.writer import StoreWriter
+from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.text_counts import buffers_of, count_words
+from textmill.tokens.vocabulary.encoders import REFERENCE, Encoder, is_refusal, open_encoder_in
 
 BATCH = 2 << 20
 """Bytes of text that are encoded at a time: few enough to stay near the processor, enough to be worth a call."""

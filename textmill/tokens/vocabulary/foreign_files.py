@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
-from textmill.tokens.spm import open_spm
+from textmill.tokens.vocabulary.sentencepiece_model import open_spm
 
 END = "<|endoftext|>"
 GPT2_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))

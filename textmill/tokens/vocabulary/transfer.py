@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from textmill.errors import TextmillError
-from textmill.tokens.spelling import Spelling, spellings_of
-from textmill.tokens.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.token_bytes import Spelling, spellings_of
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 ROLES = ("end", "begin", "pad", "unknown", "mask")
 SHOWN = 3

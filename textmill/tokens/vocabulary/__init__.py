@@ -1,0 +1,1 @@
+"""Tokenizers: fitting, opening, encoding, and moving a model to another vocabulary."""
