@@ -17,8 +17,8 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import SampleConfig
 from textmill.generation import sampling
 from textmill.generation.generator import Generator
+from textmill.generation.incremental_text import BROKEN, StopWatch
 from textmill.generation.requests import Done, Request, Token
-from textmill.generation.texts import BROKEN, StopWatch
 
 LANGUAGES = {
     "english": "the mill stands by river and its wheel begins to turn every morning before a child counts sacks of grain",

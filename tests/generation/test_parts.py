@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from textmill.generation.parts import Gathering, Part
 from textmill.generation.requests import Done, Token
+from textmill.generation.text_chunks import Gathering, Part
 
 TOKENS = [Token(number, text, -float(number), ((7, -0.5),)) for number, text in enumerate(["a", "", "b", "c", "", "", "d"])]
 END = Done("length", 7, "e")
@@ -24,7 +24,7 @@ def test_a_text_that_is_not_streamed_comes_once(judged: bool) -> None:
 
 def test_a_stream_comes_at_most_every_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, parts = SimpleNamespace(now=0.0), list[Part]()
-    monkeypatch.setattr("textmill.generation.parts.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("textmill.generation.text_chunks.time", SimpleNamespace(monotonic=lambda: clock.now))
     gathering = Gathering(parts.append, False, streamed=True)
     for event, clock.now in zip((*TOKENS, END), [1.001, 1.005, 1.01, 1.021, 1.025, 1.061, 1.07, 1.071], strict=True):
         gathering(event)

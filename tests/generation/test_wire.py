@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from textmill.generation.wire import Line, Outbox, new_lines
+from textmill.generation.messages import Line, Outbox, new_lines
 
 
 def test_what_nobody_reads_yet_is_kept_in_order_and_holds_up_nobody() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.parts import InParts
 from textmill.generation.requests import Done, Full, Request, Token
+from textmill.generation.text_chunks import InParts
 from textmill.server.opening import open_key
 from textmill.server.remote import open_remote
 from textmill.server.running import bind, run

@@ -13,7 +13,7 @@ from textmill.devices import open_device
 from textmill.evaluation import ROWS, evaluate
 from textmill.evaluation.figures import table_of
 from textmill.generation import generate
-from textmill.generation.answers import answer
+from textmill.generation.chat_answers import answer
 from textmill.storage.files import read_json, shown, write_json
 from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.splits import open_splits, tokenizer_of

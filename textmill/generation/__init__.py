@@ -40,7 +40,7 @@ def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
 
 def samples_of(checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: EngineConfig) -> list[dict[str, Any]]:
     """One continuation of each prompt, or a chat model's answer to it: prompt, text, seed and number of new tokens; the seed counts up."""
-    from textmill.generation.answers import answers_of, asking
+    from textmill.generation.chat_answers import answers_of, asking
     from textmill.generation.generator import open_generator
 
     generator, template = open_generator(checkpoint, engine), open_template(checkpoint.tokenizer)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from textmill.generation.incremental_text import StopWatch, Stream
 from textmill.generation.requests import Done, Reason, Request, Token, Top
 from textmill.generation.sampling import Rules, State, new_state, next_ids, rules_of
-from textmill.generation.texts import StopWatch, Stream
 from textmill.kernels.transfer_torch import OnItsWay, on_device
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from textmill.errors import TextmillError
 from textmill.generation.batch import NOT_FINITE, Slots
+from textmill.generation.incremental_text import StopWatch, TextStream
 from textmill.generation.requests import Done, Request
 from textmill.generation.sampling import State, forbid_ends, new_state, penalise_rows
-from textmill.generation.texts import StopWatch, TextStream
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 

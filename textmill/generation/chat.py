@@ -9,7 +9,7 @@ from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import config_of, merged, tree_of
 from textmill.errors import TextmillError, warn
-from textmill.generation.answers import chat_model_of
+from textmill.generation.chat_answers import chat_model_of
 from textmill.generation.requests import Request
 from textmill.generation.terminal import Terminal
 from textmill.tokens.chat_template import Message, TalkTemplate

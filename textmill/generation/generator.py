@@ -16,8 +16,8 @@ from textmill.devices import open_device, precision_of
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event, Slots, slots_type
 from textmill.generation.beams import search
+from textmill.generation.incremental_text import Stream, streams_of
 from textmill.generation.requests import Done, Request, room_of
-from textmill.generation.texts import Stream, streams_of
 from textmill.models.nets_torch import Net, open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN, mix
-from textmill.generation.draws import COLDEST, NEVER, Draw, draw_of
+from textmill.generation.gpu_sampling import COLDEST, NEVER, Draw, draw_of
 from textmill.kernels.transfer_torch import on_device
 
 try:

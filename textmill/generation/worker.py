@@ -21,9 +21,9 @@ from pydantic import TypeAdapter
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_DONE, EXIT_USER, TextmillError
-from textmill.generation.parts import InParts, Part
+from textmill.generation.messages import BEAT, Line, packed_part, request_of, sayable, settle
 from textmill.generation.requests import Done
-from textmill.generation.wire import BEAT, Line, packed_part, request_of, sayable, settle
+from textmill.generation.text_chunks import InParts, Part
 
 
 class Worker:

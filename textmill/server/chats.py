@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.generation.parts import Entry
+from textmill.generation.text_chunks import Entry
 from textmill.server.asking import Prompt, check_length, check_pairs, prompt_of
 from textmill.server.completions import ending_of, usage_of
 from textmill.server.flights import Event, Text, texts_of

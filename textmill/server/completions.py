@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from textmill.generation.parts import Entry
 from textmill.generation.requests import Done
+from textmill.generation.text_chunks import Entry
 from textmill.server.asking import Prompt
 from textmill.server.flights import Event, Text, texts_of
 from textmill.server.logprobs import Offsets, completion_logprobs

@@ -12,8 +12,8 @@ from fastapi import Request as HttpRequest
 from starlette.types import Receive
 
 from textmill.errors import TextmillError
-from textmill.generation.parts import Entry, Part
 from textmill.generation.requests import Done, Full, Request
+from textmill.generation.text_chunks import Entry, Part
 from textmill.server.refusals import Refusal
 from textmill.server.service import Service
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from textmill.generation.wire import sayable
+from textmill.generation.messages import sayable
 from textmill.server.flights import full_refusal, stopping_refusal
 from textmill.server.refusals import Refusal, bug_refusal, reply_of, shown
 from textmill.server.service import Service

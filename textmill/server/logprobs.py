@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable
 from typing import Any
 
-from textmill.generation.parts import Entry
+from textmill.generation.text_chunks import Entry
 from textmill.server.pieces import Pieces
 
 LEAST = -9999.0

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from textmill.generation.parts import Part
+from textmill.generation.text_chunks import Part
 
 Take = Callable[[Part], None]
 

@@ -14,9 +14,9 @@ from typing import Any
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError, Told, warn
-from textmill.generation.parts import Deliver, Part
+from textmill.generation.messages import Line, Outbox, new_lines, packed_request, part_of
 from textmill.generation.requests import Done, Full, Request, hung, served_room_of
-from textmill.generation.wire import Line, Outbox, new_lines, packed_request, part_of
+from textmill.generation.text_chunks import Deliver, Part
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2

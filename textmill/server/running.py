@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from textmill.errors import TextmillError, warn
-from textmill.generation.wire import settle
+from textmill.generation.messages import settle
 from textmill.server.app import new_app
 from textmill.server.connections import Connection, Crowd
 from textmill.server.service import Service

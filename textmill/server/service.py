@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from textmill.config import SampleConfig, ServeConfig
-from textmill.generation.parts import Deliver
 from textmill.generation.requests import Request
+from textmill.generation.text_chunks import Deliver
 from textmill.server.mail import Mail
 from textmill.server.metrics import Metrics
 from textmill.server.pieces import Pieces

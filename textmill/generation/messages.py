@@ -14,8 +14,8 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from textmill.config import SampleConfig
-from textmill.generation.parts import Part
 from textmill.generation.requests import Done, Request
+from textmill.generation.text_chunks import Part
 
 BEAT = 0.5
 """Seconds between two words of a process that is well, at most."""
