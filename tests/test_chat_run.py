@@ -20,7 +20,7 @@ from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.server.app import new_app
-from textmill.server.opening import open_service
+from textmill.server.model_setup import open_service
 from textmill.storage.tensor_files import read_model
 from textmill.tokens.chat_checks import samples_of, show
 from textmill.tokens.store import mask_path, open_store

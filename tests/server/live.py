@@ -19,9 +19,9 @@ from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerCo
 from textmill.errors import TextmillError
 from textmill.generation.requests import Done, Full, Request, Token
 from textmill.generation.text_chunks import InParts
-from textmill.server.opening import open_key
-from textmill.server.remote import open_remote
-from textmill.server.running import bind, run
+from textmill.server.lifecycle import bind, run
+from textmill.server.model_process import open_remote
+from textmill.server.model_setup import open_key
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 

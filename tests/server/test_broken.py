@@ -17,9 +17,9 @@ from tests.server.live import TEXT, in_process
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.models.gpt2.facts import facts as gpt2
 from textmill.server.app import new_app
-from textmill.server.opening import open_service
+from textmill.server.model_setup import open_service
+from textmill.server.request_models import CompletionBody
 from textmill.server.service import Service
-from textmill.server.shapes import CompletionBody
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 ASKED = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}

@@ -12,8 +12,8 @@ import pytest
 from tests.server.conftest import Live
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.guards import OPEN
-from textmill.server.opening import open_key
+from textmill.server.middleware import OPEN
+from textmill.server.model_setup import open_key
 
 KEY = "a-long-secret"
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

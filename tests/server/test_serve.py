@@ -22,7 +22,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.models.gpt2.facts import facts as gpt2
-from textmill.server.opening import name_of
+from textmill.server.model_setup import name_of
 from textmill.tokens.vocabulary.tokenizer import fit
 
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]

@@ -10,8 +10,8 @@ from textmill.errors import EXIT_BUG, Told
 def serve(config: RunConfig, step: WhichStep = "latest") -> None:
     """Answer over HTTP until stopped."""
     from textmill.server.connections import allow_files  # the web framework and the model's are loaded only when asked
-    from textmill.server.opening import open_service
-    from textmill.server.running import bind, run
+    from textmill.server.lifecycle import bind, run
+    from textmill.server.model_setup import open_service
 
     allow_files(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # before the model, which may take minutes to load

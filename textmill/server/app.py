@@ -11,10 +11,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.types import ASGIApp
 
 from textmill import __version__
-from textmill.server.bodies import Bodies
-from textmill.server.guards import Account, BodyLimit, Guard
-from textmill.server.reference import reference_page
-from textmill.server.refusals import add_refusals
+from textmill.server.docs_page import reference_page
+from textmill.server.error_replies import add_refusals
+from textmill.server.json_routes import Bodies
+from textmill.server.middleware import Account, BodyLimit, Guard
 from textmill.server.routes import new_routes
 from textmill.server.service import Service
 

@@ -13,8 +13,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
+from textmill.server.error_replies import tree_of
 from textmill.server.metrics import Metrics
-from textmill.server.refusals import tree_of
 
 RATE = 16 * 1024
 """Bytes a second; who sends or reads more slowly runs out of time sooner or later."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from textmill.generation.text_chunks import Entry
-from textmill.server.pieces import Pieces
+from textmill.server.token_text import Pieces
 
 LEAST = -9999.0
 """What is told for a token that cannot come: JSON has no infinity."""

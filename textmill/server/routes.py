@@ -10,7 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from textmill.server.asking import (
+from textmill.server.chat_replies import ChatReply, chat_prompt, stop_ids_of
+from textmill.server.completion_replies import CompletionReply
+from textmill.server.error_replies import Refusal
+from textmill.server.in_flight import Flight, finish, start
+from textmill.server.json_routes import Posted, post
+from textmill.server.request_checks import (
     LONG_TEXT,
     chat_requests,
     check_ids,
@@ -21,14 +26,9 @@ from textmill.server.asking import (
     prompt_of,
     prompts_of,
 )
-from textmill.server.bodies import Posted, post
-from textmill.server.chats import ChatReply, chat_prompt, stop_ids_of
-from textmill.server.completions import CompletionReply
-from textmill.server.events import EventStream, written
-from textmill.server.flights import Flight, finish, start
-from textmill.server.refusals import Refusal
+from textmill.server.request_models import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from textmill.server.service import Service
-from textmill.server.shapes import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+from textmill.server.sse import EventStream, written
 
 WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from textmill.config import SampleConfig, ServeConfig
 from textmill.generation.requests import Request
 from textmill.generation.text_chunks import Deliver
-from textmill.server.mail import Mail
 from textmill.server.metrics import Metrics
-from textmill.server.pieces import Pieces
+from textmill.server.token_text import Pieces
+from textmill.server.wakeup import Mail
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 

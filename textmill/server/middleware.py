@@ -13,8 +13,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from textmill.generation.messages import sayable
-from textmill.server.flights import full_refusal, stopping_refusal
-from textmill.server.refusals import Refusal, bug_refusal, reply_of, shown
+from textmill.server.error_replies import Refusal, bug_refusal, reply_of, shown
+from textmill.server.in_flight import full_refusal, stopping_refusal
 from textmill.server.service import Service
 
 OPEN = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})

@@ -14,7 +14,7 @@ from starlette.types import Receive
 from textmill.errors import TextmillError
 from textmill.generation.requests import Done, Full, Request
 from textmill.generation.text_chunks import Entry, Part
-from textmill.server.refusals import Refusal
+from textmill.server.error_replies import Refusal
 from textmill.server.service import Service
 
 Event = tuple[int, Part]

@@ -9,7 +9,7 @@ from pathlib import Path
 from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.remote import open_remote
+from textmill.server.model_process import open_remote
 from textmill.server.service import Scheduler, Service
 from textmill.tokens.chat_template import open_template
 

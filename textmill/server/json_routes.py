@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from textmill.server.refusals import SENTENCES, Refusal, reply_of, sentence_of
-from textmill.server.shapes import BODIES, Body
+from textmill.server.error_replies import SENTENCES, Refusal, reply_of, sentence_of
+from textmill.server.request_models import BODIES, Body
 
 Endpoint = Callable[[Any, Request], Awaitable[Response]]
 

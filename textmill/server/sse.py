@@ -12,8 +12,8 @@ from fastapi import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from textmill.server.flights import Event, Flight, left
-from textmill.server.refusals import Refusal, tree_of
+from textmill.server.error_replies import Refusal, tree_of
+from textmill.server.in_flight import Event, Flight, left
 from textmill.server.service import Service
 
 STALLED = 60.0

@@ -9,13 +9,13 @@ from typing import Any
 
 from textmill.errors import TextmillError
 from textmill.generation.text_chunks import Entry
-from textmill.server.asking import Prompt, check_length, check_pairs, prompt_of
-from textmill.server.completions import ending_of, usage_of
-from textmill.server.flights import Event, Text, texts_of
+from textmill.server.completion_replies import ending_of, usage_of
+from textmill.server.error_replies import Refusal
+from textmill.server.in_flight import Event, Text, texts_of
 from textmill.server.logprobs import chat_logprobs
-from textmill.server.refusals import Refusal
+from textmill.server.request_checks import Prompt, check_length, check_pairs, prompt_of
+from textmill.server.request_models import ChatBody, Message
 from textmill.server.service import Service
-from textmill.server.shapes import ChatBody, Message
 
 Tree = dict[str, Any]
 

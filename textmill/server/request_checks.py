@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from textmill.config import SampleConfig
 from textmill.generation.requests import Request
-from textmill.server.refusals import Refusal, shown
+from textmill.server.error_replies import Refusal, shown
+from textmill.server.request_models import ChatBody, CompletionBody, Sampling
 from textmill.server.service import Service
-from textmill.server.shapes import ChatBody, CompletionBody, Sampling
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 LONG_STOP = 200

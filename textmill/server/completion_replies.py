@@ -10,11 +10,11 @@ from typing import Any
 
 from textmill.generation.requests import Done
 from textmill.generation.text_chunks import Entry
-from textmill.server.asking import Prompt
-from textmill.server.flights import Event, Text, texts_of
+from textmill.server.in_flight import Event, Text, texts_of
 from textmill.server.logprobs import Offsets, completion_logprobs
+from textmill.server.request_checks import Prompt
+from textmill.server.request_models import CompletionBody
 from textmill.server.service import Service
-from textmill.server.shapes import CompletionBody
 
 REASONS = {"stop": "stop", "length": "length", "timeout": "length", "cancelled": "length", "error": "stop"}
 """How a text ended, in OpenAI's words."""
