@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from textmill.verification.launches import free_port
+from textmill.verification.launcher import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = "secantusdb==0.7.0b3"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.kill_train import trained
-from textmill.verification.launches import free_port
+from textmill.verification.launcher import free_port
 from textmill.where import recipes_folder
 
 LAUNCH = recipes_folder() / "launch"

@@ -18,7 +18,7 @@ from bench.engine_ends import left_behind
 from bench.kill_train import numbers_of, textmill, trained
 from textmill.engines.ranks_torch import first_host, launch_of
 from textmill.errors import TextmillError
-from textmill.verification.launches import free_port
+from textmill.verification.launcher import free_port
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "textmill"]
 

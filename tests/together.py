@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.engine_ends import left_behind
-from textmill.verification.launches import free_port
+from textmill.verification.launcher import free_port
 
 LONGEST = 900
 

@@ -20,7 +20,7 @@ from textmill.engines import Engine, Ranks, open_engine, open_ranks
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
-from textmill.verification.launches import free_port
+from textmill.verification.launcher import free_port
 
 VOCAB, LENGTH, ROWS = 150, 24, 8
 KINDS = {"torch": TorchEngine, "jax": JaxEngine}

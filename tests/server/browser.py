@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from textmill.verification.launches import free_port
+from textmill.verification.launcher import free_port
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 KEYS = {"enter": "\ue007", "escape": "\ue00c", "shift": "\ue008"}

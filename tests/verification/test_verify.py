@@ -13,9 +13,9 @@ from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
-from textmill.verification.findings import Finding, findings_of
-from textmill.verification.launches import Seen, launch
-from textmill.verification.small import Plan, hand_over, handed_over, plan_of
+from textmill.verification.comparison import Finding, findings_of
+from textmill.verification.launcher import Seen, launch
+from textmill.verification.small_config import Plan, hand_over, handed_over, plan_of
 from textmill.where import open_where
 
 PLANTED = {

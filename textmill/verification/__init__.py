@@ -9,9 +9,9 @@ from pathlib import Path
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.verification.findings import Finding, findings_of
-from textmill.verification.launches import launch
-from textmill.verification.small import Plan, plan_of
+from textmill.verification.comparison import Finding, findings_of
+from textmill.verification.launcher import launch
+from textmill.verification.small_config import Plan, plan_of
 
 
 class Parted(TextmillError):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.verification.launches import Seen
-from textmill.verification.small import Trial
+from textmill.verification.launcher import Seen
+from textmill.verification.small_config import Trial
 
 Gradients = dict[str, NDArray[np.float32]]
 

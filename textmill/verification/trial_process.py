@@ -1,6 +1,6 @@
 """One process of a trial: the steps, and what it saw of them, written for who compares.
 
-python -m textmill.verification.job FOLDER ...
+python -m textmill.verification.trial_process FOLDER ...
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from textmill.processes.exits import leave_after
 from textmill.storage.files import write_json
 from textmill.storage.tensor_files import blocks_of
 from textmill.tokens.batches.batch import Batch
-from textmill.verification.small import VOCAB, batches_of, handed_over, rate_of
+from textmill.verification.small_config import VOCAB, batches_of, handed_over, rate_of
 
 SCALING = {"scale": 1024.0, "good": 0, "left": 2}
 """Where the loss scale of fp16 stands after the steps that it takes to come down, which would all be left out."""

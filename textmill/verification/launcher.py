@@ -18,7 +18,7 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.tensor_files import Named, read_tensors
-from textmill.verification.small import hand_over
+from textmill.verification.small_config import hand_over
 
 PATIENCE = 900
 """Seconds that a trial may take."""
@@ -72,7 +72,7 @@ def _started(configs: list[RunConfig], folder: Path, processes: int) -> Iterator
     for number, config in enumerate(configs):
         (folder / str(number)).mkdir(parents=True)
         hand_over(config, folder / str(number))
-    command = [sys.executable, "-m", "textmill.verification.job", *(str(folder / str(number)) for number in range(len(configs)))]
+    command = [sys.executable, "-m", "textmill.verification.trial_process", *(str(folder / str(number)) for number in range(len(configs)))]
     jobs = []
     try:
         for number, environment in enumerate(_environments(configs[0].engine.one_process, processes)):
