@@ -102,11 +102,11 @@ def test_kinds_are_read_where_they_are_found() -> None:
 
 def test_no_pickle() -> None:
     """Only the converter of pickled checkpoints reads them, by a reader that runs nothing, and no part of the house leads to it."""
-    reader, converter = "textmill/conversion/pickles.py", "textmill/conversion/deepspeed.py"
+    reader, converter = "textmill/conversion/safe_unpickle.py", "textmill/conversion/deepspeed.py"
     for path, node in nodes():
         where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.ImportFrom):
-            assert node.module != "textmill.conversion.pickles" or name_of(path) == converter, where
+            assert node.module != "textmill.conversion.safe_unpickle" or name_of(path) == converter, where
             assert node.module != "textmill.conversion.deepspeed", where
         if name_of(path) == reader:
             continue
@@ -151,7 +151,7 @@ def test_never_written(rule: str, pattern: re.Pattern[str]) -> None:
 
 
 def test_every_field_has_its_text() -> None:
-    from textmill.config.words import fields, section_types
+    from textmill.config.keys import fields, section_types
 
     for key, field in fields():
         sections = section_types(field.annotation)

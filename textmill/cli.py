@@ -154,7 +154,7 @@ def _sorted_words(words: list[str], name: str, verb: Verb) -> tuple[list[str], l
 
 
 def _flag_advice(flag: str, name: str, verb: Verb) -> str:
-    from textmill.config.words import OTHER_WORDS, key_advice
+    from textmill.config.keys import OTHER_WORDS, key_advice
 
     word = flag.lstrip("-").replace("-", "_")
     if flag in FLAGS:

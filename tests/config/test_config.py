@@ -10,8 +10,8 @@ import yaml
 from textmill.config import BeamRunner, JaxEngine, JaxMesh, LocalRunner, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.config.help import all_help
+from textmill.config.keys import OTHER_WORDS, fields, key_advice
 from textmill.config.load import config_of, merged, read_yaml, tree_of
-from textmill.config.words import OTHER_WORDS, fields, key_advice
 from textmill.engines.deepspeed_config import settled
 from textmill.errors import TextmillError
 from textmill.where import open_where

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from textmill.cli import main
-from textmill.config.words import OTHER_WORDS, fields, section_types
+from textmill.config.keys import OTHER_WORDS, fields, section_types
 
 DICE = random.Random(150)
 LEAVES = [(key, field) for key, field in fields() if not section_types(field.annotation) and "." in key]

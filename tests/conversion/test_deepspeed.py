@@ -16,7 +16,7 @@ import torch
 
 from tests.damage import WRONG, mutated
 from textmill.conversion.deepspeed import convert, main, weights_in
-from textmill.conversion.pickles import Left, read_pickle
+from textmill.conversion.safe_unpickle import Left, read_pickle
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.storage.tensor_files import read_model

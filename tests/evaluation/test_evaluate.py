@@ -16,7 +16,7 @@ from textmill.checkpoints.folders import Checkpoint, Snapshot, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import evaluate
-from textmill.evaluation.figures import figures_of, table_of
+from textmill.evaluation.metrics import figures_of, table_of
 from textmill.storage.files import read_json, write_json
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 

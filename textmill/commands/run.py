@@ -11,7 +11,7 @@ from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.devices import open_device
 from textmill.evaluation import ROWS, evaluate
-from textmill.evaluation.figures import table_of
+from textmill.evaluation.metrics import table_of
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.storage.files import read_json, shown, write_json

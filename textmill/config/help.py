@@ -9,8 +9,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig, Section
+from textmill.config.keys import fields, section_types
 from textmill.config.load import spoken_type
-from textmill.config.words import fields, section_types
 
 
 def section_help(name: str) -> str:

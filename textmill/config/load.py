@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig
+from textmill.config.keys import fields, key_advice, section_types
 from textmill.config.section import Section, marks
 from textmill.config.training import UNITS
-from textmill.config.words import fields, key_advice, section_types
 from textmill.errors import TextmillError
 
 Tree = dict[str, Any]

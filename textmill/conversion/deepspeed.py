@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from textmill.conversion.pickles import read_pickle
+from textmill.conversion.safe_unpickle import read_pickle
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.storage.files import new_folder, read_json, shown, write_bytes, write_json

@@ -10,7 +10,7 @@ from typing import Any
 from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.figures import figures_of, protocol_of, table_of
+from textmill.evaluation.metrics import figures_of, protocol_of, table_of
 from textmill.storage.files import shown, write_json
 from textmill.storage.stages import open_manifest
 from textmill.tokens.splits import open_splits

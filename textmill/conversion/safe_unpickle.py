@@ -72,7 +72,7 @@ def read_pickle(path: Path) -> Any:
     try:
         if zipfile.is_zipfile(path) and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()):
             raise TextmillError(f"{path}: holds a compiled program; only saved tensors are read")
-        module = SimpleNamespace(__name__="textmill.conversion.pickles", Unpickler=_Unpickler, load=_load)
+        module = SimpleNamespace(__name__="textmill.conversion.safe_unpickle", Unpickler=_Unpickler, load=_load)
         return torch.load(path, map_location="cpu", pickle_module=module, weights_only=False)
     except TextmillError:
         raise
