@@ -70,7 +70,9 @@ def measure(prefix: Path) -> None:
     steps = packed.samples // BATCH
     for name, first in (("first", 0), ("middle", steps // 2), ("last", steps - 60)):
         cold, warm = (rate(batches.batch_at, first) / 1e6 for _ in range(2))
-        print(f"   batch_at from the {name} step, {first:,}: {warm:.1f} million tokens/s ({cold:.1f} when the pages are read first)")
+        print(
+            f"   batch_at from the {name} step, {first:,}: {warm:.1f} million tokens/s ({cold:.1f} when the pages are read first)"
+        )
     plain = rate(lambda step: slices(store, step), 0)
     print(f"   plain numpy slices, unshuffled: {plain / 1e6:.1f} million tokens/s")
 

@@ -20,13 +20,19 @@ from textmill.corpus.shards import shards_of
 
 def questions_of(root: Path, count: int) -> list[str]:
     """The first turns of the user in the valid split."""
-    rows = [row for path in shards_of(root / "corpus", "valid") for row in pq.read_table(path).column("messages").to_pylist()]
+    rows = [
+        row
+        for path in shards_of(root / "corpus", "valid")
+        for row in pq.read_table(path).column("messages").to_pylist()
+    ]
     return [next(text for role, text in turns_of(row) if role == "user") for row in rows[:count]]
 
 
 def answer(tokenizer: Any, model: Any, question: str, longest: int) -> tuple[str, bool]:
     """The likeliest answer, and whether it came to its stop token."""
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+    )
     made = model.generate(**prompt, max_new_tokens=longest, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     new = made[0, prompt["input_ids"].shape[1] :].tolist()
     return tokenizer.decode(new, skip_special_tokens=True), bool(new) and new[-1] == tokenizer.eos_token_id

@@ -73,7 +73,11 @@ def main(megabytes: int = 4) -> None:
     print(f"MB/s on one core{'':<6}" + "".join(f"{language:>8}" for language in LANGUAGES))
     for name, function in ours().items():
         mine = [rate(function, texts[language]) for language in LANGUAGES]
-        note = f"   {min(docs for _, docs in mine):,.0f} to {max(docs for _, docs in mine):,.0f} documents/s" if name == "language" else ""
+        note = (
+            f"   {min(docs for _, docs in mine):,.0f} to {max(docs for _, docs in mine):,.0f} documents/s"
+            if name == "language"
+            else ""
+        )
         print(f"{name:<22}" + "".join(f"{mb:8.1f}" for mb, _ in mine) + note, flush=True)
     for language in LANGUAGES if SHARED.is_dir() else ():
         sample = [text for text in texts[language] if len(text) > 20][:500]

@@ -98,7 +98,11 @@ def documents(path: Path = DATA) -> Iterator[str]:
             for number, line in enumerate(stream):
                 text = json.loads(line)["text"]
                 for start in range(0, len(text), CUT):
-                    yield shuffled(text[start : start + CUT], f"{turn}.{number}.{start}") if turn else text[start : start + CUT]
+                    yield (
+                        shuffled(text[start : start + CUT], f"{turn}.{number}.{start}")
+                        if turn
+                        else text[start : start + CUT]
+                    )
 
 
 def shuffled(text: str, seed: str) -> str:
@@ -148,7 +152,9 @@ def run(command: list[str], pause: float = 0.1) -> Run:
     """Run a command and look at its memory every so many seconds."""
     start, peak, used = time.perf_counter(), 0.0, dict[int, float]()
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         while process.poll() is None:
             family = family_of(process.pid)
             peak = max(peak, sum(map(megabytes_of, family)))
@@ -164,7 +170,9 @@ def run(command: list[str], pause: float = 0.1) -> Run:
 def family_of(pid: int) -> list[int]:
     """A process and all below it."""
     try:
-        below = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        below = [
+            child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        ]
     except OSError:
         below = []
     return [pid, *(other for child in below for other in family_of(int(child)))]
@@ -182,7 +190,11 @@ def megabytes_of(pid: int) -> float:
 def prepare(texts: Path, place: Path, workers: int, dedup: str, **settings: object) -> Run:
     """One `textmill prepare` without cleaning rules."""
     corpus = {"sources": texts, "dedup": dedup, "rules": "[]", **settings}
-    words = [f"folder={place}", f"runner.workers={workers}", *(f"corpus.{key}={value}" for key, value in corpus.items())]
+    words = [
+        f"folder={place}",
+        f"runner.workers={workers}",
+        *(f"corpus.{key}={value}" for key, value in corpus.items()),
+    ]
     return run([sys.executable, "-m", "textmill", "prepare", "quickstart", *words])
 
 
@@ -195,7 +207,10 @@ def compare_cleaning(place: Path, python: str | None) -> None:
     start = time.process_time()
     kept = sum(cleaner.clean(text) is not None for text in texts)
     ours = time.process_time() - start
-    print(f"cleaning, {total:.1f} MB, {number:,} documents, one core\n  textmill   {total / ours:8.2f} MB/s, {kept:,} kept", flush=True)
+    print(
+        f"cleaning, {total:.1f} MB, {number:,} documents, one core\n  textmill   {total / ours:8.2f} MB/s, {kept:,} kept",
+        flush=True,
+    )
     if python:
         script = written(place / "clean.py", PEER_CLEANS)
         said = run([python, script, str(place / "few" / "000.jsonl"), str(SHARE)], 1).said
@@ -206,11 +221,14 @@ def compare_cleaning(place: Path, python: str | None) -> None:
 def compare_near(place: Path, texts: Path, total: float, workers: int, python: str | None) -> None:
     """MB/s of near-deduplication with the same sketches."""
     bands, rows = bands_for(THRESHOLD)
-    print(f"near-duplicates, {total:.1f} MB, {workers} workers, shingles of {WORDS} words, {bands} bands of {rows} values")
+    print(
+        f"near-duplicates, {total:.1f} MB, {workers} workers, shingles of {WORDS} words, {bands} bands of {rows} values"
+    )
     settings: dict[str, Any] = {"dedup_shingles": "words", "dedup_n": WORDS, "dedup_threshold": THRESHOLD}
     ours = prepare(texts, place / "ours", workers, "near", **settings)
     print(
-        f"  textmill               {total / ours.seconds:7.2f} MB/s, {ours.cpu:,.0f} s of processors, peak {ours.peak:,.0f} MB", flush=True
+        f"  textmill               {total / ours.seconds:7.2f} MB/s, {ours.cpu:,.0f} s of processors, peak {ours.peak:,.0f} MB",
+        flush=True,
     )
     script = written(place / "near.py", PEER_NEAR)
     for words in ("white space", "spacy") if python else ():
@@ -232,7 +250,9 @@ def measure_memory(place: Path, megabytes: int, workers: int) -> bool:
             rate = f"{total / done.seconds:6.2f} MB/s, peak {done.peak:,.0f} MB of all processes together"
             print(f"  {dedup:<6} {total:7.1f} MB, {number:>7,} documents: {rate}", flush=True)
     flat = all(seen[-1] <= FLAT * seen[0] for seen in peaks.values())
-    print(f"  4 times the input takes {', '.join(f'{seen[-1] / seen[0]:.2f} ({name})' for name, seen in peaks.items())} times the memory")
+    print(
+        f"  4 times the input takes {', '.join(f'{seen[-1] / seen[0]:.2f} ({name})' for name, seen in peaks.items())} times the memory"
+    )
     return flat
 
 
@@ -245,12 +265,17 @@ def written(path: Path, script: str) -> str:
 def main(megabytes: int = 55, workers: int = 2, python: str | None = None) -> int:
     """All comparisons; its figures go to docs/benchmarks.md."""
     python = python or os.environ.get("DATATROVE_PYTHON")
-    print(f"{date.today()}, {len(os.sched_getaffinity(0))} {platform.machine()} cores, Python {platform.python_version()}", flush=True)
+    print(
+        f"{date.today()}, {len(os.sched_getaffinity(0))} {platform.machine()} cores, Python {platform.python_version()}",
+        flush=True,
+    )
     if python:
         version = "from importlib.metadata import version as v; print(*(f'{name} {v(name)}' for name in ('datatrove', 'ftfy', 'spacy')))"
         print(run([python, "-c", version]).said.strip())
     else:
-        print("datatrove is missing, textmill alone is measured; name a python that has it as the third word or in DATATROVE_PYTHON")
+        print(
+            "datatrove is missing, textmill alone is measured; name a python that has it as the third word or in DATATROVE_PYTHON"
+        )
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         compare_cleaning(place, python)

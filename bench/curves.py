@@ -32,7 +32,10 @@ class Curves:
 
 def read(title: str, where: Path) -> Curves:
     """A run's curves from its metrics."""
-    lines = [json.loads(line) for line in (where / "metrics.jsonl" if where.is_dir() else where).read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (where / "metrics.jsonl" if where.is_dir() else where).read_text(encoding="utf-8").splitlines()
+    ]
     train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     return Curves(title, train, [(line["step"], line["valid_loss"]) for line in lines if "valid_loss" in line])
 
@@ -58,7 +61,10 @@ def panel(curves: Curves, left: int) -> list[str]:
             f'<text x="{x}" y="{HIGH - BELOW + 16}" text-anchor="middle">{most_x * number / 4:,.0f}</text>',
         ]
     x, y = at(curves.lowest)
-    drawn += [line(curves.train, 'stroke="#9ab" stroke-width="1"'), line(curves.valid, 'stroke="#c40" stroke-width="2"')]
+    drawn += [
+        line(curves.train, 'stroke="#9ab" stroke-width="1"'),
+        line(curves.valid, 'stroke="#c40" stroke-width="2"'),
+    ]
     drawn += [f'<circle cx="{cx}" cy="{cy}" r="3" fill="#c40"/>' for cx, cy in map(at, curves.valid)]
     drawn.append(f'<text x="{x}" y="{y - 9}" text-anchor="middle" fill="#c40">{curves.lowest[1]:.3f}</text>')
     return drawn
@@ -67,9 +73,7 @@ def panel(curves: Curves, left: int) -> list[str]:
 def picture(runs: list[Curves]) -> str:
     """All panels side by side, on white: a page may be dark."""
     wide = WIDE * len(runs)
-    told = (
-        f'<text x="{LEFT}" y="{HIGH - 6}">steps; <tspan fill="#789">loss in training</tspan>, <tspan fill="#c40">valid loss</tspan></text>'
-    )
+    told = f'<text x="{LEFT}" y="{HIGH - 6}">steps; <tspan fill="#789">loss in training</tspan>, <tspan fill="#c40">valid loss</tspan></text>'
     panels = [part for number, curves in enumerate(runs) for part in panel(curves, number * WIDE)]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {HIGH}" width="{wide}" font-family="sans-serif" font-size="12">'
     return "\n".join([head, f'<rect width="{wide}" height="{HIGH}" fill="white"/>', *panels, told, "</svg>"]) + "\n"

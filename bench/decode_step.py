@@ -45,7 +45,9 @@ def main() -> None:
         for _ in range(5):
             batch.step()
         seconds, host = min(step_times(batch, cuda) for _ in range(ROUNDS))
-        print(f"batch {count:>3}: {seconds * 1e3:.3f} ms a step, {count / seconds:,.0f} tokens/s; the host's part {host * 1e3:.3f} ms")
+        print(
+            f"batch {count:>3}: {seconds * 1e3:.3f} ms a step, {count / seconds:,.0f} tokens/s; the host's part {host * 1e3:.3f} ms"
+        )
         if cuda:
             print_kernels(batch, seconds)
         else:

@@ -85,17 +85,37 @@ def main(words: list[str]) -> None:
     runs, names = int(words[0]) if words else 20, words[1].split(",") if len(words) > 1 else [*ENGINES]
     bad = False
     with tempfile.TemporaryDirectory() as root:
-        plain = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+        plain = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "JAX_PLATFORMS": "cpu",
+        }
         programs = {"JAX_COMPILATION_CACHE_DIR": f"{root}/programs", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
         environment = {**plain, **programs, "XLA_FLAGS": flags}
         asked = ["quickstart", f"folder={root}", *SETTINGS]
         for verb in ("prepare", "tokenize"):
-            subprocess.run([sys.executable, "-m", "textmill", verb, *asked], env=environment, check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "textmill", verb, *asked], env=environment, check=True, capture_output=True
+            )
         for number, name in enumerate(names):
             processes, engine = ENGINES[name]
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-            command = [sys.executable, *launcher, "-m", "textmill", "train", *asked, *engine, f"train.folder={root}/{number}"]
+            launcher = (
+                ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+                if processes > 1
+                else []
+            )
+            command = [
+                sys.executable,
+                *launcher,
+                "-m",
+                "textmill",
+                "train",
+                *asked,
+                *engine,
+                f"train.folder={root}/{number}",
+            ]
             start = time.perf_counter()
             ways = [ended([*command, f"train.steps={run}"], environment) for run in range(1, runs + 1)]
             each = (time.perf_counter() - start) / runs

@@ -37,7 +37,13 @@ from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
 
 VOCAB = 50257
-OPTIONS: dict[str, Any] = {"who": "torch,jax,plain,deepspeed,hf", "precision": "bf16", "length": 1024, "steps": 30, "device": "auto"}
+OPTIONS: dict[str, Any] = {
+    "who": "torch,jax,plain,deepspeed,hf",
+    "precision": "bf16",
+    "length": 1024,
+    "steps": 30,
+    "device": "auto",
+}
 NEEDED = {"plain": "jax", "hf": "deepspeed"}
 """The package that one of them needs, where its name is another."""
 
@@ -76,13 +82,17 @@ def losses_of(engine: Engine, batch: Batch) -> Callable[[int], Any]:
     return Loss
 
 
-def engines_step(kind: str, shape: Any, size: str, batch: int, options: dict[str, Any]) -> tuple[Callable[[int], Any], str]:
+def engines_step(
+    kind: str, shape: Any, size: str, batch: int, options: dict[str, Any]
+) -> tuple[Callable[[int], Any], str]:
     """A step of one of our engines, and the device it stands on."""
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4)
     common = {"micro_batch": batch, "precision": options["precision"], "device": options["device"]}
     on_gpu = {"compile": True} if kind == "torch" and options["device"] != "cpu" else {}
     section: Any = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}[kind]
-    engine = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=section(**common, **on_gpu)), shape)
+    engine = open_engine(
+        RunConfig(model=ModelConfig(size=size), train=train, engine=section(**common, **on_gpu)), shape
+    )
     engine.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
     return losses_of(engine, batch_of(batch, options["length"])), engine.facts()["device"]
 
@@ -115,7 +125,9 @@ def plain_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Callabl
         for layer in range(shape.layers):
             h = f"transformer.h.{layer}"
             qkv = linear(w, f"{h}.attn.c_attn", norm(w, f"{h}.ln_1", x)).reshape(N, T, 3, shape.heads, -1)
-            y = jax.nn.dot_product_attention(*(qkv[:, :, part] for part in range(3)), is_causal=True, implementation=kernel)
+            y = jax.nn.dot_product_attention(
+                *(qkv[:, :, part] for part in range(3)), is_causal=True, implementation=kernel
+            )
             x = x + linear(w, f"{h}.attn.c_proj", y.reshape(N, T, -1))
             x = x + linear(w, f"{h}.mlp.c_proj", jax.nn.gelu(linear(w, f"{h}.mlp.c_fc", norm(w, f"{h}.ln_2", x))))
         logits = norm(w, "transformer.ln_f", x) @ wte.T.astype(dtype)
@@ -190,7 +202,9 @@ def main(words: list[str]) -> None:
                 continue
             found[who] = result = json.loads(done.stdout.splitlines()[-1])
             share = f"{result['share']:.1%} MFU" if result["share"] else result["card"]
-            ratios = ", ".join(f"{result['rate'] / peer['rate']:.2f} of {name}" for name, peer in found.items() if name != who)
+            ratios = ", ".join(
+                f"{result['rate'] / peer['rate']:.2f} of {name}" for name, peer in found.items() if name != who
+            )
             line = f"{who} | {result['rate']:,.0f} tokens/s | {share} | first step {result['first']:.1f} s | loss {result['loss']:.4f}"
             print(f"{size} {number} x {options['length']} {options['precision']} | {line} | {ratios}", flush=True)
 

@@ -38,12 +38,17 @@ def main() -> None:
     words = sys.argv[1:]
     new = next((int(word) for word in words if word.isdigit()), 24)
     ours, theirs = open_both(torch.device("cpu"), torch.float32, "tiny" in words)
-    print(f"prompts of {PROMPT} tokens, {new} new ones, fp32, {torch.get_num_threads()} threads, the middle of {ROUNDS} rounds")
+    print(
+        f"prompts of {PROMPT} tokens, {new} new ones, fp32, {torch.get_num_threads()} threads, the middle of {ROUNDS} rounds"
+    )
     for batch in (1, 16):
         compare(
             prompts_of(batch, PROMPT),
             new,
-            {"textmill": lambda ids: our_tokens(ours, ids, new), "transformers": lambda ids: their_tokens(theirs, ids, new)},
+            {
+                "textmill": lambda ids: our_tokens(ours, ids, new),
+                "transformers": lambda ids: their_tokens(theirs, ids, new),
+            },
         )
 
 
@@ -119,7 +124,10 @@ def same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> floa
     """The share of tokens before the first that differs: after it two texts have nothing to do with one another."""
     equal = 0
     for one, other in zip(ours, theirs, strict=True):
-        equal += next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other)))
+        equal += next(
+            (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+            min(len(one), len(other)),
+        )
     return equal / sum(map(len, ours))
 
 

@@ -55,18 +55,25 @@ def measure_texts(ours: Generator, theirs: Any, new: int, cuda: bool) -> None:
             "transformers": lambda ids: their_tokens(theirs, ids, new),
         }
         if cuda:
-            ways["transformers, static compiled"] = lambda ids: their_tokens(theirs, ids, new, cache_implementation="static")
+            ways["transformers, static compiled"] = lambda ids: their_tokens(
+                theirs, ids, new, cache_implementation="static"
+            )
         compare(prompts_of(batch, PROMPT), new, ways)
         print(f"  batch {batch:>3}  first token after {first_token(ours, prompts_of(batch, PROMPT)) * 1e3:.1f} ms")
 
 
 def measure_server(ours: Generator, new: int, tiny: bool) -> None:
     """The generator alone, then what its rate becomes behind a queue and behind HTTP."""
-    alone = compare(prompts_of(64, PROMPT), new, {"textmill, greedy": lambda ids: our_tokens(ours, ids, new)})["textmill, greedy"]
+    alone = compare(prompts_of(64, PROMPT), new, {"textmill, greedy": lambda ids: our_tokens(ours, ids, new)})[
+        "textmill, greedy"
+    ]
     print(f"  64 requests through the scheduler: {scheduled(ours, prompts_of(64, PROMPT), new):,.0f} tokens/s")
     for streamed, rate in served(new, tiny).items():
         kind = "streamed" if streamed else "whole"
-        print(f"  64 clients of the server, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of the generator's", flush=True)
+        print(
+            f"  64 clients of the server, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of the generator's",
+            flush=True,
+        )
 
 
 def first_token(generator: Generator, prompts: Ids) -> float:
@@ -113,7 +120,10 @@ def served(new: int, tiny: bool) -> dict[bool, float]:
         where = write_model(root, gpt2.shape_of(size, vocab=tokenizer.vocab, end=tokenizer.end, length=1024), tokenizer)
         begun, before = time.perf_counter(), _held()
         with serving(root, [str(where), "serve.slots=64", "serve.queue=64"]) as (port, _):
-            print(f"  the server listens after {time.perf_counter() - begun:.1f} s and holds {_held() - before:.1f} GiB", flush=True)
+            print(
+                f"  the server listens after {time.perf_counter() - begun:.1f} s and holds {_held() - before:.1f} GiB",
+                flush=True,
+            )
             for streamed in (False, True):
                 told = {"max_tokens": new, "min_tokens": new, "temperature": 0, "stream": streamed}
                 bodies = [json.dumps({"prompt": ids, **told}).encode() for ids in prompts_of(64, PROMPT)]

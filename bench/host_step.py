@@ -83,11 +83,16 @@ def main() -> None:
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.end)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, tokenizer)
-        generator = open_generator(open_checkpoint(next((Path(folder) / "run").glob("step-*"))), TorchEngine(device="cpu"))
+        generator = open_generator(
+            open_checkpoint(next((Path(folder) / "run").glob("step-*"))), TorchEngine(device="cpu")
+        )
     ids_N = torch.tensor([id_ for id_ in range(texts + 20) if id_ != tokenizer.end][-texts:])
     batches.next_ids = lambda scores_NV, states, rules: ids_N[: len(states)]
     requests = requests_of(texts, steps, tokenizer.vocab)
-    print(f"{texts} texts: the batch {1e6 * min(alone(generator, requests, steps) for _ in range(3)):.0f} us a step", flush=True)
+    print(
+        f"{texts} texts: the batch {1e6 * min(alone(generator, requests, steps) for _ in range(3)):.0f} us a step",
+        flush=True,
+    )
     for streamed in (False, True):
         least = min(scheduled(generator, requests, steps, streamed) for _ in range(3))
         print(f"  through the scheduler, {'streamed' if streamed else 'whole'}: {1e6 * least:.0f} us", flush=True)

@@ -30,7 +30,9 @@ def forms(module: Any, **values: Iterable[int]) -> list[Form]:
     return [own, *(form for one in product(*values.values()) if (form := dict(zip(values, one, strict=True))) != own)]
 
 
-def timed(name: str, module: Any, choices: list[Form], work: Callable[[], Any], often: int, moved: int, seconds: float) -> None:
+def timed(
+    name: str, module: Any, choices: list[Form], work: Callable[[], Any], often: int, moved: int, seconds: float
+) -> None:
     """A line for each form, the fastest at the end again."""
     own, found = choices[0], []
     for form in choices:
@@ -55,7 +57,15 @@ def gelus(rows: int, inner: int, layers: int, seconds: float) -> None:
 
     x, slope, bias = drawn(rows, inner), drawn(rows, inner), torch.randn(inner, device="cuda")
     choices = forms(module, ROWS=(4, 8), COLUMNS=(512,), WARPS=(4, 8), PROGRAMS=(132, 264, 528))
-    timed("GELU's gradient", module, choices, lambda: module.bias_gelu_backward(slope, x, bias, True), layers, 6 * x.numel(), seconds)
+    timed(
+        "GELU's gradient",
+        module,
+        choices,
+        lambda: module.bias_gelu_backward(slope, x, bias, True),
+        layers,
+        6 * x.numel(),
+        seconds,
+    )
 
 
 def gelus8(rows: int, inner: int, layers: int, seconds: float) -> None:
@@ -92,7 +102,12 @@ def norms(rows: int, width: int, layers: int, seconds: float) -> None:
     """A LayerNorm backward, with the sums of its weights and of two biases."""
     from textmill.kernels import norms_triton as module
 
-    slope, x, stream, means = drawn(rows, width), drawn(rows, width), drawn(rows, width), torch.zeros(rows, device="cuda")
+    slope, x, stream, means = (
+        drawn(rows, width),
+        drawn(rows, width),
+        drawn(rows, width),
+        torch.zeros(rows, device="cuda"),
+    )
     choices = forms(module, CHUNK=(128, 256, 512), PROGRAMS=(264, 528, 792, 1056))
     work = lambda: module.backward(slope, x, means, means, means[:width], stream, True)  # noqa: E731
     timed("LayerNorm's gradient", module, choices, work, 2 * layers, 8 * x.numel(), seconds)

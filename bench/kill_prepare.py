@@ -36,7 +36,11 @@ def texts(folder: Path, seed: int, rows: int) -> None:
         with open(folder / f"{number}.jsonl", "w", encoding="utf-8") as stream:
             for row in range(rows):
                 text = " ".join(dice.choices(words, k=dice.randrange(2, 160)))
-                stream.write(dice.choice(["{broken\n"] if row % 500 == 7 else [json.dumps({"text": text}, ensure_ascii=False) + "\n"]))
+                stream.write(
+                    dice.choice(
+                        ["{broken\n"] if row % 500 == 7 else [json.dumps({"text": text}, ensure_ascii=False) + "\n"]
+                    )
+                )
 
 
 def command(verb: str, root: Path, sources: list[Path], workers: int = 2, runner: str = "local") -> list[str]:
@@ -58,7 +62,9 @@ def content(folder: Path) -> str:
 def made(root: Path, sources: list[Path], workers: int = 2, runner: str = "local") -> tuple[str, str]:
     """Prepare and tokenize undisturbed; hashes of both folders."""
     for verb in ("prepare", "tokenize"):
-        subprocess.run(command(verb, root, sources, workers, runner), check=True, capture_output=True, timeout=PATIENCE[runner])
+        subprocess.run(
+            command(verb, root, sources, workers, runner), check=True, capture_output=True, timeout=PATIENCE[runner]
+        )
     return content(root / "corpus"), content(root / "tokens")
 
 
@@ -113,8 +119,12 @@ def main(kills: int = 50, seed: int = 1, runner: str = "local") -> int:
             equal += (content(root / "corpus"), content(root / "tokens")) == wanted
             rounds += 1
             shutil.rmtree(root)
-        others = "run again, 1 and 4 workers, shuffled sources" if runner == "local" else "undisturbed, shuffled sources"
-        print(f"{runner}: {hits} SIGKILLs, 0 hangs: {equal} of {rounds} results byte-identical; {others} equal: {layouts}")
+        others = (
+            "run again, 1 and 4 workers, shuffled sources" if runner == "local" else "undisturbed, shuffled sources"
+        )
+        print(
+            f"{runner}: {hits} SIGKILLs, 0 hangs: {equal} of {rounds} results byte-identical; {others} equal: {layouts}"
+        )
         return 0 if equal == rounds and all(layouts) else 1
 
 

@@ -40,19 +40,41 @@ class Ending:
     @property
     def told(self) -> set[int]:
         """The processes that told where they were, with their stacks."""
-        return {int(rank) for rank in re.findall(r"textmill: rank (\d+): in [^\n]*\n(?:[^\n]*\n)*?[^\n]*most recent call first", self.said)}
+        return {
+            int(rank)
+            for rank in re.findall(
+                r"textmill: rank (\d+): in [^\n]*\n(?:[^\n]*\n)*?[^\n]*most recent call first", self.said
+            )
+        }
 
 
 def words_of(root: Path, run: Path, *more: str) -> list[str]:
     """The words that train one small run on several processes."""
-    return [*trained(root, run, STEPS), "train.save_every=4", "train.evaluate_every=1000", f"engine.timeout={TIMEOUT}", *more]
+    return [
+        *trained(root, run, STEPS),
+        "train.save_every=4",
+        "train.evaluate_every=1000",
+        f"engine.timeout={TIMEOUT}",
+        *more,
+    ]
 
 
 def launched(words: list[str], *, ranks: int = 2, fault: str = "") -> Ending:
     """One job under torchrun, to its end; a job that never ends is an error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "textmill"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "textmill",
+    ]
     began = time.monotonic()
-    done = subprocess.run([*command, *words], env={**os.environ, "TEXTMILL_FAULT": fault}, capture_output=True, text=True, timeout=LONGEST)
+    done = subprocess.run(
+        [*command, *words], env={**os.environ, "TEXTMILL_FAULT": fault}, capture_output=True, text=True, timeout=LONGEST
+    )
     return Ending(done.returncode, time.monotonic() - began, done.stderr + done.stdout)
 
 
@@ -63,12 +85,24 @@ def started(words: list[str], *, ranks: int, fault: str, waits_for: list[int], b
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks), "TEXTMILL_FAULT": fault}
+        meet = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": str(ranks),
+            "TEXTMILL_FAULT": fault,
+        }
     began, processes = time.monotonic(), []
     for rank in range(ranks):
         environment = {**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-c", f"{before}\nimport sys; from textmill.cli import main; sys.exit(main())", *words]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        command = [
+            sys.executable,
+            "-c",
+            f"{before}\nimport sys; from textmill.cli import main; sys.exit(main())",
+            *words,
+        ]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
     try:
         endings = {}
         for rank in waits_for:
@@ -94,9 +128,14 @@ def main(times: int = 20, seed: int = 1) -> int:
             kind, step, rank = list(KINDS)[number % 3], dice.randrange(1, STEPS), dice.randrange(2)
             run = root / f"run-{number}"
             ending = launched(words_of(root, run), fault=f"{kind}@step:{step}:{rank}")
-            right = ending.code != 0 and ending.names(kind, rank) and json.loads((run / "stopped.json").read_text())["why"]
+            right = (
+                ending.code != 0 and ending.names(kind, rank) and json.loads((run / "stopped.json").read_text())["why"]
+            )
             named, longest = named + bool(right), max(longest, ending.seconds - first.seconds)
-            print(f"{kind} rank {rank} at step {step}: over after {ending.seconds:.1f} s, named: {bool(right)}", flush=True)
+            print(
+                f"{kind} rank {rank} at step {step}: over after {ending.seconds:.1f} s, named: {bool(right)}",
+                flush=True,
+            )
             if number % 4 == 0:
                 again, tried = launched(words_of(root, run)), tried + 1
                 went_on += again.code == 0 and numbers_of(run) == numbers_of(alone)

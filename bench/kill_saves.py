@@ -44,7 +44,10 @@ def snapshot(step: int, kilobytes: int = 1) -> Snapshot:
     progress = {"step": step, "updates": step, "valid_loss": (1 / step).hex()}
     files = {"config.json": b"{}", "run.yaml": b"step: %d\n" % step}
     weights, moments = [("w", values), ("b", values[0])], [("m/w", values * 2), ("v/w", values * 3)]
-    deals = (dealt("model", weights, values.nbytes)[0], dealt("optimizer", moments, values.nbytes)[0])  # two files of each
+    deals = (
+        dealt("model", weights, values.nbytes)[0],
+        dealt("optimizer", moments, values.nbytes)[0],
+    )  # two files of each
     return Snapshot(step, weights, moments, progress, files, deals)
 
 
@@ -88,8 +91,12 @@ def found_in(run: Path, kilobytes: int) -> int:
     assert best is not None, f"{run}: the best one is not found"
     _assert_same(found, snapshot(found.step, kilobytes))
     tidy(run)
-    assert all(STEP_NAME.match(path.name) or path.name == BEST for path in run.iterdir()), f"{run}: something half made is left"
-    assert not (run / BEST).is_symlink() or not faults_in((run / BEST).resolve()), f"{run}: {BEST} leads to nothing whole"
+    assert all(STEP_NAME.match(path.name) or path.name == BEST for path in run.iterdir()), (
+        f"{run}: something half made is left"
+    )
+    assert not (run / BEST).is_symlink() or not faults_in((run / BEST).resolve()), (
+        f"{run}: {BEST} leads to nothing whole"
+    )
     assert not [fault for folder in steps_of(run).values() for fault in faults_in(folder)]
     return found.step
 
@@ -103,7 +110,9 @@ def _assert_same(found: Checkpoint, wanted: Snapshot) -> None:
     assert all((found.folder / name).read_bytes() == data for name, data in wanted.files.items())
 
 
-def walk(folder: Path, cut: Callable[[int, Callable[[], None]], bool], rule: dict[str, int | None], kilobytes: int) -> Counter[int]:
+def walk(
+    folder: Path, cut: Callable[[int, Callable[[], None]], bool], rule: dict[str, int | None], kilobytes: int
+) -> Counter[int]:
     """Cut one save short at its first touch of the disk, its second, and so on to its end; how often which step was found."""
     seen: Counter[int] = Counter()
     first = folder / f"{cut.__name__}-{rule['keep_every']}"

@@ -42,7 +42,15 @@ def prepared(root: Path) -> None:
 
 def trained(root: Path, run: Path, steps: int) -> list[str]:
     """The words that train one run."""
-    return ["train", "quickstart", f"folder={root}", "tokenizer.vocab=300", f"train.folder={run}", f"train.steps={steps}", *SETTINGS]
+    return [
+        "train",
+        "quickstart",
+        f"folder={root}",
+        "tokenizer.vocab=300",
+        f"train.folder={run}",
+        f"train.steps={steps}",
+        *SETTINGS,
+    ]
 
 
 def numbers_of(run: Path) -> list[dict[str, Any]]:
@@ -54,7 +62,9 @@ def numbers_of(run: Path) -> list[dict[str, Any]]:
 def last_weights(run: Path, steps: int) -> str:
     """A hash of the last checkpoint's weights and moments."""
     folder = run / f"step-{steps:07d}"
-    return hashlib.sha256((folder / "model.safetensors").read_bytes() + (folder / "optimizer.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(
+        (folder / "model.safetensors").read_bytes() + (folder / "optimizer.safetensors").read_bytes()
+    ).hexdigest()
 
 
 def sitting(root: Path, run: Path, steps: int, fault: str = "") -> subprocess.Popen[str]:
@@ -132,7 +142,9 @@ def main(kills: int = 20, steps: int = 60, seed: int = 1, stops: int = 5) -> int
         for name, run in ((f"{hits} SIGKILLs", killed), (f"{len(seconds)} SIGTERMs", stopped)):
             same = sum(one == other for one, other in zip(lines, numbers_of(run), strict=True))
             weights = last_weights(alone, steps) == last_weights(run, steps)
-            print(f"{name} in {steps} steps: {same} of {len(lines)} logged lines bitwise equal; weights and moments equal: {weights}")
+            print(
+                f"{name} in {steps} steps: {same} of {len(lines)} logged lines bitwise equal; weights and moments equal: {weights}"
+            )
             right = right and same == len(lines) and weights
         middle, longest = statistics.median(seconds), max(seconds)
         print(f"from SIGTERM to the end, saved: {middle:.2f} s in the middle, {longest:.2f} s at most")

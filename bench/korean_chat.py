@@ -86,7 +86,9 @@ def curve_of(run: Path) -> list[str]:
         entry = json.loads(line)
         rate = entry.get("tokens_per_second", rate)
         if "valid_loss" in entry:
-            rows.append(f"| {entry['step']:,} | {entry['valid_loss']:.3f} | {entry['valid_accuracy']:.1%} | {rate:,.0f} |")
+            rows.append(
+                f"| {entry['step']:,} | {entry['valid_loss']:.3f} | {entry['valid_accuracy']:.1%} | {rate:,.0f} |"
+            )
     return ["| step | valid loss | valid accuracy | tokens/s |", "|---|---|---|---|", *rows]
 
 
@@ -98,7 +100,15 @@ def _ask_the_same(out: Path) -> None:
 
 def answers_of(root: Path, step: int, count: int) -> list[str]:
     """What a finetuned step says to questions of the valid split, by transformers alone."""
-    asking = [sys.executable, str(Path(__file__).with_name("chat_answers.py")), str(root), "--step", str(step), "--count", str(count)]
+    asking = [
+        sys.executable,
+        str(Path(__file__).with_name("chat_answers.py")),
+        str(root),
+        "--step",
+        str(step),
+        "--count",
+        str(count),
+    ]
     return subprocess.run(asking, check=True, capture_output=True, text=True, encoding="utf-8").stdout.splitlines()
 
 
@@ -113,7 +123,16 @@ def main(words: list[str]) -> None:
     base, chat = configs_of(text, pairs, out, chosen)
     seconds = mill(out, "base", base, ["prepare", "fit-tokenizer", "tokenize", "train"])
     seconds |= mill(out, "chat", chat, ["prepare", "fit-tokenizer", "tokenize"])
-    first = {**chat, "train": {**chat["train"], "steps": 1, "learning_rate": 1e-12, "warmup": 0, "folder": str(out / "before" / "run")}}
+    first = {
+        **chat,
+        "train": {
+            **chat["train"],
+            "steps": 1,
+            "learning_rate": 1e-12,
+            "warmup": 0,
+            "folder": str(out / "before" / "run"),
+        },
+    }
     mill(out, "before", first, ["train"])
     seconds |= mill(out, "chat", chat, ["train"])
     _ask_the_same(out)
@@ -124,7 +143,9 @@ def main(words: list[str]) -> None:
         f"Seconds: {stages}", "", "Pretraining:", "", *curve_of(out / "base" / "run"), "", "Chat:", "", *curve_of(out / "chat" / "run"), "",
         f"Before: {before[-1]}", f"After: {after[-1]}", "", "```", *after[:-1], "```",
     ]  # fmt: skip
-    curves.main([str(out / "curves.svg"), f"pretraining={out / 'base' / 'run'}", f"conversations={out / 'chat' / 'run'}"])
+    curves.main(
+        [str(out / "curves.svg"), f"pretraining={out / 'base' / 'run'}", f"conversations={out / 'chat' / 'run'}"]
+    )
     (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
     print("\n".join(report))
 

@@ -101,9 +101,7 @@ def children_of(pid: int) -> list[int]:
 async def call(port: int, method: str, path: str, body: bytes = b"") -> tuple[str, str]:
     """Head and body of an answer; plain sockets, since a client library would take more of the machine than the server."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = (
-        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    )
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     writer.write(head.encode() + b"\r\n\r\n" + body)
     got = (await reader.read(-1)).decode()
     writer.close()

@@ -108,7 +108,11 @@ def measure(db: Any, config: Path, truth: list[str], seconds: float) -> None:
     rows = [
         ("find_one", single, ""),
         ("random batches", batched, f"batches of {BATCH}, $in of {index.portion.size}"),
-        ("the same, bare", most, f"$in of {asked}, {connections} connections: the best of {len(SIZES) * len(CONNECTIONS)}"),
+        (
+            "the same, bare",
+            most,
+            f"$in of {asked}, {connections} connections: the best of {len(SIZES) * len(CONNECTIONS)}",
+        ),
         ("full scan", scanned, ""),
     ]
     for name, speed, note in rows:
@@ -126,7 +130,9 @@ def scan_with_a_kill(process: MongoProcess, config: Path, truth: list[str]) -> N
         if len(forms) == len(truth) // 2:
             process.stop(signal.SIGKILL)
             threading.Timer(1.0, process.start).start()
-    print(f"scan with a kill {len(forms):12,} documents, {len(truth) - len(ids):,} lost, {len(forms) - len(ids):,} doubled")
+    print(
+        f"scan with a kill {len(forms):12,} documents, {len(truth) - len(ids):,} lost, {len(forms) - len(ids):,} doubled"
+    )
     assert forms == truth
     index.close()
 

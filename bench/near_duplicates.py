@@ -73,7 +73,11 @@ def truth_set(folder: Path, documents: int, seed: int) -> list[str]:
         for text in dice.choices(originals, k=documents // 16):
             kind = dice.randrange(8)
             texts.append(
-                text if kind == 0 else text.upper().replace(" ", "  ") if kind == 1 else edited(text, 0.06 * dice.random() ** 2, dice)
+                text
+                if kind == 0
+                else text.upper().replace(" ", "  ")
+                if kind == 1
+                else edited(text, 0.06 * dice.random() ** 2, dice)
             )
     dice.shuffle(texts)
     return texts
@@ -143,14 +147,19 @@ def measure(texts: list[str], kept: Iterable[str], threshold: float) -> Measured
 def prepared(sources: Path, folder: Path, workers: int, **corpus: object) -> Path:
     """The corpus without near-duplicates."""
     settings = {"sources": [str(sources)], "dedup": "near", "rules": [], **corpus}
-    return prepare(RunConfig.model_validate({"folder": str(folder), "corpus": settings, "runner": {"workers": workers}}))
+    return prepare(
+        RunConfig.model_validate({"folder": str(folder), "corpus": settings, "runner": {"workers": workers}})
+    )
 
 
 def write_lines(path: Path, texts: Iterable[str]) -> None:
     """A file of JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as stream:
-        stream.writelines(json.dumps({"id": str(number), "text": text}, ensure_ascii=False) + "\n" for number, text in enumerate(texts))
+        stream.writelines(
+            json.dumps({"id": str(number), "text": text}, ensure_ascii=False) + "\n"
+            for number, text in enumerate(texts)
+        )
 
 
 def truth(documents: int = 10_000, threshold: float = 0.8) -> None:

@@ -20,7 +20,14 @@ import torch
 from bench.time_to_loss import SETTINGS, batch_at, fresh, loss_of, order_of, tokens_of
 from textmill.schedules import lr_at
 
-OWN: dict[str, Any] = {"size": "medium", "batch": 32, "steps": 300, "optimizer": "adamw", "rate": 6e-4, "precisions": "bf16,fp8"}
+OWN: dict[str, Any] = {
+    "size": "medium",
+    "batch": 32,
+    "steps": 300,
+    "optimizer": "adamw",
+    "rate": 6e-4,
+    "precisions": "bf16,fp8",
+}
 LAST = 20
 
 
@@ -51,13 +58,9 @@ def main(words: list[str]) -> None:
     first: tuple[float, float, float] | None = None
     for precision in settings["precisions"].split(","):
         last, found, rate = trained({**settings, "precision": precision}, train, valid)
-        line = (
-            f"{settings['size']} {precision}, {settings['steps']} steps: training {last:.4f}, validation {found:.4f}, {rate:,.0f} tokens/s"
-        )
+        line = f"{settings['size']} {precision}, {settings['steps']} steps: training {last:.4f}, validation {found:.4f}, {rate:,.0f} tokens/s"
         if first:
-            line += (
-                f" | apart from the first: training {last - first[0]:+.4f}, validation {found - first[1]:+.4f}, rate x{rate / first[2]:.3f}"
-            )
+            line += f" | apart from the first: training {last - first[0]:+.4f}, validation {found - first[1]:+.4f}, rate x{rate / first[2]:.3f}"
         print(line, flush=True)
         first = first or (last, found, rate)
         gc.collect()

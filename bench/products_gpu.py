@@ -49,7 +49,9 @@ def compared(name: str, a: Tensor, b: Tensor, seconds: float) -> tuple[float, fl
     """One product: the better of two turns of torch, and of the best of the ways."""
     (m, k), n, found = a.shape, b.shape[1], []
     out = torch.empty(m, n, device="cuda", dtype=a.dtype)
-    product = Product(Form(m, n, k, a.stride(1) != 1, b.stride(1) != 1, a.dtype, a.dtype, bias=False, adds=False), out.device)
+    product = Product(
+        Form(m, n, k, a.stride(1) != 1, b.stride(1) != 1, a.dtype, a.dtype, bias=False, adds=False), out.device
+    )
     ways, given = product.ways(), (a, b, None, None, out, torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8))
     torchs = [milliseconds(lambda: torch.mm(a, b, out=out), seconds)]
     for _ in range(2):
@@ -70,7 +72,10 @@ def products_of(size: str, batch: int, length: int) -> list[tuple[str, int, int,
     shape, rows = gpt2.shape_of(ModelConfig(size=size), vocab=50257, end=0, length=length), batch * length
     wide, inner, layers, piece = shape.width, shape.inner, shape.layers, min(PIECE, batch * length)
     inside = [("qkv", wide, 3 * wide), ("attention out", wide, wide), ("MLP in", wide, inner), ("MLP out", inner, wide)]
-    return [*((name, rows, ins, outs, layers) for name, ins, outs in inside), ("head", piece, wide, shape.padded_vocab, rows // piece)]
+    return [
+        *((name, rows, ins, outs, layers) for name, ins, outs in inside),
+        ("head", piece, wide, shape.padded_vocab, rows // piece),
+    ]
 
 
 def main(words: list[str]) -> None:
@@ -92,10 +97,16 @@ def main(words: list[str]) -> None:
         print(f"{size}, {batch} x {options['length']:.0f}")
         for name, rows, ins, outs, often in products_of(size, int(batch), int(options["length"])):
             x, weight, slope = drawn(rows, ins), drawn(outs, ins) * 0.04, drawn(rows, outs)
-            for kind, a, b in (("forward", x, weight.t()), ("inputs' slope", slope, weight), ("weights' slope", slope.t(), x)):
+            for kind, a, b in (
+                ("forward", x, weight.t()),
+                ("inputs' slope", slope, weight),
+                ("weights' slope", slope.t(), x),
+            ):
                 both = compared(f"{name}, {kind}", a, b, seconds)
                 totals = [total + often * one for total, one in zip(totals, both, strict=True)]
-        print(f"  all products of a step: torch {totals[0]:.1f} ms, the best of each {totals[1]:.1f} ms, ratio {totals[0] / totals[1]:.3f}")
+        print(
+            f"  all products of a step: torch {totals[0]:.1f} ms, the best of each {totals[1]:.1f} ms, ratio {totals[0] / totals[1]:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,11 @@ def told(**fields: object) -> bytes:
 
 LIMITS = {
     "a body of 1 GB, announced": HEAD + b"Content-Length: 1000000000\r\n\r\n",
-    "a body of 5 MB in pieces": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"4C4B40\r\n" + b"x" * 5_000_000 + b"\r\n0\r\n\r\n",
+    "a body of 5 MB in pieces": HEAD
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"4C4B40\r\n"
+    + b"x" * 5_000_000
+    + b"\r\n0\r\n\r\n",
     "a header of 1 MB": HEAD + b"X: " + b"x" * 1_000_000 + b"\r\n\r\n",
     "100,000 headers": HEAD + b"".join(b"X-%d: x\r\n" % number for number in range(100_000)) + b"\r\n",
     "n of a billion": told(n=10**9),
@@ -112,7 +116,10 @@ async def measure(port: int, pid: int, slow: int) -> None:
     for name, request in LIMITS.items():
         before, begun = memory_of(pid), time.monotonic()
         status = await status_of(port, request)
-        print(f"{name:<34}{status:>8}{(time.monotonic() - begun) * 1e3:>9.0f} ms{memory_of(pid) - before:>+8.1f} MB", flush=True)
+        print(
+            f"{name:<34}{status:>8}{(time.monotonic() - begun) * 1e3:>9.0f} ms{memory_of(pid) - before:>+8.1f} MB",
+            flush=True,
+        )
     alone, beside, costs = list[float](), list[float](), [await cost_of(pid)]
     for _ in range(TURNS):
         alone += await small_requests(port)
@@ -125,7 +132,9 @@ async def measure(port: int, pid: int, slow: int) -> None:
             holding.kill()
             holding.wait()
     for name, times in (("alone", sorted(alone)), (f"beside {slow} slow clients", sorted(beside))):
-        print(f"small requests {name}: median {statistics.median(times) * 1e3:.0f} ms, 99% {times[int(len(times) * 0.99)] * 1e3:.0f} ms")
+        print(
+            f"small requests {name}: median {statistics.median(times) * 1e3:.0f} ms, 99% {times[int(len(times) * 0.99)] * 1e3:.0f} ms"
+        )
     idle, held = costs[0], statistics.median(costs[1:])
     print(f"the server takes {idle:.1%} of a processor when nobody asks, {held:.1%} with {slow} slow clients")
 

@@ -36,20 +36,30 @@ def main() -> None:
     clients, new = ([int(word) for word in sys.argv[1:]] + [64, 256][len(sys.argv) - 1 :])[:2]
     with tempfile.TemporaryDirectory() as folder:
         root, tokenizer = Path(folder), small_tokenizer()
-        shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.end)
+        shape = gpt2.Shape(
+            layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.end
+        )
         where, dice = write_model(root, shape, tokenizer), random.Random(1)
         prompts = [[dice.randrange(tokenizer.vocab) for _ in range(PROMPT)] for _ in range(clients)]
         checkpoint = open_checkpoint(next((root / "run").glob("step-*")))
         alone = scheduled(open_generator(checkpoint, TorchEngine(device="cpu")), prompts, new)
-        print(f"{clients} requests of {PROMPT} ids and {new} new tokens, through the scheduler alone: {alone:,.0f} tokens/s", flush=True)
-        with serving(root, [str(where), f"serve.slots={clients}", "serve.queue=64", "engine.device=cpu"]) as (port, pid):
+        print(
+            f"{clients} requests of {PROMPT} ids and {new} new tokens, through the scheduler alone: {alone:,.0f} tokens/s",
+            flush=True,
+        )
+        with serving(root, [str(where), f"serve.slots={clients}", "serve.queue=64", "engine.device=cpu"]) as (
+            port,
+            pid,
+        ):
             for streamed in (False, True):
                 seconds, used, events = asyncio.run(served(port, pid, prompts, new, streamed))
                 rate, asked = clients * TIMES * new / seconds, clients * TIMES
                 kind = f"streamed in {events / asked:.0f} events a text" if streamed else "whole"
                 each = f", {used / events * 1e6:.0f} us an event" if streamed else ""
                 took = f"the front {used / asked * 1e3:.2f} ms a request{each}"
-                print(f"{clients} clients, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of that; {took}", flush=True)
+                print(
+                    f"{clients} clients, {kind}: {rate:,.0f} tokens/s, {rate / alone:.2f} of that; {took}", flush=True
+                )
 
 
 def scheduled(generator: Generator, prompts: list[list[int]], new: int) -> float:

@@ -111,7 +111,9 @@ def fresh(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
         batch=settings["batch"], length=length, steps=TICKS, learning_rate=settings["rate"], warmup=0.05, optimizer=settings["optimizer"],
         rest_rate=settings["rest"], momentum=settings["momentum"], weight_decay=settings["decay"], betas=[0.9, settings["beta2"]],
     )  # fmt: skip
-    engine = TorchEngine(compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"])
+    engine = TorchEngine(
+        compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"]
+    )
     shape = ShapeConfig()
     if settings["shape"]:
         layers, heads, width = map(int, settings["shape"].split("x"))
@@ -136,7 +138,9 @@ def run(settings: dict[str, Any], seconds: float, train: Any, valid: Any) -> Cur
     compiling = time.perf_counter() - began
     engine, config = fresh(settings)
     float(engine.train_step(batch_at(train, order, 0, settings), 0, 0.0).loss)
-    chosen = " ".join(f"{key}={settings[key]}" for key in ("optimizer", "rate", "rest", "momentum", "batch", "decay", "beta2", "seed"))
+    chosen = " ".join(
+        f"{key}={settings[key]}" for key in ("optimizer", "rate", "rest", "momentum", "batch", "decay", "beta2", "seed")
+    )
     curve, spent, step = Curve(f"{chosen} seconds={seconds:g}", compiling), 0.0, 0
     for share in LOOKS:
         begun, start = time.perf_counter(), spent
@@ -190,10 +194,14 @@ def main(words: list[str]) -> None:
     looking, compiling, compiled = 0.0, 0.0, set()
     for settings, seconds in asked:
         shape = tuple(settings[key] for key in ("optimizer", "batch", "size", "shape", "length"))
-        beside = looking + (looking if shape in compiled else compiling)  # a start without compiling is no longer than what goes beside
+        beside = looking + (
+            looking if shape in compiled else compiling
+        )  # a start without compiling is no longer than what goes beside
         left = totals[0] - (time.perf_counter() - begun) if totals else float("inf")
         if seconds + beside > left:
-            print(f"left out: {settings['optimizer']} for {seconds:g} s; {left:.0f} s are left, and {beside:.0f} go beside the training")
+            print(
+                f"left out: {settings['optimizer']} for {seconds:g} s; {left:.0f} s are left, and {beside:.0f} go beside the training"
+            )
             continue
         start = time.perf_counter()
         curves.append(run(settings, seconds, train, valid))

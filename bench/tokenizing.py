@@ -90,7 +90,13 @@ def encode_batch(source: Path, target: Path, limit: float) -> int:
 
 def textmill(verb: str, source: Path, folder: Path) -> int:
     """Call a verb on a corpus that keeps every document, in order, on one side; bytes of text."""
-    settings = [f"folder={folder}", f"corpus.sources={source}", "corpus.dedup=none", "corpus.rules=[]", "corpus.split=100"]
+    settings = [
+        f"folder={folder}",
+        f"corpus.sources={source}",
+        "corpus.dedup=none",
+        "corpus.rules=[]",
+        "corpus.split=100",
+    ]
     words = [sys.executable, "-m", "textmill", verb, "quickstart", *settings, f"tokenizer.use={VOCABULARY}"]
     subprocess.run(words, check=True, capture_output=True)
     size: int = json.loads((folder / "corpus" / "account.json").read_text())["by_split"]["train"]["bytes"]
@@ -106,7 +112,9 @@ def measure(name: str, work: Callable[[], int]) -> float:
         size = work()
         clock = time.monotonic() - start
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        writer.send((size, clock, sum(one.ru_utime + one.ru_stime for one in used), max(one.ru_maxrss for one in used) / 1024))
+        writer.send(
+            (size, clock, sum(one.ru_utime + one.ru_stime for one in used), max(one.ru_maxrss for one in used) / 1024)
+        )
 
     process = multiprocessing.get_context("fork").Process(target=inner)
     process.start()
@@ -115,7 +123,9 @@ def measure(name: str, work: Callable[[], int]) -> float:
         raise SystemExit(f"{name}: failed")
     size, clock, processor, memory = reader.recv()
     rates = f"{size / clock / 1e6:7.1f} MB/s, {size / processor / 1e6:6.1f} MB a second of one core"
-    print(f"{name:<36}{size / 1e6:6.0f} MB in {clock:6.1f} s: {rates}, at most {memory:5.0f} MB in a process", flush=True)
+    print(
+        f"{name:<36}{size / 1e6:6.0f} MB in {clock:6.1f} s: {rates}, at most {memory:5.0f} MB in a process", flush=True
+    )
     return float(size / clock)
 
 
@@ -143,9 +153,13 @@ def main(limit: float = float("inf")) -> int:
                 rate = measure(f"textmill {verb}", partial(textmill, verb, text, here / name))
         equal, times = [], []
         for peer in (one_a_process, encode_batch):
-            times.append(rate / measure(f"tokenizers, {peer.__name__}", partial(peer, source, here / "peer.bin", limit)))
+            times.append(
+                rate / measure(f"tokenizers, {peer.__name__}", partial(peer, source, here / "peer.bin", limit))
+            )
             equal.append(same_bytes(ours, here / "peer.bin"))
-        print(f"tokenize is {times[0]:.1f} times one tokenizer a process, {times[1]:.1f} times encode_batch; the same bytes: {equal}")
+        print(
+            f"tokenize is {times[0]:.1f} times one tokenizer a process, {times[1]:.1f} times encode_batch; the same bytes: {equal}"
+        )
         return 0 if all(equal) else 1
 
 

@@ -80,7 +80,10 @@ def kernels(step: Callable[[int], Any], count: int = 3) -> None:
         for number in range(count):
             loss = step(number)
         float(loss)
-    rows = sorted(((row.self_device_time_total / count / 1e3, row.count // count, row.key) for row in profile.key_averages()), reverse=True)
+    rows = sorted(
+        ((row.self_device_time_total / count / 1e3, row.count // count, row.key) for row in profile.key_averages()),
+        reverse=True,
+    )
     total = sum(row[0] for row in rows)
     for spent, calls, name in rows[:30]:
         print(f"  {spent:8.3f} ms {spent / total:6.1%} x{calls:<4d} {name[:110]}")

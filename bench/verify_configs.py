@@ -70,7 +70,10 @@ def main(*chosen: str) -> int:
         names = [name for name in CONFIGS if not chosen or any(word in name for word in chosen)]
         for name in names:
             code, took, work, said = verified(CONFIGS[name].format(model=model))
-            print(f"{name:<28} exit {code}  {took:5.1f} s, {work:5.1f} s of work, {said.count(' equal ')} comparisons hold", flush=True)
+            print(
+                f"{name:<28} exit {code}  {took:5.1f} s, {work:5.1f} s of work, {said.count(' equal ')} comparisons hold",
+                flush=True,
+            )
             seconds.append(work)
             if code:
                 alarms.append(name)

@@ -109,7 +109,12 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         steps = WARM + own["steps"] + 1
-        length = [f"train.steps={steps}", f"train.save_every={own['save']}", f"train.evaluate_every={10 * steps}", "train.log_every=10"]
+        length = [
+            f"train.steps={steps}",
+            f"train.save_every={own['save']}",
+            f"train.evaluate_every={10 * steps}",
+            "train.log_every=10",
+        ]
         adamw = ["train.optimizer=adamw", "train.learning_rate=1e-3"]
         said = [word for word in words if "." in word.partition("=")[0]]
         settings = [f"folder={root}", *length, *adamw, "train.evaluate_batches=1", *said]
@@ -118,7 +123,9 @@ def main(words: list[str]) -> None:
         tokenize(config)
         before, together, after = bare(config, root / "index"), whole(config), bare(config, root / "index")
         alone, tokens = (before + after) / 2, config.train.batch * (config.train.length or 1024)
-        print(f"bare engine: {1e3 * before:.2f} ms a step before, {1e3 * after:.2f} after, {tokens / alone:,.0f} tokens/s")
+        print(
+            f"bare engine: {1e3 * before:.2f} ms a step before, {1e3 * after:.2f} after, {tokens / alone:,.0f} tokens/s"
+        )
         print(
             f"textmill train: {1e3 * together:.2f} ms a step, {tokens / together:,.0f} tokens/s, {alone / together:.3f} of the bare engine"
         )

@@ -70,9 +70,19 @@ def main() -> None:
     for zero in (0, 1, 2, 3):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", __file__, "in"]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={PROCESSES}",
+                __file__,
+                "in",
+            ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-            done = subprocess.run([*command, size, str(zero), str(path)], env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, size, str(zero), str(path)], env=environment, capture_output=True, text=True
+            )
             if done.returncode:
                 raise SystemExit(done.stderr[-3000:])
             rows[zero] = json.loads(path.read_text())

@@ -14,6 +14,8 @@ def mutated(tree: Any, dice: random.Random, wrong: tuple[Any, ...] = WRONG) -> A
         return dice.choice(wrong)
     place = dice.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
     if dice.random() < 0.2:
-        return {name: value for name, value in tree.items() if name != place} if isinstance(tree, dict) else tree[:place]
+        return (
+            {name: value for name, value in tree.items() if name != place} if isinstance(tree, dict) else tree[:place]
+        )
     changed = mutated(tree[place], dice, wrong)
     return {**tree, place: changed} if isinstance(tree, dict) else [*tree[:place], changed, *tree[place + 1 :]]

@@ -56,8 +56,19 @@ class MongoProcess:
         return f"mongodb://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        words = ["--host", "127.0.0.1", "--port", str(self.port), "--storage-path", str(self.folder), "--log-level", "ERROR"]
-        self.process = subprocess.Popen([str(self.command), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        words = [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--storage-path",
+            str(self.folder),
+            "--log-level",
+            "ERROR",
+        ]
+        self.process = subprocess.Popen(
+            [str(self.command), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         end = time.monotonic() + 60
         while time.monotonic() < end:
             try:
@@ -90,7 +101,15 @@ def _installed() -> Path:
         if not command.exists():
             try:
                 subprocess.run([sys.executable, "-m", "venv", str(place)], check=True, capture_output=True, timeout=120)
-                pip = [str(place / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", PINNED]
+                pip = [
+                    str(place / "bin" / "python"),
+                    "-m",
+                    "pip",
+                    "install",
+                    "-q",
+                    "--disable-pip-version-check",
+                    PINNED,
+                ]
                 subprocess.run(pip, check=True, capture_output=True, timeout=300)
             except (subprocess.SubprocessError, OSError) as error:
                 raise NoServer(f"{PINNED} cannot be installed ({type(error).__name__})") from None
@@ -137,7 +156,9 @@ def open_world(folder: Path) -> Iterator[World]:
             pytest.skip(f"no MongoDB server: {reason}; {VARIABLE} may name one")
         address = process.address
     client: Any = pymongo.MongoClient(address)
-    world = World(address, client[f"textmill_test_{random.SystemRandom().randrange(10**9)}"], folder / "db_config.json", process)
+    world = World(
+        address, client[f"textmill_test_{random.SystemRandom().randrange(10**9)}"], folder / "db_config.json", process
+    )
     world.write_config("db_config.json")
     try:
         yield world

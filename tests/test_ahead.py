@@ -16,7 +16,9 @@ def test_all_come_in_order_whoever_is_done_first(threads: int) -> None:
         time.sleep(0.01 * (one % 2 == 0))
         return one * one
 
-    assert list(ahead(slow_for_even, range(3, 20), threads=threads, depth=threads)) == [(one, one * one) for one in range(3, 20)]
+    assert list(ahead(slow_for_even, range(3, 20), threads=threads, depth=threads)) == [
+        (one, one * one) for one in range(3, 20)
+    ]
 
 
 def test_no_more_are_made_than_may_wait() -> None:

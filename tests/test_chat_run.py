@@ -67,7 +67,9 @@ def answers(checkpoint: Path) -> dict[str, tuple[str, bool]]:
     assert model.config.eos_token_id == tokenizer.eos_token_id
     found = {}
     for question in PAIRS:
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt")
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+        )
         out = model.generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.eos_token_id)[0]
         new = out[prompt["input_ids"].shape[1] :].tolist()
         found[question] = tokenizer.decode(new, skip_special_tokens=True), new[-1] == tokenizer.eos_token_id
@@ -76,7 +78,10 @@ def answers(checkpoint: Path) -> dict[str, tuple[str, bool]]:
 
 def test_it_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
-    config = config_of(tmp_path, train={"steps": 150, "learning_rate": 5e-3, "weight_decay": 0.0, "evaluate_every": 150, "save_every": 150})
+    config = config_of(
+        tmp_path,
+        train={"steps": 150, "learning_rate": 5e-3, "weight_decay": 0.0, "evaluate_every": 150, "save_every": 150},
+    )
     made(config)
     checkpoint = steps_of(train(config))[150]
     said = capsys.readouterr()
@@ -101,7 +106,12 @@ async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
             theirs = AutoTokenizer.from_pretrained(steps_of(config.folder_of("train"))[150])
             assert (info["chat_template"], info["eos_token"]) == (theirs.chat_template, END)
             for question in PAIRS:
-                body = {"model": service.name, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
+                body = {
+                    "model": service.name,
+                    "messages": [{"role": "user", "content": question}],
+                    "temperature": 0,
+                    "max_tokens": 48,
+                }
                 choice = (await client.post("/v1/chat/completions", json=body, timeout=60)).json()["choices"][0]
                 found[question] = choice["message"]["content"], choice["finish_reason"]
     finally:
@@ -186,7 +196,8 @@ def test_the_stop_token_is_not_asked(tmp_path: Path) -> None:
     mask[ids == open_tokenizer(tmp_path / "out" / "tokenizer").end] = 0
     mask.tofile(path)
     with pytest.raises(
-        TextmillError, match=r"the stop token <\|endoftext\|> is never asked, so the model would never stop; make the tokens"
+        TextmillError,
+        match=r"the stop token <\|endoftext\|> is never asked, so the model would never stop; make the tokens",
     ):
         train(config)
 
@@ -238,12 +249,15 @@ def test_valid_is_part_of_train(tmp_path: Path, copies: int, capsys: pytest.Capt
         assert "2 of 8 valid conversations are in train too; set corpus.dedup=exact" in capsys.readouterr().err
         return
     with pytest.raises(
-        TextmillError, match="8 of 8 valid conversations are in train too, so the valid loss would mean nothing; set corpus"
+        TextmillError,
+        match="8 of 8 valid conversations are in train too, so the valid loss would mean nothing; set corpus",
     ):
         train(config)
 
 
-def test_conversations_trained_on_as_plain_text_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_trained_on_as_plain_text_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(tmp_path, train={"layout": "packed"})
     made(config)
@@ -255,19 +269,31 @@ def test_conversations_trained_on_as_plain_text_are_warned_of(tmp_path: Path, ca
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of plain text, whose tokenizer knows nothing of conversations."""
     folder = tmp_path_factory.mktemp("pretrained")
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"{q} {a}"}) + "\n" for q, a in PAIRS.items()), encoding="utf-8")
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"{q} {a}"}) + "\n" for q, a in PAIRS.items()), encoding="utf-8"
+    )
     corpus = {"sources": [str(folder / "a.jsonl")], "chat": None}
     config = config_of(folder, corpus=corpus, tokenizer={"chat": None}, train={"layout": "packed"})
     made(config)
     return steps_of(train(config))[2]
 
 
-def test_new_tokens_begin_as_the_mean_of_their_pieces(pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_tokens_begin_as_the_mean_of_their_pieces(
+    pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
-    config = config_of(tmp_path, tokenizer={"use": str(pretrained)}, model={"init_from": str(pretrained)}, train={"learning_rate": 1e-12})
+    config = config_of(
+        tmp_path,
+        tokenizer={"use": str(pretrained)},
+        model={"init_from": str(pretrained)},
+        train={"learning_rate": 1e-12},
+    )
     made(config)
     checkpoint = steps_of(train(config))[2]
-    assert "3 new tokens get vectors, each the mean of the pieces its text was made of: <|system|>, <|user|>" in capsys.readouterr().out
+    assert (
+        "3 new tokens get vectors, each the mean of the pieces its text was made of: <|system|>, <|user|>"
+        in capsys.readouterr().out
+    )
     old, new = AutoTokenizer.from_pretrained(pretrained), AutoTokenizer.from_pretrained(checkpoint)
     before, after = (dict(read_model(folder))["transformer.wte.weight"] for folder in (pretrained, checkpoint))
     assert len(new) == len(after) == len(before) + 3
@@ -287,7 +313,9 @@ def test_it_goes_on_after_growing(pretrained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab", [280, 700])
-def test_another_vocabulary_is_warned_of(pretrained: Path, tmp_path: Path, vocab: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_vocabulary_is_warned_of(
+    pretrained: Path, tmp_path: Path, vocab: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Smaller or larger than the embedding: never taken for the model's own without a word."""
     written(tmp_path, "pairs.jsonl", [(q * 3 + chr(0xAC00 + number), a) for number, (q, a) in enumerate(PAIRS.items())])
     config = config_of(tmp_path, tokenizer={"vocab": vocab, "min_frequency": 1}, model={"init_from": str(pretrained)})

@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 
 from textmill.checkpoints.file_plan import Deal, dealt
-from textmill.checkpoints.folders import Snapshot, faults_in, find_checkpoint, open_checkpoint, prune, steps_of, write_checkpoint
+from textmill.checkpoints.folders import (
+    Snapshot,
+    faults_in,
+    find_checkpoint,
+    open_checkpoint,
+    prune,
+    steps_of,
+    write_checkpoint,
+)
 from textmill.errors import Stopped, TextmillError, Told
 from textmill.processes.ranks import Ranks
 from textmill.storage import faults
@@ -27,13 +35,18 @@ def snapshot(step: int, *, valid_loss: float | None = None, size: int = 50) -> S
     values = np.random.default_rng(step).normal(size=(size, 3)).astype(np.float32)
     progress = {"step": step, "updates": step, "valid_loss": None if valid_loss is None else valid_loss.hex()}
     return Snapshot(
-        step, [("w", values), ("b", values[0])], [("m/w", values * 2)], progress, {"config.json": b"{}", "run.yaml": b"folder: .\n"}
+        step,
+        [("w", values), ("b", values[0])],
+        [("m/w", values * 2)],
+        progress,
+        {"config.json": b"{}", "run.yaml": b"folder: .\n"},
     )
 
 
 def equal(one: Any, other: Any) -> bool:
     return all(
-        name == named and np.array_equal(values, found) for (name, values), (named, found) in zip(sorted(one), sorted(other), strict=True)
+        name == named and np.array_equal(values, found)
+        for (name, values), (named, found) in zip(sorted(one), sorted(other), strict=True)
     )
 
 
@@ -87,7 +100,8 @@ def test_we_read_theirs_in_every_float(tmp_path: Path) -> None:
     values = torch.randn(5, 4)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         save_file(
-            {"a": values.to(dtype), "mask": torch.ones(3, dtype=torch.bool), "c": values[:, :1].to(dtype).contiguous()}, tmp_path / "x"
+            {"a": values.to(dtype), "mask": torch.ones(3, dtype=torch.bool), "c": values[:, :1].to(dtype).contiguous()},
+            tmp_path / "x",
         )
         found = dict(read_tensors(tmp_path / "x"))
         assert sorted(found) == ["a", "c"]
@@ -109,7 +123,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             # A bit of a manifest's own white space or of a key that nothing reads may do no harm; then all else must be whole.
             if not faults:
                 assert "manifest" in path.name
-                assert {name: account for name, account in json.loads(damaged)["files"].items()} == json.loads(whole)["files"]
+                assert {name: account for name, account in json.loads(damaged)["files"].items()} == json.loads(whole)[
+                    "files"
+                ]
         path.write_bytes(whole)
     assert faults_in(folder) == []
 
@@ -166,8 +182,13 @@ def test_retention(tmp_path: Path) -> None:
         write_checkpoint(tmp_path, snapshot(step, valid_loss=abs(step - 30.0)))
         prune(tmp_path, keep=2, keep_every=40)
     assert list(steps_of(tmp_path)) == [30, 40, 60, 70], "the best, every 40th, the last two"
-    assert [step for step, folder in steps_of(tmp_path).items() if (folder / "optimizer.safetensors").exists()] == [60, 70]
-    assert all(faults_in(folder) == [] for folder in steps_of(tmp_path).values()), "without its optimizer it is still whole"
+    assert [step for step, folder in steps_of(tmp_path).items() if (folder / "optimizer.safetensors").exists()] == [
+        60,
+        70,
+    ]
+    assert all(faults_in(folder) == [] for folder in steps_of(tmp_path).values()), (
+        "without its optimizer it is still whole"
+    )
     best, by_number = find_checkpoint(tmp_path, "best"), find_checkpoint(tmp_path, 40)
     assert best is not None
     assert best.step == 30
@@ -203,7 +224,10 @@ def test_headers_that_lie_are_refused(tmp_path: Path) -> None:
     lies = [
         {"a": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}},
         {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 32]}},
-        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}},
+        {
+            "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+            "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
+        },
         {"a": {"dtype": "F99", "shape": [4], "data_offsets": [0, 16]}},
         {"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]}},
         {"a": {"dtype": "F32", "data_offsets": [0, 16]}},
@@ -230,7 +254,10 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 
 def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None:
     dice = np.random.default_rng(1)
-    weights = [(name, dice.normal(size=(size, 10)).astype(np.float32)) for name, size in (("a", 10), ("b", 5), ("c", 30), ("d", 1))]
+    weights = [
+        (name, dice.normal(size=(size, 10)).astype(np.float32))
+        for name, size in (("a", 10), ("b", 5), ("c", 30), ("d", 1))
+    ]
     moments = [(f"m/{name}", values * 2) for name, values in weights]
     deals = (dealt("model", weights, 700)[0], dealt("optimizer", moments, 700)[0])
     assert [list(file) for file in deals[0].files] == [["a", "b"], ["c"], ["d"]], (
@@ -238,7 +265,9 @@ def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None
     )
     folder = write_checkpoint(tmp_path, Snapshot(3, weights, moments, {"step": 3}, {"config.json": b"{}"}, deals))
     names = {path.name for path in folder.glob("*.safetensors")}
-    assert names == {f"{stem}-0000{number}-of-00003.safetensors" for stem in ("model", "optimizer") for number in (1, 2, 3)}
+    assert names == {
+        f"{stem}-0000{number}-of-00003.safetensors" for stem in ("model", "optimizer") for number in (1, 2, 3)
+    }
     found = find_checkpoint(tmp_path)
     assert found is not None
     assert equal(found.weights(), weights)
@@ -269,7 +298,9 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
         try:
             if step == 2 and ranks.rank == 1:
                 own = [("a", values["a"])] * 2 + [("nowhere", values["a"])]  # a name that no file has
-            write_checkpoint(tmp_path, Snapshot(step, own, mine, {"step": step}, {"config.json": b"{}"}, (deal, state)), ranks)
+            write_checkpoint(
+                tmp_path, Snapshot(step, own, mine, {"step": step}, {"config.json": b"{}"}, (deal, state)), ranks
+            )
         except BaseException as error:
             return {name for name, _ in own}, error
         return {name for name, _ in own}, None
@@ -295,7 +326,10 @@ def test_a_folder_that_machines_do_not_share_is_told_at_the_first_save(tmp_path:
         return str(told.value)
 
     first, second = in_threads(2, work)
-    assert "model-00002-of-00002.safetensors is missing, though a process wrote it; set train.folder to a place that all" in first
+    assert (
+        "model-00002-of-00002.safetensors is missing, though a process wrote it; set train.folder to a place that all"
+        in first
+    )
     assert second == ""
     assert find_checkpoint(tmp_path / "0") is None
 
@@ -306,7 +340,9 @@ def test_transformers_opens_several_files(tmp_path: Path) -> None:
     from textmill.config import ModelConfig, ShapeConfig
     from textmill.models.gpt2.facts import facts as gpt2
 
-    shape = gpt2.shape_of(ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0)
+    shape = gpt2.shape_of(
+        ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0
+    )
     weights = list(gpt2.first_weights(shape, 3))
     deal = dealt("model", weights, 4000)[0]
     assert len(deal.files) > 5

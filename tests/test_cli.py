@@ -88,7 +88,9 @@ def test_mistakes_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stages_that_were_not_run_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_that_were_not_run_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for verb in ("fit-tokenizer", "tokenize", "train"):
         code, _, err = said(capsys, verb, "quickstart")
@@ -96,7 +98,9 @@ def test_stages_that_were_not_run_are_named(tmp_path: Path, monkeypatch: pytest.
         assert "the stage before has not been run" in err or "run textmill prepare first" in err
 
 
-def test_a_refusal_on_its_way_is_said_though_a_signal_comes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_on_its_way_is_said_though_a_signal_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A launcher ends all processes when the first one has refused; the others may still be giving back what they hold."""
 
     @contextmanager
@@ -126,7 +130,9 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["train"])
 
 
-def test_from_three_files_to_text(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_three_files_to_text(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An empty folder, three files in three languages: new, run, and text comes out."""
     monkeypatch.chdir(tiny_texts.parent)
     code, out, err = said(capsys, "new", "mine", "--text", "texts/*.txt")
@@ -177,11 +183,15 @@ def test_new_fits_text_and_machine(size: int, device: str, tmp_path: Path, monke
     assert (config.model.size == "nano") == (device == "cpu")
     tried = {("cpu", "nano"): "pretrain-nano", ("cuda", "small"): "pretrain-muon"}
     assert config.train.preset == tried.get((device, config.model.size), "none")
-    assert config.train.optimizer == ("muon" if device == "cpu" or (device == "cuda" and size == 400_000_000) else "adamw")
+    assert config.train.optimizer == (
+        "muon" if device == "cpu" or (device == "cuda" and size == 400_000_000) else "adamw"
+    )
     assert config.train.steps >= 100
     assert config.train.save_every <= config.train.steps
     seen = config.train.steps * config.train.batch * (config.train.length or 0)
-    assert seen <= max(110 * config.train.batch * (config.train.length or 0), 16 * size / 3), "no more than about fifteen passes"
+    assert seen <= max(110 * config.train.batch * (config.train.length or 0), 16 * size / 3), (
+        "no more than about fifteen passes"
+    )
 
 
 def test_force_never_replaces_a_folder_of_the_users(
@@ -197,7 +207,9 @@ def test_force_never_replaces_a_folder_of_the_users(
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
 
 
-def test_models_without_a_run(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_without_a_run(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A Hugging Face folder, a copied checkpoint, a folder with '=' in its name: generate reads them, train does not write into them."""
     import shutil
 
@@ -205,7 +217,9 @@ def test_models_without_a_run(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch,
     said(capsys, "new", "mine", "--text", "texts")
     assert said(capsys, "run", "mine", *QUICK)[0] == 0
     shutil.copytree("mine/run/step-0000002", "final")
-    shutil.copytree("final", "hf=1", ignore=lambda *_: ["run.yaml", "progress.json", "manifest.json", "optimizer.safetensors"])
+    shutil.copytree(
+        "final", "hf=1", ignore=lambda *_: ["run.yaml", "progress.json", "manifest.json", "optimizer.safetensors"]
+    )
     for where in ("final", "hf=1"):
         before = sorted(Path(where).iterdir())
         code, out, err = said(capsys, "generate", where, "sample.prompt=The mill", "sample.max_tokens=3", "--json")
@@ -251,7 +265,9 @@ def test_a_path_in_a_file_is_never_looked_for_elsewhere(
     assert "project/texts" in err
 
 
-def test_a_second_new_keeps_the_first(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_new_keeps_the_first(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     assert said(capsys, "new", "mine", "--text", "texts")[0] == 0
     (tiny_texts.parent / "mine" / "textmill.yaml").write_text("train: {steps: 3}\n")
@@ -279,7 +295,9 @@ def test_run_with_a_change_says_what_and_how_on(
     assert "prepare: done already" in out, "run --force makes anew only what changed"
 
 
-def test_check_finds_a_flipped_bit(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_a_flipped_bit(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     said(capsys, "new", "mine", "--text", "texts")
     assert said(capsys, "run", "mine", *QUICK)[0] == 0

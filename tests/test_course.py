@@ -92,7 +92,10 @@ def test_a_ramp_is_told() -> None:
         ({"ramp": [2, 3]}, r"train\.ramp: found \[2, 3\]; give three"),
         ({"ramp": [0, 3, 5]}, r"train\.ramp: found"),
         ({"ramp": [8, 3, 5]}, r"train\.ramp: starts with 8, which is not below train\.batch=8"),
-        ({"ramp": [2, 4, 5]}, r"train\.ramp: an increment of 4 does not divide the way from 2 to train\.batch=8; 2 does"),
+        (
+            {"ramp": [2, 4, 5]},
+            r"train\.ramp: an increment of 4 does not divide the way from 2 to train\.batch=8; 2 does",
+        ),
     ],
 )
 def test_what_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -103,7 +106,9 @@ def test_what_is_refused(settings: dict[str, Any], said: str) -> None:
 def test_a_ramp_that_micro_batches_do_not_divide_is_refused() -> None:
     tree = {"train": {"batch": 8, "ramp": [2, 2, 100]}}
     assert config_of({**tree, "engine": {"micro_batch": 2}}).train.ramp == [2, 2, 100]
-    with pytest.raises(TextmillError, match=r"engine\.micro_batch: 4 does not divide train\.batch=8 with train\.ramp=2,2,100; 2 does"):
+    with pytest.raises(
+        TextmillError, match=r"engine\.micro_batch: 4 does not divide train\.batch=8 with train\.ramp=2,2,100; 2 does"
+    ):
         config_of({**tree, "engine": {"micro_batch": 4}})
 
 
@@ -129,7 +134,9 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(tiny_texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(
+    tiny_texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Evaluated and saved where an epoch's last sample is seen; longer by half an epoch, the run is the one that was so long at once."""
 
     def config(run: str, epochs: float) -> RunConfig:
@@ -146,7 +153,15 @@ def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(tiny_texts: Pat
     train(once)
     assert numbers_of(once.folder_of("train")) == numbers_of(twice.folder_of("train"))
     epoch = open_batches(once.train, open_splits(once), length=32, folder=None).layouts[0].samples
-    sizes = [8, 8, 8, 8, 16, 16, 24]  # eight more at 25, 50 and 75 samples: a step begins after 0, 8, 16, 24, 32, 48, 64 and 88
+    sizes = [
+        8,
+        8,
+        8,
+        8,
+        16,
+        16,
+        24,
+    ]  # eight more at 25, 50 and 75 samples: a step begins after 0, 8, 16, 24, 32, 48, 64 and 88
     ends = [sum(sizes) + 32 * step for step in range(99)]
     assert epoch > ends[0]
     first, last = (next(end for end in ends if end >= share * epoch) for share in (1, 1.5))
@@ -159,7 +174,10 @@ def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(tiny_texts: Pat
     best = min(progress, key=lambda one: float.fromhex(one["valid_loss"]))
     told = capsys.readouterr().out
     assert f"{steps[1]} steps of 8 samples, growing to 32 from step 8 on" in told
-    assert f"train: the best checkpoint is step {best['step']}, valid loss {float.fromhex(best['valid_loss']):.4f}: " in told
+    assert (
+        f"train: the best checkpoint is step {best['step']}, valid loss {float.fromhex(best['valid_loss']):.4f}: "
+        in told
+    )
     assert open_model(str(run / "best")).step == best["step"]
     assert AutoConfig.from_pretrained(run / "best").vocab_size == 300
     changes = json.loads((twice.folder_of("train") / f"step-{steps[1]:07d}" / "progress.json").read_text())["changes"]

@@ -31,16 +31,30 @@ BOUND = 1e-5
 
 
 def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
-    often = [f"train.save_every={EACH}", f"train.keep={len(SITTINGS)}", f"train.evaluate_every={EACH}", "train.evaluate_batches=2"]
+    often = [
+        f"train.save_every={EACH}",
+        f"train.keep={len(SITTINGS)}",
+        f"train.evaluate_every={EACH}",
+        "train.evaluate_batches=2",
+    ]
     return [*trained(root, run, steps), f"train.decay_steps={EACH * len(SITTINGS)}", *often, *more]
 
 
 def sit(root: Path, run: Path, number: int) -> None:
     """One sitting: DeepSpeed on two processes, JAX on four devices of one process, torch as it is; it ends, and leaves no process."""
     engine, asked = SITTINGS[number], words(root, run, EACH * (number + 1), *SITTINGS[number])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if "engine.kind=deepspeed" in engine else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        if "engine.kind=deepspeed" in engine
+        else []
+    )
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     command = [sys.executable, *launcher, "-m", "textmill", *asked]
     assert ended(command, environment) == "well"
 
@@ -49,7 +63,10 @@ def state_of(run: Path, step: int) -> dict[str, NDArray[np.float32]]:
     """Weights and moments of a checkpoint by name, without the biases of keys: rounding is their whole gradient, Adam makes it large."""
     folder = run / f"step-{step:07d}"
     found = {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
-    return {name: np.delete(values.reshape(3, -1), 1, 0) if name.endswith("c_attn.bias") else values for name, values in found.items()}
+    return {
+        name: np.delete(values.reshape(3, -1), 1, 0) if name.endswith("c_attn.bias") else values
+        for name, values in found.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +93,14 @@ def test_every_loss_is_torchs(runs: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("step", [EACH * (number + 1) for number in range(len(SITTINGS))])
 def test_what_is_handed_over_is_torchs_by_name(step: int, runs: tuple[Path, Path]) -> None:
     kind = SITTINGS[step // EACH - 1][0].removeprefix("engine.kind=")
-    assert f"engine:\n  kind: {kind}\n" in (runs[1] / f"step-{step:07d}" / "run.yaml").read_text(), "it was this engine's to hand over"
+    assert f"engine:\n  kind: {kind}\n" in (runs[1] / f"step-{step:07d}" / "run.yaml").read_text(), (
+        "it was this engine's to hand over"
+    )
     wanted, ours = (state_of(run, step) for run in runs)
     assert ours.keys() == wanted.keys()
-    assert sum(name.startswith(("m/", "v/")) for name in ours) == 2 * sum(not name.startswith(("m/", "v/")) for name in ours)
+    assert sum(name.startswith(("m/", "v/")) for name in ours) == 2 * sum(
+        not name.startswith(("m/", "v/")) for name in ours
+    )
     for name, values in wanted.items():
         assert ours[name].shape == values.shape, name
         assert np.linalg.norm(ours[name] - values) <= BOUND * np.linalg.norm(values), name

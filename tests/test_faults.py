@@ -23,10 +23,16 @@ def test_a_save_cut_short_anywhere_leaves_the_old_or_the_new(tmp_path: Path) -> 
     folder = memory if os.access(memory, os.W_OK) else tmp_path
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "kill_saves.py")], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(ROOT / "bench" / "kill_saves.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = re.findall(r"(SIGKILL|disk full) at (\d+) points, .*: the old one found (\d+) times, the new one (\d+)", done.stdout)
+    told = re.findall(
+        r"(SIGKILL|disk full) at (\d+) points, .*: the old one found (\d+) times, the new one (\d+)", done.stdout
+    )
     assert [what for what, *_ in told] == ["SIGKILL", "SIGKILL", "disk full", "disk full"]
     for _, *counts in told:
         points, old, new = map(int, counts)

@@ -45,11 +45,19 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     path = os.pathsep.join([str(tools), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(recipes_folder().parent), "MASTER_PORT": str(free_port()), "RANKS": "2"}
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(recipes_folder().parent),
+        "MASTER_PORT": str(free_port()),
+        "RANKS": "2",
+    }
 
 
 def run(script: str, words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", str(LAUNCH / script), *words], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        ["bash", str(LAUNCH / script), *words], env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
@@ -59,16 +67,23 @@ def test_it_is_a_script_and_says_how_it_is_called(path: Path, environment: dict[
     assert bare.returncode == 2
     hosts = "HOSTFILE " if "hosts" in path.name else ""
     assert f"{path.name} {hosts}CONFIG.yaml [section.key=value ...]" in bare.stderr
-    assert f"{path.name} {hosts}CONFIG.yaml [section.key=value ...]" in path.read_text(encoding="utf-8").partition("set -uo")[0]
+    assert (
+        f"{path.name} {hosts}CONFIG.yaml [section.key=value ...]"
+        in path.read_text(encoding="utf-8").partition("set -uo")[0]
+    )
 
 
 def test_torchrun_knows_every_option() -> None:
     from torch.distributed.run import parse_args
 
-    words = (LAUNCH / "many-nodes.sh").read_text(encoding="utf-8").partition("\ntorchrun ")[2].partition("-m textmill")[0]
+    words = (
+        (LAUNCH / "many-nodes.sh").read_text(encoding="utf-8").partition("\ntorchrun ")[2].partition("-m textmill")[0]
+    )
     options = [word for word in words.split() if word.startswith("--")]
     assert len(options) == 5
-    parsed = parse_args("--nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint a:1 --rdzv-id b -m textmill train x".split())
+    parsed = parse_args(
+        "--nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint a:1 --rdzv-id b -m textmill train x".split()
+    )
     assert all(hasattr(parsed, option.removeprefix("--").replace("-", "_")) for option in options)
 
 

@@ -21,7 +21,9 @@ leave_after(work)
 
 
 def ended(last: str, root: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM.format(last=last)], cwd=root, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(last=last)], cwd=root, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_a_thread_that_never_ends_keeps_no_process(root: Path) -> None:

@@ -54,7 +54,9 @@ def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
     run = root / "stopped"
     words = [*trained(root, run, STEPS), "train.save_every=1000"]
     stopping = {**os.environ, "TEXTMILL_FAULT": "stop@step:7"}
-    process = subprocess.Popen([*COMMAND, *words], env=stopping, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, *words], env=stopping, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
@@ -81,9 +83,14 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
     small = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); {COMMAND[-1]}"
     full = subprocess.run([*COMMAND[:-1], small, *words], capture_output=True, text=True, timeout=300)
     assert full.returncode == 75, full.stderr
-    assert "a checkpoint could not be written (File too large); those before it are whole; make room and run again" in full.stderr
+    assert (
+        "a checkpoint could not be written (File too large); those before it are whole; make room and run again"
+        in full.stderr
+    )
     assert "Traceback" not in full.stderr
-    assert sorted(path.name for path in run.glob("step-*")) == [f"step-{step:07d}" for step in whole], "nothing half written, nothing lost"
+    assert sorted(path.name for path in run.glob("step-*")) == [f"step-{step:07d}" for step in whole], (
+        "nothing half written, nothing lost"
+    )
     assert [faults_in(folder) for folder in steps_of(run).values()] == [[] for _ in whole]
     assert textmill(*words).returncode == 0
     assert numbers_of(run) == numbers_of(undisturbed)
@@ -91,10 +98,14 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
 
 
 def test_done_is_done(root: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = {
+        path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"
+    }
     train(config_for(root, undisturbed, STEPS))
     assert "done already" in capsys.readouterr().out
-    assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"
+    }
 
 
 @pytest.mark.parametrize(
@@ -126,7 +137,10 @@ def test_a_refused_run_leaves_nothing_that_was_not_there(root: Path, tmp_path: P
         for folder in ("new/one", "mine"):
             with pytest.raises(TextmillError, match=said):
                 train(config_for(root, tmp_path / folder, STEPS, word))
-            assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == ["mine", "mine/notes.txt"]
+            assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+                "mine",
+                "mine/notes.txt",
+            ]
 
 
 def test_what_is_safe_is_taken_and_recorded(root: Path) -> None:
@@ -157,9 +171,17 @@ def test_fp16_goes_on_with_its_loss_scale(root: Path) -> None:
 
 def test_a_loss_scale_that_cannot_help_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textmill.engines.loss_scale_torch.FIRST", 16.0)
-    wild = ("engine.precision=fp16", "train.learning_rate=1e30", "train.clip=0", "train.warmup=0", "train.evaluate_batches=1")
+    wild = (
+        "engine.precision=fp16",
+        "train.learning_rate=1e30",
+        "train.clip=0",
+        "train.warmup=0",
+        "train.evaluate_batches=1",
+    )
     with (
-        pytest.raises(TextmillError, match=r"no finite loss any more at step .* at a loss scale of 1; .*engine.precision=fp32"),
+        pytest.raises(
+            TextmillError, match=r"no finite loss any more at step .* at a loss scale of 1; .*engine.precision=fp32"
+        ),
         torch.backends.mkldnn.flags(enabled=False),
     ):
         train(config_for(root, root / "wild", 60, *wild))
@@ -229,7 +251,9 @@ def test_a_run_may_start_from_weights(root: Path, undisturbed: Path) -> None:
         train(config_for(root, run, 3, f"model.init_from={start}", "train.warmup=0"), force="yes")
         first, trained_long = numbers_of(run)[0]["loss"], numbers_of(undisturbed)[0]["loss"]
         assert first < trained_long - 0.5, "it begins where the other ended, not anew"
-    config = config_for(root, root / "small-vocab", 3, f"model.init_from={_with_fewer_vectors(undisturbed, root)}", "train.warmup=0")
+    config = config_for(
+        root, root / "small-vocab", 3, f"model.init_from={_with_fewer_vectors(undisturbed, root)}", "train.warmup=0"
+    )
     with pytest.raises(TextmillError, match="tokenize with the model's own tokenizer"):
         train(config)
 

@@ -48,10 +48,24 @@ def adapting(folder: Path, base: Path, steps: int, **lora: Any) -> RunConfig:
     """The config of a run of adapters on the base's own text."""
     root, train_ = (
         base.parents[1],
-        {"layout": "packed", "steps": steps, "learning_rate": 0.02, "schedule": "constant", "save_every": 3, "warmup": 0},
+        {
+            "layout": "packed",
+            "steps": steps,
+            "learning_rate": 0.02,
+            "schedule": "constant",
+            "save_every": 3,
+            "warmup": 0,
+        },
     )
-    config = config_of(root.parent, corpus=plain(root.parent), tokenizer={"chat": None}, train={**train_, "folder": str(folder), "keep": 9})
-    model = config.model.model_validate({"init_from": str(base), "lora": {"rank": 4, "dropout": 0.2, **lora}, "shape": {"dropout": 0.1}})
+    config = config_of(
+        root.parent,
+        corpus=plain(root.parent),
+        tokenizer={"chat": None},
+        train={**train_, "folder": str(folder), "keep": 9},
+    )
+    model = config.model.model_validate(
+        {"init_from": str(base), "lora": {"rank": 4, "dropout": 0.2, **lora}, "shape": {"dropout": 0.1}}
+    )
     return config.model_copy(update={"model": model})
 
 
@@ -67,14 +81,18 @@ def logits_of(folder: Path, **options: Any) -> torch.Tensor:
         return net.logits(net(IDS))
 
 
-def test_stopped_and_gone_on_with_it_gives_the_same_bits(base: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_and_gone_on_with_it_gives_the_same_bits(
+    base: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(adapting(tmp_path / "run", base, 3))
     said = capsys.readouterr().out
     assert "136,960 parameters, 8,192 of them trained (5.98%), on cpu" in said, said
     train(adapting(tmp_path / "run", base, 6))
     assert "goes on from step 3" in capsys.readouterr().out
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
-        assert (tmp_path / "run" / "step-0000006" / name).read_bytes() == (run / "step-0000006" / name).read_bytes(), name
+        assert (tmp_path / "run" / "step-0000006" / name).read_bytes() == (run / "step-0000006" / name).read_bytes(), (
+            name
+        )
     train(adapting(run, base, 6))
     assert "done already" in capsys.readouterr().out
     with pytest.raises(TextmillError, match=r"trained from something else: model\.lora\.dropout was 0\.2, is "):
@@ -87,7 +105,9 @@ def test_it_changes_its_engine_in_the_middle(base: Path, run: Path, tmp_path: Pa
     engines = [TorchEngine(device="cpu"), JaxEngine(device="cpu"), DeepSpeedEngine(device="cpu", zero=3)]
     for number, engine in enumerate(engines):
         train(adapting(tmp_path / "run", base, 2 * number + 2).model_copy(update={"engine": engine}))
-    ours, wanted = (dict(read_tensors(folder / "step-0000006" / "adapter_model.safetensors")) for folder in (tmp_path / "run", run))
+    ours, wanted = (
+        dict(read_tensors(folder / "step-0000006" / "adapter_model.safetensors")) for folder in (tmp_path / "run", run)
+    )
     assert ours.keys() == wanted.keys()
     for name, values in wanted.items():
         assert np.linalg.norm(ours[name] - values) <= 1e-4 * np.linalg.norm(values), name
@@ -134,13 +154,20 @@ def test_a_folder_of_peft_without_anything_else_is_a_model(base: Path, run: Path
     # Weights to start from, too: all of them, merged.
     config = adapting(tmp_path / "trained", base, 2)
     whole = config.model.model_copy(update={"init_from": str(tmp_path), "lora": None})
-    started = train(config.model_copy(update={"model": whole, "train": config.train.model_copy(update={"learning_rate": 1e-12})}))
+    started = train(
+        config.model_copy(update={"model": whole, "train": config.train.model_copy(update={"learning_rate": 1e-12})})
+    )
     assert (logits_of(steps_of(started)[2]) - logits_of(tmp_path)).abs().max() < NEAR
     with pytest.raises(TextmillError, match=r"is an adapter itself; merge it first: textmill export"):
-        train(config.model_copy(update={"model": config.model.model_copy(update={"init_from": str(tmp_path)})}), force="yes")
+        train(
+            config.model_copy(update={"model": config.model.model_copy(update={"init_from": str(tmp_path)})}),
+            force="yes",
+        )
 
 
-def test_a_base_that_changed_or_is_gone_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_changed_or_is_gone_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy, folder = tmp_path / "copy", tmp_path / "run"
     shutil.copytree(base, copy)
     (copy / "progress.json").unlink()  # no checkpoint of ours any more: nothing else guards its bits
@@ -151,7 +178,10 @@ def test_a_base_that_changed_or_is_gone_is_refused(base: Path, tmp_path: Path, c
     (copy / "model.safetensors").write_bytes(weights)
     words = ["generate", str(folder), "sample.max_tokens=2", "engine.device=cpu"]
     assert main(words) == 2
-    assert "which this adapter changes, has other weights than when it was trained; put those back" in capsys.readouterr().err
+    assert (
+        "which this adapter changes, has other weights than when it was trained; put those back"
+        in capsys.readouterr().err
+    )
     with pytest.raises(TextmillError, match=r"model\.init_from was .*, is "):
         train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})}))
     shutil.rmtree(copy)
@@ -165,13 +195,17 @@ def test_new_tokens_travel_with_the_adapter(base: Path, tmp_path: Path) -> None:
     """A chat template's tokens have vectors that the base does not; PEFT reads them into an embedding of the new size."""
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     chat = config_of(tmp_path, tokenizer={"use": str(base)}, train={"learning_rate": 0.01})
-    config = chat.model_copy(update={"model": chat.model.model_validate({"init_from": str(base), "lora": {"targets": ["attn"]}})})
+    config = chat.model_copy(
+        update={"model": chat.model.model_validate({"init_from": str(base), "lora": {"targets": ["attn"]}})}
+    )
     made(config)
     train(config)
     found = find_checkpoint(train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})))
     assert found is not None
     assert found.step == 4
-    before, after = (dict(open_model(str(folder)).weights())["transformer.wte.weight"] for folder in (base, found.folder))
+    before, after = (
+        dict(open_model(str(folder)).weights())["transformer.wte.weight"] for folder in (base, found.folder)
+    )
     assert len(after) == len(before) + 3
     assert np.array_equal(after[:-3], before)
     theirs = AutoModelForCausalLM.from_pretrained(base)

@@ -35,18 +35,27 @@ def test_spikes_are_told_remembered_and_end_the_run(
     config = config_for(root, root / "spiky", 24, *GUARDED)
     faults.arm("spike@step:17,spike@step:18")
     train(config)
-    assert "step 20: 2 updates were left out, the last in step 19: the loss was more than 8 deviations above" in capsys.readouterr().out
+    assert (
+        "step 20: 2 updates were left out, the last in step 19: the loss was more than 8 deviations above"
+        in capsys.readouterr().out
+    )
     first = numbers_of(root / "spiky")
     assert [line["spikes"] for line in first if "loss" in line][-3:] == [0, 2, 2]
     progress = json.loads((root / "spiky" / "step-0000024" / "progress.json").read_text())
     assert progress["updates"] == 22
-    assert {name: progress["spikes"][name] for name in ("left", "streak", "last")} == {"left": 2, "streak": 0, "last": 19}
+    assert {name: progress["spikes"][name] for name in ("left", "streak", "last")} == {
+        "left": 2,
+        "streak": 0,
+        "last": 19,
+    }
     train(config, step=15)
     assert numbers_of(root / "spiky") == first
     assert json.loads((root / "spiky" / "step-0000024" / "progress.json").read_text()) == progress
     monkeypatch.setattr("textmill.training.divergence.SPIKES", 5)
     faults.arm(",".join(f"spike@step:{step}" for step in range(17, 24)))
-    with pytest.raises(TextmillError, match=r"step 24: the last 7 updates were left out, their losses far above .* with --step"):
+    with pytest.raises(
+        TextmillError, match=r"step 24: the last 7 updates were left out, their losses far above .* with --step"
+    ):
         train(config, step=15)
 
 

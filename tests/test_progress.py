@@ -60,7 +60,8 @@ def test_nothing_is_said_of_work_that_failed(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")]
+    ("seconds", "told"),
+    [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")],
 )
 def test_spans(seconds: float, told: str) -> None:
     assert span_of(seconds) == told

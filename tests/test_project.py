@@ -45,7 +45,9 @@ def test_every_need_is_pinned_within_its_range() -> None:
     for need in needs():
         name = canonicalize_name(need.name)
         assert name in pinned, f"constraints.txt: no pin for {name}"
-        assert need.specifier.contains(pinned[name]), f"constraints.txt: {name}=={pinned[name]} is outside '{need.specifier}'"
+        assert need.specifier.contains(pinned[name]), (
+            f"constraints.txt: {name}=={pinned[name]} is outside '{need.specifier}'"
+        )
 
 
 def test_pins_that_others_cap() -> None:
@@ -57,7 +59,11 @@ def test_pins_that_others_cap() -> None:
 
 def readme_commands() -> list[str]:
     """Lines of the README's sh blocks that call textmill or make."""
-    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```(?:sh|bash|console)\n(.*?)^```",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
     lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.startswith(("textmill ", "make "))]
 

@@ -44,7 +44,9 @@ def assert_equal(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
     assert len(ours) == len(wanted)
     for one, other in zip(ours, wanted, strict=True):
         assert one.keys() == other.keys()
-        assert one == {name: pytest.approx(value, rel=2e-5 if name == "grad_norm" else 1e-6) for name, value in other.items()}
+        assert one == {
+            name: pytest.approx(value, rel=2e-5 if name == "grad_norm" else 1e-6) for name, value in other.items()
+        }
 
 
 def test_two_processes_give_the_numbers_of_one_and_either_goes_on(root: Path) -> None:
@@ -53,7 +55,9 @@ def test_two_processes_give_the_numbers_of_one_and_either_goes_on(root: Path) ->
     assert one.returncode == 0, one.stderr
     loaded = {line.rpartition("|")[2].strip() for line in one.stderr.splitlines()}
     assert "torch.nn" in loaded
-    assert not loaded & {"torch._dynamo", "torch.distributed.tensor", "sympy"}, "seconds of a start that one process needs for nothing"
+    assert not loaded & {"torch._dynamo", "torch.distributed.tensor", "sympy"}, (
+        "seconds of a start that one process needs for nothing"
+    )
     done = launched(*words(root, two, 10, "engine.micro_batch=2"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes on cpu") == 1, "one of them speaks"
@@ -82,7 +86,9 @@ def test_a_signal_to_the_launcher_stops_all_after_one_step(root: Path) -> None:
 def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
     refused = launched(*words(root, root / "odd", 10, "train.batch=9"))
     assert refused.returncode != 0
-    assert refused.stderr.count("train.batch: 9 samples are not to be shared evenly by 2 processes; 8 or 10 are") == 1, refused.stderr
+    assert (
+        refused.stderr.count("train.batch: 9 samples are not to be shared evenly by 2 processes; 8 or 10 are") == 1
+    ), refused.stderr
     assert "TextmillError" not in refused.stderr, "no traceback of ours"
     assert not list((root / "odd").glob("step-*"))
 
@@ -103,18 +109,20 @@ def test_launchers_are_understood() -> None:
         assert (launch.rank, launch.world, launch.local, launch.meet) == wanted
     assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is no step of its job"
     for wrong in ({"RANK": "first", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}):
-        with pytest.raises(TextmillError, match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun or srun"):
+        with pytest.raises(
+            TextmillError, match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun or srun"
+        ):
             launch_of(wrong)
     assert [first_host(nodes) for nodes in ("a1,a2", "b[7,9]", "c-[001-100].x", "d")] == ["a1", "b7", "c-001", "d"]
 
 
 def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Path) -> None:
     place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    short = (
-        "import sys, textmill.processes.heartbeat; textmill.processes.heartbeat.START = 2; from textmill.cli import main; sys.exit(main())"
-    )
+    short = "import sys, textmill.processes.heartbeat; textmill.processes.heartbeat.START = 2; from textmill.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", short, *words(root, root / "alone-of-two", 10)]
-    first = subprocess.run([*command, "engine.timeout=2"], env={**place, "RANK": "0"}, capture_output=True, text=True, timeout=300)
+    first = subprocess.run(
+        [*command, "engine.timeout=2"], env={**place, "RANK": "0"}, capture_output=True, text=True, timeout=300
+    )
     assert first.returncode == 2
     assert first.stderr.count("\n") == 1, first.stderr
     assert "the 2 processes of this run did not meet" in first.stderr

@@ -46,11 +46,15 @@ def _write_model(folder: Path, texts: Path) -> None:
     folder.mkdir()
     tokenizer = fit(iter([[path.read_text(encoding="utf-8")] for path in texts.iterdir()]), TokenizerConfig(vocab=300))
     tokenizer.save(folder)
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=32, vocab_size=tokenizer.vocab)).save_pretrained(folder)
+    GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=32, vocab_size=tokenizer.vocab)
+    ).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_recipe(name: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe(
+    name: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tiny_texts.parent
     shutil.copy(recipes_folder() / f"{name}.yaml", folder)
     monkeypatch.chdir(folder)
@@ -77,12 +81,19 @@ def _answers_come_through_the_template(run: Path) -> None:
 def test_quickstart_sh(tmp_path: Path) -> None:
     script = tmp_path / "bin" / "textmill"
     script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from textmill.cli import main; sys.exit(main())' \"$@\"\n")
+    script.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from textmill.cli import main; sys.exit(main())' \"$@\"\n"
+    )
     script.chmod(0o755)
     path = os.pathsep.join([str(script.parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(recipes_folder().parent)}
     done = subprocess.run(
-        ["sh", str(recipes_folder() / "quickstart.sh"), *QUICK], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        ["sh", str(recipes_folder() / "quickstart.sh"), *QUICK],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for wanted in ("whole", "bits/byte", "KING RICHARD:", "runs/quickstart/run/step-0000002", "Next:", "All is done"):

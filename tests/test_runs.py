@@ -29,7 +29,10 @@ POSITIONS = 24
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that transformers made, with a tokenizer of its own."""
     folder = tmp_path_factory.mktemp("given")
-    tokenizer = fit(iter([["The mill stands by the river. Every morning the wheel begins to turn."] * 4]), TokenizerConfig(vocab=300))
+    tokenizer = fit(
+        iter([["The mill stands by the river. Every morning the wheel begins to turn."] * 4]),
+        TokenizerConfig(vocab=300),
+    )
     tokenizer.save(folder)
     torch.manual_seed(2)
     shape = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=POSITIONS, vocab_size=tokenizer.vocab)
@@ -50,7 +53,9 @@ def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
     return steps_of(train(config))[1]
 
 
-def test_another_tokenizer_and_more_positions(given: Path, tiny_texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_and_more_positions(
+    given: Path, tiny_texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     after = trained(tiny_texts.parent / "out", given, tiny_texts, 2 * POSITIONS - 1)
     said = capsys.readouterr()
     assert f"another tokenizer than that of {given}: " in said.err
@@ -86,11 +91,17 @@ def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, caps
     old_net, new_net = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given, after))
     assert torch.equal(new_net.transformer.wpe.weight, old_net.transformer.wpe.weight[:10])
     tree: dict[str, Any] = {"model": {"init_from": str(given)}, "folder": str(tiny_texts.parent / "out")}
-    with pytest.raises(TextmillError, match=r"longer than the model's 24 positions; lower it, or set model\.shape\.positions=99"):
+    with pytest.raises(
+        TextmillError, match=r"longer than the model's 24 positions; lower it, or set model\.shape\.positions=99"
+    ):
         train(config_of({**tree, "train": {"length": 99, "folder": str(tiny_texts.parent / "other")}}))
     with pytest.raises(TextmillError, match=r"model\.positions was 10, is 12"):
-        train(config_of({**tree, "model": {"init_from": str(given), "shape": {"positions": 12}}, "train": {"steps": 2}}))
-    with pytest.raises(TextmillError, match=r"model\.shape\.width: the weights of model\.init_from bring their own shape"):
+        train(
+            config_of({**tree, "model": {"init_from": str(given), "shape": {"positions": 12}}, "train": {"steps": 2}})
+        )
+    with pytest.raises(
+        TextmillError, match=r"model\.shape\.width: the weights of model\.init_from bring their own shape"
+    ):
         config_of({"model": {"init_from": str(given), "shape": {"width": 12}}})
 
 
@@ -112,7 +123,9 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
         return found
 
     monkeypatch.setattr("textmill.training.runs.find_checkpoint", older)
-    with pytest.raises(TextmillError, match=r"was trained from something else: train\.momentum was 0\.95, is 0\.5; set it back"):
+    with pytest.raises(
+        TextmillError, match=r"was trained from something else: train\.momentum was 0\.95, is 0\.5; set it back"
+    ):
         train(config_of({**tree, "train": {**tree["train"], "steps": 2, "momentum": 0.5}}))
     assert list(steps_of(train(config_of({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
 
@@ -121,12 +134,18 @@ def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path:
     for step, loss in ((10, 2.5), (20, 2.25), (30, None)):
         folder = tmp_path / f"step-{step:07d}"
         folder.mkdir()
-        (folder / "progress.json").write_text(json.dumps({"step": step, "valid_loss": None if loss is None else loss.hex()}))
+        (folder / "progress.json").write_text(
+            json.dumps({"step": step, "valid_loss": None if loss is None else loss.hex()})
+        )
     assert name_best(tmp_path) == 20
     assert (tmp_path / "best").resolve() == (tmp_path / "step-0000020").resolve()
     assert spoken_best(tmp_path) == f"train: the best checkpoint is step 20, valid loss 2.2500: {tmp_path / 'best'}"
-    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "valid_loss": 2.25}\n{"step": 25, "valid_loss": 2.125}\n{"step": 25}\n')
-    assert spoken_best(tmp_path).endswith("; step 25 had 2.1250 and was not saved: let train.save_every divide train.evaluate_every")
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 20, "valid_loss": 2.25}\n{"step": 25, "valid_loss": 2.125}\n{"step": 25}\n'
+    )
+    assert spoken_best(tmp_path).endswith(
+        "; step 25 had 2.1250 and was not saved: let train.save_every divide train.evaluate_every"
+    )
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 30, "valid_loss": 2.13}\n')
     assert "risen" not in spoken_best(tmp_path)

@@ -33,14 +33,18 @@ def test_the_ends() -> None:
 
 
 def test_a_horizon_other_than_the_runs_end() -> None:
-    short = TrainConfig(schedule="linear", steps=100, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
+    short = TrainConfig(
+        schedule="linear", steps=100, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1
+    )
     long = TrainConfig(schedule="linear", steps=100, decay_steps=210, warmup=10, learning_rate=1.0)
     assert [lr_at(step, short) for step in (10, 25, 40, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
     assert lr_at(110, long) == pytest.approx(0.5)
 
 
 def test_stable_falls_at_the_end_only() -> None:
-    train = TrainConfig(schedule="stable", steps=110, warmup=10, decay_share=0.2, learning_rate=1.0, min_learning_rate=0.2)
+    train = TrainConfig(
+        schedule="stable", steps=110, warmup=10, decay_share=0.2, learning_rate=1.0, min_learning_rate=0.2
+    )
     assert [lr_at(step, train) for step in (10, 50, 90, 100, 110)] == pytest.approx([1.0, 1.0, 1.0, 0.6, 0.2])
 
 
@@ -67,7 +71,9 @@ def test_deepspeeds_warmup_and_decay(warmup: int) -> None:
 
 @pytest.mark.parametrize("stairs", [False, True])
 def test_the_range_test(stairs: bool) -> None:
-    train = TrainConfig(schedule="range_test", steps=100, min_learning_rate=1e-3, range_steps=20, range_rate=2.0, range_stairs=stairs)
+    train = TrainConfig(
+        schedule="range_test", steps=100, min_learning_rate=1e-3, range_steps=20, range_rate=2.0, range_stairs=stairs
+    )
     for step in range(100):
         interval = math.floor((step + 1) / 20) if stairs else (step + 1) / 20
         assert lr_at(step, train) == pytest.approx(1e-3 * (1 + 2.0 * interval), rel=1e-12)
@@ -75,7 +81,9 @@ def test_the_range_test(stairs: bool) -> None:
 
 def test_megatrons_boundaries() -> None:
     """lr(x), x updates done before: at the end of the warm-up the highest, past the decay the least, in the middle of a cosine the mean."""
-    train = TrainConfig(schedule="cosine", steps=400, decay_steps=300, warmup=100, learning_rate=1.5e-4, min_learning_rate=1e-5)
+    train = TrainConfig(
+        schedule="cosine", steps=400, decay_steps=300, warmup=100, learning_rate=1.5e-4, min_learning_rate=1e-5
+    )
     assert lr_at(100, train) == 1.5e-4
     assert lr_at(200, train) == pytest.approx((1.5e-4 + 1e-5) / 2)
     assert lr_at(300, train) == pytest.approx(1e-5)

@@ -37,10 +37,19 @@ def test_show_a_corpus(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert out.count("--- texts/") == 3
 
 
-def test_show_tokens_and_what_a_step_saw(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_tokens_and_what_a_step_saw(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts"]) == 0
-    quick = ["train.steps=3", "train.batch=2", "train.length=32", "train.warmup=0", "model.size=nano", "train.evaluate_batches=1"]
+    quick = [
+        "train.steps=3",
+        "train.batch=2",
+        "train.length=32",
+        "train.warmup=0",
+        "model.size=nano",
+        "train.evaluate_batches=1",
+    ]
     for verb in ("prepare", "fit-tokenizer", "tokenize"):
         assert main([verb, "mine"]) == 0
     assert main(["train", "mine", *quick]) == 0

@@ -71,7 +71,9 @@ def test_a_watch_that_fails_itself_ends_who_waits_for_it() -> None:
     """A launcher's SIGTERM that comes while it looks for who is to blame does not keep it from telling."""
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75, done.stderr
-    assert "rank 0: in the start: a collective failed; its own watch failed (TypeError: no board of mine)" in done.stderr
+    assert (
+        "rank 0: in the start: a collective failed; its own watch failed (TypeError: no board of mine)" in done.stderr
+    )
 
 
 def test_who_is_to_blame() -> None:
@@ -88,7 +90,9 @@ def test_who_is_to_blame() -> None:
 
 def test_who_still_moves() -> None:
     before: list[Sign | None] = [Sign(3, "step 5", None, 9), Sign(4, "step 5", None, 1)]
-    assert not any_moves(before, [Sign(4, "step 5", None, 10), Sign(4, "step 5", None, 1)], 5), "one is silent, one does not move"
+    assert not any_moves(before, [Sign(4, "step 5", None, 10), Sign(4, "step 5", None, 1)], 5), (
+        "one is silent, one does not move"
+    )
     assert any_moves(before, [Sign(4, "step 5", None, 10), Sign(5, "step 5", None, 2)], 5)
     assert not any_moves(before, [Sign(4, "step 5", None, 10), Sign(5, "step 5", None, 6)], 5)
     assert any_moves([None], [Sign(1, "the start", None, 0)], 5)

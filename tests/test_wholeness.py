@@ -18,13 +18,20 @@ from textmill.tokens.store import open_store
 FLIPS = 1000
 
 
-def test_a_thousand_flipped_bits(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_flipped_bits(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts"]) == 0
     for verb in ("prepare", "fit-tokenizer", "tokenize"):
         assert main([verb, "mine"]) == 0
     corpus, tokens = tiny_texts.parent / "mine" / "corpus", tiny_texts.parent / "mine" / "tokens"
-    paths = [path for folder in (corpus, tokens) for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".idx", ".parquet")]
+    paths = [
+        path
+        for folder in (corpus, tokens)
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".bin", ".idx", ".parquet")
+    ]
     paths = [path for path in paths if path.stat().st_size]
     assert {path.suffix for path in paths} == {".bin", ".idx", ".parquet"}
     check("mine/corpus")
@@ -47,7 +54,9 @@ def test_a_thousand_flipped_bits(tiny_texts: Path, monkeypatch: pytest.MonkeyPat
     capsys.readouterr()
 
 
-def test_a_path_is_shown_as_it_stands_when_the_folder_here_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_shown_as_it_stands_when_the_folder_here_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)

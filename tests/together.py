@@ -23,9 +23,18 @@ def ended_together(command: list[str], count: int) -> str:
         jobs = []
         for rank in map(str, range(count)):
             said = files.enter_context(tempfile.TemporaryFile("w+"))
-            jobs.append((subprocess.Popen(command, env={**meet, "RANK": rank, "LOCAL_RANK": rank}, stdout=said, stderr=said), said))
+            jobs.append(
+                (
+                    subprocess.Popen(command, env={**meet, "RANK": rank, "LOCAL_RANK": rank}, stdout=said, stderr=said),
+                    said,
+                )
+            )
         until = time.monotonic() + LONGEST
-        while any(job.poll() is None for job, _ in jobs) and not any(job.poll() for job, _ in jobs) and time.monotonic() < until:
+        while (
+            any(job.poll() is None for job, _ in jobs)
+            and not any(job.poll() for job, _ in jobs)
+            and time.monotonic() < until
+        ):
             time.sleep(0.05)
         codes = [job.poll() for job, _ in jobs]
         for job, _ in jobs:

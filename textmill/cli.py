@@ -160,7 +160,9 @@ def _flag_advice(flag: str, name: str, verb: Verb) -> str:
     if flag in FLAGS:
         return f"{flag}: '{name}' does not take it; it takes {', '.join((*verb.flags, '--help'))}"
     key = OTHER_WORDS.get(word)
-    return f"{flag}: no such flag; " + (f"say {key}=VALUE" if key else f"settings are said as section.key=value; {key_advice(word)}")
+    return f"{flag}: no such flag; " + (
+        f"say {key}=VALUE" if key else f"settings are said as section.key=value; {key_advice(word)}"
+    )
 
 
 def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: dict[str, str]) -> None:
@@ -173,7 +175,9 @@ def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: 
         call(places[0], flags.get("--text"), settings)
     elif name == "merge":
         if not places:
-            raise TextmillError("merge: wants a place to write and stores to join, found none; say: textmill merge OUT A B ...")
+            raise TextmillError(
+                "merge: wants a place to write and stores to join, found none; say: textmill merge OUT A B ..."
+            )
         call(places[0], places[1:], "yes" if "--force" in flags else "no")
     elif name == "show":
         _one_place(places, name, "WHERE")
@@ -194,7 +198,9 @@ def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: 
                 f"{places[0]}: is a model, not a run; start one from it: textmill {name} CONFIG model.init_from={places[0]}"
             )
         if name == "train" and where.step is not None and "--step" not in flags:
-            raise TextmillError(f"{places[0]}: is one checkpoint; to go back to it say: textmill train RUN --step {where.step}")
+            raise TextmillError(
+                f"{places[0]}: is one checkpoint; to go back to it say: textmill train RUN --step {where.step}"
+            )
         options: dict[str, Any] = {}
         if "--force" in verb.flags:
             options["force"] = ("changed" if name == "run" else "yes") if "--force" in flags else "no"
@@ -223,7 +229,11 @@ def help_text() -> str:
     """What `textmill --help` prints."""
     lines = ["textmill: raw text in any language to a trained, measured language model", "", f"  {USAGE}", ""]
     lines += [f"  {name:<14} {verb.summary}" for name, verb in VERBS.items()]
-    lines += ["", WHERE_HELP, "'textmill VERB --help' lists the settings that a verb reads. Start with: textmill run quickstart"]
+    lines += [
+        "",
+        WHERE_HELP,
+        "'textmill VERB --help' lists the settings that a verb reads. Start with: textmill run quickstart",
+    ]
     return "\n".join(lines)
 
 
@@ -232,7 +242,11 @@ def verb_help(name: str, verb: Verb) -> str:
     from textmill.config.help import section_help
 
     place = {"new": "DIR", "recipes": "", "merge": "OUT A B ..."}.get(name, "WHERE")
-    lines = [f"textmill {name} {place}".rstrip() + (" [section.key=value ...]" if verb.sections else ""), f"  {verb.summary}", ""]
+    lines = [
+        f"textmill {name} {place}".rstrip() + (" [section.key=value ...]" if verb.sections else ""),
+        f"  {verb.summary}",
+        "",
+    ]
     told = {**FLAGS, "--force": "make anew what was made from something else"} if name == "run" else FLAGS
     lines += [f"  {flag:<10} {told[flag]}" for flag in (*verb.flags, "--help")]
     if verb.sections:

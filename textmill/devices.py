@@ -56,7 +56,9 @@ def check_fp8(device: torch.device) -> None:
     """Refuse to train in fp8 on a chip that has no such products."""
     if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) < (8, 9):
         what = f"found {device.type}" if device.type != "cuda" else f"this one has {found[0]}.{found[1]}"
-        raise TextmillError(f"engine.precision: fp8 needs a GPU of compute capability 8.9 or more, {what}; set engine.precision=auto")
+        raise TextmillError(
+            f"engine.precision: fp8 needs a GPU of compute capability 8.9 or more, {what}; set engine.precision=auto"
+        )
 
 
 def arithmetic(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:

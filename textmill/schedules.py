@@ -19,7 +19,11 @@ def lr_at(step: int, train: TrainConfig) -> float:
     if train.schedule == "range_test":
         return _range_test(step, train)
     if step < warmup:
-        return high * (step + 1) / warmup if train.warmup_shape == "linear" else low + (high - low) * _log_rise(step, warmup)
+        return (
+            high * (step + 1) / warmup
+            if train.warmup_shape == "linear"
+            else low + (high - low) * _log_rise(step, warmup)
+        )
     if train.schedule == "inverse_sqrt":
         return max(low, high * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
     return low + (high - low) * FALLS[train.schedule](step - warmup, (train.decay_steps or train.steps) - warmup, train)

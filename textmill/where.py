@@ -50,14 +50,22 @@ def open_where(where: str, settings: list[str]) -> Where:
         return _from_folder(path, settings)
     if where in recipe_names():
         return _from_file(recipes_folder() / f"{where}.yaml", settings)
-    near = difflib.get_close_matches(where, [*recipe_names(), *os.listdir(path.parent if path.parent.is_dir() else ".")], n=1)
-    advice = f"did you mean '{near[0]}'?" if near else f"name a YAML file, a folder, or one of the recipes {', '.join(recipe_names())}"
+    near = difflib.get_close_matches(
+        where, [*recipe_names(), *os.listdir(path.parent if path.parent.is_dir() else ".")], n=1
+    )
+    advice = (
+        f"did you mean '{near[0]}'?"
+        if near
+        else f"name a YAML file, a folder, or one of the recipes {', '.join(recipe_names())}"
+    )
     raise TextmillError(f"{where}: no such file or folder; {advice}")
 
 
 def _from_file(path: Path, settings: list[str]) -> Where:
     if path.suffix not in (".yaml", ".yml"):
-        raise TextmillError(f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder (text goes into corpus.sources)")
+        raise TextmillError(
+            f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder (text goes into corpus.sources)"
+        )
     tree, lines = read_yaml(path)
     # A recipe leaves its results where the user stands; a project's file stands in its own folder.
     root = path.resolve().parent if path.name == PROJECT else Path.cwd() / "runs" / path.stem
@@ -65,12 +73,21 @@ def _from_file(path: Path, settings: list[str]) -> Where:
     return Where(_config_of(tree, settings, path, lines))
 
 
-def _config_of(tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None) -> RunConfig:
+def _config_of(
+    tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None
+) -> RunConfig:
     """What stands in a file is relative to it, what is said on the command line to where the user stands."""
     said = anchor(tree_of(settings), Path.cwd(), named_corpora(tree, Path.cwd()))
     over, below = said.get("model"), tree.get("model")
-    if isinstance(over, dict) and isinstance(below, dict) and isinstance(over.get("shape"), dict) and isinstance(below.get("shape"), str):
-        raise TextmillError(f"model.shape: is a path in {file}; numbers cannot be laid over it; say model.shape=PATH, or change the file")
+    if (
+        isinstance(over, dict)
+        and isinstance(below, dict)
+        and isinstance(over.get("shape"), dict)
+        and isinstance(below.get("shape"), str)
+    ):
+        raise TextmillError(
+            f"model.shape: is a path in {file}; numbers cannot be laid over it; say model.shape=PATH, or change the file"
+        )
     return config_of(merged(without_units(tree, said), said), file=file, lines=lines)
 
 
@@ -93,7 +110,9 @@ def _from_checkpoint(folder: Path, settings: list[str]) -> Where:
     """A checkpoint inside its run is a step of it; one that was copied elsewhere is a model by itself."""
     step = re.match(r"^step-(\d+)$", folder.name)
     if step and (folder.parent / "run.yaml").is_file():
-        return Where(_config_of(_moved(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1]))
+        return Where(
+            _config_of(_moved(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1])
+        )
     tree, _ = read_yaml(folder / "run.yaml")
     tree.pop("model", None)
     return Where(_config_of(merged(tree, _as_model(folder)), settings), bare=True)
@@ -119,5 +138,7 @@ def _stage_of(made: Path) -> StageName:
     stages: dict[str, StageName] = {"prepare": "corpus", "fit-tokenizer": "tokenizer", "tokenize": "tokens"}
     verb = read_json(made / MANIFEST).get("verb")
     if verb not in stages:
-        raise TextmillError(f"{made / MANIFEST}: names the verb {verb!r}, which makes no folder; it is not ours, or damaged")
+        raise TextmillError(
+            f"{made / MANIFEST}: names the verb {verb!r}, which makes no folder; it is not ours, or damaged"
+        )
     return stages[verb]

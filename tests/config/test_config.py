@@ -82,7 +82,9 @@ def test_paths_are_relative_to_the_file_or_to_the_user(tmp_path: Path, monkeypat
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     project.mkdir()
     elsewhere.mkdir()
-    (project / "textmill.yaml").write_text("corpus: {sources: ['texts/*.txt', tinyshakespeare]}\ntokens: {folder: kept}\n")
+    (project / "textmill.yaml").write_text(
+        "corpus: {sources: ['texts/*.txt', tinyshakespeare]}\ntokens: {folder: kept}\n"
+    )
     monkeypatch.chdir(elsewhere)
     config = open_where(str(project), ["train.folder=mine"]).config
     assert config.corpus.sources == [str(project / "texts/*.txt"), "tinyshakespeare"]
@@ -110,8 +112,14 @@ def test_help_names_every_key() -> None:
     ("runner", "said"),
     [
         ({"kind": "spark"}, r"runner\.kind: found 'spark'; choose one of local, beam"),
-        ({"kind": "beam", "workers": 2}, r"runner\.workers: runner\.kind=beam has no such key; take it out, or set runner\.kind=local"),
-        ({"options": ["--runner=x"]}, r"runner\.options: runner\.kind=local has no such key; take it out, or set runner\.kind=beam"),
+        (
+            {"kind": "beam", "workers": 2},
+            r"runner\.workers: runner\.kind=beam has no such key; take it out, or set runner\.kind=local",
+        ),
+        (
+            {"options": ["--runner=x"]},
+            r"runner\.options: runner\.kind=local has no such key; take it out, or set runner\.kind=beam",
+        ),
         ({"kind": "beam", "options": 3}, r"runner\.options: found 3; give a list, each item text"),
         ({"workerz": 2}, r"runner\.workerz: no such key; did you mean 'runner\.workers'"),
         ({"local": {}}, r"runner\.local: no such key; "),
@@ -129,11 +137,23 @@ def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
         ({"kind": "tensorflow"}, r"engine\.kind: found 'tensorflow'; choose one of torch, jax"),
         ({"kind": "jax", "device": "mps"}, r"engine\.device: found 'mps'; give one of auto, cpu, cuda, tpu"),
         ({"device": "tpu"}, r"engine\.device: found 'tpu'; choose one of auto, cpu, cuda, cuda:N, mps"),
-        ({"kind": "jax", "compile": True}, r"engine\.compile: engine\.kind=jax has no such key; take it out, or set engine\.kind=torch"),
+        (
+            {"kind": "jax", "compile": True},
+            r"engine\.compile: engine\.kind=jax has no such key; take it out, or set engine\.kind=torch",
+        ),
         ({"kind": "jax", "mesh": {"tensor": 0}}, r"engine\.mesh\.tensor: found 0; give a value at least 1"),
-        ({"kind": "jax", "mesh": {"keep": True}}, r"engine\.mesh\.keep: engine\.kind=jax has no such key; .* set engine\.kind=torch"),
-        ({"kind": "jax", "mesh": {"tensr": 2}}, r"engine\.mesh\.tensr: no such key; did you mean 'engine\.mesh\.tensor'"),
-        ({"kind": "deepspeed", "device": "mps"}, r"engine\.device: found 'mps'; choose one of auto, cpu, cuda, cuda:N$"),
+        (
+            {"kind": "jax", "mesh": {"keep": True}},
+            r"engine\.mesh\.keep: engine\.kind=jax has no such key; .* set engine\.kind=torch",
+        ),
+        (
+            {"kind": "jax", "mesh": {"tensr": 2}},
+            r"engine\.mesh\.tensr: no such key; did you mean 'engine\.mesh\.tensor'",
+        ),
+        (
+            {"kind": "deepspeed", "device": "mps"},
+            r"engine\.device: found 'mps'; choose one of auto, cpu, cuda, cuda:N$",
+        ),
         ({"kind": "deepspeed", "zero": 4}, r"engine\.zero: found 4; give one of auto, 0, 1, 2, 3$"),
         ({"kind": "deepspeed", "extra": 5}, r"engine\.extra: found 5; give keys with values below it$"),
         ("cuda", r"engine: found 'cuda'; give keys such as kind, micro_batch, recompute, timeout below it$"),
@@ -150,7 +170,9 @@ def test_another_kind_takes_over_what_it_knows_too() -> None:
     assert config_of(merged(before, tree_of(["engine.kind=torch"]))).engine == TorchEngine(
         micro_batch=4, recompute=1, mesh=MeshConfig(shard=2)
     )
-    assert config_of(merged(before, tree_of(["engine.kind=jax"]))).engine == JaxEngine(micro_batch=4, recompute=1, mesh=JaxMesh(shard=2))
+    assert config_of(merged(before, tree_of(["engine.kind=jax"]))).engine == JaxEngine(
+        micro_batch=4, recompute=1, mesh=JaxMesh(shard=2)
+    )
     with pytest.raises(TextmillError, match=r"engine\.kind: found 'caffe'; choose one of"):
         config_of(merged(before, tree_of(["engine.kind=caffe"])))
 

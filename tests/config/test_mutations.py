@@ -40,7 +40,11 @@ def typo(key: str) -> str:
     while True:
         place = DICE.randrange(1, len(word))
         wrong = DICE.choice(
-            [word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:], word[:place] + "x" + word[place:]]
+            [
+                word[:place] + word[place + 1 :],
+                word[:place] + word[place] + word[place:],
+                word[:place] + "x" + word[place:],
+            ]
         )
         if wrong not in OTHER_WORDS and wrong not in unclear | {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
             return f"{head}.{wrong}"
@@ -55,7 +59,10 @@ CASES: list[tuple[str, str, Any, str]] = (
     [("typo", typo(key), 1, key) for key, _ in DICE.sample(LEAVES, 50)]
     + [("type", key, wrong_value(field), key) for key, field in DICE.sample(LEAVES, 40)]
     + [("impossible", key, value, key.split(".")[-1]) for key, value in IMPOSSIBLE]
-    + [("foreign", f"train.{word}", 1, OTHER_WORDS[word]) for word in DICE.sample(sorted(set(OTHER_WORDS) - {"seed", "dtype"}), 12)]
+    + [
+        ("foreign", f"train.{word}", 1, OTHER_WORDS[word])
+        for word in DICE.sample(sorted(set(OTHER_WORDS) - {"seed", "dtype"}), 12)
+    ]
 )
 
 
@@ -64,9 +71,17 @@ def test_there_are_150() -> None:
     assert len(IMPOSSIBLE) == 50
 
 
-@pytest.mark.parametrize(("kind", "key", "value", "named"), CASES, ids=[f"{kind}-{key}-{i}" for i, (kind, key, _, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "named"), CASES, ids=[f"{kind}-{key}-{i}" for i, (kind, key, _, _) in enumerate(CASES)]
+)
 def test_refused_in_one_line(
-    kind: str, key: str, value: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    key: str,
+    value: Any,
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     tree: dict[str, Any] = {section: dict(keys) for section, keys in GOOD.items()}
     holder = tree

@@ -69,9 +69,21 @@ def test_refused(settings: dict[str, Any], message: str) -> None:
 
 def test_presets_of_training() -> None:
     muon = TrainConfig(preset="pretrain-muon")
-    assert (muon.optimizer, muon.learning_rate, muon.momentum, muon.batch, muon.warmup) == ("muon", 4.5e-3, 0.9, 32, 0.05)
+    assert (muon.optimizer, muon.learning_rate, muon.momentum, muon.batch, muon.warmup) == (
+        "muon",
+        4.5e-3,
+        0.9,
+        32,
+        0.05,
+    )
     nano = TrainConfig(preset="pretrain-nano")
-    assert (nano.optimizer, nano.learning_rate, nano.min_learning_rate, nano.momentum, nano.batch) == ("muon", 1e-2, 6e-4, 0.9, 16)
+    assert (nano.optimizer, nano.learning_rate, nano.min_learning_rate, nano.momentum, nano.batch) == (
+        "muon",
+        1e-2,
+        6e-4,
+        0.9,
+        16,
+    )
     assert TrainConfig(preset="pretrain-adamw").optimizer == "adamw"
     assert TrainConfig(preset="none") == TrainConfig()
     assert TrainConfig(preset="pretrain-muon", learning_rate=1e-3).learning_rate == 1e-3, "what is said stands above"

@@ -91,7 +91,10 @@ def test_parts_of_several_processes_are_put_together(tmp_path: Path) -> None:
             row.append(part.clone())
     layouts = {
         "two": ("mp_rank_00_model_states.pt", [{"single_partition_of_fp32_groups": part} for part in even]),
-        "three": ("zero_pp_rank_0_mp_rank_00_model_states.pt", [{"fp32_flat_groups": [torch.cat(row)]} for row in rows]),
+        "three": (
+            "zero_pp_rank_0_mp_rank_00_model_states.pt",
+            [{"fp32_flat_groups": [torch.cat(row)]} for row in rows],
+        ),
     }
     for kind, (name, parts) in layouts.items():
         folder = tmp_path / kind
@@ -159,10 +162,14 @@ def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "out").exists()
 
 
-def test_damage_of_any_kind_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_of_any_kind_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What the files hold, the model's config and the name of the tag, each damaged in seeded places; no trace is ever shown."""
     family = open_family("gpt2")
-    state = {name: torch.from_numpy(values) for name, values in family.first_weights(family.shape_of_hf(CONFIG, "here"), 3)}
+    state = {
+        name: torch.from_numpy(values) for name, values in family.first_weights(family.shape_of_hf(CONFIG, "here"), 3)
+    }
     flat = torch.cat([value.flatten() for value in state.values()])
     whole = {"module": dict(state), "param_shapes": [{name: value.shape for name, value in state.items()}]}
     masters = [{"single_partition_of_fp32_groups": [flat]}, {"fp32_flat_groups": [flat]}]

@@ -25,10 +25,17 @@ TALK = [{"role": "user", "content": "물레방아는?"}, {"role": "assistant", "
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of ours with a tokenizer for chat; loud weights that no precision but fp32 can say."""
     family = open_family("gpt2")
-    tokenizer = fit(iter([["The mill stands by the river. 물레방아는 강가에 서 있다."] * 3]), TokenizerConfig(vocab=280, chat="default"))
+    tokenizer = fit(
+        iter([["The mill stands by the river. 물레방아는 강가에 서 있다."] * 3]),
+        TokenizerConfig(vocab=280, chat="default"),
+    )
     sizes = ShapeConfig(layers=2, heads=2, width=32, positions=24)
     shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=tokenizer.vocab, end=tokenizer.end)
-    texts = {"config.json": json.dumps(family.hf_config_of(shape)), "run.yaml": "{}\n", **tokenizer.files(shape.positions)}
+    texts = {
+        "config.json": json.dumps(family.hf_config_of(shape)),
+        "run.yaml": "{}\n",
+        **tokenizer.files(shape.positions),
+    }
     files = {name: text.encode() for name, text in texts.items()}
     return write_checkpoint(tmp_path_factory.mktemp("run"), Snapshot(7, shaken(shape), [], {"step": 7}, files))
 
@@ -37,8 +44,12 @@ def export(source: Path, out: Path, *words: str) -> int:
     return main(["export", str(source), f"export.folder={out}", *words])
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_transformers_opens_it_with_the_same_logits(checkpoint: Path, tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_transformers_opens_it_with_the_same_logits(
+    checkpoint: Path, tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
     out = tmp_path / "out"
     assert export(checkpoint, out, f"export.precision={precision}") == 0
     assert {path.name for path in out.iterdir()} == {

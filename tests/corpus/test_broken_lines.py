@@ -40,7 +40,12 @@ QUARANTINED = {
     "two objects": b'{"text": "a"}{"text": "b"}',
     "UTF-16 in the middle": '{"text": "x"}'.encode("utf-16"),
 }
-DROPPED = {"blank": b"", "spaces": b"   \t", "empty text": b'{"text": ""}', "nothing but controls": b'{"text": "\\u0000\\u0001"}'}
+DROPPED = {
+    "blank": b"",
+    "spaces": b"   \t",
+    "empty text": b'{"text": ""}',
+    "nothing but controls": b'{"text": "\\u0000\\u0001"}',
+}
 KEPT = {
     "BOM": b'\xef\xbb\xbf{"text": "bom %d"}', "CRLF": b'{"text": "crlf %d"}\r', "NaN": b'{"text": "nan %d", "x": NaN}',
     "the last of two keys": b'{"text": "no", "text": "last %d"}', "NUL inside": b'{"text": "nul \\u0000 %d"}',
@@ -63,7 +68,10 @@ def corpus(rng: random.Random) -> tuple[bytes, Counter[str], set[str]]:
         elif kind is not None:
             fates["kept"] += 1
             lines.append(KEPT[kind] % number)
-            texts.add({"BOM": "bom %d", "CRLF": "crlf %d", "NaN": "nan %d", "NUL inside": "nul   %d"}.get(kind, "last %d") % number)
+            texts.add(
+                {"BOM": "bom %d", "CRLF": "crlf %d", "NaN": "nan %d", "NUL inside": "nul   %d"}.get(kind, "last %d")
+                % number
+            )
         else:
             fates["kept"] += 1
             text = f"line {number} {rng.random()}"
@@ -83,7 +91,9 @@ def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worke
     extra = [f"packed {number}" for number in range(20_000)]
     packed = "".join(json.dumps({"text": text}) + "\n" for text in extra).encode()
     Path("texts/cut.jsonl.gz").write_bytes(gzip.compress(packed)[:-5000])
-    Path("texts/cut.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(packed.replace(b"packed", b"zpacked"))[:-5000])
+    Path("texts/cut.jsonl.zst").write_bytes(
+        zstandard.ZstdCompressor().compress(packed.replace(b"packed", b"zpacked"))[:-5000]
+    )
     Path("texts/wide.jsonl").write_bytes('\ufeff{"text": "geniş"}\n{"text": "넓다"}\n'.encode("utf-16"))
     settings = {"sources": ["texts"], "split": [98.0, 1.0, 1.0]}
     folder = prepare(RunConfig.model_validate({"folder": "out", "corpus": settings, "runner": {"workers": workers}}))

@@ -39,13 +39,25 @@ NASTY = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_f
         ("repair", "Çünkü öğle üstü, “evet” — naïve Ångström Ã", "Çünkü öğle üstü, “evet” — naïve Ångström Ã"),
         ("markers", "第一行<n>第二行<n><n>四", "第一行\n第二行\n\n四"),
         ("html", "<p>한국어 &amp; <b>굵게</b></p><br/>끝", "\n한국어 & 굵게\n\n끝"),
-        ("html", "a < b > c, vector<int>, <n>, AT&T; &unknown; 1 &lt; 2", "a < b > c, vector<int>, <n>, AT&T; &unknown; 1 < 2"),
-        ("html", "önce<script>if (a<b) {}</script><!-- not <b>shown</b> -->sonra<style>p{}</style >", "önce\n\nsonra\n"),
+        (
+            "html",
+            "a < b > c, vector<int>, <n>, AT&T; &unknown; 1 &lt; 2",
+            "a < b > c, vector<int>, <n>, AT&T; &unknown; 1 < 2",
+        ),
+        (
+            "html",
+            "önce<script>if (a<b) {}</script><!-- not <b>shown</b> -->sonra<style>p{}</style >",
+            "önce\n\nsonra\n",
+        ),
         ("html", "&amp;amp;lt;b&amp;gt;中文<<i>i>", "中文"),
         ("html", "<script>never closed", "never closed"),
         ("compatibility", "ﬁ ① ＡＢ　ﾊﾝ ㎏", "fi 1 AB ハン kg"),
         ("invisibles", "so\u00adft 中\u200b文 10\u00a0km\u2009a می\u200cخواهم", "soft 中文 10 km a می\u200cخواهم"),
-        ("punctuation", "“Evet” ‘no’ «да» 1990–2000 — vay… 「그래」。", '"Evet" \'no\' "да" 1990-2000 - vay... 「그래」。'),
+        (
+            "punctuation",
+            "“Evet” ‘no’ «да» 1990–2000 — vay… 「그래」。",
+            '"Evet" \'no\' "да" 1990-2000 - vay... 「그래」。',
+        ),
         ("width", "ＡＢＣ１２３！，　한글。", "ABC123!, 한글。"),
         ("dsgpt2", " #한국어 ㅋㅋㅏ 中文 ABC! https://a.b/c?d 끝😀… ", "한국어 ㅋㅋ  ABC!  끝😀…"),
         ("emails", "write to a.b+c@mail.example.co.kr, or @home; x@y", "write to [email], or @home; x@y"),
@@ -63,7 +75,11 @@ NASTY = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_f
             "보기\nsee https://example.com here\n",
         ),
         ("boilerplate", "기사 본문입니다.\n저작권자 © 신문사\n로그인\n무단전재 및 재배포 금지", "기사 본문입니다."),
-        ("boilerplate", "Skip to content\nHome | News | Sport\nA real line.\n© 2024 The Paper. All rights reserved.", "A real line."),
+        (
+            "boilerplate",
+            "Skip to content\nHome | News | Sport\nA real line.\n© 2024 The Paper. All rights reserved.",
+            "A real line.",
+        ),
         (
             "boilerplate",
             "Gerçek bir cümle.\nTüm hakları saklıdır.\nDevamını oku\nGiriş yapmak istedi.",
@@ -126,7 +142,14 @@ def test_long_white_space_takes_no_time() -> None:
 def test_repair_is_ftfy_where_it_matters() -> None:
     from ftfy import fix_encoding
 
-    lines = ["Şu çılgın Türkler, İstanbul'da ağaç", "naïve café — “so” 5 € £", "한국어 문장", "中文句子。", "Ещё один пример", "ελληνικά"]
+    lines = [
+        "Şu çılgın Türkler, İstanbul'da ağaç",
+        "naïve café — “so” 5 € £",
+        "한국어 문장",
+        "中文句子。",
+        "Ещё один пример",
+        "ελληνικά",
+    ]
     for line in lines:
         for encoding in ["latin-1", "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "mac-roman", "cp437"]:
             wrong = line.encode().decode(encoding, "ignore")

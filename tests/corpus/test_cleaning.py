@@ -35,7 +35,9 @@ def made(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[str, Any],
     lines = [json.dumps({"text": text}) for text in texts]
     (folder / "a.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
     settings = {"sources": [str(folder / "a.jsonl")], "stop_at": 0.9, **corpus}
-    out = prepare(RunConfig.model_validate({"folder": str(folder / "out"), "corpus": settings, "runner": {"workers": 1}}))
+    out = prepare(
+        RunConfig.model_validate({"folder": str(folder / "out"), "corpus": settings, "runner": {"workers": 1}})
+    )
     kept = [row.text for split in SPLITS for path in shards_of(out, split) for row in read_documents(path)]
     return json.loads((out / "account.json").read_text()), kept
 

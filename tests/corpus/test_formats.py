@@ -38,7 +38,11 @@ def read(path: Path, data: bytes | str | None = None, **settings: Any) -> list[D
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data.encode() if isinstance(data, str) else data)
     config = CorpusConfig(**settings)
-    return [record for piece in pieces_of(find_sources([str(path)]), config.documents) for record in read_records(piece, config)]
+    return [
+        record
+        for piece in pieces_of(find_sources([str(path)]), config.documents)
+        for record in read_records(piece, config)
+    ]
 
 
 def told(found: list[Document | Bad]) -> list[tuple[str, str]]:
@@ -60,12 +64,20 @@ def test_nested_path(tmp_path: Path) -> None:
             (f"{place}, document[1].paragraph[1]", "! no field 'form'; found ['note']; set corpus.text_key=note"),
             (f"{place}, document[2]", ""),
         ]
-        assert [json.loads(one.meta)["id"] for one in found if isinstance(one, Document) and one.meta] == ["d1", "d1", "d2"]
+        assert [json.loads(one.meta)["id"] for one in found if isinstance(one, Document) and one.meta] == [
+            "d1",
+            "d1",
+            "d2",
+        ]
 
 
 def test_joined_matches(tmp_path: Path) -> None:
     found = read(tmp_path / "a.json", json.dumps(NIKL), text_key="document[].paragraph[].form", join=" / ")
-    assert [place for place, _ in told(found)] == ["value 1, document[0]", "value 1, document[1]", "value 1, document[2]"]
+    assert [place for place, _ in told(found)] == [
+        "value 1, document[0]",
+        "value 1, document[1]",
+        "value 1, document[2]",
+    ]
     assert told(found)[0][1] == "첫째 / 둘째"
     assert isinstance(found[1], Bad)  # an element with a part that cannot be read is not half a document
 
@@ -88,8 +100,14 @@ def test_inner_fields_and_lists_of_texts(tmp_path: Path) -> None:
         ("e[]", [""]),
     ]:
         assert [text for _, text in told(read(tmp_path / "a.jsonl", line, text_key=key))] == wanted
-    assert "no list 'gone[]'; found ['a', 'a.c', 'e', 's']" in told(read(tmp_path / "a.jsonl", line, text_key="gone[].x"))[0][1]
-    assert told(read(tmp_path / "a.jsonl", '[{"x": "1"}, {"x": "2"}]', text_key="[].x")) == [("line 1, [0]", "1"), ("line 1, [1]", "2")]
+    assert (
+        "no list 'gone[]'; found ['a', 'a.c', 'e', 's']"
+        in told(read(tmp_path / "a.jsonl", line, text_key="gone[].x"))[0][1]
+    )
+    assert told(read(tmp_path / "a.jsonl", '[{"x": "1"}, {"x": "2"}]', text_key="[].x")) == [
+        ("line 1, [0]", "1"),
+        ("line 1, [1]", "2"),
+    ]
 
 
 # JSON
@@ -228,7 +246,9 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) ->
 def test_parquet_damage(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a", "b"], "n": [1, 2]}), path)
-    assert told(read(path)) == [(f"row {row}", "! no column 'text'; found ['body', 'n']; set corpus.text_key=body") for row in (0, 1)]
+    assert told(read(path)) == [
+        (f"row {row}", "! no column 'text'; found ['body', 'n']; set corpus.text_key=body") for row in (0, 1)
+    ]
     pq.write_table(pa.table({"text": ["a", None]}), path)
     assert told(read(path)) == [("row 0", "a"), ("row 1", "! field 'text' is null, not text")]
     bad = pa.array([b"ok", b"\xff", b"fine"], pa.binary()).view(pa.string())
@@ -244,14 +264,18 @@ def test_parquet_damage(tmp_path: Path) -> None:
 
 def test_parquet_damage_inside(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(table(), path, row_group_size=250, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    pq.write_table(
+        table(), path, row_group_size=250, compression="zstd", use_dictionary=False, write_page_checksum=True
+    )
     group = pq.ParquetFile(path).metadata.row_group(1).column(0)
     data = bytearray(path.read_bytes())
     start = group.data_page_offset
     data[start : start + group.total_compressed_size] = b"\xee" * group.total_compressed_size
     found = read(path, bytes(data))
     assert [one.place for one in found if isinstance(one, Bad)] == ["row 250"]
-    assert [one.id for one in found if isinstance(one, Document)] == [f"row {row}" for row in range(1000) if not 250 <= row < 500]
+    assert [one.id for one in found if isinstance(one, Document)] == [
+        f"row {row}" for row in range(1000) if not 250 <= row < 500
+    ]
 
 
 @pytest.mark.parametrize("kind", ["stream", "file"])
@@ -299,13 +323,21 @@ def dump(pages: list[tuple[int, int, str, str, bool]]) -> str:
     )
     body = ""
     for number, space, title, text, redirect in pages:
-        body += f"<page><title>{title}</title><ns>{space}</ns><id>{number}</id>" + ('<redirect title="x" />' if redirect else "")
+        body += f"<page><title>{title}</title><ns>{space}</ns><id>{number}</id>" + (
+            '<redirect title="x" />' if redirect else ""
+        )
         body += f"<revision><id>9{number}</id><text>{text}</text></revision></page>\n"
     return head + body + "</mediawiki>"
 
 
 PAGES = [
-    (1, 0, "Bir", "'''Bir''' [[sayı]]dır.{{Kutu|a={{b}}}} [[Dosya:x.jpg|thumb|bir [[resim]]]]&lt;ref&gt;not&lt;/ref&gt; Son.", False),
+    (
+        1,
+        0,
+        "Bir",
+        "'''Bir''' [[sayı]]dır.{{Kutu|a={{b}}}} [[Dosya:x.jpg|thumb|bir [[resim]]]]&lt;ref&gt;not&lt;/ref&gt; Son.",
+        False,
+    ),
     (2, 10, "Şablon:x", "şablon", False),
     (3, 0, "Yön", "#REDIRECT [[Bir]]", True),
     (4, 0, "İki", "== Başlık ==\n* [[Bir|bire]] bak\n[[Kategori:Sayılar]]\n", False),
@@ -357,5 +389,7 @@ def test_shuffled_damage_never_crashes(tmp_path: Path) -> None:
             for _ in range(rng.randint(1, 4)):
                 spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
             read(
-                tmp_path / name, bytes(spoilt[: rng.randint(1, len(spoilt))]), text_key=rng.choice(["text", "document[].paragraph[].form"])
+                tmp_path / name,
+                bytes(spoilt[: rng.randint(1, len(spoilt))]),
+                text_key=rng.choice(["text", "document[].paragraph[].form"]),
             )

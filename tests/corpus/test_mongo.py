@@ -73,7 +73,9 @@ def test_random_batches_come_in_the_order_asked(world: World) -> None:
     [({24: 9, 96: 5, 384: 99, 1536: 99}, [24, 96], 24), ({24: 1, 96: 2, 384: 3, 1536: 4}, [24, 96, 384, 1536], 1536),
      ({24: 1, 96: 8, 384: 3, 1536: 4}, [24, 96, 384], 96)],
 )  # fmt: skip
-def test_questions_grow_as_long_as_the_server_gets_faster(speeds: dict[int, float], tried: list[int], best: int) -> None:
+def test_questions_grow_as_long_as_the_server_gets_faster(
+    speeds: dict[int, float], tried: list[int], best: int
+) -> None:
     portion, sizes = mongo.Portion(), []
     for _ in range(20):
         sizes.append(portion.size)
@@ -142,14 +144,24 @@ def test_text_fields(world: World) -> None:
     world.db["kinds"].insert_many([{"idx": idx, **row} for idx, row in enumerate(rows)])
     path = world.write_config("kinds.json", COLLECTIONS=["kinds"])
     found = list(read_range(path, 0, 7, CorpusConfig()))
-    assert [row.text if isinstance(row, Document) else None for row in found] == ["clean", "raw", "raw", None, None, "", None]
+    assert [row.text if isinstance(row, Document) else None for row in found] == [
+        "clean",
+        "raw",
+        "raw",
+        None,
+        None,
+        "",
+        None,
+    ]
     assert isinstance(found[3], Bad)
     assert "found ['q', 'a']; set corpus.text_key" in found[3].reason
     by_key = list(read_range(path, 0, 7, CorpusConfig(text_key="body")))
     assert [row.text for row in by_key if isinstance(row, Document)] == ["other"]
     talks = list(read_range(path, 0, 7, CorpusConfig(chat="pairs")))
     assert [row.turns for row in talks if isinstance(row, Document)] == [(("user", "hi"), ("assistant", "ho"))]
-    assert next(row.reason for row in talks if isinstance(row, Bad)).startswith("no question and answer in ['filt_text', 'form']")
+    assert next(row.reason for row in talks if isinstance(row, Bad)).startswith(
+        "no question and answer in ['filt_text', 'form']"
+    )
     named = list(read_range(path, 0, 7, CorpusConfig(chat="pairs", text_key="form+filt_text")))
     assert next(row.turns for row in named if isinstance(row, Document)) == (("user", "raw"), ("assistant", "clean"))
 
@@ -159,7 +171,9 @@ def test_write_back(world: World) -> None:
     world.db["back"].insert_many([{"idx": idx, "form": f" dirty {idx} "} for idx in range(50)])
     path = world.write_config("back.json", COLLECTIONS=["back"])
     cleaned = [
-        Document(row.text.strip(), row.source, row.id) for row in read_range(path, 0, 50, CorpusConfig()) if isinstance(row, Document)
+        Document(row.text.strip(), row.source, row.id)
+        for row in read_range(path, 0, 50, CorpusConfig())
+        if isinstance(row, Document)
     ]
     world.db["back"].delete_one({"idx": 7})
     assert mongo_write.write_back(path, cleaned) == {"documents": 50, "changed": 49, "missing": 1}
@@ -194,7 +208,12 @@ def test_loading_is_whole_after_a_kill(world: World, tmp_path: Path, monkeypatch
         mongo_write.load_lines(path, "loaded", [first])
     counts = mongo_write.load_lines(path, "loaded", [first, second])
     assert counts == {"records": 127, "loaded": 90, "there": 35, "bad": 2}
-    assert mongo_write.load_lines(path, "loaded", [first, second]) == {"records": 127, "loaded": 0, "there": 125, "bad": 2}
+    assert mongo_write.load_lines(path, "loaded", [first, second]) == {
+        "records": 127,
+        "loaded": 0,
+        "there": 125,
+        "bad": 2,
+    }
     wanted = [f"a {number}" for number in range(95)] + [f"b {number}" for number in range(30)]
     assert [row["form"] for row in open_index(path)] == wanted
     meta = world.db["meta_info"].find_one({"collection_name": "loaded"})
@@ -223,14 +242,22 @@ SECRET = "mongodb://mill%40er:s3cr%2Ft@nowhere.invalid:27999,127.0.0.1:1/admin?a
 
 
 @pytest.mark.parametrize(
-    "address", [SECRET, SECRET.replace("s3cr%2Ft", "s3c/r:t"), SECRET.replace("27999", "port"), "mongodb+srv://u:pwpw@nowhere.invalid"]
+    "address",
+    [
+        SECRET,
+        SECRET.replace("s3cr%2Ft", "s3c/r:t"),
+        SECRET.replace("27999", "port"),
+        "mongodb+srv://u:pwpw@nowhere.invalid",
+    ],
 )
 def test_no_part_of_the_connection_string_is_said(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mongo_server, "PATIENCE", 0.1)
     path = tmp_path / "db_config.json"
-    path.write_text(json.dumps({"MONGO_CONNECTION_STRING": address, "MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"]}))
+    path.write_text(
+        json.dumps({"MONGO_CONNECTION_STRING": address, "MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"]})
+    )
     with pytest.raises(TextmillError) as caught:
         open_index(path)
     said = f"{caught.value} {caught.value.__cause__} {mongo_server.open_server(path)!r} {capsys.readouterr()}"

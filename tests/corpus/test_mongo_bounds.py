@@ -19,7 +19,8 @@ from textmill.corpus.mongo.collections import collections as mongo
 from textmill.corpus.mongo.snapshot import PROBES
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_documents, shards_of
-from textmill.corpus.sources import Source, find_sources, pieces_of, state_of
+from textmill.corpus.source import Source
+from textmill.corpus.sources import find_sources, pieces_of, state_of
 from textmill.errors import TextmillError
 
 
@@ -63,7 +64,9 @@ def test_growth_moves_no_position(world: World) -> None:
     assert state_of(after).mark != mark.mark
 
 
-def test_prepare_reads_what_was_there_when_it_began(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_reads_what_was_there_when_it_began(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = mongo.read_range
 
     def read_and_grow(path: Any, start: int, *rest: Any) -> Any:
@@ -74,7 +77,9 @@ def test_prepare_reads_what_was_there_when_it_began(world: World, tmp_path: Path
     monkeypatch.setattr(mongo, "read_range", read_and_grow)
     monkeypatch.setattr("textmill.corpus.formats.mongo.DOCUMENTS", 40)
     config = RunConfig(
-        folder=str(tmp_path), corpus=CorpusConfig(sources=[f"mongo:{world.config}"], split=[1.0]), runner=LocalRunner(workers=1)
+        folder=str(tmp_path),
+        corpus=CorpusConfig(sources=[f"mongo:{world.config}"], split=[1.0]),
+        runner=LocalRunner(workers=1),
     )
     folder = prepare(config)
     assert [document.text for path in shards_of(folder, "train") for document in read_documents(path)] == WANTED

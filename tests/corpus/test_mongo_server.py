@@ -54,7 +54,9 @@ def test_server_that_does_not_answer_ends_in_one_sentence(closes: bool, tmp_path
         settings = {"MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"], "MONGO_PATIENCE": 1}
         config.write_text(json.dumps({**settings, "MONGO_CONNECTION_STRING": address}))
         words = ["prepare", "quickstart", f"folder={tmp_path / 'out'}", f"corpus.sources=mongo:{config}"]
-        done = subprocess.run([sys.executable, "-m", "textmill", *words], cwd=root, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-m", "textmill", *words], cwd=root, capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert len(lines) == 2, done.stderr
@@ -67,7 +69,9 @@ def test_server_that_does_not_answer_ends_in_one_sentence(closes: bool, tmp_path
     assert not (tmp_path / "out" / "corpus").exists()
 
 
-def test_server_that_stops_answering_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_server_that_stops_answering_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     with open_world(tmp_path) as world:
         if not world.process or not (server := world.process.process):
             pytest.skip("a named server is not ours to stop")
@@ -95,7 +99,12 @@ def test_server_that_stops_answering_is_asked_again(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("patience", [-1, "long", True, [3]])
 def test_wrong_patience_is_named(patience: Any, tmp_path: Path) -> None:
     path = tmp_path / "db_config.json"
-    settings = {"MONGO_CONNECTION_DB": "x", "COLLECTIONS": ["a"], "MONGO_CONNECTION_STRING": "mongodb://h", "MONGO_PATIENCE": patience}
+    settings = {
+        "MONGO_CONNECTION_DB": "x",
+        "COLLECTIONS": ["a"],
+        "MONGO_CONNECTION_STRING": "mongodb://h",
+        "MONGO_PATIENCE": patience,
+    }
     path.write_text(json.dumps(settings))
     with pytest.raises(TextmillError, match=r"MONGO_PATIENCE: found .*; give the seconds"):
         open_server(path)

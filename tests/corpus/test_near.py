@@ -33,7 +33,9 @@ from textmill.corpus.shards import read_documents, shards_of
 from textmill.counters import mix
 from textmill.errors import TextmillError
 
-TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs", "Cc"]), st.sampled_from("  \t\nabAB가\u3000İß")), max_size=60)
+TEXT = st.text(
+    st.one_of(st.characters(exclude_categories=["Cs", "Cc"]), st.sampled_from("  \t\nabAB가\u3000İß")), max_size=60
+)
 
 
 def plain_set(text: str, unit: str, n: int) -> set[tuple[str, ...]]:
@@ -123,7 +125,9 @@ HASH = st.integers(0, 6).map(lambda number: number * 0x9E3779B97F4A7C15 % 2**64)
 
 @given(st.lists(st.lists(st.tuples(HASH, HASH), max_size=8), min_size=1, max_size=4), st.sampled_from([1000, 1 << 20]))
 @settings(max_examples=25, deadline=None)
-def test_all_pairs_of_all_bands(tmp_path_factory: pytest.TempPathFactory, pieces: list[list[tuple[int, int]]], memory: int) -> None:
+def test_all_pairs_of_all_bands(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[tuple[int, int]]], memory: int
+) -> None:
     """In buckets that are not crowded: every pair, each once, in order, however little memory there is."""
     folder = tmp_path_factory.mktemp("bands")
     for number, rows in enumerate(pieces):
@@ -144,7 +148,9 @@ def test_all_pairs_of_all_bands(tmp_path_factory: pytest.TempPathFactory, pieces
     if len(everything) <= 2 * candidates.LINKS:
         assert linked == set(wanted)
     assert Clusters(linked).members() == Clusters(wanted).members()
-    assert {Clusters(linked).of(number) for number in range(len(everything))} == {Clusters(wanted).of(n) for n in range(len(everything))}
+    assert {Clusters(linked).of(number) for number in range(len(everything))} == {
+        Clusters(wanted).of(n) for n in range(len(everything))
+    }
     marks = np.fromfile(folder / "marks", np.uint8)
     assert np.flatnonzero(marks).tolist() == sorted({number for pair in linked for number in pair})
 
@@ -161,7 +167,9 @@ def test_merging_goes_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "pairs").read_bytes() == (tmp_path / "whole").read_bytes() != b""
 
 
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).filter(lambda pair: pair[0] != pair[1])), st.randoms())
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).filter(lambda pair: pair[0] != pair[1])), st.randoms()
+)
 def test_clusters(pairs: list[tuple[int, int]], dice: random.Random) -> None:
     """Against sets that are merged until nothing changes, in whatever order the pairs come."""
     groups = [{number} for number in range(13)]
@@ -183,7 +191,10 @@ def test_of_exact_copies_one_in_train_stays(shards: list[list[tuple[int, int]]],
     sides = [np.array([side for _, side in shard], np.int8) for shard in shards]
     masks = np.concatenate(keep_masks(rows, sides, memory))
     everything = [pair for shard in shards for pair in shard]
-    best = {value: min((side > 0, place) for place, (one, side) in enumerate(everything) if one == value)[1] for value, _ in everything}
+    best = {
+        value: min((side > 0, place) for place, (one, side) in enumerate(everything) if one == value)[1]
+        for value, _ in everything
+    }
     assert np.flatnonzero(masks).tolist() == sorted(best.values())
 
 
@@ -240,7 +251,10 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
     texts = made_up(150, random.Random(2))
     one = content(near_of(texts, tmp_path, monkeypatch))
     assert json.loads(one["account.json"])["dropped"]["near_duplicate"] > 20
-    assert content(prepare(config_of("two", workers=2, sources=["texts/2.jsonl", "texts/0.jsonl", "texts/1.jsonl"]))) == one
+    assert (
+        content(prepare(config_of("two", workers=2, sources=["texts/2.jsonl", "texts/0.jsonl", "texts/1.jsonl"])))
+        == one
+    )
     monkeypatch.setattr(candidates, "ROW", 100_000)
     monkeypatch.setattr(candidates, "TOGETHER", 1000)
     monkeypatch.setattr(near, "BLOCK_DOCUMENTS", 7)
@@ -281,7 +295,9 @@ def test_of_a_cluster_one_in_train_stays(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(kept_of(folder, "test")) == ["only in test"]
     folder = prepare(config_of("other", split=[1.0], dedup="none", sides={"texts/a*": "valid"}))
     assert len(list(kept_of(folder, "valid"))) == 3
-    with pytest.raises(TextmillError, match=r"corpus.sides: no source is 'texts/c.jsonl' or matches it; found \['texts/a.jsonl'"):
+    with pytest.raises(
+        TextmillError, match=r"corpus.sides: no source is 'texts/c.jsonl' or matches it; found \['texts/a.jsonl'"
+    ):
         prepare(config_of("wrong", sides={"texts/c.jsonl": "test"}))
     with pytest.raises(TextmillError, match=r"'texts/a.jsonl' is declared test by 'texts' and valid by 'texts/a\*'"):
         prepare(config_of("wrong", sides={"texts": "test", "texts/a*": "valid"}))
@@ -294,7 +310,11 @@ class Crash(BaseException):
 def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = made_up(18, random.Random(4))
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    expected, replace, point = content(near_of(texts, tmp_path, monkeypatch, folder="whole", dedup_threshold=0.95)), os.replace, 0
+    expected, replace, point = (
+        content(near_of(texts, tmp_path, monkeypatch, folder="whole", dedup_threshold=0.95)),
+        os.replace,
+        0,
+    )
     while True:
         point += 1
         left = [point]
@@ -334,7 +354,9 @@ def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
 
     def start() -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": str(root)}
-        return subprocess.Popen([sys.executable, "script.py", "killed"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            [sys.executable, "script.py", "killed"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
 
     work = Path("killed/corpus.part/work")
     for awaited in ("*.bands", "confirmed-*"):

@@ -84,7 +84,9 @@ def test_quarantine_and_the_way_back(world: Path) -> None:
     assert {(row.text, row.id) for row in everything if row.source == "texts/lines.jsonl"} == {
         ("bir metin", "line 1"), ("x", "line 4"), ("한국어 문장", "line 6"),
     }  # fmt: skip
-    assert {row.source for row in everything} == {f"texts/{name}" for name in ("english.txt", "korean.txt", "turkish.txt", "lines.jsonl")}
+    assert {row.source for row in everything} == {
+        f"texts/{name}" for name in ("english.txt", "korean.txt", "turkish.txt", "lines.jsonl")
+    }
 
 
 def test_workers_order_and_pieces_do_not_matter(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,14 +112,18 @@ def test_done_already(world: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert "done already" in capsys.readouterr().out
 
 
-def test_done_already_from_another_place(world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_already_from_another_place(
+    world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare(config_of())
     monkeypatch.chdir(world / "texts")
     prepare(config_of("../out", words=["."]))
     assert "done already" in capsys.readouterr().out
 
 
-def test_a_setting_that_is_newer_than_the_corpus_had_its_default(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_that_is_newer_than_the_corpus_had_its_default(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = prepare(config_of()) / "manifest.json"
     manifest = json.loads(path.read_text())
     was = manifest["made_from"].pop("corpus.min_chars")
@@ -271,14 +277,19 @@ def test_killed_and_run_again(world: Path, root: Path) -> None:
     dice = random.Random(5)
     os.mkdir("big")
     for number in range(6):
-        rows = (json.dumps({"text": f"{number} {row} " + "söz " * dice.randrange(200)}, ensure_ascii=False) for row in range(3000))
+        rows = (
+            json.dumps({"text": f"{number} {row} " + "söz " * dice.randrange(200)}, ensure_ascii=False)
+            for row in range(3000)
+        )
         Path(f"big/{number}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     Path("script.py").write_text(SCRIPT)
 
     def start(folder: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "script.py", folder]
         with open("said.txt", "wb") as said:
-            return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL, stderr=said)
+            return subprocess.Popen(
+                command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL, stderr=said
+            )
 
     began = time.monotonic()
     assert start("whole").wait(300) == 0

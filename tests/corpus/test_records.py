@@ -25,7 +25,11 @@ TEXT = st.text(st.sampled_from("ab가é𝄞 \t\n\n\r"), max_size=400)
 def read(path: Path, data: bytes, **settings: Any) -> list[Document | Bad]:
     path.write_bytes(data)
     config = CorpusConfig(**settings)
-    return [record for piece in pieces_of(find_sources([str(path)]), config.documents) for record in read_records(piece, config)]
+    return [
+        record
+        for piece in pieces_of(find_sources([str(path)]), config.documents)
+        for record in read_records(piece, config)
+    ]
 
 
 def texts(found: list[Document | Bad]) -> list[str]:
@@ -36,11 +40,15 @@ def texts(found: list[Document | Bad]) -> list[str]:
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = ["bir\nİki", "한국어 \U0001f600", "", "mixed \ud83d\ude00"]
-    data = "\n".join(json.dumps({"id": 1, "text": row}, ensure_ascii=index % 2 == 0) for index, row in enumerate(rows[:3])).encode()
+    data = "\n".join(
+        json.dumps({"id": 1, "text": row}, ensure_ascii=index % 2 == 0) for index, row in enumerate(rows[:3])
+    ).encode()
     data += b'\r\n\n{"text": "\\ud83d\\ude00"}\n  \n{"text": "last", "text": "wins", "x": NaN}'
     found = read(path, b"\xef\xbb\xbf" + data)
     assert texts(found) == ["bir\nİki", "한국어 \U0001f600", "", "", "\U0001f600", "", "wins"]
-    assert [record.id for record in found if isinstance(record, Document)] == [f"line {number}" for number in range(1, 8)]
+    assert [record.id for record in found if isinstance(record, Document)] == [
+        f"line {number}" for number in range(1, 8)
+    ]
     assert found[0].source == str(path)
 
 
@@ -177,7 +185,9 @@ def test_pieces_read_like_the_whole(tmp_path_factory: pytest.TempPathFactory, li
         sources.PIECE = before
 
 
-@pytest.mark.parametrize("line", [b"words and words\n", b"no end ", b"\n", b"  "], ids=["lines", "one line", "blank lines", "spaces"])
+@pytest.mark.parametrize(
+    "line", [b"words and words\n", b"no end ", b"\n", b"  "], ids=["lines", "one line", "blank lines", "spaces"]
+)
 def test_memory_stays_flat(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(line * (8_000_000 // len(line)))

@@ -70,13 +70,14 @@ def test_a_space_may_be_missing() -> None:
 
 
 def test_lines() -> None:
-    assert split_sentences("A heading\n\nA body\nthat follows it.\nAnother line") == "A heading\nA body that follows it.\nAnother line"
+    assert (
+        split_sentences("A heading\n\nA body\nthat follows it.\nAnother line")
+        == "A heading\nA body that follows it.\nAnother line"
+    )
 
 
 def test_wrapped_lines_are_put_together() -> None:
-    text = (
-        "It was the best of times, it was the worst of times, it was the age of\nWisdom, and the age\nof foolishness.\n\nChapter 2\nNext."
-    )
+    text = "It was the best of times, it was the worst of times, it was the age of\nWisdom, and the age\nof foolishness.\n\nChapter 2\nNext."
     assert split_sentences(text).split("\n") == [
         "It was the best of times, it was the worst of times, it was the age of Wisdom, and the age of foolishness.", "Chapter 2", "Next.",
     ]  # fmt: skip
@@ -86,7 +87,9 @@ def test_lines_that_come_presplit() -> None:
     assert keep_lines("Bir cümle. İki cümle.\n\n  한 문장. \n\n\n终。") == "Bir cümle. İki cümle.\n한 문장.\n终。"
 
 
-SIGNS = st.sampled_from([*".!?…。！？\"'”’)」 \n\t;:,aAİı1한中-(\u3000\u2028\r", "Dr. ", "U.S. ", "1. ", "e.g. ", "다.", "...", "a\nb"])
+SIGNS = st.sampled_from(
+    [*".!?…。！？\"'”’)」 \n\t;:,aAİı1한中-(\u3000\u2028\r", "Dr. ", "U.S. ", "1. ", "e.g. ", "다.", "...", "a\nb"]
+)
 
 
 @given(st.one_of(st.text(), st.lists(SIGNS).map("".join)))
@@ -99,7 +102,8 @@ def test_nothing_but_white_space_changes(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [". " * 50_000, "." * 100_000, "a\n" * 50_000, " " * 100_000, "( " * 50_000, "。" * 100_000, ". " + "- " * 50_000]
+    "text",
+    [". " * 50_000, "." * 100_000, "a\n" * 50_000, " " * 100_000, "( " * 50_000, "。" * 100_000, ". " + "- " * 50_000],
 )
 def test_no_text_takes_long(text: str) -> None:
     start = time.process_time()

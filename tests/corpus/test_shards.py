@@ -26,7 +26,9 @@ from textmill.errors import TextmillError
 
 
 def documents(count: int) -> list[Document]:
-    return [Document(f"문서 {number} " + "söz " * (number % 50), "a.txt", f"section {number}") for number in range(count)]
+    return [
+        Document(f"문서 {number} " + "söz " * (number % 50), "a.txt", f"section {number}") for number in range(count)
+    ]
 
 
 def write(path: Path, rows: list[Document]) -> None:
@@ -66,7 +68,11 @@ def test_order_of_shards(tmp_path: Path) -> None:
     for number in [100_000, 2, 10]:
         (tmp_path / shard_name("valid", number)).touch()
     (tmp_path / shard_name("train", 0)).touch()
-    assert [path.name for path in shards_of(tmp_path, "valid")] == ["valid-00002.parquet", "valid-00010.parquet", "valid-100000.parquet"]
+    assert [path.name for path in shards_of(tmp_path, "valid")] == [
+        "valid-00002.parquet",
+        "valid-00010.parquet",
+        "valid-100000.parquet",
+    ]
     assert shards_of(tmp_path, "test") == []
 
 

@@ -14,7 +14,16 @@ from textmill.errors import TextmillError
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ["a.txt", "b.jsonl", "notes.md", "table.bin", ".hidden.txt", "deep/c.TXT", "deep/er/d.ndjson", "deep/.git/e.txt"]:
+    for name in [
+        "a.txt",
+        "b.jsonl",
+        "notes.md",
+        "table.bin",
+        ".hidden.txt",
+        "deep/c.TXT",
+        "deep/er/d.ndjson",
+        "deep/.git/e.txt",
+    ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x\n")
     monkeypatch.chdir(tmp_path)
@@ -61,7 +70,10 @@ def test_own_folders_are_no_source(tree: Path) -> None:
     ("words", "message"),
     [
         ([], r"corpus.sources: nothing there; .*\.jsonl.*tinyshakespeare"),
-        (["gone.txt"], "corpus.sources: no file, folder or corpus 'gone.txt'; the corpora that come with textmill: tinyshakespeare"),
+        (
+            ["gone.txt"],
+            "corpus.sources: no file, folder or corpus 'gone.txt'; the corpora that come with textmill: tinyshakespeare",
+        ),
         (["tinyshakespear"], "did you mean 'tinyshakespeare'"),
         (["*.nothing"], r"nothing matches '\*.nothing'"),
         (["table.bin"], r"table.bin: cannot read '.bin'; textmill reads .txt, .text, .md, .jsonl, .ndjson"),
@@ -107,4 +119,6 @@ def test_text_is_cut_only_where_a_line_is_a_document(tree: Path, monkeypatch: py
     monkeypatch.setattr(sources, "PIECE", 4)
     (tree / "a.txt").write_text("1\n" * 20)
     assert len(pieces_of(find_sources(["a.txt"]), "section")) == 1
-    assert len(pieces_of(find_sources(["a.txt"]), "line")) == 7  # a cut at a line's end after 4 bytes takes one more line
+    assert (
+        len(pieces_of(find_sources(["a.txt"]), "line")) == 7
+    )  # a cut at a line's end after 4 bytes takes one more line

@@ -48,7 +48,9 @@ def test_digest_against_the_plain_definition(text: str) -> None:
 
 @given(st.lists(TEXT, min_size=1), st.sampled_from([[90.0, 5.0, 5.0], [1.0, 1.0, 1.0], [949.0, 50.0, 1.0]]))
 def test_one_and_many_agree(texts: list[str], shares: list[float]) -> None:
-    assert [SPLITS[side] for side in sides_of(rows(texts), shares)] == [side_of(digest_of(text), shares) for text in texts]
+    assert [SPLITS[side] for side in sides_of(rows(texts), shares)] == [
+        side_of(digest_of(text), shares) for text in texts
+    ]
 
 
 @pytest.mark.parametrize("shares", [[90.0, 5.0, 5.0], [949.0, 50.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])

@@ -34,7 +34,11 @@ KINDS = pytest.mark.parametrize("kind", list(COMPRESS))
 def read(path: Path, data: bytes, **settings: Any) -> list[Document | Bad]:
     path.write_bytes(data)
     config = CorpusConfig(**settings)
-    return [record for piece in pieces_of(find_sources([str(path)]), config.documents) for record in read_records(piece, config)]
+    return [
+        record
+        for piece in pieces_of(find_sources([str(path)]), config.documents)
+        for record in read_records(piece, config)
+    ]
 
 
 def texts(found: list[Document | Bad]) -> list[str]:
@@ -102,7 +106,10 @@ def test_not_what_its_name_says(tmp_path: Path, kind: str) -> None:
 @KINDS
 def test_sections_and_files(tmp_path: Path, kind: str) -> None:
     data = "\n\n".join(LINES).encode()
-    plain, packed = (read(tmp_path / name, body, section=200) for name, body in [("a.txt", data), (f"a.txt.{kind}", COMPRESS[kind](data))])
+    plain, packed = (
+        read(tmp_path / name, body, section=200)
+        for name, body in [("a.txt", data), (f"a.txt.{kind}", COMPRESS[kind](data))]
+    )
     assert texts(plain) == texts(packed)
     assert texts(read(tmp_path / f"a.md.{kind}", COMPRESS[kind](data), documents="file")) == [data.decode()]
     *before, bad = read(tmp_path / f"a.txt.{kind}", COMPRESS[kind](data)[:-20], section=200)
@@ -114,7 +121,9 @@ def test_sections_and_files(tmp_path: Path, kind: str) -> None:
 def test_memory_stays_flat(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
     path.write_bytes(
-        COMPRESS[kind](b"".join(b'{"text": "%d ' % number + os.urandom(500).hex().encode() + b'"}\n' for number in range(10_000)))
+        COMPRESS[kind](
+            b"".join(b'{"text": "%d ' % number + os.urandom(500).hex().encode() + b'"}\n' for number in range(10_000))
+        )
     )
     (piece,) = pieces_of(find_sources([str(path)]), "section")
     tracemalloc.start()

@@ -51,7 +51,24 @@ def test_any_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["{{", "{{a|", "[[", "<ref>", "<ref", "{|\n", "\n{|", "}}", "'''", "<!--", "[http://a ", "-{", "(", "\n\n \n", "[[a|"]
+    "part",
+    [
+        "{{",
+        "{{a|",
+        "[[",
+        "<ref>",
+        "<ref",
+        "{|\n",
+        "\n{|",
+        "}}",
+        "'''",
+        "<!--",
+        "[http://a ",
+        "-{",
+        "(",
+        "\n\n \n",
+        "[[a|",
+    ],
 )
 def test_broken_pages_take_no_time(part: str) -> None:
     start = time.process_time()

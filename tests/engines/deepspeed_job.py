@@ -27,7 +27,9 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Train; return losses, and whether what was loaded came back as it was."""
     rows = run.get("rows", ROWS)
     lora = LORA if run.get("lora") else None
-    base = config_of("torch", dropout=run.get("dropout", 0.0), batch=rows, micro_batch=1, lora=lora, **run.get("train", {}))
+    base = config_of(
+        "torch", dropout=run.get("dropout", 0.0), batch=rows, micro_batch=1, lora=lora, **run.get("train", {})
+    )
     section = MAKE[run["engine"].get("kind", "deepspeed")](device="cpu", **run["engine"])
     config = base.model_copy(update={"engine": section})
     family = open_family("gpt2")
@@ -56,7 +58,12 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
                 np.savez(run["save"], updates=engine.updates(), **state)
             ranks.barrier()
         sums = engine.eval_step(batch_of(99))
-        return {"losses": losses, "same": same, "valid": [sums.loss, sums.asked, sums.correct], "updates": engine.updates()}
+        return {
+            "losses": losses,
+            "same": same,
+            "valid": [sums.loss, sums.asked, sums.correct],
+            "updates": engine.updates(),
+        }
 
 
 def main(path: Path) -> int:

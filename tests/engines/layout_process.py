@@ -44,7 +44,14 @@ def processes_of(name: str) -> int:
 def config_of(mesh: dict[str, Any], **settings: Any) -> RunConfig:
     """A small net with dropout everywhere, its batch in several passes."""
     shape = ShapeConfig(layers=2, heads=4, width=32, positions=LENGTH, dropout=0.1)
-    train = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-3, "label_smoothing": 0.05, "z_loss": 1e-3, **settings}
+    train = {
+        "batch": ROWS,
+        "length": LENGTH,
+        "learning_rate": 1e-3,
+        "label_smoothing": 0.05,
+        "z_loss": 1e-3,
+        **settings,
+    }
     ways = int(mesh.get("replicate", 1) * mesh.get("shard", 1))
     engine = TorchEngine(device="cpu", micro_batch=ROWS // ways // 2, mesh=MeshConfig(**mesh))
     return RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**train), engine=engine)
@@ -57,8 +64,14 @@ def batch_of(step: int) -> Batch:
     labels = ids[:, 1:].copy()
     for row in range(ROWS):
         labels[row, row * LENGTH // ROWS :] = IGNORED
-    documents = np.repeat([1, 2], [LENGTH // 3, LENGTH - LENGTH // 3])[None].repeat(ROWS, 0).astype(np.int32) if step % 2 else None
-    return Batch(inputs=ids[:, :-1], labels=labels, samples=np.arange(step * ROWS, (step + 1) * ROWS), documents=documents)
+    documents = (
+        np.repeat([1, 2], [LENGTH // 3, LENGTH - LENGTH // 3])[None].repeat(ROWS, 0).astype(np.int32)
+        if step % 2
+        else None
+    )
+    return Batch(
+        inputs=ids[:, :-1], labels=labels, samples=np.arange(step * ROWS, (step + 1) * ROWS), documents=documents
+    )
 
 
 def started(config: RunConfig, ranks: Any = None) -> Engine:

@@ -10,7 +10,10 @@ from textmill.config import TrainConfig
 from textmill.engines.optimizers.adam_torch import Adam
 from textmill.models.parameter_groups import Rule
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+]
 SIZES = ((3,), (70, 130), (5000,), (2, 4096))
 
 
@@ -23,7 +26,10 @@ def test_updates_are_torchs(betas: tuple[float, float], device: str) -> None:
     ours = [nn.Parameter(parameter.detach().float().to(device)) for parameter in exact]
     rules = [Rule(trained=True, rate=1.0 + number % 2, decay=0.1 * (number > 1)) for number in range(len(SIZES))]
     adam, done = Adam(zip(ours, rules, strict=True), train), torch.zeros((), dtype=torch.int64, device=device)
-    groups = [{"params": [one], "lr": 0.01 * rule.rate, "weight_decay": rule.decay} for one, rule in zip(exact, rules, strict=True)]
+    groups = [
+        {"params": [one], "lr": 0.01 * rule.rate, "weight_decay": rule.decay}
+        for one, rule in zip(exact, rules, strict=True)
+    ]
     oracle = torch.optim.AdamW(groups, betas=betas, eps=1e-8)
     for step in range(6):
         skipped = step == 2

@@ -51,7 +51,9 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["long", "short", "of the net's own length", "no GPU", "two processes", "bit for bit", "said no", "said yes"],
 )
-def test_what_is_compiled(engine: TorchEngine, train: TrainConfig, device: torch.device, world: int, compiled: bool) -> None:
+def test_what_is_compiled(
+    engine: TorchEngine, train: TrainConfig, device: torch.device, world: int, compiled: bool
+) -> None:
     found, words = compiling(engine, train, Net(), device, world)
     assert found == compiled
     assert words.startswith("compiled at the first step") == compiled
@@ -67,7 +69,9 @@ def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled_by(backend: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """The same, compiled by another part than the one that makes kernels."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *given, **settings: compile_(*given, **{**settings, "backend": backend}))
+    monkeypatch.setattr(
+        torch, "compile", lambda *given, **settings: compile_(*given, **{**settings, "backend": backend})
+    )
     return config.model_copy(update={"engine": config.engine.model_copy(update={"compile": True})})
 
 
@@ -80,7 +84,12 @@ def test_a_step_says_that_something_was_compiled_for_it(kind: str, monkeypatch: 
     whole = batch_of(0)
     half = type(whole)(whole.inputs[:2], whole.labels[:2], whole.samples[:2])
     news = [engine.train_step(batch, 0, 1e-3).news for batch in (whole, whole, half, whole)]
-    assert [one is not None and one.endswith(" s to begin, with compiling") for one in news] == [True, False, True, False]
+    assert [one is not None and one.endswith(" s to begin, with compiling") for one in news] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def fails(*_: Any) -> Any:
@@ -89,7 +98,9 @@ def fails(*_: Any) -> Any:
 
 def test_what_was_to_be_compiled_and_cannot_be_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(compiled_by(fails, config_of("torch"), monkeypatch))
-    with pytest.raises(TextmillError, match=r"^engine\.compile: torch cannot .*no such instruction.*; set engine\.compile=false$"):
+    with pytest.raises(
+        TextmillError, match=r"^engine\.compile: torch cannot .*no such instruction.*; set engine\.compile=false$"
+    ):
         engine.train_step(batch_of(0), 0, 1e-3)
 
 

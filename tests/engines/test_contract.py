@@ -17,7 +17,9 @@ from textmill.models.lora import first_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.batch_sizes import Sizes
 
-ENGINES = sorted(path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py"))
+ENGINES = sorted(
+    path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py")
+)
 VOCAB, LENGTH, ROWS = 150, 24, 8
 MAKE = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}
 
@@ -25,7 +27,9 @@ MAKE = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}
 LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2, targets=["c_attn", "mlp", "h.1"])
 
 
-def config_of(kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any) -> RunConfig:
+def config_of(
+    kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any
+) -> RunConfig:
     shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
     settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-2, **train}
     engine = MAKE[kind](device="cpu", micro_batch=micro_batch)
@@ -97,7 +101,10 @@ def test_the_first_loss_is_the_formulas(kind: str, loss: str) -> None:
     with torch.no_grad():
         scores = torch.log_softmax(theirs(torch.from_numpy(batch.inputs).long()).logits.double(), -1)
     asked = batch.labels != IGNORED
-    losses = [-scores[row, asked[row]].gather(1, torch.from_numpy(batch.labels[row, asked[row]]).long()[:, None]) for row in range(ROWS)]
+    losses = [
+        -scores[row, asked[row]].gather(1, torch.from_numpy(batch.labels[row, asked[row]]).long()[:, None])
+        for row in range(ROWS)
+    ]
     token_mean = float(torch.cat(losses).mean())
     sample_mean = float(np.mean([float(one.mean()) for one in losses if len(one)]))
     step = engine.train_step(batch, 0, 0.0)
@@ -146,14 +153,18 @@ def test_documents_kept_apart_give_the_losses_they_give_alone(kind: str, dropout
     labels[:, [cut - 1, LENGTH - 1]] = IGNORED
     samples = np.arange(ROWS)
     whole = engine.eval_step(Batch(ids, labels, samples, documents=numbers))
-    alone = [engine.eval_step(Batch(ids[:, part], labels[:, part], samples)) for part in (slice(0, cut), slice(cut, LENGTH))]
+    alone = [
+        engine.eval_step(Batch(ids[:, part], labels[:, part], samples)) for part in (slice(0, cut), slice(cut, LENGTH))
+    ]
     assert whole.loss == pytest.approx(sum(one.loss for one in alone), rel=1e-6)
     assert whole.asked == sum(one.asked for one in alone)
     other = ids.copy()
     other[:, :cut] = (other[:, :cut] + 7) % VOCAB
     second = labels.copy()
     second[:, :cut] = IGNORED
-    losses = [engine.train_step(Batch(given, second, samples, documents=numbers), 0, 0.0).loss for given in (ids, other)]
+    losses = [
+        engine.train_step(Batch(given, second, samples, documents=numbers), 0, 0.0).loss for given in (ids, other)
+    ]
     assert losses[0] == losses[1], "a changed document changes nothing in the other"
     joined = [engine.train_step(Batch(given, second, samples), 0, 0.0).loss for given in (ids, other)]
     assert joined[0] != joined[1], "without documents it does"
@@ -177,11 +188,15 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(kind: str) -> None:
 
 def test_adapters_learn_as_torchs_do(kind: str) -> None:
     # Epsilon is above what rounding leaves of a gradient that is none, which Adam would make as large as any other.
-    config, theirs = (config_of(of, dropout=0.1, micro_batch=2, lora=LORA, clip=0.3, epsilon=1e-6) for of in (kind, "torch"))
+    config, theirs = (
+        config_of(of, dropout=0.1, micro_batch=2, lora=LORA, clip=0.3, epsilon=1e-6) for of in (kind, "torch")
+    )
     engine, torch_ = started(config), started(theirs)
     wanted = run(torch_, range(6))
     assert run(engine, range(6)) == pytest.approx(wanted, rel=2e-6)
-    assert wanted != run(started(config_of("torch", dropout=0.1, lora=LORA.model_copy(update={"dropout": 0.0}))), range(6)), "it drops"
+    assert wanted != run(
+        started(config_of("torch", dropout=0.1, lora=LORA.model_copy(update={"dropout": 0.0}))), range(6)
+    ), "it drops"
     weights, moments = dict(engine.weights()), dict(engine.moments())
     for found, values in ((weights, torch_.weights()), (moments, torch_.moments())):
         expected = dict(values)
@@ -191,7 +206,9 @@ def test_adapters_learn_as_torchs_do(kind: str) -> None:
     assert weights.keys() == {name.removeprefix("m/") for name in moments if name.startswith("m/")}
     assert all(".lora_" in name for name in weights)
     assert all(values.any() for values in weights.values()), "each has learnt"
-    assert [engine.facts()[key] for key in ("parameters", "trained")] == [torch_.facts()[key] for key in ("parameters", "trained")]
+    assert [engine.facts()[key] for key in ("parameters", "trained")] == [
+        torch_.facts()[key] for key in ("parameters", "trained")
+    ]
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
     again = open_engine(config, shape)
     again.load({**dict(first_of(config, shape)), **weights}.items(), moments.items(), 6, "saved")
@@ -242,7 +259,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind: str) -> None:
     run(engine, range(2))
     weights = [(name, values.copy()) for name, values in engine.weights()]
     moments, updates = list(engine.moments()), engine.updates()
-    broken = [(name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights]
+    broken = [
+        (name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights
+    ]
     engine.load(broken, moments, updates, "broken")
     step = engine.train_step(batch_of(3), 3, 1e-2)
     assert step.skipped

@@ -49,7 +49,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def told(tmp_path: Path, tree: Any, train: dict[str, Any], world: int = 1, micro: int = 1, auto: str = "fp32", **engine: Any) -> Any:
+def told(
+    tmp_path: Path, tree: Any, train: dict[str, Any], world: int = 1, micro: int = 1, auto: str = "fp32", **engine: Any
+) -> Any:
     path = None
     if tree is not None:
         path = str(tmp_path / "ds_config.json")
@@ -78,7 +80,10 @@ def test_our_settings_in_deepspeeds_words(tmp_path: Path) -> None:
 
 def test_extra_is_laid_over_last(tmp_path: Path) -> None:
     extra = {"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": True}
-    tree = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5, "allgather_bucket_size": 6}, "wall_clock_breakdown": False}
+    tree = {
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5, "allgather_bucket_size": 6},
+        "wall_clock_breakdown": False,
+    }
     section, json_ = told(tmp_path, tree, {}, extra=extra)
     assert section.zero == 1, "what our section leaves open is the file's"
     assert json_["zero_optimization"] == {**SIZES, "stage": 1, "reduce_bucket_size": 7, "allgather_bucket_size": 6}
@@ -160,7 +165,11 @@ def test_a_file_that_is_no_settings_is_refused(tmp_path: Path, text: str, word: 
 def test_damage_of_any_kind_is_one_sentence(tmp_path: Path) -> None:
     """Seeded places of three files that are taken as they are: each is taken still, or refused in a sentence, never with a trace."""
     dice, refused = random.Random(3), set()
-    scheduled = {**DSGPT2, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "steps_per_print": 10}
+    scheduled = {
+        **DSGPT2,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "steps_per_print": 10,
+    }
     for number in range(600):
         tree, train = [(DSGPT2, OURS), (HUGGING, {"batch": 8}), (scheduled, OURS)][number % 3]
         damaged = mutated(tree, dice)

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from tests.engines import layout_process
-from tests.engines.layout_process import LAYOUTS, MORE, SAVED, STEPS, VOCAB, config_of, measured, processes_of, resumed, stepped
+from tests.engines.layout_process import (
+    LAYOUTS,
+    MORE,
+    SAVED,
+    STEPS,
+    VOCAB,
+    config_of,
+    measured,
+    processes_of,
+    resumed,
+    stepped,
+)
 from tests.together import ended_together
 from textmill.config import RunConfig
 from textmill.engines.meshes import Mesh, mesh_of
@@ -50,7 +61,9 @@ def test_losses_norms_and_gradients_are_those_of_one_process(layout: str, folder
     numbers, gradients, _ = alone
     ours = json.loads((folder / f"{layout}.json").read_text())
     assert len(ours["first"] + ours["losses"]) == STEPS
-    assert losses(ours["first"] + ours["losses"]) == pytest.approx(losses(numbers["first"] + numbers["losses"]), rel=1e-6)
+    assert losses(ours["first"] + ours["losses"]) == pytest.approx(
+        losses(numbers["first"] + numbers["losses"]), rel=1e-6
+    )
     norm = np.sqrt(sum(float((values.astype(np.float64) ** 2).sum()) for values in gradients.values()))
     assert ours["first"][0][1] == pytest.approx(norm, rel=1e-5)
     found = dict(np.load(folder / f"{layout}.gradients.npz"))
@@ -68,7 +81,9 @@ def test_evaluation_sums_over_every_part(layout: str, folder: Path, alone: Measu
 def test_a_process_holds_its_part_alone(layout: str, folder: Path, alone: Measured) -> None:
     mesh, whole = LAYOUTS[layout], alone[0]["parameters"]
     held = json.loads((folder / f"{layout}.json").read_text())["parameters"]
-    assert whole / 8 < held <= 1.05 * whole / (mesh.get("shard", 1) * mesh.get("tensor", 1)), "what tensor peers all hold is little"
+    assert whole / 8 < held <= 1.05 * whole / (mesh.get("shard", 1) * mesh.get("tensor", 1)), (
+        "what tensor peers all hold is little"
+    )
 
 
 def test_saved_and_loaded_it_goes_on(layout: str, folder: Path, alone: Measured) -> None:
@@ -98,7 +113,9 @@ def test_adapters_learn_as_on_one_process(layout: str, folder: Path, alone: Meas
 
 def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: Measured) -> None:
     ours = dict(np.load(folder / f"{layout}.state.npz"))
-    assert {name: values.shape for name, values in ours.items()} == {name: values.shape for name, values in alone[2].items()}
+    assert {name: values.shape for name, values in ours.items()} == {
+        name: values.shape for name, values in alone[2].items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,12 +125,19 @@ def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: 
         ({"shard": 4}, 6, {}, "is for 4 processes, found 6; start 4 or 8"),
         ({"shard": 4, "tensor": 2}, 2, {}, "is for 8 processes, found 2; start 8"),
         ({}, 3, {}, "train.batch: 8 samples are not to be shared evenly by 3 processes; 6 or 9 are"),
-        ({"shard": 4}, 4, {"engine.micro_batch": 4}, "engine.micro_batch: 4 does not divide the 2 samples of a process; 2 does"),
+        (
+            {"shard": 4},
+            4,
+            {"engine.micro_batch": 4},
+            "engine.micro_batch: 4 does not divide the 2 samples of a process; 2 does",
+        ),
         ({"tensor": 3}, 3, {}, "engine.mesh.tensor: 3 does not divide model.shape.heads=4; 2, 4 would"),
         ({"tensor": 4}, 4, {"train.length": 22}, "set train.length=20 or 24, or engine.mesh.sequence=false"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_does(mesh: dict[str, Any], world: int, settings: dict[str, Any], said: str) -> None:
+def test_what_does_not_divide_is_refused_with_what_does(
+    mesh: dict[str, Any], world: int, settings: dict[str, Any], said: str
+) -> None:
     tree = config_of({}).model_dump()
     tree["engine"] |= {"mesh": mesh, "micro_batch": "auto"}
     for key, value in settings.items():

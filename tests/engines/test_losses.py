@@ -12,7 +12,10 @@ from textmill.engines.losses_torch import scored, summed_loss
 from textmill.tokens.batches.batch import IGNORED
 
 WIDTH, VOCAB, PADDED = 48, 301, 384
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+]
 # Relative errors of gradients: fp32 sums, and operands and gradient of the scores rounded to bf16.
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
@@ -32,7 +35,9 @@ def given(tokens: int, dtype: torch.dtype, device: str, lean: float = 0.0) -> tu
     return x.to(device), head.to(device), labels.to(device), shares.to(device)
 
 
-def exact(x: Tensor, head: Tensor, labels: Tensor, shares: Tensor, smoothing: float, z: float) -> tuple[Tensor, Tensor, Tensor]:
+def exact(
+    x: Tensor, head: Tensor, labels: Tensor, shares: Tensor, smoothing: float, z: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients by torch in fp64, over the real vocabulary alone."""
     x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
     scores = (x64 @ head64.T)[:, :VOCAB]
@@ -52,7 +57,8 @@ def apart(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(
-    ("smoothing", "z", "lean"), [(0.0, 0.0, 0), (0.1, 0.0, 0), (0.0, 1e-2, 0), (0.2, 1e-3, 0), (0.0, 0.5, 16), (0.2, 0.5, 16)]
+    ("smoothing", "z", "lean"),
+    [(0.0, 0.0, 0), (0.1, 0.0, 0), (0.0, 1e-2, 0), (0.2, 1e-3, 0), (0.0, 0.5, 16), (0.2, 0.5, 16)],
 )
 def test_loss_and_gradients(
     device: str, dtype: torch.dtype, smoothing: float, z: float, lean: float, monkeypatch: pytest.MonkeyPatch

@@ -46,9 +46,18 @@ def test_updates_are_torchs(momentum: float) -> None:
     ours = [(weight, nn.Parameter(values.clone())) for weight, values in given]
     theirs = [[nn.Parameter(part) for part in parts_of(weight, values)] for weight, values in given]
     rates = {"a": 1.0, "b": 1.0, "c": 0.5, "d": 1.0}
-    muon = Muon([(weight, parameter, Rule(True, 0.1, rates[weight.name])) for weight, parameter in ours], HEADS, momentum, compiled=False)
-    groups = [{"params": parts, "lr": 0.02 * rates[weight.name]} for (weight, _), parts in zip(given, theirs, strict=True)]
-    oracle = torch.optim.Muon(groups, lr=0.02, weight_decay=0.1, momentum=momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(
+        [(weight, parameter, Rule(True, 0.1, rates[weight.name])) for weight, parameter in ours],
+        HEADS,
+        momentum,
+        compiled=False,
+    )
+    groups = [
+        {"params": parts, "lr": 0.02 * rates[weight.name]} for (weight, _), parts in zip(given, theirs, strict=True)
+    ]
+    oracle = torch.optim.Muon(
+        groups, lr=0.02, weight_decay=0.1, momentum=momentum, nesterov=True, adjust_lr_fn="match_rms_adamw"
+    )
     dice = torch.Generator().manual_seed(5)
     for _ in range(4):
         for (weight, parameter), parts in zip(ours, theirs, strict=True):
@@ -59,7 +68,9 @@ def test_updates_are_torchs(momentum: float) -> None:
         oracle.step()
     for (weight, parameter), parts in zip(ours, theirs, strict=True):
         before = dict((one.name, values) for one, values in given)[weight.name]
-        for mine, part, first in zip(parts_of(weight, parameter.detach()), parts, parts_of(weight, before), strict=True):
+        for mine, part, first in zip(
+            parts_of(weight, parameter.detach()), parts, parts_of(weight, before), strict=True
+        ):
             moved = (part.detach() - first).norm()
             assert (mine - part.detach()).norm() < 0.02 * moved, weight.name
 
@@ -100,7 +111,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     engine = started(config_of("torch", optimizer="muon"))
     run(engine, range(2))
     weights, moments = [(name, values.copy()) for name, values in engine.weights()], list(engine.moments())
-    broken = [(name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights]
+    broken = [
+        (name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights
+    ]
     engine.load(broken, moments, 2, "broken")
     assert engine.train_step(batch_of(3), 3, 1e-2).skipped
     for (name, values), (_, before) in zip([*engine.weights(), *engine.moments()], [*broken, *moments], strict=True):
@@ -110,7 +123,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_micro_batches_come_near_one_batch(micro_batch: int) -> None:
     whole = run(started(config_of("torch", optimizer="muon")), range(5))
-    assert run(started(config_of("torch", optimizer="muon", micro_batch=micro_batch)), range(5)) == pytest.approx(whole, rel=5e-3)
+    assert run(started(config_of("torch", optimizer="muon", micro_batch=micro_batch)), range(5)) == pytest.approx(
+        whole, rel=5e-3
+    )
 
 
 SIZES = [(2, 12, 24, 96), (3, 16, 40, 70), (2, 16, 50, 33), (3, 64, 192, 768)]
@@ -121,7 +136,12 @@ def two_layers(heads: int, D: int, width: int, inner: int, device: str) -> list[
     """Matrices of both lies, and rules that differ."""
     dice, members = torch.Generator().manual_seed(3), []
     for layer in range(2):
-        shapes = [("qkv", (3 * heads * D, width)), ("linear", (width, heads * D)), ("linear", (inner, width)), ("linear", (width, inner))]
+        shapes = [
+            ("qkv", (3 * heads * D, width)),
+            ("linear", (width, heads * D)),
+            ("linear", (inner, width)),
+            ("linear", (width, inner)),
+        ]
         for number, (layout, shape) in enumerate(shapes):
             weight = Weight(f"{layer}.{number}", shape[::-1], 0.02, layout)  # type: ignore[arg-type]
             parameter = nn.Parameter((torch.randn(shape, generator=dice) * 0.1).to(device))
@@ -165,7 +185,10 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
                 steps = turned(wanted)
                 for stack in (old, new, twin):
                     stack.apply(steps, 0.02, 0.02 * LIKE_ADAM * math.sqrt(shape[1]), finite)
-            moved = [not torch.equal(one, other) for one, other in zip((*new.parameters, *new.momenta.values()), before, strict=True)]
+            moved = [
+                not torch.equal(one, other)
+                for one, other in zip((*new.parameters, *new.momenta.values()), before, strict=True)
+            ]
             assert all(moved) if finite else not any(moved)
             for one, other, third in zip(old.parameters, new.parameters, twin.parameters, strict=True):
                 torch.testing.assert_close(other, one, rtol=1e-6, atol=5e-7)
@@ -200,7 +223,9 @@ def test_recorded_gradients_move_a_net_as_the_cpus_do(micro_batch: int) -> None:
     assert run(there, range(6)) == pytest.approx(run(here, range(6)), rel=1e-3)
     # Of the rest a gradient that is nothing but rounding moves AdamW as far as any other.
     matrices = "c_attn.weight", "c_proj.weight", "c_fc.weight"
-    for (name, one), (same, other) in zip([*here.weights(), *here.moments()], [*there.weights(), *there.moments()], strict=True):
+    for (name, one), (same, other) in zip(
+        [*here.weights(), *here.moments()], [*there.weights(), *there.moments()], strict=True
+    ):
         assert (same, other.shape) == (name, one.shape)
         if name.endswith(matrices):
             assert np.linalg.norm(one - other) < 0.1 * np.linalg.norm(one), name

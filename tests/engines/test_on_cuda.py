@@ -32,7 +32,10 @@ def test_fp32_equals_the_cpu(dropout: float) -> None:
 
 
 def test_bf16_is_near_and_learns() -> None:
-    exact, near = run(started(on_gpu()), range(30), unequal=False), run(started(on_gpu("bf16")), range(30), unequal=False)
+    exact, near = (
+        run(started(on_gpu()), range(30), unequal=False),
+        run(started(on_gpu("bf16")), range(30), unequal=False),
+    )
     assert near == pytest.approx(exact, rel=2e-2)
     assert near[-1] < near[0] - 1
 
@@ -80,7 +83,9 @@ def test_what_a_run_may_ask_for_is_compiled_as_it_is_written(asked: str, monkeyp
     ids = np.random.default_rng(1).integers(0, VOCAB, (4, 129), dtype=np.int32)
     batch, losses = Batch(ids[:, :-1], ids[:, 1:], np.arange(4)), []
     for compiled in (False, True):
-        engine = TorchEngine(device="cuda", precision="bf16", compile=compiled, **{"micro_batch": 4, **more.get("engine", {})})
+        engine = TorchEngine(
+            device="cuda", precision="bf16", compile=compiled, **{"micro_batch": 4, **more.get("engine", {})}
+        )
         config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=train, engine=engine)
         opened = started(adapting(config, more.get("lora")))
         losses.append([opened.train_step(batch, step, 3e-3).loss for step in range(8)])
@@ -96,7 +101,9 @@ def test_fp16_is_near_once_its_scale_fits() -> None:
     assert steps[-1].loss == pytest.approx(exact[0], rel=1e-3)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no fp8 products here")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no fp8 products here"
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fp8_is_near_and_learns(compiled: bool) -> None:
     config = on_gpu("fp8")
@@ -133,7 +140,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     engine = started(on_gpu())
     run(engine, range(2))
     weights, moments = list(engine.weights()), list(engine.moments())
-    broken = [(name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights]
+    broken = [
+        (name, np.full_like(values, np.inf) if name.endswith("ln_f.weight") else values) for name, values in weights
+    ]
     engine.load(broken, moments, 2, "broken")
     assert engine.train_step(batch_of(3), 3, 1e-2).skipped
     assert engine.updates() == 2

@@ -67,7 +67,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     saved = str(folder / "zero3.npz")
     runs = {f"zero{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, STEPS]} for zero in (0, 1, 2, 3)}
     runs["zero3"]["save"] = saved
-    runs |= {f"bf16-{zero}": {"engine": {"zero": zero, "micro_batch": 2, "precision": "bf16"}, "steps": [0, 10]} for zero in (0, 1, 2, 3)}
+    runs |= {
+        f"bf16-{zero}": {"engine": {"zero": zero, "micro_batch": 2, "precision": "bf16"}, "steps": [0, 10]}
+        for zero in (0, 1, 2, 3)
+    }
     if has_fp16():
         runs["fp16"] = {"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 10]}
     runs["recompute"] = {"engine": {"zero": 3, "micro_batch": 2, "recompute": 1}, "steps": [0, 5]}
@@ -75,7 +78,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     runs["offload"] = {"engine": {"zero": 3, "micro_batch": 2, **offload}, "steps": [0, 5]}
     runs["dropout"] = {"engine": {"zero": 2, "micro_batch": 2}, "steps": [0, 5], "dropout": 0.2}
     runs["ramp"] = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [0, 8], "train": {"ramp": RAMP}}
-    runs |= {f"lora-{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, 5], "lora": True} for zero in (0, 2, 3)}
+    runs |= {
+        f"lora-{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, 5], "lora": True}
+        for zero in (0, 2, 3)
+    }
     found = launched(list(runs.values()), 2, folder)
     return {**dict(zip(runs, found, strict=True)), "saved": {"at": saved}}
 
@@ -96,7 +102,8 @@ def test_in_half_precision_they_are_near(name: str, two: dict[str, dict[str, Any
 def test_fp16_is_refused_where_deepspeed_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(deepspeed.get_accelerator()), "is_fp16_supported", lambda _: None)
     with pytest.raises(
-        TextmillError, match=r"engine\.precision: DeepSpeed has no fp16 on this cpu; set bf16 or fp32, or engine\.kind=torch"
+        TextmillError,
+        match=r"engine\.precision: DeepSpeed has no fp16 on this cpu; set bf16 or fp32, or engine\.kind=torch",
     ):
         done({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, Alone())
 
@@ -146,7 +153,9 @@ def test_a_run_goes_from_torch_to_deepspeed_and_back(tmp_path: Path, straight: l
     for number, kind in enumerate(["torch", "deepspeed", "torch", "deepspeed"]):
         save = str(tmp_path / f"{number}.npz")
         engine = {"kind": kind, "micro_batch": 4, **({"zero": 3} if kind == "deepspeed" else {})}
-        found = done({"engine": engine, "steps": [10 * number, 10 * number + 10], "start": start, "save": save}, Alone())
+        found = done(
+            {"engine": engine, "steps": [10 * number, 10 * number + 10], "start": start, "save": save}, Alone()
+        )
         assert found["same"], "weights and moments by name, bit for bit"
         losses, start = [*losses, *found["losses"]], save
     assert worst(losses, straight[:40]) <= 1e-5
@@ -160,7 +169,9 @@ def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path:
     states, losses = {}, {}
     for name, engine in runs.items():
         save = str(tmp_path / f"{name}.npz")
-        losses[name] = done({"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, Alone())["losses"]
+        losses[name] = done(
+            {"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, Alone()
+        )["losses"]
         states[name] = np.load(save)
     assert worst(losses["fp32"], losses["torch"]) <= FP32
     for name, values in first.items():
@@ -183,7 +194,8 @@ def test_what_deepspeed_does_not_take_is_told_in_a_sentence(zero: int, tree: dic
     (tmp_path / "ds_config.json").write_text(json.dumps(tree))
     for engine in ({"config": str(tmp_path / "ds_config.json")}, {"extra": tree}):
         with pytest.raises(
-            TextmillError, match=r"(ds_config.json|engine.extra): DeepSpeed does not take these settings \(.*\); mend them"
+            TextmillError,
+            match=r"(ds_config.json|engine.extra): DeepSpeed does not take these settings \(.*\); mend them",
         ) as told:
             done({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, Alone())
         assert "\n" not in str(told.value)

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 
 from tests.engines.test_contract import LORA, adapting, first_of, rows_of
-from textmill.config import JaxEngine, JaxMesh, LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import (
+    JaxEngine,
+    JaxMesh,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+    ShapeConfig,
+    TorchEngine,
+    TrainConfig,
+)
 from textmill.engines import Engine, Ranks, open_engine, open_ranks
 from textmill.errors import TextmillError
 from textmill.models import open_family
@@ -28,7 +37,12 @@ GPT2 = open_family("gpt2")
 
 
 def config_of(
-    kind: str, *, dropout: float = 0.0, train: dict[str, Any] | None = None, lora: LoraConfig | None = None, **engine: Any
+    kind: str,
+    *,
+    dropout: float = 0.0,
+    train: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
+    **engine: Any,
 ) -> RunConfig:
     shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
     settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-3, **(train or {})}
@@ -85,11 +99,20 @@ def test_fifty_steps_are_those_of_torch_and_a_checkpoint_goes_from_hand_to_hand(
     third.load(again.weights(), again.moments(), again.updates(), "what torch took over")
     later = losses_of(torch, range(50, 60))
     assert losses_of(again, range(50, 60)) == pytest.approx(later, rel=1e-5)
-    assert [loss.hex() for loss in losses_of(third, range(50, 55))] == [loss.hex() for loss in losses_of(jax, range(50, 55))]
+    assert [loss.hex() for loss in losses_of(third, range(50, 55))] == [
+        loss.hex() for loss in losses_of(jax, range(50, 55))
+    ]
 
 
 def test_dropout_documents_and_every_part_of_the_loss_are_those_of_torch() -> None:
-    train = {"loss": "sample_mean", "label_smoothing": 0.1, "z_loss": 1e-3, "clip": 0.3, "freeze": ["wpe"], "layer_decay": 0.7}
+    train = {
+        "loss": "sample_mean",
+        "label_smoothing": 0.1,
+        "z_loss": 1e-3,
+        "clip": 0.3,
+        "freeze": ["wpe"],
+        "layer_decay": 0.7,
+    }
     torch, jax = (engine_of(kind, dropout=0.2, train=train, recompute=1) for kind in KINDS)
     wanted = losses_of(torch, range(12), documents=True)
     assert losses_of(jax, range(12), documents=True) == pytest.approx(wanted, rel=2e-6)
@@ -154,7 +177,9 @@ def test_pieces_of_the_loss_are_the_whole() -> None:
         assert float(loss(x, head)) == pytest.approx((wanted * shares).sum(), rel=1e-6)
         slope_x, slope_head = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, head)
         bump = jnp.zeros_like(x).at[0, 0, 3].set(1e-2)
-        assert float(slope_x[0, 0, 3]) == pytest.approx(float(loss(x + bump, head) - loss(x - bump, head)) / 2e-2, rel=2e-3, abs=1e-4)
+        assert float(slope_x[0, 0, 3]) == pytest.approx(
+            float(loss(x + bump, head) - loss(x - bump, head)) / 2e-2, rel=2e-3, abs=1e-4
+        )
         assert not np.asarray(slope_head)[100:].any(), "padding rows learn nothing"
         sums, right = scored(jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels), 100, tokens)
         np.testing.assert_allclose(np.asarray(sums), np.where(asked, spread - picked, 0).sum(1), rtol=1e-5, atol=1e-5)
@@ -164,7 +189,11 @@ def test_pieces_of_the_loss_are_the_whole() -> None:
 def test_a_mesh_of_four_devices_gives_the_losses_of_one() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     here = Path(__file__)
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent)])}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent)]),
+    }
     child = [sys.executable, "-c", "import test_on_jax; test_on_jax.on_four_devices()"]
     done = subprocess.run(child, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -172,7 +201,9 @@ def test_a_mesh_of_four_devices_gives_the_losses_of_one() -> None:
     wanted = losses_of(engine_of("torch", micro_batch=1, train={"clip": 0.5}), range(20))
     for mesh, losses in found["losses"].items():
         assert losses == pytest.approx(wanted, rel=1e-6), mesh
-    assert found["parts"] == {"replicate": 1.0, "shard": 0.25, "both": 0.25}, "the share of a matrix that one device holds"
+    assert found["parts"] == {"replicate": 1.0, "shard": 0.25, "both": 0.25}, (
+        "the share of a matrix that one device holds"
+    )
     assert found["again"] == found["losses"]["both"][10:], "a checkpoint goes on bit for bit on the same mesh"
     one = dict(engine_of("torch").weights())
     assert found["names"] == sorted(one)
@@ -224,7 +255,9 @@ def test_two_processes_give_the_losses_of_one() -> None:
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
     code = "from test_on_jax import as_one_of_two; from textmill.processes.exits import leave_after; leave_after(as_one_of_two)"
     child = [sys.executable, "-c", code]
-    both = [subprocess.Popen(child, env={**common, "RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
+    both = [
+        subprocess.Popen(child, env={**common, "RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in ("0", "1")
+    ]
     said = [json.loads(process.communicate(timeout=900)[0].splitlines()[-1]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     torch = engine_of("torch", micro_batch=4)
@@ -259,7 +292,10 @@ def as_one_of_two() -> int:
     kept = list(engine.weights(lambda name: len(name) % 2 == ranks.rank))
     names = [name for name, _ in [*kept, *engine.moments(lambda name: len(name) % 2 == ranks.rank)]]
     norms = {name: float(np.abs(values).sum()) for name, values in kept}
-    print(json.dumps({"losses": losses, "asked": sums.asked, "loss": sums.loss, "names": names, "norms": norms}), flush=True)
+    print(
+        json.dumps({"losses": losses, "asked": sums.asked, "loss": sums.loss, "names": names, "norms": norms}),
+        flush=True,
+    )
     engine.close()
     ranks.close()
     return 0
@@ -268,7 +304,9 @@ def as_one_of_two() -> int:
 def test_the_door_says_what_is_missing() -> None:
     script = "import sys; sys.modules['jax'] = None; import textmill.engines.on_jax"
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].endswith("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'")
+    assert done.stderr.splitlines()[-1].endswith(
+        "engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'"
+    )
 
 
 def test_a_device_that_is_not_there_is_said() -> None:

@@ -41,7 +41,9 @@ def test_frozen_weights_stay_and_the_rest_goes_on_bit_for_bit(optimizer: str) ->
     run(straight, range(3))
     weights, moments = weights_of(straight), list(straight.moments())
     stays = {name for name, values in weights.items() if np.array_equal(values, first[name])}
-    assert stays == {name for name in first if name.startswith(("transformer.wte", "transformer.h.0.")) or name.endswith(".bias")}
+    assert stays == {
+        name for name in first if name.startswith(("transformer.wte", "transformer.h.0.")) or name.endswith(".bias")
+    }
     assert {name.partition("/")[2] for name, _ in moments} == set(first) - stays
     facts = straight.facts()
     assert facts["trained"] == sum(first[name].size for name in set(first) - stays)
@@ -68,10 +70,19 @@ def test_rates_and_decay_are_torchs_own_groups() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     decay, lr, steps = 0.6, 1e-2, 4
-    settings = {"layer_decay": decay, "freeze": ["wpe", "h.0.mlp"], "undecayed": ["wte"], "weight_decay": 0.2, "clip": 0.0, "epsilon": 1e-3}
+    settings = {
+        "layer_decay": decay,
+        "freeze": ["wpe", "h.0.mlp"],
+        "undecayed": ["wte"],
+        "weight_decay": 0.2,
+        "clip": 0.0,
+        "epsilon": 1e-3,
+    }
     engine = started(config_of("torch", **settings))
     theirs = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(engine.net.shape))).eval()  # type: ignore[attr-defined]
-    theirs.load_state_dict({name: torch.from_numpy(values) for name, values in weights_of(engine).items()}, strict=False)
+    theirs.load_state_dict(
+        {name: torch.from_numpy(values) for name, values in weights_of(engine).items()}, strict=False
+    )
     theirs.tie_weights()
     groups = []
     for name, parameter in theirs.transformer.named_parameters():
@@ -85,11 +96,15 @@ def test_rates_and_decay_are_torchs_own_groups() -> None:
     for step in range(steps):
         batch = batch_of(step)
         logits = theirs(torch.from_numpy(batch.inputs).long()).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).long().flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.from_numpy(batch.labels).long().flatten()
+        ).backward()
         adam.step()
         adam.zero_grad()
         engine.train_step(batch, step, lr)
-    wanted = {f"transformer.{name}": parameter.detach().numpy() for name, parameter in theirs.transformer.named_parameters()}
+    wanted = {
+        f"transformer.{name}": parameter.detach().numpy() for name, parameter in theirs.transformer.named_parameters()
+    }
     for name, values in weights_of(engine).items():
         assert np.abs(values - wanted[name]).max() < 1e-5, name
 
@@ -110,6 +125,8 @@ def test_adapters_are_kept_whether_they_are_trained_or_not() -> None:
     assert len(first) == 2 * 4 * 2
     run(straight, range(3))
     kept, moments = weights_of(straight), list(straight.moments())
-    assert {name for name, values in kept.items() if np.array_equal(values, first[name])} == {name for name in first if ".h.0." in name}
+    assert {name for name, values in kept.items() if np.array_equal(values, first[name])} == {
+        name for name in first if ".h.0." in name
+    }
     again = engine_of(kept.items(), moments, straight.updates())
     assert run(again, range(3, 5)) == run(straight, range(3, 5))

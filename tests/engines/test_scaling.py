@@ -46,7 +46,9 @@ def scales_by_the_formula(overflows: list[bool], window: int) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize(("window", "share", "steps"), [(1000, 0.003, 6000), (7, 0.1, 2000), (3, 0.4, 500), (5, 1.0, 50)])
+@pytest.mark.parametrize(
+    ("window", "share", "steps"), [(1000, 0.003, 6000), (7, 0.1, 2000), (3, 0.4, 500), (5, 1.0, 50)]
+)
 def test_the_scale_follows_the_formula(window: int, share: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling_torch, "WINDOW", window)
     dice = random.Random(window)
@@ -76,7 +78,9 @@ def test_near_fp32_once_the_scale_fits(optimizer: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(scaling_torch, "FIRST", 2.0**12)
     exact, near = started(config_of("torch", optimizer=optimizer)), started(in_fp16(optimizer=optimizer))
     pairs = [
-        (one.train_step(batch_of(n), n, 1e-2), other.train_step(batch_of(n), n, 1e-2)) for n in range(8) for one, other in [(exact, near)]
+        (one.train_step(batch_of(n), n, 1e-2), other.train_step(batch_of(n), n, 1e-2))
+        for n in range(8)
+        for one, other in [(exact, near)]
     ]
     assert not any(other.skipped for _, other in pairs)
     assert [other.loss for _, other in pairs] == pytest.approx([one.loss for one, _ in pairs], rel=1e-2)
@@ -129,9 +133,12 @@ def test_other_arithmetic_has_no_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "bf16", "wanted"), [((9, 0), True, "bfloat16"), ((7, 0), False, "float16"), ((6, 1), False, "float32")]
+    ("capability", "bf16", "wanted"),
+    [((9, 0), True, "bfloat16"), ((7, 0), False, "float16"), ((6, 1), False, "float32")],
 )
-def test_auto_goes_by_the_chip(capability: tuple[int, int], bf16: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_goes_by_the_chip(
+    capability: tuple[int, int], bf16: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert precision_of("auto", torch.device("cuda")) == getattr(torch, wanted)

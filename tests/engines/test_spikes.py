@@ -84,7 +84,12 @@ def test_a_spike_changes_nothing_and_is_remembered(kind: str) -> None:
     config = config_of(kind, dropout=0.1, micro_batch=4, **SETTINGS)
     guarded = started(config)
     first = losses_of(guarded, range(BAD))
-    saved = [(name, values.copy()) for name, values in guarded.weights()], list(guarded.moments()), guarded.updates(), "saved"
+    saved = (
+        [(name, values.copy()) for name, values in guarded.weights()],
+        list(guarded.moments()),
+        guarded.updates(),
+        "saved",
+    )
     assert guarded.guard is not None
     state = json.loads(json.dumps(guarded.guard.saved()))
     spike = guarded.train_step(given(BAD), BAD, 1e-2)
@@ -102,7 +107,9 @@ def test_a_spike_changes_nothing_and_is_remembered(kind: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_muon_and_fp16_leave_a_spike_out_too(precision: Literal["fp32", "fp16"], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_and_fp16_leave_a_spike_out_too(
+    precision: Literal["fp32", "fp16"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("textmill.engines.loss_scale_torch.FIRST", 256.0)
     section = TorchEngine(device="cpu", precision=precision)
     with torch.backends.mkldnn.flags(enabled=False):  # it is slow in fp16 on a CPU without it

@@ -18,7 +18,24 @@ from textmill.tokens.store import TokenStore, dtype_for, open_store
 from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
-WORDS = ["the", "mill", "stands", "by", "a", "river", "and", "its", "wheel", "turns", "물레방아는", "강가에", "서", "있다", "çark", "döner"]
+WORDS = [
+    "the",
+    "mill",
+    "stands",
+    "by",
+    "a",
+    "river",
+    "and",
+    "its",
+    "wheel",
+    "turns",
+    "물레방아는",
+    "강가에",
+    "서",
+    "있다",
+    "çark",
+    "döner",
+]
 
 
 def _documents(seed: int, count: int) -> list[str]:
@@ -64,7 +81,9 @@ def _write_tokens(folder: Path, tokenizer: TextTokenizer) -> None:
         counts = {"tokens": sum(map(len, rows)), "bytes": sum(len(text.encode()) for text in texts)}
         splits[split] = {"documents": len(texts), **counts, "words": sum(len(text.split()) for text in texts)}
     facts = {"tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "end": tokenizer.end, "splits": splits}
-    write_json(folder / "manifest.json", {"verb": "tokenize", **facts, "files": {}, "made_from": {"tokens.append_end": True}})
+    write_json(
+        folder / "manifest.json", {"verb": "tokenize", **facts, "files": {}, "made_from": {"tokens.append_end": True}}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +92,9 @@ def life(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> 
     folder = tmp_path_factory.mktemp("life")
     _write_tokens(folder / "tokens", tokenizer)
     shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=24, vocab=tokenizer.vocab, end=tokenizer.end)
-    weights = [(name, values * np.float32(8) if values.ndim == 2 else values) for name, values in gpt2.first_weights(shape, 3)]
+    weights = [
+        (name, values * np.float32(8) if values.ndim == 2 else values) for name, values in gpt2.first_weights(shape, 3)
+    ]
     texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
     files = {name: text.encode() for name, text in texts.items()}
     write_checkpoint(folder / "run", Snapshot(123, weights, [], {"step": 123}, files))
@@ -89,4 +110,6 @@ def checkpoint(life: Path) -> Checkpoint:
 @pytest.fixture
 def config(life: Path) -> RunConfig:
     """Measures the valid split on the plainest engine."""
-    return RunConfig(folder=str(life), engine=TorchEngine(device="cpu", precision="fp32"), evaluate=EvaluateConfig(batch=4))
+    return RunConfig(
+        folder=str(life), engine=TorchEngine(device="cpu", precision="fp32"), evaluate=EvaluateConfig(batch=4)
+    )

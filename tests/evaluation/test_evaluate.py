@@ -23,7 +23,13 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 def test_figures_of_a_known_loss() -> None:
     figures = figures_of(80 * math.log(2), {"tokens": 10, "words": 5, "bytes": 40}, "x")
-    wanted = {"loss": 8 * math.log(2), "token_perplexity": 256, "word_perplexity": 65536, "byte_perplexity": 4, "bits_per_byte": 2}
+    wanted = {
+        "loss": 8 * math.log(2),
+        "token_perplexity": 256,
+        "word_perplexity": 65536,
+        "byte_perplexity": 4,
+        "bits_per_byte": 2,
+    }
     assert figures == pytest.approx(wanted)
 
 
@@ -70,11 +76,16 @@ def test_the_window_is_the_length_of_training(config: RunConfig) -> None:
     assert evaluate(short)["window"] == 8
 
 
-def test_a_model_from_elsewhere_keeps_its_folder_as_it_is(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_model_from_elsewhere_keeps_its_folder_as_it_is(
+    config: RunConfig, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint.folder, bare, ignore=lambda *_: ["progress.json", "manifest.json"])
     before = sorted(tmp_path.rglob("*"))
-    model, train = config.model.model_copy(update={"init_from": str(bare)}), config.train.model_copy(update={"folder": str(bare)})
+    model, train = (
+        config.model.model_copy(update={"init_from": str(bare)}),
+        config.train.model_copy(update={"folder": str(bare)}),
+    )
     result = evaluate(config.model_copy(update={"model": model, "train": train}))
     assert result["step"] == 0
     assert sorted(tmp_path.rglob("*")) == before
@@ -102,8 +113,13 @@ def test_a_stride_beyond_the_window_is_refused(config: RunConfig) -> None:
 
 
 def test_weights_that_are_no_numbers_are_refused(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    weights = [(name, np.full_like(values, np.nan) if "ln_f" in name else values) for name, values in checkpoint.weights()]
-    files = {name: (checkpoint.folder / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")}
+    weights = [
+        (name, np.full_like(values, np.nan) if "ln_f" in name else values) for name, values in checkpoint.weights()
+    ]
+    files = {
+        name: (checkpoint.folder / name).read_bytes()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+    }
     write_checkpoint(tmp_path, Snapshot(1, weights, [], {"step": 1}, files))
     with pytest.raises(TextmillError, match="its loss is nan"):
         evaluate(config.model_copy(update={"train": config.train.model_copy(update={"folder": str(tmp_path)})}))

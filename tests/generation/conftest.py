@@ -70,7 +70,12 @@ def _write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Chec
     """A checkpoint of random weights; loud ones, so that the likeliest token changes from place to place."""
     dice = np.random.default_rng(7)
     weights = [
-        (name, values * np.float32(8 if "wte" in name else 20) if values.ndim == 2 else values + dice.random(len(values), np.float32))
+        (
+            name,
+            values * np.float32(8 if "wte" in name else 20)
+            if values.ndim == 2
+            else values + dice.random(len(values), np.float32),
+        )
         for name, values in gpt2.first_weights(shape, 7)
     ]
     texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}

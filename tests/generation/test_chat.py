@@ -80,7 +80,11 @@ def test_settings_are_changed_whole_or_not_at_all(talk: Talk, capsys: pytest.Cap
     talk.hear("/set temperature=0.5 top_k=3")
     assert (talk.sample.temperature, talk.sample.top_k) == (0.5, 3)
     assert "temperature=0.5" in capsys.readouterr().out
-    for bad, match in [("/set temperature=-1", "at least 0"), ("/set top_k=4 heat=3", "no such key"), ("/set cold", "section.key=value")]:
+    for bad, match in [
+        ("/set temperature=-1", "at least 0"),
+        ("/set top_k=4 heat=3", "no such key"),
+        ("/set cold", "section.key=value"),
+    ]:
         with pytest.raises(TextmillError, match=match):
             talk.hear(bad)
     assert (talk.sample.temperature, talk.sample.top_k) == (0.5, 3)
@@ -90,7 +94,9 @@ def test_settings_are_changed_whole_or_not_at_all(talk: Talk, capsys: pytest.Cap
     assert talk.messages == []
 
 
-def test_the_oldest_turns_are_forgotten_when_the_model_sees_no_more(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_oldest_turns_are_forgotten_when_the_model_sees_no_more(
+    talk: Talk, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in range(6):
         talk.hear(f"number {number} of several")
     assert "its oldest turns are forgotten" in capsys.readouterr().err

@@ -35,10 +35,14 @@ def config(checkpoint: Checkpoint, run_folder: Path, engine: TorchEngine) -> Run
     return config_of(run_folder, engine, SAMPLE)
 
 
-def test_samples_go_plain_to_a_pipe(config: RunConfig, generator: Generator, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_go_plain_to_a_pipe(
+    config: RunConfig, generator: Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = generate(config)
     assert texts == generator.texts(["The mill"] * 3, SAMPLE)
-    assert capsys.readouterr().out == f"{BETWEEN}\n".join(f"The mill{text}" + ("" if text.endswith("\n") else "\n") for text in texts)
+    assert capsys.readouterr().out == f"{BETWEEN}\n".join(
+        f"The mill{text}" + ("" if text.endswith("\n") else "\n") for text in texts
+    )
 
 
 def test_json_has_a_line_a_sample(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,13 +90,17 @@ def test_a_file_that_holds_no_prompts_is_refused(
         generate(config.model_copy(update={"sample": SampleConfig(prompts=str(tmp_path / name), **more)}))
 
 
-def test_no_prompt_and_no_terminal_starts_from_nothing(config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_prompt_and_no_terminal_starts_from_nothing(
+    config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("not read"))
     bare = config.model_copy(update={"sample": SampleConfig(max_tokens=8)})
     assert generate(bare) == generator.texts([""], SampleConfig(max_tokens=8))
 
 
-def test_a_terminal_without_prompt_is_asked_line_by_line(config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_prompt_is_asked_line_by_line(
+    config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown, sample = Terminal(), SampleConfig(max_tokens=8, seed=5)
     lines = iter(["The mill", "", "x y z " * 100, "The mill"])
 

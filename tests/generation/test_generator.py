@@ -32,11 +32,18 @@ ParrotOf = Callable[[str], Generator]
 
 @pytest.mark.parametrize("prompt", ["The mill", "물레방아는", "", "a"])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_the_greedy_continuation_is_that_of_transformers(generator: Generator, checkpoint: Checkpoint, prompt: str, penalty: float) -> None:
+def test_the_greedy_continuation_is_that_of_transformers(
+    generator: Generator, checkpoint: Checkpoint, prompt: str, penalty: float
+) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     start = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt")
-    asked = {"max_new_tokens": 64, "do_sample": False, "repetition_penalty": penalty, "pad_token_id": tokenizer.eos_token_id}
+    asked = {
+        "max_new_tokens": 64,
+        "do_sample": False,
+        "repetition_penalty": penalty,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
     found = model.generate(**start, **asked)[0, start["input_ids"].shape[1] :].tolist()
     if tokenizer.eos_token_id in found:
         found = found[: found.index(tokenizer.eos_token_id)]
@@ -75,7 +82,9 @@ def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, 
 def test_the_bytes_of_every_token_are_those_that_the_library_decodes(tokenizer: TextTokenizer) -> None:
     pieces = bytes_of(tokenizer)
     assert pieces is not None
-    assert [piece.decode("utf-8", "replace") for piece in pieces] == [tokenizer.decode([id_]) for id_ in range(tokenizer.vocab)]
+    assert [piece.decode("utf-8", "replace") for piece in pieces] == [
+        tokenizer.decode([id_]) for id_ in range(tokenizer.vocab)
+    ]
     assert pieces[tokenizer.end] == b"<|endoftext|>"
 
 
@@ -119,7 +128,9 @@ def test_the_same_seed_gives_the_same_text_and_another_another(generator: Genera
 def test_a_sample_alone_is_the_sample_among_many(generator: Generator, top_p: float) -> None:
     sample = SampleConfig(seed=11, max_tokens=12, temperature=1.0, top_p=top_p, repetition_penalty=1.1)
     together = generator.texts(["The mill"] * 34, sample)
-    alone = ["".join(generator.stream("The mill", sample.model_copy(update={"seed": 11 + number}))) for number in range(34)]
+    alone = [
+        "".join(generator.stream("The mill", sample.model_copy(update={"seed": 11 + number}))) for number in range(34)
+    ]
     assert together == alone
     assert len(set(together)) > 25
 
@@ -127,7 +138,10 @@ def test_a_sample_alone_is_the_sample_among_many(generator: Generator, top_p: fl
 def test_prompts_of_any_length_are_each_continued_as_if_alone(generator: Generator) -> None:
     prompts = ["The mill", "물", "", "The wheel turns", "The mill"]
     sample = SampleConfig(seed=3, max_tokens=20)
-    wanted = ["".join(generator.stream(prompt, sample.model_copy(update={"seed": 3 + place}))) for place, prompt in enumerate(prompts)]
+    wanted = [
+        "".join(generator.stream(prompt, sample.model_copy(update={"seed": 3 + place})))
+        for place, prompt in enumerate(prompts)
+    ]
     assert generator.texts(prompts, sample) == wanted
     assert generator.texts([], sample) == []
 
@@ -148,7 +162,9 @@ def test_new_tokens_are_cut_to_the_positions_and_that_is_said_once(
     assert capsys.readouterr().err.count("sample.max_tokens=200") == 1
 
 
-def test_past_the_positions_the_last_half_stays_in_view(checkpoint: Checkpoint, generator: Generator, tokenizer: TextTokenizer) -> None:
+def test_past_the_positions_the_last_half_stays_in_view(
+    checkpoint: Checkpoint, generator: Generator, tokenizer: TextTokenizer
+) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder).eval()
     prompt, positions = "The mill stands by", 96
     seen = tokenizer.encode(prompt)
@@ -184,7 +200,12 @@ def test_an_unknown_family_is_refused_by_name(checkpoint: Checkpoint, engine: To
 
 
 def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
-    checkpoint: Checkpoint, engine: TorchEngine, tokenizer: TextTokenizer, shape: gpt2.Shape, write_model: WriteModel, tmp_path: Path
+    checkpoint: Checkpoint,
+    engine: TorchEngine,
+    tokenizer: TextTokenizer,
+    shape: gpt2.Shape,
+    write_model: WriteModel,
+    tmp_path: Path,
 ) -> None:
     small = write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab - 1))
     with pytest.raises(TextmillError, match="its embedding 299 vectors"):

@@ -40,7 +40,9 @@ def prompts_of(language: str, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_greedy_text_is_that_of_transformers_for_fifty_prompts(generator: Generator, theirs: Any, language: str) -> None:
+def test_greedy_text_is_that_of_transformers_for_fifty_prompts(
+    generator: Generator, theirs: Any, language: str
+) -> None:
     tokenizer, prompts = generator.tokenizer, prompts_of(language, 50)
     contexts = [tokenizer.encode(prompt)[:70] for prompt in prompts]
     longest = max(map(len, contexts))
@@ -82,7 +84,10 @@ def direct(scores: torch.Tensor, option: str, prompt: list[int], end: int) -> to
     if option == "frequency_penalty":
         z[5], z[9] = z[5] - 2.0, z[9] - 1.0
     if option == "repetition_penalty":
-        z = [(score / 1.8 if score > 0 else score * 1.8) if id_ in (*prompt, *SAID) else score for id_, score in enumerate(z)]
+        z = [
+            (score / 1.8 if score > 0 else score * 1.8) if id_ in (*prompt, *SAID) else score
+            for id_, score in enumerate(z)
+        ]
     if option == "min_tokens":
         z[end] = float("-inf")
     chances = (torch.tensor(z, dtype=torch.double) / values["temperature"]).softmax(0).tolist()
@@ -112,7 +117,9 @@ def test_draws_follow_a_direct_computation(generator: Generator, theirs: Any, op
         scores = theirs(torch.tensor([prompt])).logits[0, -1, : tokenizer.vocab] / 3
     bias = ((5, 3.0), (int(scores.argmax()), -4.0)) if option == "bias" else ()
     samples = [SampleConfig(seed=seed, **{"temperature": 1.0, **OPTIONS[option]}) for seed in range(DRAWS)]
-    first = sampling.new_state(samples[0], prompt, ends=(tokenizer.end,), bias=bias, vocab=tokenizer.vocab, device=scores.device)
+    first = sampling.new_state(
+        samples[0], prompt, ends=(tokenizer.end,), bias=bias, vocab=tokenizer.vocab, device=scores.device
+    )
     for id_ in SAID:
         first.add(id_)
         first.number += 1
@@ -146,7 +153,10 @@ def test_five_hundred_prompts_stream_what_they_give_whole(generator: Generator) 
     prompts = ["".join(dice.choices(SIGNS, k=dice.randint(0, 8))) for _ in range(500)]
     sample = SampleConfig(max_tokens=8, temperature=1.2, seed=77, batch=32)
     whole = generator.texts(prompts, sample)
-    streamed = ["".join(generator.stream(prompt, sample.model_copy(update={"seed": 77 + number}))) for number, prompt in enumerate(prompts)]
+    streamed = [
+        "".join(generator.stream(prompt, sample.model_copy(update={"seed": 77 + number})))
+        for number, prompt in enumerate(prompts)
+    ]
     assert streamed == whole
 
 
@@ -168,7 +178,9 @@ def test_a_stop_string_is_found_wherever_pieces_meet(pieces: list[str], stops: l
     assert said + watch.end() == given_
 
 
-@pytest.mark.parametrize(("stop", "wanted"), [("는 강", "물레방아"), ("가", "물레방아는 강"), ("🎡x", "물레방아는 강가에 🎡"), ("물", "")])
+@pytest.mark.parametrize(
+    ("stop", "wanted"), [("는 강", "물레방아"), ("가", "물레방아는 강"), ("🎡x", "물레방아는 강가에 🎡"), ("물", "")]
+)
 def test_stop_strings_across_token_borders(parrot_of: Callable[[str], Generator], stop: str, wanted: str) -> None:
     text = "물레방아는 강가에 🎡"
     parrot = parrot_of(text)
@@ -187,9 +199,13 @@ def test_stop_tokens_end_the_text_and_are_no_part_of_it(parrot_of: Callable[[str
 def test_log_probabilities_are_the_models_own(generator: Generator, theirs: Any) -> None:
     tokenizer = generator.tokenizer
     prompt = tokenizer.encode("The mill stands")
-    request = Request(tuple(prompt), SampleConfig(max_tokens=9, min_tokens=9, temperature=0.7, top_k=4), logprobs=3, echo=True)
+    request = Request(
+        tuple(prompt), SampleConfig(max_tokens=9, min_tokens=9, temperature=0.7, top_k=4), logprobs=3, echo=True
+    )
     # Beside others that ask for none.
-    events = [event for place, event in generator.run([Request((1, 2), SampleConfig(max_tokens=5)), request], 2) if place == 1]
+    events = [
+        event for place, event in generator.run([Request((1, 2), SampleConfig(max_tokens=5)), request], 2) if place == 1
+    ]
     tokens, done = events[:-1], events[-1]
     new = [token.id for token in tokens if isinstance(token, Token)]
     with torch.no_grad():

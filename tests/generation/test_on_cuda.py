@@ -57,7 +57,9 @@ def test_the_scheduler_gives_them_too(generator: Generator, on_gpu: Generator) -
 
 @pytest.mark.parametrize("texts", [3, 9])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("fp16", 2e-2), ("bf16", 2e-1)])
-def test_fused_steps_give_the_scores_of_plain_ones(checkpoint: Checkpoint, precision: str, bound: float, texts: int) -> None:
+def test_fused_steps_give_the_scores_of_plain_ones(
+    checkpoint: Checkpoint, precision: str, bound: float, texts: int
+) -> None:
     """The same contexts and ids through the captured kernels, few texts and more, and through torch's own operations in fp32."""
     kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))

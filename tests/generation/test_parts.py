@@ -9,7 +9,9 @@ import pytest
 from textmill.generation.requests import Done, Token
 from textmill.generation.text_chunks import Gathering, Part
 
-TOKENS = [Token(number, text, -float(number), ((7, -0.5),)) for number, text in enumerate(["a", "", "b", "c", "", "", "d"])]
+TOKENS = [
+    Token(number, text, -float(number), ((7, -0.5),)) for number, text in enumerate(["a", "", "b", "c", "", "", "d"])
+]
 END = Done("length", 7, "e")
 
 

@@ -68,7 +68,8 @@ seeds = st.integers(0, 2**31)
 def test_repetition_penalty_is_that_of_transformers(seed: int, penalty: float) -> None:
     logits, seen = logits_of(seed)
     torch.testing.assert_close(
-        sampling.penalise(logits, seen_of(seen), column(penalty)), theirs.RepetitionPenaltyLogitsProcessor(penalty)(seen, logits)
+        sampling.penalise(logits, seen_of(seen), column(penalty)),
+        theirs.RepetitionPenaltyLogitsProcessor(penalty)(seen, logits),
     )
 
 
@@ -84,7 +85,9 @@ def test_temperature_is_that_of_transformers(seed: int, temperature: float) -> N
 def test_top_k_is_that_of_transformers(seed: int, k: int) -> None:
     logits, seen = logits_of(seed)
     logits = logits.round()  # many ties
-    torch.testing.assert_close(sampling.keep_top_k(logits, column(*[k] * N), k), theirs.TopKLogitsWarper(k)(seen, logits))
+    torch.testing.assert_close(
+        sampling.keep_top_k(logits, column(*[k] * N), k), theirs.TopKLogitsWarper(k)(seen, logits)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,7 +117,9 @@ def test_all_rules_together_in_the_order_of_transformers(seed: int) -> None:
         theirs.MinNewTokensLengthLogitsProcessor(T - 1, 2, END), theirs.TemperatureLogitsWarper(0.7), theirs.TopKLogitsWarper(20),
         theirs.TopPLogitsWarper(0.83), theirs.MinPLogitsWarper(0.02), theirs.TypicalLogitsWarper(0.9),
     ])  # fmt: skip
-    sample = SampleConfig(repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83, min_p=0.02, typical_p=0.9)
+    sample = SampleConfig(
+        repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83, min_p=0.02, typical_p=0.9
+    )
     same(shaped(logits, states_of(seen, sample, number=1, bias=((7, 1.5), (9, -2.0)))), rules(seen, logits))
 
 
@@ -187,7 +192,9 @@ def test_presence_and_frequency_count_the_new_text_only() -> None:
     """The formula of the public completions API: score - count * frequency - (count > 0) * presence."""
     logits, _ = logits_of(3)
     seen = torch.tensor([[1, 2, 3, 2, 2, 5]] * N)
-    ours = shaped(logits, states_of(seen, SampleConfig(temperature=0, presence_penalty=0.7, frequency_penalty=0.25), number=3))
+    ours = shaped(
+        logits, states_of(seen, SampleConfig(temperature=0, presence_penalty=0.7, frequency_penalty=0.25), number=3)
+    )
     wanted = logits.clone()
     wanted[:, 2] -= 2 * 0.25 + 0.7
     wanted[:, 5] -= 0.25 + 0.7
@@ -206,7 +213,9 @@ def test_the_numbers_of_a_batch_are_those_of_its_rows(pairs: list[tuple[int, int
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_of_scores_that_are_no_numbers_gives_none_and_leaves_the_others_alone(bad: float, temperature: float) -> None:
+def test_a_row_of_scores_that_are_no_numbers_gives_none_and_leaves_the_others_alone(
+    bad: float, temperature: float
+) -> None:
     logits, seen = logits_of(2)
     states = states_of(seen, SampleConfig(temperature=temperature))
     whole = next_ids(logits, states)
@@ -217,11 +226,17 @@ def test_a_row_of_scores_that_are_no_numbers_gives_none_and_leaves_the_others_al
 def test_the_kth_score_of_a_plain_draw_is_that_of_what_is_not_barred() -> None:
     """What the kernels are told of top_k, against numpy's sort; a row that asks for none has no least score."""
     states = [sampling.State(SampleConfig(temperature=0.7, top_k=k, min_tokens=5), (3, 4)) for k in (5, 0, 40)]
-    rules, scores = sampling.rules_of(states, torch.device("cpu")), torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    rules, scores = (
+        sampling.rules_of(states, torch.device("cpu")),
+        torch.randn(3, 50, generator=torch.Generator().manual_seed(1)),
+    )
     assert rules.draw is not None
     found = rules.draw.kth(scores, torch.tensor([[3, 4]] * 3))
     assert found is not None
     left = np.sort(np.delete(scores.numpy(), [3, 4], 1), 1)[:, ::-1]
     assert found.tolist() == [left[0, 4], -np.inf, left[2, 39]]
-    assert sampling.rules_of([*states, sampling.State(SampleConfig(temperature=0.0), (3,))], torch.device("cpu")).draw is None
+    assert (
+        sampling.rules_of([*states, sampling.State(SampleConfig(temperature=0.0), (3,))], torch.device("cpu")).draw
+        is None
+    )
     assert sampling.rules_of([sampling.State(SampleConfig(top_p=0.9), (3,))], torch.device("cpu")).draw is None

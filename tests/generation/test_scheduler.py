@@ -77,7 +77,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_a_text_is_the_same_alone_and_among_others_that_come_and_go(generator: Generator) -> None:
     dice, tokenizer = random.Random(4), generator.tokenizer
-    prompts = ["The mill", "물레방아는", "", "Değirmen köprünün üstünde duruyor", "a", "🎡", "The wheel begins to turn every morning and"]
+    prompts = [
+        "The mill",
+        "물레방아는",
+        "",
+        "Değirmen köprünün üstünde duruyor",
+        "a",
+        "🎡",
+        "The wheel begins to turn every morning and",
+    ]
     samples = [
         SampleConfig(
             seed=number, max_tokens=dice.randint(1, 120), temperature=dice.choice([0.0, 0.8, 1.5]), top_k=dice.choice([0, 20]),
@@ -118,7 +126,9 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
         )
         for number in range(30)
     ]  # fmt: skip
-    requests = [dataclasses.replace(one, stop=dice.choice([(), ("e",)]), logprobs=dice.choice([0, 0, 2])) for one in requests]
+    requests = [
+        dataclasses.replace(one, stop=dice.choice([(), ("e",)]), logprobs=dice.choice([0, 0, 2])) for one in requests
+    ]
     alone = [[event for _, event in generator.run([request], 1)] for request in requests]
     batch, found, waiting = generator.new_batch(4), [[] for _ in requests], list(enumerate(requests))
     batch.ahead = True
@@ -142,7 +152,10 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
         assert [event._replace(logprob=None, top=()) if isinstance(event, Token) else event for event in one] == [
             event._replace(logprob=None, top=()) if isinstance(event, Token) else event for event in other
         ]
-        logs = [[event.logprob for event in events if isinstance(event, Token) and event.logprob is not None] for events in (one, other)]
+        logs = [
+            [event.logprob for event in events if isinstance(event, Token) and event.logprob is not None]
+            for events in (one, other)
+        ]
         assert logs[0] == pytest.approx(logs[1], abs=1e-4)
     assert batch.free == 4
 
@@ -150,10 +163,14 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
 def test_a_prompt_of_several_texts_is_read_once(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = generator.new_batch(9)
     prefill, read = batch.slots.prefill, []
-    monkeypatch.setattr(batch.slots, "prefill", lambda first, contexts: [prefill(first, contexts), read.extend(contexts)][0])
+    monkeypatch.setattr(
+        batch.slots, "prefill", lambda first, contexts: [prefill(first, contexts), read.extend(contexts)][0]
+    )
     prompts = ["The mill", "물레방아는", "The mill", "a", "The mill", "물레방아는", "a", "", ""]
     samples = [SampleConfig(seed=number, max_tokens=20) for number in range(len(prompts))]
-    requests = [dataclasses.replace(request(generator, *pair), logprobs=2) for pair in zip(prompts, samples, strict=True)]
+    requests = [
+        dataclasses.replace(request(generator, *pair), logprobs=2) for pair in zip(prompts, samples, strict=True)
+    ]
     requests[4] = dataclasses.replace(requests[4], echo=True)
     found: list[list[Token | Done]] = [[] for _ in prompts]
     for number, one in enumerate(requests):
@@ -165,7 +182,11 @@ def test_a_prompt_of_several_texts_is_read_once(generator: Generator, monkeypatc
     for events, one in zip(found, requests, strict=True):
         alone = [event for _, event in generator.run([one], 1)]
         assert [event.text for event in events] == [event.text for event in alone]
-        logs = [[log for log, _ in event.prompt_logprobs[1:]] for event in (events[-1], alone[-1]) if isinstance(event, Done)]
+        logs = [
+            [log for log, _ in event.prompt_logprobs[1:]]
+            for event in (events[-1], alone[-1])
+            if isinstance(event, Done)
+        ]
         assert logs[0] == pytest.approx(logs[1], abs=1e-5)
 
 
@@ -180,12 +201,16 @@ def test_a_request_joins_while_others_are_at_work(generator: Generator, schedule
     assert first.done().reason == "cancelled"
 
 
-def test_beside_many_texts_newcomers_join_together(generator: Generator, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_many_texts_newcomers_join_together(
+    generator: Generator, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They wait until all of them together have lost what their reading costs those at work; one alone does not wait for ever."""
     scheduler, readings = Scheduler(generator, slots=44, queue=9), []
     prefill = scheduler._batch.slots.prefill
     monkeypatch.setattr(
-        scheduler._batch.slots, "prefill", lambda first, contexts: readings.append(len(contexts)) or prefill(first, contexts)
+        scheduler._batch.slots,
+        "prefill",
+        lambda first, contexts: readings.append(len(contexts)) or prefill(first, contexts),
     )
     at_work, newcomers, late = ([Reader() for _ in range(count)] for count in (40, 3, 1))
     for reader in at_work:
@@ -361,7 +386,9 @@ def test_a_reader_that_fails_is_cancelled_and_the_others_go_on(
     assert "its reader failed (OSError)" in capsys.readouterr().err
 
 
-def test_a_model_that_fails_is_said_and_works_again(generator: Generator, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_is_said_and_works_again(
+    generator: Generator, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode, reader = scheduler._batch.slots.decode, Reader()
     monkeypatch.setattr(scheduler._batch.slots, "decode", lambda *_: 1 // 0)
     scheduler.submit(request(generator), reader)

@@ -57,7 +57,9 @@ def first_line(second: Second, monkeypatch: pytest.MonkeyPatch) -> str | None:
             sys.settrace(before)
 
 
-def test_a_second_ctrl_c_finds_nothing_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_ctrl_c_finds_nothing_to_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for place in itertools.count():
         second = Second(place)
         assert first_line(second, monkeypatch) == "a line", place
@@ -67,7 +69,9 @@ def test_a_second_ctrl_c_finds_nothing_to_end(monkeypatch: pytest.MonkeyPatch, c
     assert place > 50, "all operations of the prompt, of what breaks it off and of what hears"
 
 
-def test_a_line_is_read_and_the_signals_are_given_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_read_and_the_signals_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     typed = iter(["one", "two"])
 

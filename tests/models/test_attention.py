@@ -15,7 +15,9 @@ from textmill.kernels import attention_torch
 from textmill.kernels.attention_torch import attend, attend_backward, attended
 from textmill.kernels.qkv_torch import split
 
-by_cudnn = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no such GPU here")
+by_cudnn = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no such GPU here"
+)
 SHAPES = [(2, 128, 2, 64), (3, 1024, 12, 64), (1, 192, 5, 128), (2, 100, 3, 64), (1, 256, 2, 80)]
 """Samples, tokens, heads and their width."""
 
@@ -90,7 +92,9 @@ def test_gradients_are_written_where_they_are_wanted(kind: torch.dtype) -> None:
         y, logs = attend(qkv, D)
         exact = qkv.double().requires_grad_()
         q, k, v = split(exact, D)
-        scores = (q @ k.transpose(2, 3) / D**0.5).masked_fill(torch.ones(T, T, device="cuda").triu(1).bool(), float("-inf"))
+        scores = (q @ k.transpose(2, 3) / D**0.5).masked_fill(
+            torch.ones(T, T, device="cuda").triu(1).bool(), float("-inf")
+        )
         wanted = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         wanted.backward(dy.double())
         assert (y - wanted).norm() < 4 * step * wanted.norm()

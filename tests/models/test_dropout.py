@@ -21,7 +21,10 @@ def test_the_share_and_the_scale(share: float) -> None:
     assert dropped[dropped != 0].unique() == pytest.approx(1 / (1 - share))
     for axis in (0, 1, 2):
         others = tuple(set(range(3)) - {axis})
-        assert float((zeros.mean(others) - share).abs().max()) < 6 * (share * (1 - share) * x.shape[axis] / x.numel()) ** 0.5
+        assert (
+            float((zeros.mean(others) - share).abs().max())
+            < 6 * (share * (1 - share) * x.shape[axis] / x.numel()) ** 0.5
+        )
 
 
 def test_neighbours_are_independent() -> None:
@@ -48,7 +51,11 @@ def test_a_part_of_the_columns_drops_the_same() -> None:
 def test_seed_step_and_site_matter() -> None:
     x = torch.ones(8, 16, 16)
     base = drop(x, 0.5, dropout_keys(1, 2, SAMPLES), 1)
-    for keys, site in ((dropout_keys(2, 2, SAMPLES), 1), (dropout_keys(1, 3, SAMPLES), 1), (dropout_keys(1, 2, SAMPLES), 2)):
+    for keys, site in (
+        (dropout_keys(2, 2, SAMPLES), 1),
+        (dropout_keys(1, 3, SAMPLES), 1),
+        (dropout_keys(1, 2, SAMPLES), 2),
+    ):
         agreement = float((drop(x, 0.5, keys, site) == base).float().mean())
         assert 0.45 < agreement < 0.55
 

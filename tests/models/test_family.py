@@ -100,13 +100,17 @@ def test_first_weights_depend_on_seed_and_name_only() -> None:
     assert np.array_equal(one[name], deeper[name])
     assert not np.array_equal(one[name], two[name])
     assert one[name].std() == pytest.approx(0.02, rel=0.02)
-    assert one["transformer.h.1.mlp.c_proj.weight"].std() == pytest.approx(0.02 / np.sqrt(4), rel=0.02), "residual branches start smaller"
+    assert one["transformer.h.1.mlp.c_proj.weight"].std() == pytest.approx(0.02 / np.sqrt(4), rel=0.02), (
+        "residual branches start smaller"
+    )
     assert (one["transformer.ln_f.weight"] == 1).all()
     assert (one["transformer.ln_f.bias"] == 0).all()
 
 
 # Parameters that others publish for these shapes with GPT-2's vocabulary.
-@pytest.mark.parametrize(("size", "parameters"), [("small", 124439808), ("medium", 354823168), ("large", 774030080), ("xl", 1557611200)])
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("small", 124439808), ("medium", 354823168), ("large", 774030080), ("xl", 1557611200)]
+)
 def test_named_sizes_are_gpt2s(size: str, parameters: int) -> None:
     assert shape_of(size, {}, 50257).parameters == parameters
 

@@ -51,6 +51,8 @@ def test_one_copy_is_enough(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FILL, *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     held, peak = map(float, done.stdout.split())
-    print(f"a net of {SHAPE.parameters:,} parameters holds {held:.2f} copies of its file, at most {peak:.2f} with the file's own pages")
+    print(
+        f"a net of {SHAPE.parameters:,} parameters holds {held:.2f} copies of its file, at most {peak:.2f} with the file's own pages"
+    )
     assert 0.9 < held < HELD
     assert peak < PEAK

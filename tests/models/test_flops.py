@@ -19,14 +19,22 @@ VOCAB, LENGTH, ROWS, LAYERS, WIDTH = 256, 16, 4, 4, 64
 OURS = {
     aten.addmm_: lambda _, one, other, **__: 2 * one[0] * one[1] * other[1],
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy, q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(
+        dy, q, k, v
+    ),
 }
 """Operations that torch knows how to count under other names."""
 
 
 @pytest.mark.parametrize(
     ("freeze", "lora"),
-    [([], None), (["h.0", "h.1", "wte", "wpe"], None), (["h.*"], None), (["wte", "wpe"], None), ([], LoraConfig(rank=4))],
+    [
+        ([], None),
+        (["h.0", "h.1", "wte", "wpe"], None),
+        (["h.*"], None),
+        (["wte", "wpe"], None),
+        ([], LoraConfig(rank=4)),
+    ],
     ids=["all", "the upper half", "embeddings alone", "the blocks", "adapters"],
 )
 def test_the_formula_counts_what_torch_computes(freeze: list[str], lora: LoraConfig | None) -> None:
@@ -40,7 +48,9 @@ def test_the_formula_counts_what_torch_computes(freeze: list[str], lora: LoraCon
     shape = family.shape_of(config.model, vocab=VOCAB, end=0)
     assert shape.padded_vocab == VOCAB
     engine = open_engine(config, shape)
-    engine.load([*family.first_weights(shape, 1), *(first_adapters(shape, lora, 1) if lora else [])], [], 0, "the first weights")
+    engine.load(
+        [*family.first_weights(shape, 1), *(first_adapters(shape, lora, 1) if lora else [])], [], 0, "the first weights"
+    )
     ids = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     with FlopCounterMode(display=False, custom_mapping=OURS) as counter:
         engine.train_step(Batch(ids[:, :-1], ids[:, 1:], np.arange(ROWS)), 0, 1e-3)

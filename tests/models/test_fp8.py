@@ -74,7 +74,12 @@ def test_a_product_is_that_of_the_rounded_rows() -> None:
 
 @pytest.mark.parametrize(
     ("device", "backend"),
-    [("cpu", None), ("cpu", "aot_eager"), pytest.param("cuda", None, marks=on_gpu), pytest.param("cuda", "inductor", marks=on_gpu)],
+    [
+        ("cpu", None),
+        ("cpu", "aot_eager"),
+        pytest.param("cuda", None, marks=on_gpu),
+        pytest.param("cuda", "inductor", marks=on_gpu),
+    ],
 )
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | None) -> None:
@@ -103,7 +108,11 @@ def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | 
     y64 = F.gelu(h64, approximate=approximate)
     y64.backward(product8(rows8(dy), rows8(proj.detach().T)).double())
     assert h64.grad is not None
-    near = (fc, h64.grad.T @ x64.detach(), 6e-3), (bias, h64.grad.sum(0), 1e-3), (proj, dy.double().T @ y64.detach(), 6e-3)
+    near = (
+        (fc, h64.grad.T @ x64.detach(), 6e-3),
+        (bias, h64.grad.sum(0), 1e-3),
+        (proj, dy.double().T @ y64.detach(), 6e-3),
+    )
     for leaf, right, bound in near:
         assert leaf.grad is not None
         assert apart(leaf.grad, right) < bound
@@ -170,7 +179,10 @@ def test_the_kernels_have_the_numbers_of_the_formulas(shape: tuple[int, int], ta
     given = some(*shape, "cuda")
     dy, h, bias = (tensor.cpu() for tensor in given)
     (y, *y8), (dx, *dx8, sums) = bias_gelu8(*given[1:], tanh), bias_gelu8_backward(*given, tanh)
-    for found, wanted, in8 in ((y, bias_gelu8(h, bias, tanh)[0], y8), (dx, bias_gelu8_backward(dy, h, bias, tanh)[0], dx8)):
+    for found, wanted, in8 in (
+        (y, bias_gelu8(h, bias, tanh)[0], y8),
+        (dx, bias_gelu8_backward(dy, h, bias, tanh)[0], dx8),
+    ):
         torch.testing.assert_close(found.cpu(), wanted, rtol=2**-7, atol=1e-5)
         right8, right = rows8(found)
         torch.testing.assert_close(in8[1], right, rtol=1e-6, atol=0)
@@ -202,7 +214,9 @@ def test_the_loss_and_its_gradients(smoothing: float, z: float) -> None:
 
 def in_fp8(recompute: int = 0, **options: Any) -> RunConfig:
     config = config_of("torch", **options)
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "fp8", "recompute": recompute})})
+    return config.model_copy(
+        update={"engine": config.engine.model_copy(update={"precision": "fp8", "recompute": recompute})}
+    )
 
 
 def test_training_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +243,10 @@ def test_training_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refused_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TextmillError, match=r"fp8 needs a GPU of compute capability 8\.9 or more, found cpu; set engine\.precision=auto"):
+    with pytest.raises(
+        TextmillError,
+        match=r"fp8 needs a GPU of compute capability 8\.9 or more, found cpu; set engine\.precision=auto",
+    ):
         open_engine(in_fp8(), open_family("gpt2").shape_of(in_fp8().model, vocab=VOCAB, end=0))
     found = (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)

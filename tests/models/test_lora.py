@@ -51,7 +51,8 @@ def written(folder: Path, base: Path, lora: LoraConfig) -> Path:
     """An adapter folder of ours with noise in A and B."""
     shape, dice = shape_of("nano", NUMBERS, VOCAB), np.random.default_rng(2)
     pairs = [
-        (PREFIX + name, values + dice.normal(0, 0.2, values.shape).astype(np.float32)) for name, values in first_adapters(shape, lora, 5)
+        (PREFIX + name, values + dice.normal(0, 0.2, values.shape).astype(np.float32))
+        for name, values in first_adapters(shape, lora, 5)
     ]
     folder.mkdir()
     (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config_of(shape, lora, str(base))))
@@ -84,14 +85,22 @@ def test_peft_opens_ours_and_gives_our_logits(base: Path, tmp_path: Path, lora: 
     assert near(logits_of(folder), wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"target_modules": ["c_attn", "mlp.c_proj"], "lora_dropout": 0.3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"target_modules": ["c_attn", "mlp.c_proj"], "lora_dropout": 0.3}]
+)
 def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     from peft import LoraConfig as Theirs
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, **options}
+    settings = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["c_attn", "c_proj", "c_fc"],
+        "fan_in_fan_out": True,
+        **options,
+    }
     model = AutoModelForCausalLM.from_pretrained(base)
     # What PEFT calls its true start: B is drawn as A is.
     theirs = get_peft_model(model, Theirs(task_type="CAUSAL_LM", init_lora_weights=False, **settings)).eval()
@@ -133,7 +142,11 @@ def test_dropout_stands_where_pefts_does(base: Path, tmp_path: Path, lora: LoraC
     folder = written(tmp_path / "ours", base, lora.model_copy(update={"dropout": 0.4}))
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
     keys, sites = dropout_keys(3, 7, np.arange(len(IDS))), sites_of(shape_of("nano", NUMBERS, VOCAB))
-    layers = {name.removeprefix("base_model.model."): one for name, one in theirs.named_modules() if isinstance(one, LoraLayer)}
+    layers = {
+        name.removeprefix("base_model.model."): one
+        for name, one in theirs.named_modules()
+        if isinstance(one, LoraLayer)
+    }
     for name, layer in layers.items():
         assert layer.lora_dropout["default"].p == 0.4, "the share travels"
         layer.lora_dropout["default"] = Told(0.4, keys, sites[name])
@@ -184,7 +197,8 @@ def test_targets_name_matrices_and_parts() -> None:
     assert stems("h.1") == {"h.1.attn.c_attn", "h.1.attn.c_proj", "h.1.mlp.c_fc", "h.1.mlp.c_proj"}
     assert stems("h.0.mlp.c_fc", "h.1.attn.c_a*") == {"h.0.mlp.c_fc", "h.1.attn.c_attn"}
     with pytest.raises(
-        TextmillError, match=r"model\.lora\.targets: 'q_proj' matches no matrix .*; it has c_attn, c_proj, c_fc in each block"
+        TextmillError,
+        match=r"model\.lora\.targets: 'q_proj' matches no matrix .*; it has c_attn, c_proj, c_fc in each block",
     ):
         stems("q_proj")
 
@@ -200,11 +214,19 @@ def test_targets_name_matrices_and_parts() -> None:
         ({"lora_dropout": 1}, "lora_dropout is 1; it is a share"),
         ({"r": 5}, "has no lora_A and lora_B of rank 5"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
-        ({"base_model_name_or_path": "./nowhere/at all"}, r"the model that this adapter changes is gone: .*nowhere/at all: no such folder"),
-        ({"fan_in_fan_out": False}, r"'transformer\.h\.0\.attn\.c_attn\.weight' is \[24, 72\]; the adapter was made for \[72, 24\]"),
+        (
+            {"base_model_name_or_path": "./nowhere/at all"},
+            r"the model that this adapter changes is gone: .*nowhere/at all: no such folder",
+        ),
+        (
+            {"fan_in_fan_out": False},
+            r"'transformer\.h\.0\.attn\.c_attn\.weight' is \[24, 72\]; the adapter was made for \[72, 24\]",
+        ),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_a_sentence(base: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_read_is_refused_in_a_sentence(
+    base: Path, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     folder = written(tmp_path / "ours", base, LORAS[0])
     settings = json.loads((folder / ADAPTER_CONFIG).read_text())
     (folder / ADAPTER_CONFIG).write_text(json.dumps({**settings, **change}))
@@ -215,7 +237,11 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(base: Path, tmp_path: Path
 def test_damage_of_any_kind_is_one_sentence(base: Path, tmp_path: Path) -> None:
     """Seeded places of adapter_config.json and progress.json: the folder opens still, or is refused in a sentence, merged and apart."""
     folder, dice, said = written(tmp_path / "ours", base, LORAS[0]), random.Random(11), []
-    settings = json.loads((folder / ADAPTER_CONFIG).read_text()) | {"use_rslora": False, "rank_pattern": {}, "use_dora": False}
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text()) | {
+        "use_rslora": False,
+        "rank_pattern": {},
+        "use_dora": False,
+    }
     wrong = tuple("./no such folder" if one == "wrong" else one for one in WRONG)  # no hub is asked
     progress = {"step": 3, "made_from": {"model.init_from": fingerprint_of(base)}}
     for number in range(120):
@@ -235,7 +261,10 @@ def test_damage_of_any_kind_is_one_sentence(base: Path, tmp_path: Path) -> None:
 
 def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     folder = written(tmp_path / "ours", base, LORAS[0])
-    pairs = [(name.replace("h.1.", "h.7."), values) for name, values in first_adapters(shape_of("nano", NUMBERS, VOCAB), LORAS[0], 5)]
+    pairs = [
+        (name.replace("h.1.", "h.7."), values)
+        for name, values in first_adapters(shape_of("nano", NUMBERS, VOCAB), LORAS[0], 5)
+    ]
     write(folder / ADAPTER_MODEL, [(PREFIX + name, values) for name, values in pairs])
     with pytest.raises(TextmillError, match=r"has no 'transformer\.h\.7\.attn\.c_attn', which the adapter changes"):
         list(read_weights(folder))

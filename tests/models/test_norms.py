@@ -59,7 +59,9 @@ def test_the_op_keeps_what_torch_asks_of_ops() -> None:
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("kind", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(4096, 768), (1000, 1600), (7, 48), (1, 1024)])
-def test_the_kernel_has_the_gradients_of_fp64(shape: tuple[int, int], kind: torch.dtype, bound: float, biases: bool) -> None:
+def test_the_kernel_has_the_gradients_of_fp64(
+    shape: tuple[int, int], kind: torch.dtype, bound: float, biases: bool
+) -> None:
     """Against autograd through torch's LayerNorm in double precision; all of it repeats."""
     dy, x, means, spreads, weight, stream = _given(*shape, kind, "cuda")
     x64, weight64, shift64 = (tensor.double().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight)))

@@ -50,7 +50,9 @@ def _run(net: gpt2_torch.Net, parts: Parts, documents: Tensor | None) -> tuple[T
     net.zero_grad()
     states = net(ids, keys, documents_NT=documents, parts=parts)
     states.backward(slope)
-    return states.detach(), {name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None}
+    return states.detach(), {
+        name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -69,7 +71,9 @@ def test_compiled_parts_are_the_net_and_no_block_is_compiled_twice(case: str) ->
     torch.testing.assert_close(ours[0], plain[0])
     assert ours[1].keys() == plain[1].keys()
     for name, gradient in plain[1].items():
-        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}")
+        torch.testing.assert_close(
+            ours[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}"
+        )
 
 
 def test_documents_in_blocks_reach_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +106,13 @@ def _mlp(x: Tensor, fc: Tensor, bias: Tensor, proj: Tensor, tanh: bool) -> Tenso
         ("cpu", "aot_eager", 0, False),
         ("cpu", "aot_eager", 1, False),
         ("cpu", "aot_eager", 0, True),
-        pytest.param("cuda", "inductor", 0, False, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+        pytest.param(
+            "cuda",
+            "inductor",
+            0,
+            False,
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        ),
     ],
 )
 def test_a_net_whose_products_are_chosen_learns_the_same(
@@ -116,7 +126,12 @@ def test_a_net_whose_products_are_chosen_learns_the_same(
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     net.use_fp8() if fp8 else None
-    net, ids, slope, gradients = net.to(device), torch.randint(0, 10, (2, 16)).to(device), torch.randn(2, 16, 32).to(device), []
+    net, ids, slope, gradients = (
+        net.to(device),
+        torch.randint(0, 10, (2, 16)).to(device),
+        torch.randn(2, 16, 32).to(device),
+        [],
+    )
     for chosen in (False, True):
         for place in (products_torch, gpt2_torch):
             monkeypatch.setattr(place, "are_chosen", lambda x, weight, chosen=chosen: chosen)
@@ -126,7 +141,11 @@ def test_a_net_whose_products_are_chosen_learns_the_same(
             run(ids).backward(slope)
         for op in ("join_heads", "norm_backward"):
             assert any(event.key == f"textmill::{op}" for event in seen.key_averages()) == chosen
-        gradients.append({name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None})
+        gradients.append(
+            {name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda told, name=name: f"{name}: {told}")
+        torch.testing.assert_close(
+            gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda told, name=name: f"{name}: {told}"
+        )

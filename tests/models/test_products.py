@@ -85,7 +85,9 @@ def test_which_way_is_chosen(
     monkeypatch.setattr(products_torch, "_seconds", lambda work, spend: clock[work()][spend == products_torch.TURN])
     trials = {way: ((None, way) if way else None, lambda way=way: way) for way in clock}
     proposed = [trials[way] for way in others if "kin" not in way]
-    found = products_torch._fastest(trials[None], proposed, lambda way: [trials[one] for one in others if one == f"{way}'s kin"])
+    found = products_torch._fastest(
+        trials[None], proposed, lambda way: [trials[one] for one in others if one == f"{way}'s kin"]
+    )
     assert found == (chosen and (None, chosen))
 
 
@@ -103,9 +105,18 @@ def test_every_way_gives_the_exact_product(half: str, monkeypatch: pytest.Monkey
             a, b = a.t().contiguous().t() if a_turned else a, b.t().contiguous().t() if b_turned else b
             row, exact = _drawn(n, seed=3).to("cuda", kind), a.double() @ b.double()
             stream, total = _drawn(m, n, seed=4).to("cuda", kind), torch.empty(m, n, device="cuda")
-            for bias, onto, bound in ((None, None, 4 * step), (row, None, 4 * step), (row, stream, 4 * step), (None, total, 1e-4)):
+            for bias, onto, bound in (
+                (None, None, 4 * step),
+                (row, None, 4 * step),
+                (row, stream, 4 * step),
+                (None, total, 1e-4),
+            ):
                 out = total if onto is total else torch.empty(m, n, device="cuda", dtype=kind)
-                wanted = exact + (0 if bias is None else bias.double()) + (0 if onto is None else 1 if onto is total else onto.double())
+                wanted = (
+                    exact
+                    + (0 if bias is None else bias.double())
+                    + (0 if onto is None else 1 if onto is total else onto.double())
+                )
                 form = products_torch._form_of(a, b, out, bias, onto)
                 assert form is not None
                 made, space = Product(form, out.device), torch.empty(WORKSPACE, device="cuda", dtype=torch.uint8)
@@ -125,7 +136,10 @@ def test_what_was_chosen_is_taken_up_in_another_run(tmp_path: Path, monkeypatch:
     """Without any trial, each form by the same way."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(products_torch, "_choices", {})
-    a, bs = torch.randn(4096, 1024, device="cuda").bfloat16(), [torch.randn(1024, n, device="cuda").bfloat16() for n in (1536, 2304, 4096)]
+    a, bs = (
+        torch.randn(4096, 1024, device="cuda").bfloat16(),
+        [torch.randn(1024, n, device="cuda").bfloat16() for n in (1536, 2304, 4096)],
+    )
     outs, row = (
         [torch.empty(4096, b.shape[1], device="cuda", dtype=torch.bfloat16) for b in bs],
         torch.randn(2304, device="cuda").bfloat16(),

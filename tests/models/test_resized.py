@@ -20,7 +20,9 @@ def test_positions_are_numpys_interpolation_or_the_first_ones(before: int, after
         return
     places = np.linspace(0, before - 1, after)
     for channel in range(6):
-        assert np.allclose(found[:, channel], np.interp(places, np.arange(before), values[:, channel]), rtol=0, atol=1e-6)
+        assert np.allclose(
+            found[:, channel], np.interp(places, np.arange(before), values[:, channel]), rtol=0, atol=1e-6
+        )
     assert np.array_equal(found[[0, -1]], values[[0, -1]]), "both ends stay"
 
 
@@ -40,4 +42,6 @@ def test_vectors_are_kept_moved_or_means() -> None:
     assert np.allclose(moved["transformer.wte.weight"][2], wte.mean(0), atol=1e-7), "an id that no token has"
     rest = weights.keys() - {"transformer.wte.weight", "transformer.wpe.weight"}
     assert all(moved[name] is weights[name] for name in rest)
-    assert {name: values.shape for name, values in moved.items()} == {one.name: one.shape for one in family.weights_of(large)}
+    assert {name: values.shape for name, values in moved.items()} == {
+        one.name: one.shape for one in family.weights_of(large)
+    }

@@ -15,11 +15,15 @@ LAYERS = 3
 
 
 def shape_of(layers: int = LAYERS) -> Any:
-    return open_family("gpt2").shape_of(ModelConfig(shape=ShapeConfig(layers=layers, heads=2, width=8)), vocab=50, end=0)
+    return open_family("gpt2").shape_of(
+        ModelConfig(shape=ShapeConfig(layers=layers, heads=2, width=8)), vocab=50, end=0
+    )
 
 
 def rules(**train: Any) -> dict[str, Rule]:
-    return {name.removeprefix("transformer."): rule for name, rule in rules_of(shape_of(), TrainConfig(**train)).items()}
+    return {
+        name.removeprefix("transformer."): rule for name, rule in rules_of(shape_of(), TrainConfig(**train)).items()
+    }
 
 
 def test_matrices_and_embeddings_are_decayed() -> None:
@@ -64,7 +68,10 @@ def test_deeper_layers_learn_slower() -> None:
 
 @pytest.mark.parametrize("key", ["freeze", "decayed", "undecayed"])
 def test_a_pattern_that_matches_nothing_is_refused_with_what_is_near(key: str) -> None:
-    with pytest.raises(TextmillError, match=rf"train\.{key}: 'h\.0\.mlp\.c_fcc' matches no weight of this model; the nearest are .*c_fc"):
+    with pytest.raises(
+        TextmillError,
+        match=rf"train\.{key}: 'h\.0\.mlp\.c_fcc' matches no weight of this model; the nearest are .*c_fc",
+    ):
         rules(**{key: ["h.0.mlp.c_fcc"]})
 
 

@@ -144,7 +144,9 @@ def test_workers_end_with_their_parent(sign: signal.Signals, tmp_path: Path, roo
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(jobs=str(JOBS), folder=str(tmp_path)))
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    parent = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
         assert wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
         pids = {int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")}
@@ -185,7 +187,9 @@ def test_ctrl_c_that_the_system_gives_to_another_thread_is_heard(tmp_path: Path,
     script = tmp_path / "script.py"
     script.write_text((STRIKE + SCRIPT).format(jobs=str(JOBS), folder=str(tmp_path)))
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    parent = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
         assert parent.wait(60) == -signal.SIGINT
         pids = {int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")}
@@ -197,7 +201,9 @@ def test_ctrl_c_that_the_system_gives_to_another_thread_is_heard(tmp_path: Path,
 
 def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(jobs=str(JOBS), folder=str(tmp_path)).replace('if __name__ == "__main__":', "if True:"))
+    script.write_text(
+        SCRIPT.format(jobs=str(JOBS), folder=str(tmp_path)).replace('if __name__ == "__main__":', "if True:")
+    )
     environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
@@ -206,7 +212,10 @@ def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
 
 def test_workers_are_kept_from_map_to_map(jobs: Any, tmp_path: Path) -> None:
     with open_runner(LocalRunner(workers=2)) as runner:
-        first, second = (set(runner.map(jobs.process_of_each, [(0, folder), (1, folder)])) for folder in (f"{tmp_path}/a", f"{tmp_path}/b"))
+        first, second = (
+            set(runner.map(jobs.process_of_each, [(0, folder), (1, folder)]))
+            for folder in (f"{tmp_path}/a", f"{tmp_path}/b")
+        )
         assert first == second
         assert len(first) == 2
         assert set(runner.map(jobs.process_of, [1])) <= first

@@ -129,7 +129,9 @@ def test_wrong_options_end_in_one_line(jobs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_prepare_gives_the_same_bytes(tiny_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_prepare_gives_the_same_bytes(
+    tiny_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(root))
     monkeypatch.chdir(tmp_path)
 

@@ -28,10 +28,18 @@ class Browser:
 
     def __init__(self, width: int = 1200, height: int = 800) -> None:
         port = free_port()
-        self.driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.driver = subprocess.Popen(
+            ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
         self._wait_up()
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={width},{height}"]
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            f"--window-size={width},{height}",
+        ]
         options = {"binary": shutil.which("chromium"), "args": arguments}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         session = self.http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]

@@ -30,10 +30,16 @@ def value_of(schema: Tree, schemas: Tree, dice: random.Random, depth: int = 0) -
         tree = {name: value_of(field, schemas, dice, depth + 1) for name, field in names.items()
                 if name in schema.get("required", []) or dice.random() < 0.2}  # fmt: skip
         if isinstance(schema.get("additionalProperties"), dict):
-            tree |= {str(dice.choice([0, 5, 299, 300, -1, "x"])): value_of(schema["additionalProperties"], schemas, dice, depth + 1)}
+            tree |= {
+                str(dice.choice([0, 5, 299, 300, -1, "x"])): value_of(
+                    schema["additionalProperties"], schemas, dice, depth + 1
+                )
+            }
         return tree
     if kind == "array":
-        return [value_of(schema.get("items", {}), schemas, dice, depth + 1) for _ in range(dice.choice([0, 1, 1, 2, 5, 40]))]
+        return [
+            value_of(schema.get("items", {}), schemas, dice, depth + 1) for _ in range(dice.choice([0, 1, 1, 2, 5, 40]))
+        ]
     if kind in ("integer", "number"):
         ends = [schema.get("minimum", -3), schema.get("maximum", 400)]
         number = dice.choice([*ends, ends[0] - 1, ends[1] + 1, dice.randint(0, 320), dice.random()])
@@ -50,7 +56,9 @@ def bent(body: Any, dice: random.Random) -> bytes:
     data = json.dumps(body, ensure_ascii=dice.random() < 0.5).encode("utf-8", "surrogatepass")
     if data and dice.random() < 0.12:
         place = dice.randrange(len(data))
-        data = dice.choice([data[:place], data[:place] + dice.randbytes(3) + data[place:], data * 2, b"[" * 3000 + data])
+        data = dice.choice(
+            [data[:place], data[:place] + dice.randbytes(3) + data[place:], data * 2, b"[" * 3000 + data]
+        )
     return data
 
 
@@ -63,10 +71,13 @@ def asked(api: Tree, dice: random.Random) -> tuple[str, str, dict[str, str], byt
     body = bent(value_of(schema, api["components"]["schemas"], dice), dice) if schema else b""
     path = path.replace("{name}", dice.choice(["mill", "none", "%00", "a/b", "%ff", "..%2f..%2fkey"]))
     if path == "/generate" and dice.random() < 0.9:
-        path += "?sentence=" + dice.choice(["x", "%EA%B0%95", "%ff%fe", "", "a" * 4000, "%00", "x&sentence=y", "%ED%A0%80"])
+        path += "?sentence=" + dice.choice(
+            ["x", "%EA%B0%95", "%ff%fe", "", "a" * 4000, "%00", "x&sentence=y", "%ED%A0%80"]
+        )
     headers = {
         "Content-Type": dice.choice(
-            ["application/json"] * 9 + ["text/plain", "application/json; charset=utf-16", "a/b/c", "multipart/form-data"]
+            ["application/json"] * 9
+            + ["text/plain", "application/json; charset=utf-16", "a/b/c", "multipart/form-data"]
         )
     }
     if dice.random() < 0.05:
@@ -76,9 +87,7 @@ def asked(api: Tree, dice: random.Random) -> tuple[str, str, dict[str, str], byt
 
 def raw(dice: random.Random) -> bytes:
     """Bytes that are hardly HTTP."""
-    good = (
-        b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}'
-    )
+    good = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}'
     swaps = [
         (b"15", b"-5"), (b"15", b"99"), (b"15", b"1e3"), (b"15", b"15\r\nContent-Length: 16"), (b"15", b"15\r\nTransfer-Encoding: chunked"),
         (b"HTTP/1.1", b"HTTP/9.9"), (b"Host: localhost\r\n", b""), (b"/v1", b"/" + b"a" * 70_000), (b"localhost", b"[::1"),

@@ -71,7 +71,12 @@ class Echo:
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
         self.counts = {"tokens": 0, "requests": 0, "cancelled": 0}
-        self.numbers, self.lock, self.closing, self.stopped = itertools.count(1), threading.Lock(), False, threading.Event()
+        self.numbers, self.lock, self.closing, self.stopped = (
+            itertools.count(1),
+            threading.Lock(),
+            False,
+            threading.Event(),
+        )
         threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, request: Request, deliver: Callable[[Token | Done], None], deadline: float | None = None) -> int:
@@ -92,7 +97,13 @@ class Echo:
 
     def stats(self) -> dict[str, int | float]:
         with self.lock:
-            return {"active": len(self.active), "waiting": len(self.waiting), "slots": self.slots, "queue": self.queue, **self.counts}
+            return {
+                "active": len(self.active),
+                "waiting": len(self.waiting),
+                "slots": self.slots,
+                "queue": self.queue,
+                **self.counts,
+            }
 
     def trouble(self, patience: float) -> str:
         return ""
@@ -126,7 +137,11 @@ class Echo:
 
     def _step(self, job: Job) -> Done | None:
         request = job.request
-        judged = tuple((None if place == 0 else -1.0, ((id_, -1.0),)) for place, id_ in enumerate(request.ids)) if request.echo else ()
+        judged = (
+            tuple((None if place == 0 else -1.0, ((id_, -1.0),)) for place, id_ in enumerate(request.ids))
+            if request.echo
+            else ()
+        )
         if job.cancelled or (job.deadline is not None and time.monotonic() > job.deadline):
             return Done("cancelled" if job.cancelled else "timeout", job.made, job.text.end(), prompt_logprobs=judged)
         if job.made >= request.sample.max_tokens:
@@ -147,7 +162,10 @@ class Turns:
     """A template: each turn a line with its role."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self.tokenizer, self.jinja = tokenizer, "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+        self.tokenizer, self.jinja = (
+            tokenizer,
+            "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}",
+        )
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in messages)

@@ -76,7 +76,13 @@ def test_logprobs_have_a_place_for_every_token(live: Live) -> None:
     choice = post(live, "/v1/completions", body).json()["choices"][0]
     told = choice["logprobs"]
     count = len(ids_of(live, HANGUL))
-    assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(told["text_offset"]) == count + 6
+    assert (
+        len(told["tokens"])
+        == len(told["token_logprobs"])
+        == len(told["top_logprobs"])
+        == len(told["text_offset"])
+        == count + 6
+    )
     assert told["token_logprobs"][0] is None
     assert told["text_offset"] == sorted(told["text_offset"])
     assert told["text_offset"][count] == len(HANGUL)
@@ -88,7 +94,9 @@ def test_chat_logprobs_have_bytes(live: Live) -> None:
     body = {"messages": [{"role": "user", "content": HANGUL}], "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
     choice = post(live, "/v1/chat/completions", body).json()["choices"][0]
     content = choice["logprobs"]["content"]
-    assert bytes(byte for token in content for byte in token["bytes"]).decode(errors="ignore") == choice["message"]["content"].rstrip("�")
+    assert bytes(byte for token in content for byte in token["bytes"]).decode(errors="ignore") == choice["message"][
+        "content"
+    ].rstrip("�")
     assert all(len(token["top_logprobs"]) == 2 for token in content)
 
 
@@ -124,7 +132,13 @@ def test_generate_of_a_chat_model_goes_through_the_template(live: Live) -> None:
 
 def test_models_health_and_metrics(live: Live) -> None:
     told = httpx.get(f"{live.url}/v1/models").json()["data"][0]
-    assert (told["id"], told["object"], told["step"], told["max_model_len"], told["chat"]) == ("mill", "model", 7, 512, True)
+    assert (told["id"], told["object"], told["step"], told["max_model_len"], told["chat"]) == (
+        "mill",
+        "model",
+        7,
+        512,
+        True,
+    )
     assert httpx.get(f"{live.url}/v1/models/mill").json() == told
     assert httpx.get(f"{live.url}/v1/models/none").status_code == 404
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
@@ -241,14 +255,18 @@ def test_bodies_that_are_no_json(live: Live) -> None:
 def test_a_body_may_come_in_each_encoding_that_python_reads(live: Live) -> None:
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
         content = json.dumps({"text": "k\u00f6pr\u00fc"}, ensure_ascii=False).encode(encoding)
-        reply = httpx.post(f"{live.url}/tokenize", content=content, headers={"content-type": "application/ld+json; charset=x"})
+        reply = httpx.post(
+            f"{live.url}/tokenize", content=content, headers={"content-type": "application/ld+json; charset=x"}
+        )
         assert "".join(reply.json()["pieces"]) == "k\u00f6pr\u00fc"
 
 
 def test_a_body_is_limited_whether_or_not_its_length_is_told(new_live: Callable[..., Live]) -> None:
     small = new_live({"serve": {"max_body": 2000}})
     told = post(small, "/tokenize", {"text": "a" * 3000})
-    untold = httpx.post(f"{small.url}/tokenize", content=(b"a" * 100 for _ in range(30)), headers={"content-type": "application/json"})
+    untold = httpx.post(
+        f"{small.url}/tokenize", content=(b"a" * 100 for _ in range(30)), headers={"content-type": "application/json"}
+    )
     for reply in (told, untold):
         assert reply.status_code == 413
         assert "limit of 2,000 bytes" in reply.json()["error"]["message"]
@@ -257,7 +275,9 @@ def test_a_body_is_limited_whether_or_not_its_length_is_told(new_live: Callable[
 
 def test_a_full_server_says_when_to_come_again(new_live: Callable[..., Live]) -> None:
     narrow = new_live({"delay": 0.05, "serve": {"slots": 1, "queue": 0}})
-    with httpx.stream("POST", f"{narrow.url}/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}) as running:
+    with httpx.stream(
+        "POST", f"{narrow.url}/v1/completions", json={"prompt": "x", "max_tokens": 200, "stream": True}
+    ) as running:
         lines = running.iter_lines()
         next(lines)
         reply = post(narrow, "/v1/completions", {"prompt": "x"})
@@ -289,7 +309,10 @@ def test_the_log_has_prompts_only_when_asked(new_live: Callable[..., Live]) -> N
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(live: Live) -> None:
     long = "mill " * 100_000
-    bodies = {"/v1/completions": {"prompt": long}, "/v1/chat/completions": {"messages": [{"role": "user", "content": long}]}}
+    bodies = {
+        "/v1/completions": {"prompt": long},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": long}]},
+    }
     for path, body in bodies.items():
         reply = httpx.post(live.url + path, json=body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")

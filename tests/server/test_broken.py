@@ -52,7 +52,10 @@ async def seen(service: Service, hung: threading.Event) -> dict[str, Any]:
         hung.set()
         while service.trouble():
             await asyncio.sleep(0.01)
-        found["after"] = [(await client.get("/health")).status_code, (await client.post("/v1/completions", json=ASKED)).status_code]
+        found["after"] = [
+            (await client.get("/health")).status_code,
+            (await client.post("/v1/completions", json=ASKED)).status_code,
+        ]
     return found
 
 
@@ -78,7 +81,9 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[-1] == "data: [DONE]"
 
 
-def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
     service.pieces = service.sample = None  # type: ignore[assignment]
 
     async def ask() -> list[httpx.Response]:
@@ -94,9 +99,13 @@ def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(service: Servic
     assert " GET /v1/models 500 " in told
 
 
-async def beside(service: Service, path: str, body: dict[str, Any], begun: threading.Event, free: threading.Event) -> tuple[int, int]:
+async def beside(
+    service: Service, path: str, body: dict[str, Any], begun: threading.Event, free: threading.Event
+) -> tuple[int, int]:
     """Statuses of a long request, and of a look at the server while the tokenizer works for it."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60) as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60
+    ) as client:
         asked = asyncio.create_task(client.post(path, json=body))
         while not begun.is_set():
             await asyncio.sleep(0.01)
@@ -108,7 +117,9 @@ async def beside(service: Service, path: str, body: dict[str, Any], begun: threa
 @pytest.mark.parametrize(("path", "body", "work"), [
     ("/tokenize", {"text": "The mill " * 3000}, "encode_many"), ("/detokenize", {"tokens": [100] * 30_000}, "decode_many"),
 ])  # fmt: skip
-def test_long_texts_hold_nobody_up(service: Service, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str) -> None:
+def test_long_texts_hold_nobody_up(
+    service: Service, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str
+) -> None:
     begun, free, in_time = threading.Event(), threading.Event(), list[bool]()
     real = getattr(TextTokenizer, work)
 
@@ -123,7 +134,11 @@ def test_long_texts_hold_nobody_up(service: Service, monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_list_is_wrong_at_its_first_item() -> None:
-    for wrong in ({"prompt": [1] * 50_000 + ["x"]}, {"prompt": ["x"] * 50_000 + [1]}, {"prompt": "x", "stop": [1] * 50_000}):
+    for wrong in (
+        {"prompt": [1] * 50_000 + ["x"]},
+        {"prompt": ["x"] * 50_000 + [1]},
+        {"prompt": "x", "stop": [1] * 50_000},
+    ):
         with pytest.raises(ValidationError) as error:
             CompletionBody.model_validate(wrong)
         assert error.value.error_count() < 8

@@ -75,7 +75,12 @@ def sent_slowly(live: Live, first: bytes, byte: bytes) -> bytes:
 def test_slow_clients_are_told_and_let_go(hasty: Live) -> None:
     before = hasty.stats()["connections_slow_total"]
     answered = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    begun = [(HEAD, b"x"), (HEAD + b"Content-Length: 500\r\n\r\n{", b"x"), (answered + b"GET /hea", b"x"), (answered, b"\r\n")]
+    begun = [
+        (HEAD, b"x"),
+        (HEAD + b"Content-Length: 500\r\n\r\n{", b"x"),
+        (answered + b"GET /hea", b"x"),
+        (answered, b"\r\n"),
+    ]
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(sent_slowly, hasty, *one) for one in begun]
         refused = pool.submit(sent_slowly, hasty, HEAD + b"Content-Length: 1000000\r\n\r\n", b"x")
@@ -115,7 +120,9 @@ def test_a_header_has_an_end(hasty: Live) -> None:
 def test_a_long_body_has_more_time(hasty: Live) -> None:
     body = json.dumps({"text": "a" * 200_000}).encode()
     with connect(hasty) as line:
-        line.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n")
+        line.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        )
         line.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body[:150_000])
         time.sleep(2.5)
         line.sendall(body[150_000:])
@@ -165,7 +172,9 @@ async def unread(crowd: Crowd) -> None:
     """Asks for the large reply and reads nothing of it, until the server has had enough."""
     config, loop = Config(large, lifespan="off"), asyncio.get_running_loop()
     state = ServerState()
-    server = await loop.create_server(lambda: Connection(crowd, config=config, server_state=state, app_state={}), "127.0.0.1", 0)
+    server = await loop.create_server(
+        lambda: Connection(crowd, config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
     with socket.create_connection(server.sockets[0].getsockname()[:2]) as line:
         line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         end = loop.time() + 60

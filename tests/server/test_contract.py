@@ -27,7 +27,13 @@ def target(new_live: Callable[..., Live]) -> Live:
 
 def send(target: Live, operation: Any, mode: GenerationMode, statuses: Counter[tuple[str, int]]) -> None:
     """Requests of one route, as its description has them or not."""
-    quick = settings(max_examples=COUNT, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    quick = settings(
+        max_examples=COUNT,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
 
     @seed(7)
     @quick

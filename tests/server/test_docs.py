@@ -55,7 +55,9 @@ def test_javascript(live: Live) -> None:
         browser.open(live.url)
         script = script.replace("console.log(text)", "return text")
         said = browser.ask(
-            "execute/async", script=f"const done = arguments[0]; (async () => {{ {script} }})().then(done, (e) => done(String(e)))", args=[]
+            "execute/async",
+            script=f"const done = arguments[0]; (async () => {{ {script} }})().then(done, (e) => done(String(e)))",
+            args=[],
         )
         assert said.startswith("Once upon a time")
     finally:

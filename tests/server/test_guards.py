@@ -48,7 +48,10 @@ def test_no_wrong_and_right_key(guarded: Live, method: str, path: str, body: Any
         assert reply.status_code == 401, header
         assert reply.headers["www-authenticate"] == "Bearer"
         assert KEY not in reply.text
-    assert httpx.request(method, guarded.url + path, json=body, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    assert (
+        httpx.request(method, guarded.url + path, json=body, headers={"Authorization": f"Bearer {KEY}"}).status_code
+        == 200
+    )
 
 
 def test_every_route_is_guarded_or_named_open(guarded: Live) -> None:
@@ -59,7 +62,9 @@ def test_every_route_is_guarded_or_named_open(guarded: Live) -> None:
         assert httpx.get(guarded.url + path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/nothing", "/Metrics", "//metrics", "/metrics/", "/health/../metrics", "/%6detrics", "/./metrics"])
+@pytest.mark.parametrize(
+    "path", ["/v1/nothing", "/Metrics", "//metrics", "/metrics/", "/health/../metrics", "/%6detrics", "/./metrics"]
+)
 def test_no_spelling_goes_round_the_guard(guarded: Live, path: str) -> None:
     import http.client
 
@@ -79,7 +84,10 @@ def test_a_local_server_answers_to_local_names_only(live: Live, new_live: Callab
     named = new_live({"serve": {"hosts": ["mill.example"], "origins": ["https://app.example"]}})
     assert status(named, "mill.example") == 200
     asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
-    assert httpx.options(f"{named.url}/v1/completions", headers=asked).headers["access-control-allow-origin"] == "https://app.example"
+    assert (
+        httpx.options(f"{named.url}/v1/completions", headers=asked).headers["access-control-allow-origin"]
+        == "https://app.example"
+    )
     other = {**asked, "Origin": "https://evil.example"}
     assert "access-control-allow-origin" not in httpx.options(f"{named.url}/v1/completions", headers=other).headers
     for origin, wanted in (("https://app.example", 200), ("https://evil.example", 403)):

@@ -17,7 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.server.conftest import Live
 from tests.server.live import TEXT
 
-PAIRS = [("The mill stands", " by the river"), ("물레방아는", " 강가에 서 있다."), ("Değirmen", " köprünün üstünde"), ("a", "b")]
+PAIRS = [
+    ("The mill stands", " by the river"),
+    ("물레방아는", " 강가에 서 있다."),
+    ("Değirmen", " köprünün üstünde"),
+    ("a", "b"),
+]
 CLOSE = 2e-5
 STREAMED = int(os.environ.get("TEXTMILL_TEST_STREAMED", "40"))
 
@@ -46,7 +51,16 @@ def judge(small_model: Path) -> Callable[[list[int]], torch.Tensor]:
 
 
 def asked(live: Live, prompt: Any, **more: Any) -> list[dict[str, Any]]:
-    body = {"model": "mill", "prompt": prompt, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True, "max_tokens": 1, **more}
+    body = {
+        "model": "mill",
+        "prompt": prompt,
+        "temperature": 0,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+        "max_tokens": 1,
+        **more,
+    }
     reply = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     choices: list[dict[str, Any]] = reply.json()["choices"]
@@ -64,14 +78,19 @@ def test_the_likelihood_of_prompts_is_that_of_transformers(
         assert told["token_logprobs"][0] is None
         wanted = [float(rows[place, id_]) for place, id_ in enumerate(ids[1:])]
         assert told["token_logprobs"][1 : len(ids)] == pytest.approx(wanted, abs=CLOSE)
-        greedy = [max(top.values()) == chosen for chosen, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True)]
+        greedy = [
+            max(top.values()) == chosen
+            for chosen, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True)
+        ]
         likeliest = [int(rows[place].argmax()) == id_ for place, id_ in enumerate(ids[1:])] + [True] * new
         assert greedy == likeliest
         if new:
             assert told["token_logprobs"][-1] == pytest.approx(float(rows[-1].max()), abs=CLOSE)
 
 
-def test_new_tokens_are_judged_as_by_transformers(served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor]) -> None:
+def test_new_tokens_are_judged_as_by_transformers(
+    served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor]
+) -> None:
     ids = tokenizer.encode("The mill")
     choice = asked(served, ids, echo=False, logprobs=5, max_tokens=12)[0]
     new = httpx.post(f"{served.url}/tokenize", json={"text": choice["text"]}).json()["tokens"]
@@ -143,14 +162,18 @@ def test_special_tokens_are_found_by_their_names(served: Live, tokenizer: Any) -
 def test_an_answer_until(live: Live) -> None:
     turns = [{"role": "user", "content": "The mill", "type": "text"}]
     body = {"messages": turns, "model": "mill", "max_tokens": 30, "temperature": 0, "seed": 1234}
-    whole = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "stop": []}).json()["choices"][0]["message"]["content"]
+    whole = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "stop": []}).json()["choices"][0]["message"][
+        "content"
+    ]
     assert whole.startswith("user: The mill\nassistant:"), "the model says what it was asked"
     cut = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "stop": [":"]}).json()["choices"][0]
     assert (cut["message"]["content"], cut["finish_reason"]) == (whole[: whole.index(":")], "stop")
 
 
 @pytest.mark.parametrize("backend", ["remote", "huggingface"])
-def test_the_harness_itself(served: Live, small_model: Path, tokenizer: Any, judge: Callable[..., torch.Tensor], backend: str) -> None:
+def test_the_harness_itself(
+    served: Live, small_model: Path, tokenizer: Any, judge: Callable[..., torch.Tensor], backend: str
+) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra eval")
     pytest.importorskip("tenacity", reason="lm-evaluation-harness asks servers with its own extra api only")
     from lm_eval.api.instance import Instance
@@ -158,7 +181,12 @@ def test_the_harness_itself(served: Live, small_model: Path, tokenizer: Any, jud
 
     more = {"tokenizer": str(small_model)} if backend == "huggingface" else {}
     model = LocalCompletionsAPI(
-        base_url=f"{served.url}/v1/completions", model="mill", tokenizer_backend=backend, max_length=96, batch_size=2, **more
+        base_url=f"{served.url}/v1/completions",
+        model="mill",
+        tokenizer_backend=backend,
+        max_length=96,
+        batch_size=2,
+        **more,
     )
     requests = [Instance("loglikelihood", {}, pair, place) for place, pair in enumerate(PAIRS)]
     for (context, continuation), (found, greedy) in zip(PAIRS, model.loglikelihood(requests), strict=True):

@@ -112,8 +112,14 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "a type that there is not": (claim(dtype="PICKLE"), "do not fit"),
     "settings too deep": (holding("config.json", DEEP), "config.json"),
     "settings that are a list": (holding("config.json", "[]"), "config.json"),
-    "a net of a million layers": (lambda folder, _: change(folder, "config.json", n_layer=10**6), "config.json describes"),
-    "a vocabulary of a billion": (lambda folder, _: change(folder, "config.json", vocab_size=10**9), "config.json describes"),
+    "a net of a million layers": (
+        lambda folder, _: change(folder, "config.json", n_layer=10**6),
+        "config.json describes",
+    ),
+    "a vocabulary of a billion": (
+        lambda folder, _: change(folder, "config.json", vocab_size=10**9),
+        "config.json describes",
+    ),
     "a tokenizer too deep": (holding("tokenizer.json", DEEP), "tokenizer.json"),
     "a tokenizer of another kind": (holding("tokenizer.json", '{"model": {"type": "Exec"}}'), "tokenizer.json"),
     "a tokenizer's settings too deep": (holding("tokenizer_config.json", DEEP), "tokenizer_config.json"),
@@ -143,7 +149,11 @@ def test_code_beside_a_model_never_runs(good: Path, tmp_path: Path) -> None:
     folder, canary = shutil.copytree(good, tmp_path / "model"), tmp_path / "canary"
     (folder / "modeling_evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\n")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
-    change(folder, "config.json", auto_map={"AutoModelForCausalLM": "modeling_evil.Model", "AutoTokenizer": "modeling_evil.Tokens"})
+    change(
+        folder,
+        "config.json",
+        auto_map={"AutoModelForCausalLM": "modeling_evil.Model", "AutoTokenizer": "modeling_evil.Tokens"},
+    )
     change(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_evil.Tokens", None]})
     (folder / "chat_template.jinja").write_text(f"{{{{ cycler.__init__.__globals__.os.mkdir({str(canary)!r}) }}}}")
     service = opened(folder, tmp_path)

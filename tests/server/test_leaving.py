@@ -28,7 +28,13 @@ def leave(live: Live, number: int) -> None:
     """Ask for a long text, and go: at once, while waiting, or in the middle of the stream."""
     dice = random.Random(number)
     body = json.dumps(
-        {"prompt": "The mill", "max_tokens": 4000, "min_tokens": 4000, "stream": number % 2 == 0, "n": dice.choice([1, 1, 3])}
+        {
+            "prompt": "The mill",
+            "max_tokens": 4000,
+            "min_tokens": 4000,
+            "stream": number % 2 == 0,
+            "n": dice.choice([1, 1, 3]),
+        }
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=60) as line:
@@ -52,7 +58,9 @@ def test_no_slot_leaks(new_live: Callable[..., Live], small_model: Path, real: b
     assert stats["scheduled_total"] >= count / 2
     assert stats["cancelled_total"] == stats["scheduled_total"], "4,000 tokens take longer than anybody stays"
     assert stats["clients_left_total"] > 0
-    assert live.stats()["generated_tokens_total"] == stats["generated_tokens_total"], "nothing is made for those who left"
+    assert live.stats()["generated_tokens_total"] == stats["generated_tokens_total"], (
+        "nothing is made for those who left"
+    )
     reply = httpx.post(f"{live.url}/v1/completions", json={"prompt": "x", "max_tokens": 3, "n": 8}, timeout=60)
     texts = [choice["text"] for choice in reply.json()["choices"]]
     assert len(texts) == 8

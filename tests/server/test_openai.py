@@ -42,8 +42,13 @@ def test_it_streams_a_completion(client: Any) -> None:
 
 
 def test_it_chats(client: Any) -> None:
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": HANGUL}]}]
-    told = client.chat.completions.create(model="mill", messages=messages, max_completion_tokens=80, logprobs=True, top_logprobs=2)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": HANGUL}]},
+    ]
+    told = client.chat.completions.create(
+        model="mill", messages=messages, max_completion_tokens=80, logprobs=True, top_logprobs=2
+    )
     assert told.choices[0].message.role == "assistant"
     assert told.choices[0].message.content.startswith(f"system: be brief\nuser: {HANGUL}\nassistant:")
     assert told.choices[0].logprobs.content[0].top_logprobs[0].logprob == pytest.approx(-0.6931, abs=1e-3)
@@ -79,7 +84,9 @@ def test_it_streams_several_texts_with_what_belongs_to_them(client: Any) -> None
     for index in range(3):
         parts = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
         assert "".join(part.text for part in parts) == whole.choices[index].text
-        assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == whole.choices[index].logprobs.tokens
+        assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == whole.choices[
+            index
+        ].logprobs.tokens
         assert [part.finish_reason for part in parts if part.finish_reason] == ["length"]
     assert (last.choices, last.usage) == ([], whole.usage)
 

@@ -37,7 +37,9 @@ def fresh(browser: Browser, url: str) -> None:
     browser.open(url)
     browser.run("localStorage.clear(); sessionStorage.clear()")
     browser.open(url)
-    browser.wait("return document.getElementById('model').textContent.includes('mill') || document.getElementById('key-dialog').open")
+    browser.wait(
+        "return document.getElementById('model').textContent.includes('mill') || document.getElementById('key-dialog').open"
+    )
 
 
 def shoot(browser: Browser, name: str) -> None:
@@ -64,12 +66,16 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     assert "Ask the model" in browser.text("#hint")
     browser.click("label:has(#mode-complete)")
     browser.click("#hint button")
-    assert browser.run("return document.getElementById('prompt').value") == browser.text("#hint button"), "an example is one click away"
+    assert browser.run("return document.getElementById('prompt').value") == browser.text("#hint button"), (
+        "an example is one click away"
+    )
     browser.run("document.getElementById('prompt').value = ''")
     browser.type("#prompt", HANGUL + KEYS["enter"])
     browser.wait("return document.querySelectorAll('.token').length > 3 && !document.getElementById('stop').disabled")
     browser.wait(IDLE)
-    whole = httpx.post(f"{slow.url}/v1/completions", json={"prompt": HANGUL, "max_tokens": 60}).json()["choices"][0]["text"]
+    whole = httpx.post(f"{slow.url}/v1/completions", json={"prompt": HANGUL, "max_tokens": 60}).json()["choices"][0][
+        "text"
+    ]
     shown = browser.run("return [...document.querySelectorAll('.token')].map((one) => one.textContent).join('')")
     assert whole.rstrip("�").startswith(shown)
     assert len(shown) > 20
@@ -83,7 +89,9 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
         const seen = turn.textContent; tokens.end(seen.slice(0, -1)); return [seen, turn.textContent]"""
     whole = b"".join(map(bytes, broken)).decode(errors="replace")
     assert browser.run(script, broken) == [whole, whole[:-1]]
-    assert "%" in browser.wait("return !document.getElementById('tip').hidden && document.getElementById('tip').textContent")
+    assert "%" in browser.wait(
+        "return !document.getElementById('tip').hidden && document.getElementById('tip').textContent"
+    )
     shoot(browser, "continue-light-wide")
     shaded = "return getComputedStyle(document.querySelector('.token.p2:not(:hover)')).backgroundColor"
     assert browser.run(shaded) == "rgba(0, 0, 0, 0)"
@@ -95,9 +103,13 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     assert browser.complaints() == []
     browser.run("document.getElementById('top_k').value = -1")
     browser.type("#prompt", KEYS["enter"])
-    browser.wait("return document.getElementById('top_k').ariaInvalid == 'true' && document.getElementById('more').open")
+    browser.wait(
+        "return document.getElementById('top_k').ariaInvalid == 'true' && document.getElementById('more').open"
+    )
     assert "top_k: wants at least 0; found -1" in browser.text("#trouble")
-    assert browser.run("return document.querySelectorAll('.turn').length") == 2, "what was refused leaves nothing behind"
+    assert browser.run("return document.querySelectorAll('.turn').length") == 2, (
+        "what was refused leaves nothing behind"
+    )
     assert ["400" in line for line in browser.complaints()] == [True]
 
 
@@ -130,7 +142,9 @@ def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: L
     browser.run("document.getElementById('theme').click()")
     shoot(browser, "chat-dark-wide")
     browser.size(390, 780)
-    assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing runs out of a phone's screen"
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), (
+        "nothing runs out of a phone's screen"
+    )
     shoot(browser, "chat-dark-narrow")
     browser.click("#show-settings")
     shoot(browser, "settings-dark-narrow")
@@ -169,7 +183,9 @@ def test_a_talk_longer_than_the_model_sees_goes_on(browser: Browser, new_live: C
     browser.click("label:has(#mode-chat)")
     for number in range(1, 5):
         browser.type("#prompt", f"The mill {number}" + KEYS["enter"])
-        browser.wait(f"return document.getElementById('stop').disabled && document.querySelectorAll('.note').length == {number}")
+        browser.wait(
+            f"return document.getElementById('stop').disabled && document.querySelectorAll('.note').length == {number}"
+        )
     assert "forgotten" in browser.text(f"{LAST} .note")
     assert browser.run("return document.getElementById('trouble').hidden")
     long = "mill " * 400
@@ -179,7 +195,9 @@ def test_a_talk_longer_than_the_model_sees_goes_on(browser: Browser, new_live: C
     assert "tokens, with room for" in browser.text("#trouble")
     assert browser.run("return document.getElementById('prompt').value") == long, "what got no answer is not lost"
     assert browser.run("return document.querySelectorAll('.turn').length") == 8
-    assert browser.run("return messages.length") == 6, "nor is the talk: what the last answer was made from, and that answer"
+    assert browser.run("return messages.length") == 6, (
+        "nor is the talk: what the last answer was made from, and that answer"
+    )
 
 
 @needs_browser

@@ -32,8 +32,23 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": "물레방아는", "seed": 5, "max_tokens": 15, "logprobs": 3},
     {"prompt": "The wheel begins", "temperature": 0, "max_tokens": 4, "logprobs": 2, "echo": True},
     {"prompt": "The wheel begins", "max_tokens": 0, "logprobs": 1, "echo": True},
-    {"prompt": [40, 41, 42], "seed": 1, "logit_bias": {"50": -100, "60": 5.5}, "top_p": 0, "repetition_penalty": 1.3, "max_tokens": 12},
-    {"prompt": "a", "seed": 2, "stop": ["e", "물"], "stop_token_ids": [70, 71], "min_tokens": 3, "max_tokens": 40, "logprobs": 0},
+    {
+        "prompt": [40, 41, 42],
+        "seed": 1,
+        "logit_bias": {"50": -100, "60": 5.5},
+        "top_p": 0,
+        "repetition_penalty": 1.3,
+        "max_tokens": 12,
+    },
+    {
+        "prompt": "a",
+        "seed": 2,
+        "stop": ["e", "물"],
+        "stop_token_ids": [70, 71],
+        "min_tokens": 3,
+        "max_tokens": 40,
+        "logprobs": 0,
+    },
 ]
 
 
@@ -62,7 +77,9 @@ async def here(folder: Path) -> list[Any]:
     serve = ServeConfig(slots=3, queue=9)
     scheduler = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
     service = Service(scheduler, serve, SampleConfig(), "mill")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60) as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60
+    ) as client:
         found = [(await client.post("/v1/completions", json=body)).json()["choices"] for body in BODIES]
     service.scheduler.close(0)
     return found
@@ -95,7 +112,10 @@ def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_stream_is_the_whole_text_in_pieces(model: Live) -> None:
     for body in (BODIES[0], MANY):
-        whole, chunks = httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"], streamed(model.url, body)
+        whole, chunks = (
+            httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"],
+            streamed(model.url, body),
+        )
         for choice in whole:
             parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
             assert "".join(part["text"] for part in parts) == choice["text"]
@@ -117,7 +137,9 @@ def test_a_client_that_leaves_frees_its_slot(model: Live) -> None:
 def test_a_full_queue_is_said_at_once(model: Live) -> None:
     body = {**LONG, "max_tokens": 300, "min_tokens": 300}
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(httpx.post, f"{model.url}/v1/completions", json={**body, "n": n}, timeout=60) for n in (1, 11)]
+        asked = [
+            pool.submit(httpx.post, f"{model.url}/v1/completions", json={**body, "n": n}, timeout=60) for n in (1, 11)
+        ]
         wait_for(lambda: model.stats()["active"] == 3 and model.stats()["waiting"] == 9)
         assert httpx.post(f"{model.url}/v1/completions", json=LONG, timeout=60).status_code == 429
         assert [one.result().status_code for one in asked] == [200, 200]
@@ -155,7 +177,10 @@ def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp
         os.kill(worker, signal.SIGCONT)
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
         with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "n": 2}, timeout=60), pool.submit(streamed, url, LONG)]
+            asked = [
+                pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "n": 2}, timeout=60),
+                pool.submit(streamed, url, LONG),
+            ]
             wait_for(lambda: "\ntextmill_active 3\n" in httpx.get(f"{url}/metrics").text)
             os.kill(worker, signal.SIGKILL)
             whole, chunks = asked[0].result(), asked[1].result()

@@ -86,7 +86,11 @@ def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> No
 
 
 def test_a_model_has_the_name_of_its_run() -> None:
-    for place, name in [("runs/tale/run/step-0000007", "tale"), ("runs/tale/step-0000007", "tale"), ("models/gpt2", "gpt2")]:
+    for place, name in [
+        ("runs/tale/run/step-0000007", "tale"),
+        ("runs/tale/step-0000007", "tale"),
+        ("models/gpt2", "gpt2"),
+    ]:
         assert name_of(Checkpoint(Path(place), 7, {})) == name
 
 

@@ -70,7 +70,9 @@ def test_an_epoch_asks_every_token_in_its_documents_order(
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, step=st.integers(0, 10**9), cut=st.integers(0, 6))
-def test_a_rank_sees_its_part_of_the_same_batch(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], step: int, cut: int) -> None:
+def test_a_rank_sees_its_part_of_the_same_batch(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], step: int, cut: int
+) -> None:
     store = store_of(tmp_path_factory.mktemp("ranks"), lengths)
     whole = packed_batches(store, length=5, batch=6, seed=9).batch_at(step)
     again = packed_batches(store, length=5, batch=6, seed=9)
@@ -134,14 +136,18 @@ def test_windows_ask_every_token_once_with_its_true_context(
         for inputs, labels in zip(one.inputs, one.labels, strict=True):
             for place in np.flatnonzero(labels >= 0):
                 asked.append(int(labels[place]))
-                assert inputs[: place + 1].tolist() == list(range(labels[place] - 1 - place, labels[place])), "the tokens just before it"
+                assert inputs[: place + 1].tolist() == list(range(labels[place] - 1 - place, labels[place])), (
+                    "the tokens just before it"
+                )
     assert asked == store.ids.tolist()
     assert windows == window_count(store, length=length, stride=stride)
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99), tail=st.sampled_from(["keep", "drop"]))
-def test_documents_kept_apart(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, tail: str) -> None:
+def test_documents_kept_apart(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, tail: str
+) -> None:
     store = store_of(tmp_path_factory.mktemp("apart"), lengths)
     if sum(lengths) <= length:
         tail = "keep"
@@ -152,7 +158,9 @@ def test_documents_kept_apart(tmp_path_factory: pytest.TempPathFactory, lengths:
     assert rows.documents is not None
     plain = joined.rows(np.arange(2 * packed.samples))
     assert (rows.inputs == plain.inputs).all()
-    for inputs, labels, numbers in zip(rows.inputs.tolist(), rows.labels.tolist(), rows.documents.tolist(), strict=True):
+    for inputs, labels, numbers in zip(
+        rows.inputs.tolist(), rows.labels.tolist(), rows.documents.tolist(), strict=True
+    ):
         owners = [int(np.searchsorted(ends, token, side="left")) for token in inputs]
         for place, (one, other) in enumerate(pairwise(owners)):
             follows = one == other and inputs[place + 1] == inputs[place] + 1
@@ -179,13 +187,21 @@ def test_in_its_own_order_a_store_is_asked_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, batch: int, apart: bool
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("order"), lengths)
-    labels = np.concatenate([one.labels.ravel() for one in in_order([Packed(store, length=length, seed=None, apart=apart)], batch)])
+    labels = np.concatenate(
+        [one.labels.ravel() for one in in_order([Packed(store, length=length, seed=None, apart=apart)], batch)]
+    )
     firsts = {1, *(np.cumsum(lengths) + 1).tolist()} if apart else {1}
     assert labels[labels != IGNORED].tolist() == [token for token in range(2, sum(lengths) + 1) if token not in firsts]
 
 
 @settings(max_examples=80, deadline=None)
-@given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99), long=st.sampled_from(["cut", "split"]), close=st.booleans())
+@given(
+    lengths=LENGTHS,
+    length=st.integers(1, 15),
+    seed=st.integers(0, 99),
+    long=st.sampled_from(["cut", "split"]),
+    close=st.booleans(),
+)
 def test_padded_samples_hold_one_document_each(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, long: str, close: bool
 ) -> None:
@@ -206,13 +222,18 @@ def test_padded_samples_hold_one_document_each(
     rows = padded.rows(np.arange(padded.samples, 2 * padded.samples))
     found = list(zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True))
     assert sorted(found) == sorted(expected)
-    natural = Padded(store, length=length, seed=None, pad=0, long=long, close=999 if close else None).rows(np.arange(padded.samples))
+    natural = Padded(store, length=length, seed=None, pad=0, long=long, close=999 if close else None).rows(
+        np.arange(padded.samples)
+    )
     assert list(zip(natural.inputs.tolist(), natural.labels.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize(
     ("weights", "draws"),
-    [([3, 7], [1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1]), ([5, 3, 2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0] * 2)],
+    [
+        ([3, 7], [1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1]),
+        ([5, 3, 2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0] * 2),
+    ],
 )
 def test_blends_as_megatron_draws_them(weights: list[float], draws: list[int]) -> None:
     assert Blend(weights).drawn(np.arange(20))[0].tolist() == draws
@@ -268,10 +289,14 @@ def test_a_blend_takes_each_store_by_its_own_samples(tmp_path: Path) -> None:
     batch = joined.batch_at(5)
     for sample, store, document in joined.seen_at(5):
         ids, size = np.append(batch.inputs[sample - 60], batch.labels[sample - 60, -1]), 40 + store
-        assert ((ids > document * size) & (ids <= (document + 1) * size)).any(), "a document that is named stands in the sample"
+        assert ((ids > document * size) & (ids <= (document + 1) * size)).any(), (
+            "a document that is named stands in the sample"
+        )
 
 
-def test_sums_in_a_file_are_made_once_and_give_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_a_file_are_made_once_and_give_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = store_of(tmp_path, [7, 3, 0, 12, 5] * 30)
 
     def made(folder: Path | None) -> list[Any]:
@@ -301,14 +326,20 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
         check_ids(np.array([1, -2, 3], np.int32), 9, "here")
 
 
-@pytest.mark.parametrize("train", [{"layout": "packed", "apart": True, "tail": "drop"}, {"layout": "padded", "long": "cut"}])
+@pytest.mark.parametrize(
+    "train", [{"layout": "packed", "apart": True, "tail": "drop"}, {"layout": "padded", "long": "cut"}]
+)
 def test_a_valid_split_that_fills_no_window_stops_no_run(tmp_path: Path, train: dict[str, Any]) -> None:
     tokenizer = fit(iter([["aaa bbb aaa bbb"]]), TokenizerConfig(vocab=280))
     for lengths in ([1], [5, 1], [1, 1]):
         share = Share(store_of(tmp_path, lengths), 1.0)
         splits = Splits({"train": [share], "valid": [share], "test": []}, tokenizer, "", {})
-        asked = sum(int((one.labels != IGNORED).sum()) for one in valid_batches(TrainConfig(**train), splits, length=64))
-        assert asked == sum(max(length - 1, 0) for length in lengths), "every token that follows another in its document, and no error"
+        asked = sum(
+            int((one.labels != IGNORED).sum()) for one in valid_batches(TrainConfig(**train), splits, length=64)
+        )
+        assert asked == sum(max(length - 1, 0) for length in lengths), (
+            "every token that follows another in its document, and no error"
+        )
 
 
 @pytest.mark.parametrize(

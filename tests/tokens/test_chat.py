@@ -27,7 +27,10 @@ from textmill.tokens.vocabulary.encoders import ReferenceEncoder
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 
-TEXTS = ["물레방아는 강가에 서 있다. The mill stands by the river.", "안녕하세요, 반가워요! 你好，很高兴认识你。🙂👩‍👧 <|user|> x"] * 3
+TEXTS = [
+    "물레방아는 강가에 서 있다. The mill stands by the river.",
+    "안녕하세요, 반가워요! 你好，很高兴认识你。🙂👩‍👧 <|user|> x",
+] * 3
 S, U, A, E = "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"
 
 # What is said, and by hand: every piece of the rendered text with + where loss is asked. A piece in a list of one is plain text.
@@ -70,7 +73,9 @@ def rendered(tokenizer: TextTokenizer, turns: list[Turn], prompt: bool = False) 
 
 
 @pytest.mark.parametrize(("turns", "marked"), [row[1:] for row in CONVERSATIONS], ids=[row[0] for row in CONVERSATIONS])
-def test_loss_is_asked_where_a_hand_marked_it(tokenizer: TextTokenizer, turns: list[Turn], marked: list[tuple[str, str]]) -> None:
+def test_loss_is_asked_where_a_hand_marked_it(
+    tokenizer: TextTokenizer, turns: list[Turn], marked: list[tuple[str, str]]
+) -> None:
     said = {text for _, text in turns}
     ids, asked = [], []
     for mark, text in marked:
@@ -136,7 +141,11 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
             found = theirs.apply_chat_template(as_messages(turns), add_generation_prompt=prompt)
             assert found["input_ids"] == rendered(again, turns, prompt).ids.tolist()
         masks = theirs.apply_chat_template(
-            as_messages(turns), chat_template=marked, return_assistant_tokens_mask=True, return_dict=True, add_generation_prompt=False
+            as_messages(turns),
+            chat_template=marked,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            add_generation_prompt=False,
         )
         assert masks["input_ids"] == rendered(again, turns).ids.tolist()
         if any(role == "assistant" for role, _ in turns) and kind == "bpe":
@@ -150,7 +159,15 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
 def test_dsgpt2_asks_as_dsgpt2_does() -> None:
     """user = <usr> <s> q </s>, system = <sys> <s> a </s>; the loss begins where <s> after <sys> is seen, and ends with </s>."""
     tokenizer = fit(iter([TEXTS]), TokenizerConfig(vocab=400, chat="dsgpt2"))
-    assert [tokenizer.inner.id_to_token(id_) for id_ in range(7)] == ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>"]
+    assert [tokenizer.inner.id_to_token(id_) for id_ in range(7)] == [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "<mask>",
+        "<sys>",
+        "<usr>",
+    ]
     assert (tokenizer.end, tokenizer.pad, tokenizer.begin) == (2, 1, 0)
     question, answer = tokenizer.encode("안녕?"), tokenizer.encode("반가워요")
     made = rendered(tokenizer, [("user", "안녕?"), ("assistant", "반가워요")])
@@ -165,10 +182,16 @@ def test_dsgpt2_asks_as_dsgpt2_does() -> None:
     ("turns", "said"),
     [
         ({"user": "<u>{content}{end}"}, "no turn of the assistant; add one"),
-        ({"user": "<u>{content}{end}", "assistant": "{content}{end}"}, "no generation prompt, so nothing tells the model to answer; put"),
+        (
+            {"user": "<u>{content}{end}", "assistant": "{content}{end}"},
+            "no generation prompt, so nothing tells the model to answer; put",
+        ),
         ({"user": "<u>{content}{end}", "assistant": "<a>{content}"}, "would never learn to stop; put {end} after it"),
         ({"user": "<u>{content}{end}", "assistant": "<u>{content}{end}"}, "begin alike"),
-        ({"user": "<u>\n{content}{end}", "assistant": "<a>{content}{end}"}, "melts into the words beside it; give special tokens alone"),
+        (
+            {"user": "<u>\n{content}{end}", "assistant": "<a>{content}{end}"},
+            "melts into the words beside it; give special tokens alone",
+        ),
         ({"user": "<u>{end}", "assistant": "<a>{content}{end}"}, "put {content} into it once"),
         ({"users": "<u>{content}"}, "no role 'users'; known are system, user, assistant"),
     ],
@@ -220,7 +243,11 @@ def test_the_store_holds_ids_and_what_is_asked(chat_lines: Path) -> None:
     tokenizer = open_tokenizer(chat_lines / "out" / "tokenizer")
     manifest = open_manifest(folder)
     for split in ("train", "valid", "test"):
-        rows = [turns_of(text) for path in sorted(corpus.glob(f"{split}-*")) for text in pq.read_table(path).column("messages").to_pylist()]
+        rows = [
+            turns_of(text)
+            for path in sorted(corpus.glob(f"{split}-*"))
+            for text in pq.read_table(path).column("messages").to_pylist()
+        ]
         store, wanted = open_store(folder / split), [rendered(tokenizer, turns) for turns in rows]
         assert store.asked is not None
         assert store.ids.tolist() == [id_ for one in wanted for id_ in one.ids.tolist()]
@@ -236,7 +263,9 @@ def test_a_turn_the_template_does_not_know_is_quarantined(chat_lines: Path) -> N
     config = config_of(chat_lines, {"vocab": 400, "chat": "dsgpt2"})
     prepare(config)
     lines = (tokenize(config) / "quarantine.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["reason"].partition(";")[0] for line in lines] == ["the chat template has no turn of the system"]
+    assert [json.loads(line)["reason"].partition(";")[0] for line in lines] == [
+        "the chat template has no turn of the system"
+    ]
 
 
 def test_merging_keeps_the_mask(chat_lines: Path) -> None:
@@ -269,7 +298,9 @@ def test_a_tokenizer_without_a_template_of_ours(chat_lines: Path, jinja: str | N
     bare = fit(iter([TEXTS]), TokenizerConfig(vocab=300))
     files = bare.files()
     if jinja:
-        files["tokenizer_config.json"] = json.dumps({**json.loads(files["tokenizer_config.json"]), "chat_template": jinja})
+        files["tokenizer_config.json"] = json.dumps(
+            {**json.loads(files["tokenizer_config.json"]), "chat_template": jinja}
+        )
     (chat_lines / "bare").mkdir()
     for name, text in files.items():
         (chat_lines / "bare" / name).write_text(text, encoding="utf-8")
@@ -304,7 +335,11 @@ def test_tokens_are_added_to_a_tokenizer_that_is_there(chat_lines: Path) -> None
     tokenize(config)
     made = open_tokenizer(chat_lines / "out" / "tokenizer")
     assert made.vocab == bare.vocab + 3
-    assert {token: made.inner.token_to_id(token) for token in (S, U, A)} == {S: bare.vocab, U: bare.vocab + 1, A: bare.vocab + 2}
+    assert {token: made.inner.token_to_id(token) for token in (S, U, A)} == {
+        S: bare.vocab,
+        U: bare.vocab + 1,
+        A: bare.vocab + 2,
+    }
     assert made.chat is not None
     assert dict(made.chat.turns) == {role: text.replace("{end}", E) for role, text in TEMPLATES["default"].items()}
     for text in TEXTS:

@@ -93,12 +93,16 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
         rows, seen = layout.rows(samples), layout.seen(samples)
         assert sorted(seen.documents.tolist()) == list(range(len(store)))
         assert int((rows.labels != X).sum()) == int(store.asked.sum())
-        assert sorted(rows.labels[rows.labels != X].tolist()) == sorted(np.asarray(store.ids)[np.asarray(store.asked) > 0].tolist())
+        assert sorted(rows.labels[rows.labels != X].tolist()) == sorted(
+            np.asarray(store.ids)[np.asarray(store.asked) > 0].tolist()
+        )
     if pack:
         assert layout.samples <= 2 * -(-(store.tokens - len(store)) // 40), "next-fit takes at most twice the room"
         assert layout.samples < len(store)
     if seed is not None:
-        first, second = (layout.seen(np.arange(layout.samples) + epoch * layout.samples).documents.tolist() for epoch in range(2))
+        first, second = (
+            layout.seen(np.arange(layout.samples) + epoch * layout.samples).documents.tolist() for epoch in range(2)
+        )
         assert first != second
 
 
@@ -119,7 +123,9 @@ def test_a_batch_is_a_pure_function_of_its_step(tmp_path: Path) -> None:
 def test_packed_conversations_do_not_see_one_another(tmp_path: Path) -> None:
     """The loss of every asked token is what it is when its conversation stands alone."""
     store = scattered(tmp_path, 20)
-    shape = gpt2.shape_of(ModelConfig(shape=ShapeConfig(layers=2, heads=2, width=16, positions=64)), vocab=512, end=STOP)
+    shape = gpt2.shape_of(
+        ModelConfig(shape=ShapeConfig(layers=2, heads=2, width=16, positions=64)), vocab=512, end=STOP
+    )
     net = new_net(shape, torch.device("cpu"))
     fill(net, gpt2.first_weights(shape, 5), "the first weights")
 
@@ -130,7 +136,9 @@ def test_packed_conversations_do_not_see_one_another(tmp_path: Path) -> None:
         with torch.no_grad():
             logits = net.logits(net(torch.from_numpy(rows.inputs), documents_NT=documents))
         labels = torch.from_numpy(rows.labels).long()
-        found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=X, reduction="none")
+        found = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=X, reduction="none"
+        )
         return [float(loss) for loss in found[labels.flatten() != X]]
 
     assert losses(True) == pytest.approx(losses(False), abs=2e-5)
@@ -140,7 +148,8 @@ def test_a_store_of_plain_text_is_refused(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "train", np.dtype(np.uint16)) as writer:
         writer.add([[1, 2, 3]])
     with pytest.raises(
-        TextmillError, match=r"holds no conversations.*; make them with corpus.chat and tokenizer.chat, or set train.layout"
+        TextmillError,
+        match=r"holds no conversations.*; make them with corpus.chat and tokenizer.chat, or set train.layout",
     ):
         Chat(open_store(tmp_path / "train"), length=8, seed=None, pad=PAD)
 

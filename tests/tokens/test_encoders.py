@@ -56,12 +56,17 @@ def copy_of(tokenizer: TextTokenizer) -> Tokenizer:
 
 def split_by(pattern: str) -> Any:
     return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
 
 
 def digits(inner: Tokenizer) -> None:
-    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
 
 
 def composed(inner: Tokenizer) -> None:
@@ -103,7 +108,9 @@ def test_ids_are_those_of_tokenizers(fitted: TextTokenizer, change: Callable[[To
 
     check()
     for sample in hard_samples():
-        assert encoder.encode([sample.text])[0].tolist() == inner.encode(sample.text, add_special_tokens=False).ids, sample.name
+        assert encoder.encode([sample.text])[0].tolist() == inner.encode(sample.text, add_special_tokens=False).ids, (
+            sample.name
+        )
 
 
 def test_special_tokens_in_a_text_are_plain_text(fitted: TextTokenizer) -> None:
@@ -112,7 +119,9 @@ def test_special_tokens_in_a_text_are_plain_text(fitted: TextTokenizer) -> None:
     assert fitted.decode(ids.tolist()) == f"a {END} b<|im_start|>{END}"
 
 
-@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "".join(random.Random(1).choices("abcdefgh", k=100_000))])
+@pytest.mark.parametrize(
+    "text", ["a" * 1_000_000, " " * 1_000_000, "".join(random.Random(1).choices("abcdefgh", k=100_000))]
+)
 def test_a_long_line_without_a_break(fitted: TextTokenizer, text: str) -> None:
     assert open_encoder(fitted).encode([text])[0].tolist() == fitted.inner.encode(text, add_special_tokens=False).ids
 

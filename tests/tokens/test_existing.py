@@ -109,7 +109,12 @@ def test_a_dataset_without_splits_is_cut_as_it_stands(tmp_path: Path, tokenizer:
 
 
 def test_parquet_files_are_of_the_splits_that_their_names_say(tmp_path: Path, tokenizer: Path) -> None:
-    sides = {"train-00000-of-00002": "train", "train-00001-of-00002": "train", "validation-00000-of-00001": "valid", "test": "test"}
+    sides = {
+        "train-00000-of-00002": "train",
+        "train-00001-of-00002": "train",
+        "validation-00000-of-00001": "valid",
+        "test": "test",
+    }
     wanted: dict[str, Rows] = {split: [] for split in SPLITS}
     (tmp_path / "data").mkdir()
     for number, (name, side) in enumerate(sides.items()):
@@ -171,7 +176,11 @@ def test_any_rows_of_any_files(tmp_path_factory: pytest.TempPathFactory, data: s
     for number, size in enumerate(sizes):
         begin = sum(sizes[:number])
         paths.append(folder / str(number))
-        pq.write_table(pa.table({"input_ids": pa.array(rows[begin : begin + size], pa.list_(pa.int64()))}), paths[-1], row_group_size=6)
+        pq.write_table(
+            pa.table({"input_ids": pa.array(rows[begin : begin + size], pa.list_(pa.int64()))}),
+            paths[-1],
+            row_group_size=6,
+        )
     first = data.draw(st.integers(0, count))
     many = data.draw(st.integers(0, count - first))
     found, place = [], 0
@@ -195,11 +204,15 @@ def test_grouped_rows_train_as_transformers_trains_them(tmp_path: Path, tokenize
     assert sorted(batch.inputs.tolist()) == sorted(rows)
     assert (batch.labels != IGNORED).sum(1).tolist() == [11] * 8
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=258, n_positions=12, n_embd=16, n_layer=1, n_head=2)).eval()
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=258, n_positions=12, n_embd=16, n_layer=1, n_head=2)
+    ).eval()
     inputs = torch.from_numpy(batch.inputs).long()
     with torch.no_grad():
         theirs = model(inputs, labels=inputs)
-        ours = torch.nn.functional.cross_entropy(theirs.logits.flatten(0, 1), torch.from_numpy(batch.labels).long().flatten())
+        ours = torch.nn.functional.cross_entropy(
+            theirs.logits.flatten(0, 1), torch.from_numpy(batch.labels).long().flatten()
+        )
     assert float(ours) == pytest.approx(float(theirs.loss), rel=1e-6)
 
 
@@ -226,11 +239,15 @@ def test_what_is_not_tokens_is_named(tmp_path: Path, tokenizer: Path) -> None:
     datasets.DatasetDict({"extra": datasets.Dataset.from_dict({"input_ids": [[1]]})}).save_to_disk(tmp_path / "dict")
     refused(tmp_path / "dict", "split 'extra'")
     state = tmp_path / "dict" / "extra" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "_indices_data_files": [{"filename": "indices.arrow"}]}))
+    state.write_text(
+        json.dumps({**json.loads(state.read_text()), "_indices_data_files": [{"filename": "indices.arrow"}]})
+    )
     refused(tmp_path / "dict" / "extra", "flatten_indices")
 
 
-def test_a_dataset_must_be_converted_and_stays_what_it_was(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_must_be_converted_and_stays_what_it_was(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("one", "two"):
         pq.write_table(pa.table({"input_ids": rows_of(5, 20)}), tmp_path / f"{name}.parquet")
     config = config_for(tmp_path / "run", tokenizer, tmp_path / "one.parquet")
@@ -252,7 +269,9 @@ def write_store(prefix: Path, rows: Rows) -> Path:
     return prefix
 
 
-def test_two_stores_and_their_weights_through_the_whole_chain(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_stores_and_their_weights_through_the_whole_chain(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = (write_store(tmp_path / name, rows_of(number, 60)) for number, name in enumerate(("one", "two.v1")))
     (tmp_path / "textmill.yaml").write_text(
         f"tokens:\n  use: [{{path: {one.name}, weight: 3}}, {two.name}]\ncorpus: {{split: '80,10,10'}}\n"
@@ -278,11 +297,18 @@ def test_two_stores_and_their_weights_through_the_whole_chain(tmp_path: Path, to
     assert "done already" in capsys.readouterr().out
 
 
-def test_a_dataset_and_a_store_through_the_whole_chain(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = {name: datasets.Dataset.from_dict({"input_ids": rows_of(number, 30)}) for number, name in enumerate(("train", "validation"))}
+def test_a_dataset_and_a_store_through_the_whole_chain(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {
+        name: datasets.Dataset.from_dict({"input_ids": rows_of(number, 30)})
+        for number, name in enumerate(("train", "validation"))
+    }
     datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved")
     write_store(tmp_path / "one", rows_of(7, 30))
-    (tmp_path / "textmill.yaml").write_text("tokens: {use: [one, saved]}\nrunner: {workers: 1}\ncorpus: {split: '80,10,10'}\n")
+    (tmp_path / "textmill.yaml").write_text(
+        "tokens: {use: [one, saved]}\nrunner: {workers: 1}\ncorpus: {split: '80,10,10'}\n"
+    )
     words = [str(tmp_path), *TINY, "train.length=16", f"tokenizer.use={tokenizer}", "train.layout=padded"]
     assert main(["run", *words]) == 0
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["manifest.json", "run.yaml", "used-1"]
@@ -294,7 +320,13 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused_in_training(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_store(tmp_path / "one", [[1, 2, 3, 400]] * 50)
-    words = [*TINY, f"folder={tmp_path}", f"tokens.use={tmp_path / 'one'}", f"tokenizer.use={tokenizer}", "train.length=16"]
+    words = [
+        *TINY,
+        f"folder={tmp_path}",
+        f"tokens.use={tmp_path / 'one'}",
+        f"tokenizer.use={tokenizer}",
+        "train.length=16",
+    ]
     (tmp_path / "some.yaml").touch()
     assert main(["train", str(tmp_path / "some.yaml"), *words]) == 2
     assert "token id 400, the tokenizer has 258 pieces" in capsys.readouterr().err

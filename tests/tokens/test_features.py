@@ -106,7 +106,12 @@ def test_a_token_of_id_0_is_lost_only_where_the_quirk_is_asked_for() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(sizes=st.lists(st.integers(0, 40), max_size=8), data=st.data(), pad_zero=st.booleans(), special=st.sampled_from([0, 9]))
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=8),
+    data=st.data(),
+    pad_zero=st.booleans(),
+    special=st.sampled_from([0, 9]),
+)
 def test_rows_are_those_of_the_description(sizes: list[int], data: st.DataObject, pad_zero: bool, special: int) -> None:
     longest = data.draw(st.integers(2, 20))
     rule = FeaturesConfig(
@@ -121,7 +126,8 @@ def config_for(folder: Path, *words: str) -> RunConfig:
     (folder / "textmill.yaml").touch()
     small = [f"tokens.features.{word}" for word in SMALL]
     return open_where(
-        str(folder), [f"corpus.sources={folder / 'texts'}", "corpus.documents=block", "tokenizer.vocab=300", *small, *words]
+        str(folder),
+        [f"corpus.sources={folder / 'texts'}", "corpus.documents=block", "tokenizer.vocab=300", *small, *words],
     ).config
 
 
@@ -145,10 +151,17 @@ def test_rows_of_a_corpus_open_in_datasets(life: Path) -> None:
     assert faults_of(tokens, files) == []
     for split in SPLITS:
         paths = sorted((tokens / "features").glob(f"{split}-*.parquet"))
-        assert [path.name for path in paths] == [f"{split}-{number:05d}-of-{len(paths):05d}.parquet" for number in range(len(paths))]
+        assert [path.name for path in paths] == [
+            f"{split}-{number:05d}-of-{len(paths):05d}.parquet" for number in range(len(paths))
+        ]
         assert {f"features/{path.name}" for path in paths} <= set(files)
         found = datasets.Dataset.from_parquet([str(path) for path in paths], cache_dir=str(life / "cache"))
-        documents = [tokenizer.encode(text) for path in shards_of(life / "corpus", split) for texts in read_texts(path) for text in texts]
+        documents = [
+            tokenizer.encode(text)
+            for path in shards_of(life / "corpus", split)
+            for texts in read_texts(path)
+            for text in texts
+        ]
         assert found.to_list() == slow_rows(documents, FeaturesConfig(max=16, min=6, stride=5), tokenizer.end)
         assert pq.read_schema(paths[0]).equals(SCHEMA)
     assert len(list((tokens / "features").iterdir())) > 3
@@ -174,10 +187,21 @@ def test_files_are_the_same_on_any_runner(life: Path, runner: Any, monkeypatch: 
 
 
 def test_the_end_tokens_of_a_store_are_not_counted(life: Path) -> None:
-    tokenize(config_for(life, "tokens.kind=features", "tokens.append_end=false", "runner.workers=1", f"tokens.folder={life / 'open'}"))
+    tokenize(
+        config_for(
+            life,
+            "tokens.kind=features",
+            "tokens.append_end=false",
+            "runner.workers=1",
+            f"tokens.folder={life / 'open'}",
+        )
+    )
     found, wanted = (tables_in(life / name) for name in ("open", "tokens"))
     for split in SPLITS:
-        whole = [pa.concat_tables(tables[name] for name in sorted(tables) if name.startswith(split)) for tables in (found, wanted)]
+        whole = [
+            pa.concat_tables(tables[name] for name in sorted(tables) if name.startswith(split))
+            for tables in (found, wanted)
+        ]
         assert whole[0].equals(whole[1])
 
 
@@ -235,7 +259,9 @@ def foreign(folder: Path, rows: list[dict[str, list[Any]]], files: int = 3) -> T
     """Rows as Beam's WriteToParquet leaves them: shards without an ending."""
     folder.mkdir()
     for number in range(files):
-        pq.write_table(pa.Table.from_pylist(rows[number::files], SCHEMA), folder / f"wikitext-{number:05d}-of-{files:05d}")
+        pq.write_table(
+            pa.Table.from_pylist(rows[number::files], SCHEMA), folder / f"wikitext-{number:05d}-of-{files:05d}"
+        )
     paths = tuple(sorted(folder.iterdir()))
     return Table(paths, 0, len(rows))
 
@@ -291,10 +317,15 @@ def test_rows_from_elsewhere_go_through_the_whole_chain(life: Path, capsys: pyte
     (life / "beam").mkdir()
     for number, path in enumerate(paths):
         path.rename(life / "beam" / f"wikitext-{number:05d}-of-{len(paths):05d}")
-    (life / "beam" / "mine.yaml").write_text(f"folder: out\ntokens: {{use: ['wikitext-*']}}\ntokenizer: {{use: {life / 'tokenizer'}}}\n")
+    (life / "beam" / "mine.yaml").write_text(
+        f"folder: out\ntokens: {{use: ['wikitext-*']}}\ntokenizer: {{use: {life / 'tokenizer'}}}\n"
+    )
     assert main(["run", str(life / "beam" / "mine.yaml"), "runner.workers=1", "corpus.split=80,10,10", *TINY]) == 0
     measured = read_json(life / "beam" / "out" / "run" / "evaluation" / "step-0000002-valid.json")
     rows = [row for path in sorted((life / "beam").glob("wikitext-*")) for row in pq.read_table(path).to_pylist()]
     edges = contiguous([80, 10, 10], len(rows))
     valid = rows[edges[1] : edges[2]]
-    assert (measured["documents"], measured["tokens"]) == (len(valid), sum(map(sum, (row["attention_mask"] for row in valid))))
+    assert (measured["documents"], measured["tokens"]) == (
+        len(valid),
+        sum(map(sum, (row["attention_mask"] for row in valid))),
+    )

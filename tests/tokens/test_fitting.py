@@ -31,7 +31,11 @@ TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , å¤©å
 
 
 def config_of(folder: Path, texts: Path, workers: int = 1, **tokenizer: Any) -> RunConfig:
-    tree = {"folder": str(folder), "corpus": {"sources": [str(texts)], "documents": "block"}, "runner": {"workers": workers}}
+    tree = {
+        "folder": str(folder),
+        "corpus": {"sources": [str(texts)], "documents": "block"},
+        "runner": {"workers": workers},
+    }
     return RunConfig.model_validate({**tree, "tokenizer": {"vocab": 600, **tokenizer}})
 
 
@@ -74,7 +78,9 @@ def test_any_number_of_workers_fits_the_same(kind: str, tiny_texts: Path, tmp_pa
         config = config_of(tmp_path / str(workers), tiny_texts, workers, kind=kind, sample=0.7)
         prepare(config)
         folder = fit_tokenizer(config)
-        results.append([(folder / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json", "report.json")])
+        results.append(
+            [(folder / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json", "report.json")]
+        )
     assert results[0] == results[1]
 
 
@@ -86,10 +92,14 @@ def test_parts_in_any_order_give_the_same_counts(tiny_texts: Path, tmp_path: Pat
 
 
 def test_a_sample_is_chosen_by_the_text_alone(tiny_texts: Path, tmp_path: Path) -> None:
-    (tiny_texts / "plays.txt").write_text("\n\n".join(dict.fromkeys(shakespeare()[0].split("\n\n")[:90])), encoding="utf-8")
+    (tiny_texts / "plays.txt").write_text(
+        "\n\n".join(dict.fromkeys(shakespeare()[0].split("\n\n")[:90])), encoding="utf-8"
+    )
     config = config_of(tmp_path, tiny_texts / "plays.txt", kind="unigram", sample=20, fit_on="sources")
     texts = [text for part in parts_of(config) for text in part.texts()]
-    chosen = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())[:20]
+    chosen = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())[
+        :20
+    ]
     assert len(texts) == len(set(texts)) == 90
     counter = WordCounter(new_inner(config.tokenizer))
     for text in chosen:
@@ -136,7 +146,11 @@ def test_the_report_counts_by_language(tiny_texts: Path, tmp_path: Path, capsys:
     }  # fmt: skip
     assert ids.count(1)
     assert report["all"]["by"]["tokenizer"]["unknown"] == 0
-    assert sum(report[language]["documents"] for language in ("en", "ko", "tr")) == report["all"]["documents"] == len(texts)
+    assert (
+        sum(report[language]["documents"] for language in ("en", "ko", "tr"))
+        == report["all"]["documents"]
+        == len(texts)
+    )
     assert "bytes/token" in capsys.readouterr().out
 
 
@@ -149,7 +163,9 @@ def test_a_used_tokenizer_is_copied_and_reported(shared_data: Path, tiny_texts: 
     assert report["all"]["by"]["this one"]["tokens"] > 0
 
 
-def test_settings_for_fitting_beside_use_are_warned_of(tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_for_fitting_beside_use_are_warned_of(
+    tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = config_of(tmp_path / "one", tiny_texts)
     prepare(one)
     folder = fit_tokenizer(one)

@@ -55,7 +55,9 @@ def test_a_piece_spells_what_the_library_decodes(kind: str, tiny_texts: Path) ->
     assert seen > 90
 
 
-@pytest.mark.parametrize(("old", "new"), [("bpe", "unigram"), ("unigram", "bpe"), ("wordpiece", "bpe"), ("bpe", "wordpiece")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("bpe", "unigram"), ("unigram", "bpe"), ("wordpiece", "bpe"), ("bpe", "wordpiece")]
+)
 def test_kinds_meet_in_what_they_spell(old: str, new: str, tiny_texts: Path, tmp_path: Path) -> None:
     before, now = fitted(KINDS[old], tiny_texts), fitted(KINDS[new], tiny_texts)
     before.save(tmp_path)
@@ -72,7 +74,9 @@ def test_kinds_meet_in_what_they_spell(old: str, new: str, tiny_texts: Path, tmp
         joined = b"".join(old_spelled[part].data for part in parts)
         if parts != [before.end] and before.unknown is None:
             assert joined.strip() == new_spelled[id_].data.strip()
-    assert f"{len(heirs.kept):,} of {now.vocab:,} pieces keep their vectors, {len(heirs.new):,} new ones" in str(heirs.told)
+    assert f"{len(heirs.kept):,} of {now.vocab:,} pieces keep their vectors, {len(heirs.new):,} new ones" in str(
+        heirs.told
+    )
 
 
 def test_the_same_pieces_under_other_ids_all_keep_their_vectors(tiny_texts: Path, tmp_path: Path) -> None:
@@ -94,7 +98,11 @@ def test_bytes_that_are_no_text_start_from_the_bytes_they_are(tiny_texts: Path, 
     english.save(tmp_path)
     korean = fit(iter([[(tiny_texts / "korean.txt").read_text(encoding="utf-8")]]), TokenizerConfig(vocab=340))
     heirs, spelled = inherited(tmp_path, korean, english.vocab), spellings_of(korean)
-    broken = {id_: parts for id_, parts in heirs.new.items() if spelled[id_].data.decode(errors="ignore").encode() != spelled[id_].data}
+    broken = {
+        id_: parts
+        for id_, parts in heirs.new.items()
+        if spelled[id_].data.decode(errors="ignore").encode() != spelled[id_].data
+    }
     assert broken
     for id_, parts in broken.items():
         assert [english.inner.id_to_token(part) for part in parts] == list(str(korean.inner.id_to_token(id_)))

@@ -36,7 +36,10 @@ def token_folder(folder: Path, documents: dict[str, list[list[int]]], tokenizer:
         files |= {f"{split}.{end}": account_of(folder / f"{split}.{end}") for end in ("bin", "idx", "lineage.parquet")}
         splits[split] = {"documents": len(rows), "tokens": sum(map(len, rows)), "bytes": 7, "words": 3}
     facts = {"tokenizer": tokenizer, "vocab": 99, "end": 0, "splits": splits}
-    write_json(folder / "manifest.json", {"verb": "tokenize", "fingerprint": folder.name, **facts, "files": files, "made_from": {}})
+    write_json(
+        folder / "manifest.json",
+        {"verb": "tokenize", "fingerprint": folder.name, **facts, "files": files, "made_from": {}},
+    )
     return folder
 
 
@@ -61,7 +64,11 @@ def test_folders_join_split_by_split(tmp_path: Path) -> None:
     assert [open_store(out / split).ids.tolist() for split in ("train", "valid", "test")] == [[1, 2, 3, 4], [9], [7, 8]]
     assert open_manifest(out)["splits"]["train"] == {"documents": 3, "tokens": 4, "bytes": 14, "words": 6}
     lineage = open_lineage(lineage_path(out / "train"))
-    assert [lineage[number] for number in range(3)] == [("one.txt", "line 0"), ("one.txt", "line 1"), ("two.txt", "line 0")]
+    assert [lineage[number] for number in range(3)] == [
+        ("one.txt", "line 0"),
+        ("one.txt", "line 1"),
+        ("two.txt", "line 0"),
+    ]
     assert check(str(out)) == [out]
     before = (out / "manifest.json").stat().st_mtime_ns
     merge(str(out), [str(one), str(two)])

@@ -32,7 +32,11 @@ def megatron_size(consumed: int, batch: int, start: int, increment: int, samples
 def test_every_step_has_megatrons_size(batch: int, start: int, increment: int, samples: int) -> None:
     sizes, consumed = Sizes(batch, [start, increment, samples]), 0
     for step in range(3 * samples // start + 5):
-        assert (step, sizes.before(step), sizes.at(step)) == (step, consumed, megatron_size(consumed, batch, start, increment, samples))
+        assert (step, sizes.before(step), sizes.at(step)) == (
+            step,
+            consumed,
+            megatron_size(consumed, batch, start, increment, samples),
+        )
         consumed += sizes.at(step)
     assert sizes.at(0) == start
     assert sizes.at(step) == batch

@@ -129,7 +129,12 @@ def test_other_types_are_refused(lines: list[str], tmp_path: Path) -> None:
     for kind in ("word", "char"):
         written = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=written, vocab_size=100, minloglevel=2, hard_vocab_limit=False, model_type=kind
+            sentence_iterator=iter(lines),
+            model_writer=written,
+            vocab_size=100,
+            minloglevel=2,
+            hard_vocab_limit=False,
+            model_type=kind,
         )
         (tmp_path / "m.model").write_bytes(written.getvalue())
         with pytest.raises(TextmillError, match="model type"):

@@ -59,7 +59,9 @@ def test_joined_stores_equal_one_store(tmp_path_factory: pytest.TempPathFactory,
         assert (folder / f"joined{ending}").read_bytes() == (folder / f"whole{ending}").read_bytes()
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(65499, np.uint16), (65500, np.int32), (65537, np.int32), (50257, np.uint16)])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(65499, np.uint16), (65500, np.int32), (65537, np.int32), (50257, np.uint16)]
+)
 def test_dtype_is_megatrons_choice(vocab: int, dtype: object) -> None:
     assert dtype_for(vocab) == dtype
 
@@ -106,7 +108,11 @@ SENTENCES = st.lists(st.lists(st.lists(st.integers(0, 60000), max_size=5), max_s
 def add_sentences(writer: StoreWriter, documents: list[list[list[int]]]) -> None:
     flat = [token for document in documents for sentence in document for token in sentence]
     lengths = [len(sentence) for document in documents for sentence in document]
-    writer.add_flat(np.array(flat, np.int64), np.array(lengths, np.int64), np.array([len(document) for document in documents], np.int64))
+    writer.add_flat(
+        np.array(flat, np.int64),
+        np.array(lengths, np.int64),
+        np.array([len(document) for document in documents], np.int64),
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,7 +153,9 @@ def test_the_old_format_as_it_is_described(tmp_path: Path) -> None:
         add_sentences(writer, [[[7, 8], []], [[9, 10, 11]]])
     assert (tmp_path / "a.idx").read_bytes() == b"TNTIDX\0\0" + np.array(words + arrays, "<i8").tobytes()
     (tmp_path / "a.idx").write_bytes(b"TNTIDX\0\0" + np.array(words[:5] + arrays[:11], "<i8").tobytes())
-    assert open_store(tmp_path / "a").sizes().tolist() == [2, 0, 3], "without documents, as fairseq writes it, each item is one"
+    assert open_store(tmp_path / "a").sizes().tolist() == [2, 0, 3], (
+        "without documents, as fairseq writes it, each item is one"
+    )
 
 
 def test_an_index_whose_inside_is_wrong_is_found(tmp_path: Path) -> None:

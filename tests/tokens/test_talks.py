@@ -27,7 +27,9 @@ def test_a_talk_is_what_transformers_writes(tmp_path: Path, asked: bool) -> None
     template = open_template(tmp_path)
     assert template is not None
     plain = [{**turn, "content": turn["content"].replace("<|assistant|> ", "")} for turn in TALK]
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(plain, add_generation_prompt=asked, return_dict=False)
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        plain, add_generation_prompt=asked, return_dict=False
+    )
     assert template.render(plain, add_generation_prompt=asked) == theirs
     (stop,) = template.stop_ids
     written = template.render(TALK[:3], add_generation_prompt=False)

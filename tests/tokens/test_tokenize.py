@@ -36,7 +36,9 @@ def world(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-def config_of(folder: str = "out", workers: int = 1, corpus: Any = None, tokenizer: Any = None, **tokens: Any) -> RunConfig:
+def config_of(
+    folder: str = "out", workers: int = 1, corpus: Any = None, tokenizer: Any = None, **tokens: Any
+) -> RunConfig:
     sections = {
         "corpus": {"sources": ["texts"], "section": 150, "split": [8.0, 1.0, 1.0], **(corpus or {})},
         "tokenizer": {"vocab": 400, **(tokenizer or {})},
@@ -80,7 +82,11 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
     inner = reference("out")
     end = inner.token_to_id(END)
     for split in SPLITS:
-        rows, store, lineage = documents("out", split), open_store(folder / split), open_lineage(folder / f"{split}.lineage.parquet")
+        rows, store, lineage = (
+            documents("out", split),
+            open_store(folder / split),
+            open_lineage(folder / f"{split}.lineage.parquet"),
+        )
         wanted = [[end] * prepend_begin + ids_of(inner, row.text) + [end] * append_end for row in rows]
         assert store.ids.tolist() == [token for one in wanted for token in one]
         assert store.lengths.tolist() == [len(one) for one in wanted]
@@ -154,7 +160,9 @@ def test_going_on_after_a_stop(world: Path, monkeypatch: pytest.MonkeyPatch) -> 
         made(config_of("stopped"))
     assert len(list((world / "stopped" / "tokens.part").rglob("*.json"))) == 5 + 1
     again = []
-    monkeypatch.setattr(verb, "encode_piece", lambda piece: (again.append(piece.path("json").exists()), encode(piece))[1])
+    monkeypatch.setattr(
+        verb, "encode_piece", lambda piece: (again.append(piece.path("json").exists()), encode(piece))[1]
+    )
     assert content(tokenize(config_of("stopped"))) == whole
     assert again[:6] == [True] * 5 + [False]
 
@@ -180,7 +188,9 @@ def test_another_answer_falls_back_to_the_reference(
 
 def use_words(folder: Path, words: list[str]) -> str:
     """A tokenizer that knows these words only, and raises at any other."""
-    inner = Tokenizer(models.WordLevel({END: 0, **{word: number for number, word in enumerate(words, 1)}}, unk_token="none"))
+    inner = Tokenizer(
+        models.WordLevel({END: 0, **{word: number for number, word in enumerate(words, 1)}}, unk_token="none")
+    )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens([END])
     folder.mkdir()
@@ -194,7 +204,11 @@ def test_what_cannot_be_encoded_is_quarantined(world: Path) -> None:
     setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "stop_at": 0.9}
     folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
     bad = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
-    assert [(one["file"], one["place"]) for one in bad] == [("few.jsonl", "line 2"), ("few.jsonl", "line 4"), ("few.jsonl", "line 6")]
+    assert [(one["file"], one["place"]) for one in bad] == [
+        ("few.jsonl", "line 2"),
+        ("few.jsonl", "line 4"),
+        ("few.jsonl", "line 6"),
+    ]
     assert "UNK" in bad[0]["reason"]
     store, lineage = open_store(folder / "train"), open_lineage(folder / "train.lineage.parquet")
     assert store.ids.tolist() == [1, 2, 0, 2, 0, 1, 1, 0]
@@ -220,5 +234,7 @@ def test_a_document_of_no_tokens_is_quarantined(world: Path) -> None:
 
 def test_rates_are_told(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(config_of())
-    assert " MB/s, " in (line := [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenize: ")][-1])
+    assert " MB/s, " in (
+        line := [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenize: ")][-1]
+    )
     assert line.endswith(" tokens/s")

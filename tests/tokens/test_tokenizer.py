@@ -39,7 +39,9 @@ def texts_of(shared_data: Path, language: str, count: int) -> list[str]:
 def fitted(kind: str, **settings: Any) -> TextTokenizer:
     text = (PACKAGE / "corpora" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:200_000]
     foreign = ["물레방아는 강가에 서 있다. Değirmen ırmağın kıyısında. 天地玄黃，宇宙洪荒。 3 + 14"] * 30
-    return fit(iter([text.split("\n\n"), foreign]), TokenizerConfig.model_validate({"kind": kind, "vocab": 700, **settings}))
+    return fit(
+        iter([text.split("\n\n"), foreign]), TokenizerConfig.model_validate({"kind": kind, "vocab": 700, **settings})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,9 @@ def test_special_tokens_of_dsgpt2_keep_their_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_that_looks_special_is_plain(kind: str) -> None:
     tokenizer = fitted(kind, special_tokens=["<usr>"])
-    special = {token_id for token_id, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special} - {tokenizer.unknown}
+    special = {token_id for token_id, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special} - {
+        tokenizer.unknown
+    }
     text = " ".join(["<usr>", "[SEP]", "</s>", END, "[PAD]", "<s>"])
     assert special >= {tokenizer.end, tokenizer.inner.token_to_id("<usr>")}
     assert not special & set(tokenizer.encode(text))
@@ -206,7 +210,9 @@ def test_names_that_others_gave(tokenizer: TextTokenizer, tmp_path: Path) -> Non
     tree = json.loads(tokenizer.inner.to_str())
     tree["pre_tokenizer"]["add_prefix_space"] = True  # as RoBERTa has it
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": END}, "pad_token": "Ġthe", "unk_token": None}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": END}, "pad_token": "Ġthe", "unk_token": None})
+    )
     opened = open_tokenizer(tmp_path)
     assert (opened.pad, opened.begin, opened.unknown) == (opened.inner.token_to_id("Ġthe"), None, None)
     (tmp_path / "again").mkdir()
@@ -240,7 +246,10 @@ def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
     texts = ["".join(map(chr, range(0x4E00, 0x4E00 + 400)))] * 3
     for kind in ("wordpiece", "unigram"):
         with pytest.raises(TextmillError, match=r"tokenizer\.vocab: 600 is too small"):
-            fit(iter([texts]), TokenizerConfig.model_validate({"kind": kind, "vocab": 600, "coverage": 1.0, "cjk": False}))
+            fit(
+                iter([texts]),
+                TokenizerConfig.model_validate({"kind": kind, "vocab": 600, "coverage": 1.0, "cjk": False}),
+            )
     with pytest.raises(TextmillError, match="no text to fit on"):
         fit(iter([[]]), TokenizerConfig())
 

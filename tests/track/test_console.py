@@ -83,7 +83,9 @@ def test_average_speed_where_the_loop_gives_none() -> None:
     assert "20,480 tok/s" in pace(clock).words(10, {"loss": 1.0})
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (200, "3:20"), (3725, "1:02:05"), (180_000, "50:00:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (200, "3:20"), (3725, "1:02:05"), (180_000, "50:00:00")]
+)
 def test_spoken_time(seconds: float, text: str) -> None:
     assert spoken_time(seconds) == text
 
@@ -99,7 +101,16 @@ def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     console.note("saved [step-20]")
     console.close()
     seen = stream.getvalue()
-    for words in ("20/1000", "loss 4.2500", "valid 3.5000", "lr 1.0e-03", "2,000 tok/s", "MFU 40.0%", "left", "saved [step-20]"):
+    for words in (
+        "20/1000",
+        "loss 4.2500",
+        "valid 3.5000",
+        "lr 1.0e-03",
+        "2,000 tok/s",
+        "MFU 40.0%",
+        "left",
+        "saved [step-20]",
+    ):
         assert words in seen
 
 

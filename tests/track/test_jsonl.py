@@ -42,7 +42,9 @@ def test_not_a_number_is_kept(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 12), st.integers(0, 400))
-def test_cut_back_keeps_whole_lines_up_to_the_step(tmp_path_factory: pytest.TempPathFactory, step: int, killed_at: int) -> None:
+def test_cut_back_keeps_whole_lines_up_to_the_step(
+    tmp_path_factory: pytest.TempPathFactory, step: int, killed_at: int
+) -> None:
     path = tmp_path_factory.mktemp("cut") / NAME
     whole = [json.dumps({"step": number, "loss": 1 / number}).encode() + b"\n" for number in range(1, 11)]
     path.write_bytes(b"".join(whole)[:killed_at])

@@ -42,7 +42,9 @@ def test_id_stays_at_resume_and_changes_when_begun_anew(tmp_path: Path) -> None:
 def test_offline_run_is_written_beside_the_checkpoints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "openai", raising=False)  # W&B advertises where it sees it, and another test may have loaded it
+    monkeypatch.delitem(
+        sys.modules, "openai", raising=False
+    )  # W&B advertises where it sees it, and another test may have loaded it
     from wandb.proto.wandb_internal_pb2 import Record
 
     from textmill.track.on_wandb import new_tracker, run_id_of

@@ -64,7 +64,10 @@ def test_a_failing_tracker_is_switched_off_with_one_line(tmp_path: Path, capsys:
     for step in range(1, 6):
         trackers.log(step, {"loss": 1.0})
     trackers.close()
-    assert capsys.readouterr().err == "textmill: broken is switched off: OSError: no space left on device; training goes on\n"
+    assert (
+        capsys.readouterr().err
+        == "textmill: broken is switched off: OSError: no space left on device; training goes on\n"
+    )
     assert (broken.logged, broken.closed) == (2, 1)
     assert len(read_metrics(tmp_path / NAME)) == 5
 
@@ -112,7 +115,9 @@ def test_a_missing_extra_is_said_at_the_door(tmp_path: Path, kind: str, monkeypa
     assert not (tmp_path / NAME).exists()
 
 
-def test_a_broken_package_is_only_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_package_is_only_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def explode(name: str) -> Any:
         raise RuntimeError("built for another machine")
 

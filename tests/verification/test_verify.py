@@ -106,9 +106,13 @@ def findings(plan: Plan, folder: Path, alone: dict[str, Seen]) -> list[Finding]:
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_what_is_planted_is_found(bug: str, alone: dict[str, Seen], tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_planted_is_found(
+    bug: str, alone: dict[str, Seen], tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, code = PLANTED[bug]
-    guarded = "import os\nif int(os.environ.get('WORLD_SIZE', 1)) > 1:\n" + textwrap.indent(textwrap.dedent(code), "    ")
+    guarded = "import os\nif int(os.environ.get('WORLD_SIZE', 1)) > 1:\n" + textwrap.indent(
+        textwrap.dedent(code), "    "
+    )
     (tmp_path / "sitecustomize.py").write_text(guarded)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
     parted = [finding for finding in findings(plan(*settings), tmp_path, alone) if not finding.holds]
@@ -128,25 +132,37 @@ def test_a_right_config_is_called_right_and_a_wrong_one_ends_with_a_reason(
     assert main(words) == 1
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
-    assert "does not give the numbers of one process: losses from step 1 on (there 1.5 times that of one process)" in said.err
+    assert (
+        "does not give the numbers of one process: losses from step 1 on (there 1.5 times that of one process)"
+        in said.err
+    )
 
 
 def _of(trial: tuple[list[RunConfig], Path, int], loss: float) -> list[Seen]:
     gradients = [("m/a", np.ones(3, np.float32))]
-    return [Seen([{"loss": loss, "norm": 1.0, "asked": 5}], [1.0, 5, 5], ["same"] * trial[2], gradients) for _ in trial[0]]
+    return [
+        Seen([{"loss": loss, "norm": 1.0, "asked": 5}], [1.0, 5, 5], ["same"] * trial[2], gradients) for _ in trial[0]
+    ]
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "mesh"),
-    [("jax", ["engine.mesh.shard=2"], "shard 2 on 2 devices"), ("deepspeed", ["engine.zero=3"], "zero 3, replicate 2 on 2 processes")],
+    [
+        ("jax", ["engine.mesh.shard=2"], "shard 2 on 2 devices"),
+        ("deepspeed", ["engine.zero=3"], "zero 3, replicate 2 on 2 processes"),
+    ],
 )
-def test_the_other_engines_are_held_against_themselves_alone(kind: str, settings: list[str], mesh: str, tmp_path: Path) -> None:
+def test_the_other_engines_are_held_against_themselves_alone(
+    kind: str, settings: list[str], mesh: str, tmp_path: Path
+) -> None:
     """A right config, and in the same processes one whose several were told something else."""
     pytest.importorskip(kind, reason=f"needs the extra {kind}")
     right = plan(f"engine.kind={kind}", *settings)
     assert right.spoken().startswith(mesh)
     other = right.many[0].model_copy(update={"train": right.many[0].train.model_copy(update={"label_smoothing": 0.1})})
-    alone, many = launch([(right.alone, tmp_path / "alone", 1), ([right.many[0], other], tmp_path / "many", right.processes)])
+    alone, many = launch(
+        [(right.alone, tmp_path / "alone", 1), ([right.many[0], other], tmp_path / "many", right.processes)]
+    )
     assert all(finding.holds for finding in findings_of(right.trials[0], alone[0], many[0]))
     parted = [finding.what for finding in findings_of(right.trials[0], alone[0], many[1]) if not finding.holds]
     assert [what.partition(" ")[0] for what in parted] == ["losses", "gradient", "gradients", "the"], parted
@@ -154,13 +170,22 @@ def test_the_other_engines_are_held_against_themselves_alone(kind: str, settings
 
 def test_a_file_of_deepspeeds_may_speak_of_the_whole_run(tmp_path: Path) -> None:
     zero = {"stage": 3, "overlap_comm": False}
-    file = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": zero}
+    file = {
+        "train_batch_size": 512,
+        "train_micro_batch_size_per_gpu": 8,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
     (tmp_path / "ds.json").write_text(json.dumps(file))
-    config = open_where("quickstart", [*ADAMW, "engine.kind=deepspeed", f"engine.config={tmp_path / 'ds.json'}", "train.batch=512"]).config
+    config = open_where(
+        "quickstart", [*ADAMW, "engine.kind=deepspeed", f"engine.config={tmp_path / 'ds.json'}", "train.batch=512"]
+    ).config
     small = plan_of(config)
     assert [trial.precision for trial in small.trials] == ["fp32", "bf16"]
     engines = [one.engine for one in small.many if isinstance(one.engine, DeepSpeedEngine)]
-    assert [(one.zero, one.config, one.micro_batch, one.extra) for one in engines] == 2 * [(3, None, 2, {"zero_optimization": zero})]
+    assert [(one.zero, one.config, one.micro_batch, one.extra) for one in engines] == 2 * [
+        (3, None, 2, {"zero_optimization": zero})
+    ]
     assert small.many[0].train.batch == 12
 
 
@@ -177,7 +202,9 @@ def test_adapters_on_first_weights_reach_the_processes(tmp_path: Path) -> None:
 def test_a_process_that_ends_badly_is_told_with_what_it_said(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif os.environ.get('RANK') == '1':\n    sys.exit('out of luck')\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('RANK') == '1':\n    sys.exit('out of luck')\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
     assert main(["verify", "quickstart", "engine.precision=fp32"]) == 2
     assert "process 1 of 2 ended with 1; it said: SystemExit: out of luck" in capsys.readouterr().err
@@ -192,6 +219,8 @@ def test_a_large_mesh_is_cut_down_and_what_is_said_is_kept() -> None:
     large = plan("engine.mesh.replicate=64", "train.batch=512", "engine.micro_batch=4", "train.label_smoothing=0.1")
     assert (large.processes, large.sizes) == (2, {"replicate": 2, "shard": 1, "tensor": 1})
     small, alone = large.many[0], large.alone[0]
-    assert (small.engine.micro_batch, small.train.batch, alone.engine.micro_batch) == (2, 12, 6), "three micro-batches a process"
+    assert (small.engine.micro_batch, small.train.batch, alone.engine.micro_batch) == (2, 12, 6), (
+        "three micro-batches a process"
+    )
     assert small.train.label_smoothing == 0.1
     assert [trial.precision for trial in plan("engine.precision=auto").trials] == ["fp32", "bf16"]

@@ -68,7 +68,9 @@ def config_path(folder: Path) -> Path:
 
 def tokenizer_folder(folder: Path) -> Path:
     """Where a model's tokenizer stands: in its own folder, or with the base of an adapter that has none."""
-    lacks = is_adapter(folder) and not any(path for pattern in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(pattern))
+    lacks = is_adapter(folder) and not any(
+        path for pattern in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(pattern)
+    )
     return base_of(folder) if lacks else folder
 
 
@@ -95,10 +97,14 @@ def merged(adapter: Adapter) -> Iterator[Named]:
         product = pair[1] @ pair[0]
         change = product.T if adapter.inputs_first else product
         if change.shape != values.shape:
-            raise TextmillError(f"{adapter.base}: '{name}' is {list(values.shape)}; the adapter was made for {list(change.shape)}")
+            raise TextmillError(
+                f"{adapter.base}: '{name}' is {list(values.shape)}; the adapter was made for {list(change.shape)}"
+            )
         yield name, values + np.float32(adapter.scale) * change
     if left:
-        raise TextmillError(f"{adapter.base}: has no '{next(iter(left))}', which the adapter changes; it is of another model")
+        raise TextmillError(
+            f"{adapter.base}: has no '{next(iter(left))}', which the adapter changes; it is of another model"
+        )
 
 
 def _based(adapter: Adapter) -> Iterator[Named]:
@@ -116,15 +122,21 @@ def base_of(folder: Path) -> Path:
     """The folder of an adapter's base; one that is gone, or is no longer what it was when the adapter was trained, is refused."""
     named = _settings_of(folder).get("base_model_name_or_path")
     if not isinstance(named, str):
-        raise TextmillError(f"{folder / ADAPTER_CONFIG}: names no base_model_name_or_path; write there which model the adapter changes")
+        raise TextmillError(
+            f"{folder / ADAPTER_CONFIG}: names no base_model_name_or_path; write there which model the adapter changes"
+        )
     try:
         base = open_folder(named)
     except TextmillError as error:
         raise TextmillError(f"{folder}: the model that this adapter changes is gone: {error}; put it back") from None
     if is_adapter(base):
-        raise TextmillError(f"{folder}: changes {named}, which is an adapter itself; merge that one first: textmill export {named}")
+        raise TextmillError(
+            f"{folder}: changes {named}, which is an adapter itself; merge that one first: textmill export {named}"
+        )
     if (folder / "progress.json").is_file() and _trained_on(folder / "progress.json") != fingerprint_of(base):
-        raise TextmillError(f"{folder}: {named}, which this adapter changes, has other weights than when it was trained; put those back")
+        raise TextmillError(
+            f"{folder}: {named}, which this adapter changes, has other weights than when it was trained; put those back"
+        )
     return base
 
 
@@ -133,7 +145,9 @@ def _trained_on(progress: Path) -> str:
     try:
         return str(read_json(progress)["made_from"]["model.init_from"])
     except (LookupError, TypeError):
-        raise TextmillError(f"{progress}: does not say which weights the adapter was trained on; it is damaged or not ours") from None
+        raise TextmillError(
+            f"{progress}: does not say which weights the adapter was trained on; it is damaged or not ours"
+        ) from None
 
 
 def open_adapter(folder: Path) -> Adapter:
@@ -159,7 +173,9 @@ def open_adapter(folder: Path) -> Adapter:
     return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, whole)
 
 
-def _sorted_tensors(named: Iterable[Named], rank: int, where: Path) -> tuple[dict[str, tuple[Array, Array]], dict[str, Array]]:
+def _sorted_tensors(
+    named: Iterable[Named], rank: int, where: Path
+) -> tuple[dict[str, tuple[Array, Array]], dict[str, Array]]:
     """The pairs of an adapter file, and the weights that it holds whole."""
     first: dict[str, Array] = {}
     second: dict[str, Array] = {}
@@ -174,12 +190,16 @@ def _sorted_tensors(named: Iterable[Named], rank: int, where: Path) -> tuple[dic
     for stem in sorted(first.keys() | second.keys()):
         a, b = first.get(stem), second.get(stem)
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
-            raise TextmillError(f"{where}: '{stem}' has no lora_A and lora_B of rank {rank}; the file is damaged or not plain LoRA")
+            raise TextmillError(
+                f"{where}: '{stem}' has no lora_A and lora_B of rank {rank}; the file is damaged or not plain LoRA"
+            )
     return {stem: (first[stem], second[stem]) for stem in first}, whole
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / ADAPTER_CONFIG)
     if not isinstance(settings, dict):
-        raise TextmillError(f"{folder / ADAPTER_CONFIG}: found a {type(settings).__name__}; it is not an adapter's config")
+        raise TextmillError(
+            f"{folder / ADAPTER_CONFIG}: found a {type(settings).__name__}; it is not an adapter's config"
+        )
     return settings

@@ -17,7 +17,9 @@ LIMIT = 5_000_000_000
 class Deal:
     """Tensors dealt into files as they are named, none above the limit, and the files to processes in turn: the same on all of them."""
 
-    def __init__(self, stem: str, size_of: Callable[[str], int], limit: int = LIMIT, rank: int = 0, world: int = 1, turn: int = 0) -> None:
+    def __init__(
+        self, stem: str, size_of: Callable[[str], int], limit: int = LIMIT, rank: int = 0, world: int = 1, turn: int = 0
+    ) -> None:
         self.stem, self.size_of, self.limit = stem, size_of, limit
         self.rank, self.world, self.turn = rank, world, turn
         self.files: list[dict[str, int]] = []
@@ -40,7 +42,10 @@ class Deal:
 
     def index(self) -> dict[str, Any]:
         """What says where each tensor is, when there is more than one file."""
-        return {"metadata": {"total_size": sum(sum(file.values()) for file in self.files)}, "weight_map": self.place_of()}
+        return {
+            "metadata": {"total_size": sum(sum(file.values()) for file in self.files)},
+            "weight_map": self.place_of(),
+        }
 
 
 def dealt(stem: str, named: Iterable[Named], limit: int = LIMIT) -> tuple[Deal, list[Named]]:

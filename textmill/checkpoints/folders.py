@@ -77,7 +77,9 @@ class Snapshot:
 
 def steps_of(run: Path) -> dict[int, Path]:
     """The checkpoint folders of a run by step, oldest first; whole or not."""
-    found = {int(match[1]): path for path in run.glob("step-*") if (match := STEP_NAME.match(path.name)) and path.is_dir()}
+    found = {
+        int(match[1]): path for path in run.glob("step-*") if (match := STEP_NAME.match(path.name)) and path.is_dir()
+    }
     return dict(sorted(found.items()))
 
 
@@ -213,7 +215,9 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, shares: list[Any], ra
     files["progress.json"] = write_json(folder / "progress.json", snapshot.progress)
     moments = {name: account for _, moments in shares for name, account in moments.items()}
     if faults := faults_of(folder, {**files, **moments}, deep=False):
-        raise TextmillError(f"{folder.parent}: {faults[0]}, though a process wrote it; set train.folder to a place that all machines share")
+        raise TextmillError(
+            f"{folder.parent}: {faults[0]}, though a process wrote it; set train.folder to a place that all machines share"
+        )
     write_json(folder / OPTIMIZER_MANIFEST, {"files": moments})
     write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
     replace_folder(folder, final)

@@ -44,7 +44,9 @@ def _check_store(prefix: Path) -> list[Path]:
     faults = faults_in_index(open_store(prefix).index)
     if faults:
         raise TextmillError(f"{prefix}: {'; '.join(faults)}")
-    print(f"check: {prefix}: the index is consistent and fits the ids; without a manifest there are no checksums to hold them against")
+    print(
+        f"check: {prefix}: the index is consistent and fits the ids; without a manifest there are no checksums to hold them against"
+    )
     return [prefix]
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from textmill.config.presets import TRAIN_PRESETS
-from textmill.corpus.sources import INSIDE, Source, find_sources, shipped, state_of
+from textmill.corpus.source import INSIDE, Source
+from textmill.corpus.sources import find_sources, shipped, state_of
 from textmill.corpus.streams import Broken, open_stream
 from textmill.devices import open_device
 from textmill.errors import TextmillError
@@ -88,10 +89,16 @@ def _head(source: Source, count: int) -> bytes:
 def _draft(total: int, wide: float) -> Draft:
     device = open_device("auto").type
     on_gpu = device != "cpu"
-    vocab = next(size for limit, size in ((3e6, 1024), (3e7, 4096), (3e8, 16384), (float("inf"), 32000)) if total < limit)
+    vocab = next(
+        size for limit, size in ((3e6, 1024), (3e7, 4096), (3e8, 16384), (float("inf"), 32000)) if total < limit
+    )
     vocab = min(32000, vocab * 2) if wide > 0.3 else vocab
     tokens = max(1, round(total / 3))
-    size = "nano" if not on_gpu else next(size for limit, size in ((2e7, "micro"), (2e8, "mini"), (float("inf"), "small")) if total < limit)
+    size = (
+        "nano"
+        if not on_gpu
+        else next(size for limit, size in ((2e7, "micro"), (2e8, "mini"), (float("inf"), "small")) if total < limit)
+    )
     length = {"nano": 64, "micro": 512}.get(size, 1024)
     preset = PRESETS.get((device, size))
     batch = TRAIN_PRESETS[preset]["batch"] if preset else 64
@@ -113,11 +120,17 @@ def _rates(draft: Draft) -> list[Row]:
     if draft.preset:
         return [("preset", draft.preset, "the optimizer, its rates and its schedule that were best in trials")]
     rise, low = "rises for the first 5% of steps, then falls", "down to this"
-    return [("learning_rate", "1e-3", rise), ("min_learning_rate", "1e-4", low), ("betas", "[0.9, 0.95]", "Adam's memory")]
+    return [
+        ("learning_rate", "1e-3", rise),
+        ("min_learning_rate", "1e-4", low),
+        ("betas", "[0.9, 0.95]", "Adam's memory"),
+    ]
 
 
 def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draft) -> str:
-    named = text if text in shipped() and not os.path.exists(text) else os.path.relpath(os.path.expanduser(text), folder)
+    named = (
+        text if text in shipped() and not os.path.exists(text) else os.path.relpath(os.path.expanduser(text), folder)
+    )
     minutes, often = max(1, round(draft.minutes)), max(20, round(draft.steps / 50) * 10)
     head = f"""\
 # What textmill will make of {len(sources)} files, {total / 1e6:.1f} MB of text, on {draft.device}.
@@ -140,7 +153,11 @@ def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draf
         "train": [
             ("length", draft.length, "tokens a sample"),
             ("batch", draft.batch, "samples a step"),
-            ("steps", draft.steps, f"about {draft.epochs:.1f} passes over the text, {minutes} minutes by a rough guess"),
+            (
+                "steps",
+                draft.steps,
+                f"about {draft.epochs:.1f} passes over the text, {minutes} minutes by a rough guess",
+            ),
             *_rates(draft),
             ("evaluate_every", often, "steps between two losses on the valid part"),
             ("save_every", often, "steps between two checkpoints, to go on from; transformers opens them as they are"),

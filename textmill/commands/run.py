@@ -30,7 +30,9 @@ def run(config: RunConfig, force: Force = "no") -> Path:
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
         open_device(config.engine.device)
-    for number, (verb, stage) in enumerate((("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1):
+    for number, (verb, stage) in enumerate(
+        (("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1
+    ):
         if why := _not_needed(config, verb):
             _headline(number, f"{verb}: not needed: {why}")
         else:
@@ -48,7 +50,11 @@ def run(config: RunConfig, force: Force = "no") -> Path:
         measured = evaluate(config) if _has(config, config.evaluate.split) else None
         _headline(6, "generate")
         chat = config.train.layout == "chat"
-        texts = answer(config) if chat else [(config.sample.prompt or "") + text for text in generate(_from_nothing(config))]
+        texts = (
+            answer(config)
+            if chat
+            else [(config.sample.prompt or "") + text for text in generate(_from_nothing(config))]
+        )
         summary = {"asked": asked, "measured": measured, "texts": texts}
         write_json(folder / SUMMARY, summary)
     else:

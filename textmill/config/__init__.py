@@ -62,11 +62,17 @@ class RunConfig(Section):
         if isinstance(micro, int) and any(size % micro for size in train.sizes):
             near = max(size for size in range(1, micro + 1) if not any(one % size for one in train.sizes))
             ramp = f" with train.ramp={','.join(map(str, train.ramp))}" if train.ramp else ""
-            raise TextmillError(f"engine.micro_batch: {micro} does not divide train.batch={train.batch}{ramp}; {near} does")
+            raise TextmillError(
+                f"engine.micro_batch: {micro} does not divide train.batch={train.batch}{ramp}; {near} does"
+            )
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
-            raise TextmillError(f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a share such as 0.05")
+            raise TextmillError(
+                f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a share such as 0.05"
+            )
         if train.optimizer in self.engine.refused:
-            raise TextmillError(f"train.optimizer: {self.engine.refused[train.optimizer]}; set adamw, or engine.kind=torch")
+            raise TextmillError(
+                f"train.optimizer: {self.engine.refused[train.optimizer]}; set adamw, or engine.kind=torch"
+            )
         if train.min_learning_rate > train.learning_rate:
             low, high = train.min_learning_rate, train.learning_rate
             raise TextmillError(f"train.min_learning_rate: {low} is above train.learning_rate={high}; lower it")
@@ -112,7 +118,9 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
     if model.init_from and (fixed := [name for name in own if name not in ("dropout", "positions")]):
         key = f"model.shape.{fixed[0]}".rstrip(".")
-        raise TextmillError(f"{key}: the weights of model.init_from bring their own shape; take {key} out, or model.init_from")
+        raise TextmillError(
+            f"{key}: the weights of model.init_from bring their own shape; take {key} out, or model.init_from"
+        )
     if isinstance(model.shape, str) or model.init_from:
         return  # the numbers stand in a file that the model's family reads
     if numbers["width"] % numbers["heads"]:

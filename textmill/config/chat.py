@@ -11,7 +11,11 @@ WORDS, END = "{content}", "{end}"
 """In a turn: what is said, and the tokenizer's end-of-text token."""
 ROLES = ("system", "user", "assistant")
 TEMPLATES = {
-    "default": {"system": "<|system|>{content}{end}", "user": "<|user|>{content}{end}", "assistant": "<|assistant|>{content}{end}"},
+    "default": {
+        "system": "<|system|>{content}{end}",
+        "user": "<|user|>{content}{end}",
+        "assistant": "<|assistant|>{content}{end}",
+    },
     "dsgpt2": {"user": "<usr><s>{content}</s>", "assistant": "<sys><s>{content}</s>"},
 }
 """dsGPT2 calls its own side <sys>, and knows no system turn."""
@@ -44,12 +48,22 @@ def check_turns(turns: Mapping[str, str]) -> None:
             )
         if not before:
             prompt = (
-                "there is no generation prompt, so nothing tells the model to answer" if role == "assistant" else "nothing tells who speaks"
+                "there is no generation prompt, so nothing tells the model to answer"
+                if role == "assistant"
+                else "nothing tells who speaks"
             )
-            raise TextmillError(f"tokenizer.turns: {role} begins with {WORDS}: {prompt}; put a token before it, such as <|{role}|>")
+            raise TextmillError(
+                f"tokenizer.turns: {role} begins with {WORDS}: {prompt}; put a token before it, such as <|{role}|>"
+            )
     if missing := [role for role in ("user", "assistant") if role not in turns]:
-        raise TextmillError(f"tokenizer.turns: no turn of the {missing[0]}; add one, such as {missing[0]}: <|{missing[0]}|>{WORDS}{END}")
+        raise TextmillError(
+            f"tokenizer.turns: no turn of the {missing[0]}; add one, such as {missing[0]}: <|{missing[0]}|>{WORDS}{END}"
+        )
     if turns["assistant"].endswith(WORDS):
-        raise TextmillError(f"tokenizer.turns: assistant ends with {WORDS}, so the model would never learn to stop; put {END} after it")
+        raise TextmillError(
+            f"tokenizer.turns: assistant ends with {WORDS}, so the model would never learn to stop; put {END} after it"
+        )
     if turns["assistant"].partition(WORDS)[0] == turns["user"].partition(WORDS)[0]:
-        raise TextmillError("tokenizer.turns: user and assistant begin alike, so nothing tells who speaks; give each a token of its own")
+        raise TextmillError(
+            "tokenizer.turns: user and assistant begin alike, so nothing tells who speaks; give each a token of its own"
+        )

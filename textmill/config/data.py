@@ -5,7 +5,14 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from textmill.config.presets import COUNTRIES, LANGUAGES, NONE, PRESETS, PresetName, RuleName, filled
 from textmill.config.section import Section, how, place, source
@@ -96,19 +103,36 @@ class CorpusConfig(Section):
     @model_validator(mode="after")
     def _turns_stay_whole(self) -> CorpusConfig:
         if self.chat and (self.sentences != "none" or self.mongo_write_back or self.mongo_load):
-            key = "sentences" if self.sentences != "none" else "mongo_write_back" if self.mongo_write_back else "mongo_load"
-            raise TextmillError(f"corpus.{key}: is for plain text, and corpus.chat={self.chat} reads conversations; take one out")
+            key = (
+                "sentences"
+                if self.sentences != "none"
+                else "mongo_write_back"
+                if self.mongo_write_back
+                else "mongo_load"
+            )
+            raise TextmillError(
+                f"corpus.{key}: is for plain text, and corpus.chat={self.chat} reads conversations; take one out"
+            )
         return self
 
     @model_validator(mode="after")
     def _mongo(self) -> CorpusConfig:
         if bool(self.mongo_load) != bool(self.mongo_config):
             said, other = ("mongo_load", "mongo_config") if self.mongo_load else ("mongo_config", "mongo_load")
-            raise TextmillError(f"corpus.{said}: needs corpus.{other} beside it; name the collection and the db_config.json, or neither")
-        if self.mongo_field in ("_id", "idx", "split", "source", "place", "meta", "") or not self.mongo_field.isidentifier():
-            raise TextmillError(f"corpus.mongo_field: found {self.mongo_field!r}; give a name of letters that is not taken, such as form")
+            raise TextmillError(
+                f"corpus.{said}: needs corpus.{other} beside it; name the collection and the db_config.json, or neither"
+            )
+        if (
+            self.mongo_field in ("_id", "idx", "split", "source", "place", "meta", "")
+            or not self.mongo_field.isidentifier()
+        ):
+            raise TextmillError(
+                f"corpus.mongo_field: found {self.mongo_field!r}; give a name of letters that is not taken, such as form"
+            )
         if self.mongo_write_back and self.text_key == "filt_text":
-            raise TextmillError("corpus.mongo_write_back: would write over corpus.text_key=filt_text; read another field, such as form")
+            raise TextmillError(
+                "corpus.mongo_write_back: would write over corpus.text_key=filt_text; read another field, such as form"
+            )
         return self
 
     @model_validator(mode="before")
@@ -126,7 +150,9 @@ class CorpusConfig(Section):
     @classmethod
     def _words(cls, value: list[str], info: ValidationInfo) -> list[str]:
         if not all(map(str.strip, value)):
-            raise TextmillError(f"corpus.{info.field_name}: found {value}; an entry has at least one sign that is not white space")
+            raise TextmillError(
+                f"corpus.{info.field_name}: found {value}; an entry has at least one sign that is not white space"
+            )
         return value if info.field_name == "markers" else [word.strip().lower() for word in value]
 
     @field_validator("languages")
@@ -134,7 +160,11 @@ class CorpusConfig(Section):
     def _known(cls, value: list[str]) -> list[str]:
         for code in value:
             if code not in LANGUAGES:
-                near = [COUNTRIES[code]] if code in COUNTRIES else difflib.get_close_matches(code, sorted(LANGUAGES), n=1, cutoff=0.5)
+                near = (
+                    [COUNTRIES[code]]
+                    if code in COUNTRIES
+                    else difflib.get_close_matches(code, sorted(LANGUAGES), n=1, cutoff=0.5)
+                )
                 advice = f"did you mean '{near[0]}'?" if near else "give codes such as en, ko, tr, zh"
                 raise TextmillError(f"corpus.languages: no language '{code}'; {advice}")
         return value
@@ -147,7 +177,9 @@ class CorpusConfig(Section):
             try:
                 value = [float(part) for part in parts]
             except ValueError:
-                raise TextmillError(f"corpus.split: {value!r} is not a list of shares; say corpus.split=90,5,5") from None
+                raise TextmillError(
+                    f"corpus.split: {value!r} is not a list of shares; say corpus.split=90,5,5"
+                ) from None
         return value
 
     @field_validator("sides", mode="before")
@@ -165,8 +197,15 @@ class CorpusConfig(Section):
     @field_validator("split", mode="after")
     @classmethod
     def _three(cls, value: list[float]) -> list[float]:
-        if not 1 <= len(value) <= 3 or min(value) < 0 or not 0 < value[0] < float("inf") or not sum(value) < float("inf"):
-            raise TextmillError(f"corpus.split: found {value}; give one to three shares, train's above 0, such as 90,5,5")
+        if (
+            not 1 <= len(value) <= 3
+            or min(value) < 0
+            or not 0 < value[0] < float("inf")
+            or not sum(value) < float("inf")
+        ):
+            raise TextmillError(
+                f"corpus.split: found {value}; give one to three shares, train's above 0, such as 90,5,5"
+            )
         return value + [0.0] * (3 - len(value))
 
 

@@ -126,13 +126,19 @@ class DeepSpeedEngine(EngineSection):
     def _offloads(self) -> DeepSpeedEngine:
         places = [self.offload_optimizer, self.offload_weights]
         if self.offload_weights and self.zero in (0, 1, 2):
-            raise TextmillError(f"engine.offload_weights: wants engine.zero=3, found {self.zero}; whole weights stay on the device")
+            raise TextmillError(
+                f"engine.offload_weights: wants engine.zero=3, found {self.zero}; whole weights stay on the device"
+            )
         if self.offload_optimizer and self.zero == 0:
             raise TextmillError("engine.offload_optimizer: wants engine.zero of 1 or more, found 0; set engine.zero=2")
         if self.offload_optimizer == "nvme" and self.zero in (1, 2):
-            raise TextmillError(f"engine.offload_optimizer: nvme wants engine.zero=3, found {self.zero}; set it, or offload to cpu")
+            raise TextmillError(
+                f"engine.offload_optimizer: nvme wants engine.zero=3, found {self.zero}; set it, or offload to cpu"
+            )
         if "nvme" in places and self.nvme is None and self.config is None:
-            raise TextmillError("engine.nvme: not said; name a folder on a fast disk, since something is offloaded to nvme")
+            raise TextmillError(
+                "engine.nvme: not said; name a folder on a fast disk, since something is offloaded to nvme"
+            )
         if self.precision == "fp16" and self.zero == 0:
             raise TextmillError(
                 "engine.precision: fp16 wants engine.zero of 1 or more, found 0; set engine.zero=1 or engine.precision=bf16"

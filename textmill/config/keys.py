@@ -91,7 +91,9 @@ def key_advice(key: str) -> str:
         return f"textmill calls it '{OTHER_WORDS[leaf]}'"
     moved = [name for name in keys if name.rpartition(".")[2] == leaf]
     inside = [name for name in keys if name.startswith(key.partition(".")[0] + ".")]
-    slip = difflib.get_close_matches(key, inside, n=1, cutoff=0.92)  # a slip of the finger is likelier than a wrong section
+    slip = difflib.get_close_matches(
+        key, inside, n=1, cutoff=0.92
+    )  # a slip of the finger is likelier than a wrong section
     near = slip or moved or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     if not near:
         by_leaf = {name.rpartition(".")[2]: name for name in reversed(keys)}

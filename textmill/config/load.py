@@ -30,7 +30,9 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 numbers: 6e-4 is a number here too."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
+)
 
 
 def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:
@@ -48,7 +50,9 @@ def read_yaml(path: Path) -> tuple[Tree, dict[str, int]]:
     if tree is None:
         return {}, {}
     if not isinstance(tree, dict):
-        raise TextmillError(f"{path}: found a {type(tree).__name__}; a config is 'section:' lines with 'key: value' below")
+        raise TextmillError(
+            f"{path}: found a {type(tree).__name__}; a config is 'section:' lines with 'key: value' below"
+        )
     lines: dict[str, int] = {}
     _note_lines(node, "", lines, path)
     return tree, lines
@@ -59,7 +63,9 @@ def _note_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> No
         for key, value in node.value:
             name, line = f"{prefix}{key.value}", key.start_mark.line + 1
             if name in lines:
-                raise TextmillError(f"{path}:{line}: '{name}' stands there twice (first on line {lines[name]}); keep one")
+                raise TextmillError(
+                    f"{path}:{line}: '{name}' stands there twice (first on line {lines[name]}); keep one"
+                )
             lines[name] = line
             _note_lines(value, name + ".", lines, path)
 
@@ -117,7 +123,11 @@ def merged(tree: Tree, over: Tree) -> Tree:
     result = dict(tree)
     for name, value in over.items():
         below = result.get(name)
-        if isinstance(below, dict) and isinstance(value, dict) and value.get("kind", below.get("kind")) != below.get("kind"):
+        if (
+            isinstance(below, dict)
+            and isinstance(value, dict)
+            and value.get("kind", below.get("kind")) != below.get("kind")
+        ):
             kinds = [kind for kind in _kinds_of(name) if kind.model_fields["kind"].default == value["kind"]]
             below = _known_to(kinds[0], below) if kinds else below
         result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
@@ -157,7 +167,11 @@ def tree_of(words: list[str]) -> Tree:
             raise TextmillError(f"'{word}': not understood; a setting is section.key=value, such as train.steps=500")
         if key not in known:
             raise TextmillError(f"{key}: no such key; {key_advice(key)}")
-        value: Any = [text] if marks(known[key]).get("texts") and not text.startswith("[") else _value_of(text, known[key].annotation)
+        value: Any = (
+            [text]
+            if marks(known[key]).get("texts") and not text.startswith("[")
+            else _value_of(text, known[key].annotation)
+        )
         for part in reversed(key.split(".")):
             value = {part: value}
         tree = merged(tree, value)
@@ -169,7 +183,12 @@ def _value_of(text: str, annotation: Any) -> Any:
     options, origin = get_args(annotation) or (annotation,), getattr(annotation, "__origin__", None)
     if origin is list and not text.startswith("["):
         return [_value_of(item, options[0]) for item in text.split(",") if item]
-    if str in options and origin is not list and not (origin is dict and text.startswith("{")) and not section_types(annotation):
+    if (
+        str in options
+        and origin is not list
+        and not (origin is dict and text.startswith("{"))
+        and not section_types(annotation)
+    ):
         return None if text in ("", "null") and type(None) in options else text
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader with one more number format
@@ -252,7 +271,9 @@ def _other_kind(key: str, tree: Tree) -> str:
     name = key.partition(".")[0]
     sections = _kinds_of(name)
     kind = tree[name].get("kind", sections[0].model_fields["kind"].default)
-    wanted = next(section for section in sections if key in dict(fields(section, f"{name}."))).model_fields["kind"].default
+    wanted = (
+        next(section for section in sections if key in dict(fields(section, f"{name}."))).model_fields["kind"].default
+    )
     return f"{key}: {name}.kind={kind} has no such key; take it out, or set {name}.kind={wanted}"
 
 

@@ -50,7 +50,13 @@ _OWN: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, Any]] = {name: {**NONE, **own} for name, own in _OWN.items()}
 
 TrainPresetName = Literal["none", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
-_PRETRAIN: dict[str, Any] = {"schedule": "cosine", "warmup": 0.05, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0}
+_PRETRAIN: dict[str, Any] = {
+    "schedule": "cosine",
+    "warmup": 0.05,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.1,
+    "clip": 1.0,
+}
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     # The best of what was tried on the nano size and a megabyte of text in samples of 64, on a CPU.
@@ -78,5 +84,16 @@ LANGUAGES = frozenset((
     "tt tyv ug uk ur uz vec vep vi vls vo wa war wuu xal xmf yi yo yue zh"
 ).split())  # fmt: skip
 """The languages that can be told apart, by their codes."""
-COUNTRIES = {"kr": "ko", "jp": "ja", "cn": "zh", "gb": "en", "us": "en", "dk": "da", "cz": "cs", "gr": "el", "in": "hi", "se": "sv"}
+COUNTRIES = {
+    "kr": "ko",
+    "jp": "ja",
+    "cn": "zh",
+    "gb": "en",
+    "us": "en",
+    "dk": "da",
+    "cz": "cs",
+    "gr": "el",
+    "in": "hi",
+    "se": "sv",
+}
 """Codes of countries that are taken for those of their languages."""

@@ -59,5 +59,7 @@ class ServeConfig(Section):
     def _whole_origins(cls, value: list[str]) -> list[str]:
         for origin in value:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
-                raise TextmillError(f"serve.origins: '{origin}' is no web origin; say https://NAME or http://NAME:PORT, without a path")
+                raise TextmillError(
+                    f"serve.origins: '{origin}' is no web origin; say https://NAME or http://NAME:PORT, without a path"
+                )
         return value

@@ -29,7 +29,9 @@ class FeaturesConfig(Section):
     @model_validator(mode="after")
     def _some_row_passes(self) -> FeaturesConfig:
         if self.reserved > self.max:
-            raise TextmillError(f"tokens.features.reserved: {self.reserved} of {self.max} places; leave some for tokens")
+            raise TextmillError(
+                f"tokens.features.reserved: {self.reserved} of {self.max} places; leave some for tokens"
+            )
         if self.min > self.max:
             raise TextmillError(
                 f"tokens.features.min: {self.min} is above tokens.features.max={self.max}, so no chunk is long enough; lower it"
@@ -71,10 +73,14 @@ class TokensConfig(Section):
     @field_validator("use", mode="before")
     @classmethod
     def _as_used(cls, value: Any) -> Any:
-        return [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+        return (
+            [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+        )
 
     @model_validator(mode="after")
     def _begun_once(self) -> TokensConfig:
         if self.prepend_begin and self.kind == "features":
-            raise TextmillError("tokens.prepend_begin: the rows of tokens.kind=features begin with a special token already; take it out")
+            raise TextmillError(
+                "tokens.prepend_begin: the rows of tokens.kind=features begin with a special token already; take it out"
+            )
         return self

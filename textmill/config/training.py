@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, filled
 from textmill.config.section import Section, how, place, source, texts
@@ -209,7 +216,9 @@ class TrainConfig(Section):
     def _leave_to_unit_and_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Steps that nobody said are not written beside what was said in their place, nor what the preset says beside the preset.
         said = TRAIN_PRESETS[self.preset]
-        own = {name: value for name, value in write(self).items() if name not in said or getattr(self, name) != said[name]}
+        own = {
+            name: value for name, value in write(self).items() if name not in said or getattr(self, name) != said[name]
+        }
         return {name: value for name, value in own.items() if name != "steps" or self.unit == "steps"}
 
     @model_validator(mode="after")
@@ -217,10 +226,14 @@ class TrainConfig(Section):
         if not self.ramp:
             return self
         if len(self.ramp) != 3 or min(self.ramp) < 1:
-            raise TextmillError(f"train.ramp: found {self.ramp}; give three whole numbers above 0: start, increment and samples")
+            raise TextmillError(
+                f"train.ramp: found {self.ramp}; give three whole numbers above 0: start, increment and samples"
+            )
         start, increment, _ = self.ramp
         if start >= self.batch:
-            raise TextmillError(f"train.ramp: starts with {start}, which is not below train.batch={self.batch}; lower it, or take it out")
+            raise TextmillError(
+                f"train.ramp: starts with {start}, which is not below train.batch={self.batch}; lower it, or take it out"
+            )
         if (self.batch - start) % increment:
             fits = math.gcd(self.batch - start, increment)
             way = f"the way from {start} to train.batch={self.batch}"
@@ -233,13 +246,17 @@ class TrainConfig(Section):
             if self.layout != layout and getattr(self, name) != type(self).model_fields[name].default:
                 raise TextmillError(f"train.{name}: is for train.layout={layout}, found {self.layout}; take it out")
         if self.close and self.long != "cut":
-            raise TextmillError("train.close: ends samples that were cut, and train.long=split cuts none off; set train.long=cut")
+            raise TextmillError(
+                "train.close: ends samples that were cut, and train.long=split cuts none off; set train.long=cut"
+            )
         return self
 
     @model_validator(mode="after")
     def _begins_somewhere(self) -> TrainConfig:
         if self.schedule == "range_test" and not self.min_learning_rate:
-            raise TextmillError("train.min_learning_rate: train.schedule=range_test rises from it; set it above 0, such as 1e-6")
+            raise TextmillError(
+                "train.min_learning_rate: train.schedule=range_test rises from it; set it above 0, such as 1e-6"
+            )
         return self
 
     @field_validator("save_every", "evaluate_every")

@@ -90,15 +90,23 @@ class TokenizerConfig(Section):
                 f"tokenizer.byte_fallback: is for unigram, and {self.kind} {why}; take it out, or set tokenizer.kind=unigram"
             )
         if self.strip_accents and self.kind != "wordpiece":
-            raise TextmillError(f"tokenizer.strip_accents: is for wordpiece, found tokenizer.kind={self.kind}; take it out")
+            raise TextmillError(
+                f"tokenizer.strip_accents: is for wordpiece, found tokenizer.kind={self.kind}; take it out"
+            )
         if self.sample > 1 and self.sample != int(self.sample):
-            raise TextmillError(f"tokenizer.sample: found {self.sample}; give a share up to 1, or a whole number of documents")
+            raise TextmillError(
+                f"tokenizer.sample: found {self.sample}; give a share up to 1, or a whole number of documents"
+            )
         tokens = special_tokens_of(self)
         if self.kind != "bpe" and UNKNOWN.isdisjoint(tokens):
-            raise TextmillError(f"tokenizer.special_tokens: {self.kind} needs a token for what it does not know; add <unk> or [UNK]")
+            raise TextmillError(
+                f"tokenizer.special_tokens: {self.kind} needs a token for what it does not know; add <unk> or [UNK]"
+            )
         least = len(tokens) + 256 * (self.kind == "bpe" or (self.kind == "unigram" and self.byte_fallback is not False))
         if self.vocab < least:
-            raise TextmillError(f"tokenizer.vocab: {self.vocab} is less than the {least} special tokens and bytes; raise it")
+            raise TextmillError(
+                f"tokenizer.vocab: {self.vocab} is less than the {least} special tokens and bytes; raise it"
+            )
         return self
 
 
@@ -133,5 +141,7 @@ def expanded(text: str) -> list[str]:
     """`<unused{0..99}>` as a hundred tokens; any other text as it is."""
     found = re.fullmatch(r"(.*)\{(\d{1,5})\.\.(\d{1,5})\}(.*)", text)
     if found and int(found[2]) > int(found[3]):
-        raise TextmillError(f"tokenizer.special_tokens: {text!r} counts from {found[2]} to {found[3]}, which is nothing; turn it round")
+        raise TextmillError(
+            f"tokenizer.special_tokens: {text!r} counts from {found[2]} to {found[3]}, which is nothing; turn it round"
+        )
     return [f"{found[1]}{number}{found[4]}" for number in range(int(found[2]), int(found[3]) + 1)] if found else [text]

@@ -19,7 +19,9 @@ from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
     """Write the model of a run, or any model folder, into `export.folder`; return the folder."""
     if config.export.folder is None:
-        raise TextmillError("export.folder: says nothing; name the folder to write: textmill export WHERE export.folder=OUT")
+        raise TextmillError(
+            "export.folder: says nothing; name the folder to write: textmill export WHERE export.folder=OUT"
+        )
     folder, precision = Path(config.export.folder), config.export.precision
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     _refuse_overlap(folder, checkpoint)
@@ -37,11 +39,15 @@ def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -
         stage.finish(part, accounts, {"precision": precision, "parameters": shape.parameters})
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     size = accounts["model.safetensors"]["bytes"] / 1e6
-    print(f"export: {shown(folder)}: {shape.parameters:,} parameters of {shown(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB")
+    print(
+        f"export: {shown(folder)}: {shape.parameters:,} parameters of {shown(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB"
+    )
     return folder
 
 
 def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:
     """A folder inside the model's, or the model's own, would be read and replaced at once."""
     if folder.resolve().is_relative_to(checkpoint.folder.resolve()):
-        raise TextmillError(f"export.folder: {folder} lies in {checkpoint.folder}, which is to be exported; name a folder elsewhere")
+        raise TextmillError(
+            f"export.folder: {folder} lies in {checkpoint.folder}, which is to be exported; name a folder elsewhere"
+        )

@@ -43,7 +43,9 @@ def convert(checkpoint: Path, config: Path, out: Path) -> Path:
     found = dict(family.known_weights(_renamed(weights_in(checkpoint))))
     wanted = {weight.name: weight.shape for weight in family.weights_of(shape)}
     if missing := [name for name in wanted if name not in found]:
-        raise TextmillError(f"{checkpoint}: lacks {len(missing)} weights of a GPT-2, '{missing[0]}' among them; found {sorted(found)[:3]}")
+        raise TextmillError(
+            f"{checkpoint}: lacks {len(missing)} weights of a GPT-2, '{missing[0]}' among them; found {sorted(found)[:3]}"
+        )
     for name, size in wanted.items():
         if found[name].shape != size:
             raise TextmillError(f"{checkpoint}: '{name}' is {list(found[name].shape)}; {config} makes it {list(size)}")
@@ -60,17 +62,23 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
     folder = _tagged(checkpoint)
     if any(folder.glob("*mp_rank_01*")):
         raise TextmillError(f"{folder}: was cut by tensor parallelism; only checkpoints of mp_rank_00 alone are read")
-    parts = sorted((path for path in folder.iterdir() if RANK.search(path.name)), key=lambda path: int(RANK.search(path.name)[1]))  # type: ignore[index]
+    ranks = {path: found for path in folder.iterdir() if (found := RANK.search(path.name))}
+    parts = sorted(ranks, key=lambda path: int(ranks[path][1]))
     model = folder / WHOLE if (folder / WHOLE).is_file() else folder / f"zero_pp_rank_0_{WHOLE}"
     if not model.is_file():
         raise TextmillError(f"{folder}: no {WHOLE} there; name a folder that DeepSpeed's save_checkpoint wrote")
     states = _tree(read_pickle(model), "what it holds", model)
     module = _tree({} if states.get("module") is None else states["module"], "module", model)
-    weights = {name: value for name, value in module.items() if isinstance(name, str) and isinstance(value, Tensor) and value.numel()}
+    weights = {
+        name: value
+        for name, value in module.items()
+        if isinstance(name, str) and isinstance(value, Tensor) and value.numel()
+    }
     if not parts:
         return weights
     optims = [
-        _tree(_tree(read_pickle(path), "what it holds", path).get("optimizer_state_dict"), "optimizer_state_dict", path) for path in parts
+        _tree(_tree(read_pickle(path), "what it holds", path).get("optimizer_state_dict"), "optimizer_state_dict", path)
+        for path in parts
     ]
     count = optims[0].get("partition_count", len(optims))
     counts = count if isinstance(count, list) else [count]
@@ -101,18 +109,26 @@ def _tensors(value: Any, what: str, where: Path) -> list[Tensor]:
 
 def _shapes(groups: Any, where: Path) -> list[Shapes]:
     """The shape of each weight by name, in the order in which they lie in a group."""
-    if not isinstance(groups, list) or not all(isinstance(group, dict) and all(map(_is_size, group.items())) for group in groups):
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and all(map(_is_size, group.items())) for group in groups
+    ):
         raise _damaged(where, "param_shapes", groups, "a list of shapes by name")
     return [{name: tuple(size) for name, size in group.items()} for group in groups]
 
 
 def _is_size(item: tuple[Any, Any]) -> bool:
     name, size = item
-    return isinstance(name, str) and isinstance(size, tuple | list) and all(type(side) is int and side >= 0 for side in size)
+    return (
+        isinstance(name, str)
+        and isinstance(size, tuple | list)
+        and all(type(side) is int and side >= 0 for side in size)
+    )
 
 
 def _damaged(where: Path, what: str, found: Any, wanted: str) -> TextmillError:
-    return TextmillError(f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or another's")
+    return TextmillError(
+        f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or another's"
+    )
 
 
 def _stretches(shapes: list[Shapes], flats: list[list[Tensor]], gaps: Any, where: Path) -> Iterator[tuple[str, Tensor]]:
@@ -139,13 +155,18 @@ def _pieces(shapes: list[Shapes], flats: list[list[Tensor]], _: Any, where: Path
     rows, start = [torch.cat([torch.empty(0), *flat]) for flat in flats], 0
     for name, size in (item for sizes in shapes for item in sizes.items()):
         room = min(-(-math.prod(size) // len(rows)), len(rows[0]) - start)
-        yield name, _shaped(torch.cat([row[start : start + room] for row in rows])[: math.prod(size)], name, size, where)
+        yield (
+            name,
+            _shaped(torch.cat([row[start : start + room] for row in rows])[: math.prod(size)], name, size, where),
+        )
         start += room
 
 
 def _shaped(flat: Tensor, name: str, size: tuple[int, ...], where: Path) -> Tensor:
     if len(flat) != math.prod(size):
-        raise TextmillError(f"{where}: '{name}' is {list(size)}, but its masters end after {len(flat)} numbers; the files are damaged")
+        raise TextmillError(
+            f"{where}: '{name}' is {list(size)}, but its masters end after {len(flat)} numbers; the files are damaged"
+        )
     return flat.view(size)
 
 

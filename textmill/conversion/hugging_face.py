@@ -28,7 +28,9 @@ def weights_of(checkpoint: Checkpoint, shape: Any) -> Iterator[Named]:
     missing = {weight.name: weight.shape for weight in family.weights_of(shape)}
     for name, values in family.known_weights(checkpoint.weights()):
         if missing.pop(name, None) != values.shape:
-            raise TextmillError(f"{checkpoint.folder}: '{name}' is {list(values.shape)}, which its config.json does not have")
+            raise TextmillError(
+                f"{checkpoint.folder}: '{name}' is {list(values.shape)}, which its config.json does not have"
+            )
         yield name, values
     if missing:
         raise TextmillError(f"{checkpoint.folder}: lacks {len(missing)} weights, '{next(iter(missing))}' among them")

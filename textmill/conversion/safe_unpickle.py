@@ -70,11 +70,15 @@ def _load(file: Any, **options: Any) -> Any:
 def read_pickle(path: Path) -> Any:
     """All that a file of torch.save holds."""
     try:
-        if zipfile.is_zipfile(path) and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()):
+        if zipfile.is_zipfile(path) and any(
+            name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()
+        ):
             raise TextmillError(f"{path}: holds a compiled program; only saved tensors are read")
         module = SimpleNamespace(__name__="textmill.conversion.safe_unpickle", Unpickler=_Unpickler, load=_load)
         return torch.load(path, map_location="cpu", pickle_module=module, weights_only=False)
     except TextmillError:
         raise
     except Exception as error:
-        raise TextmillError(f"{path}: not a file of torch.save that can be read ({type(error).__name__}: {error})") from None
+        raise TextmillError(
+            f"{path}: not a file of torch.save that can be read ({type(error).__name__}: {error})"
+        ) from None

@@ -13,7 +13,9 @@ from textmill.storage.files import shown
 Counts = dict[str, Any]
 
 
-def account(names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[dict[str, int]], written: Sequence[Counts]) -> Counts:
+def account(
+    names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[dict[str, int]], written: Sequence[Counts]
+) -> Counts:
     """Add up what became of every record of every piece: its source in `names`, the copies that went, by kind, in `duplicates`."""
     by_source: dict[str, Counts] = {}
     by_split: dict[str, Counts] = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in SPLITS}
@@ -27,7 +29,9 @@ def account(names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[d
     total = _nothing()
     for one in by_source.values():
         _add(total, one)
-    assert total["records"] == total["kept"] + sum(total["dropped"].values()) + total["quarantined"], f"a record is lost: {total}"
+    assert total["records"] == total["kept"] + sum(total["dropped"].values()) + total["quarantined"], (
+        f"a record is lost: {total}"
+    )
     return {**total, "by_split": by_split, "by_source": by_source}
 
 
@@ -44,12 +48,18 @@ def _add(total: Counts, one: Counts) -> None:
 
 def describe(counts: Counts, folder: Path, shares: Sequence[float]) -> list[str]:
     """The account as lines for a person, with advice where a split came out empty."""
-    rules = {key: ", ".join(f"{rule} {number:,}" for rule, number in counts[key].items()) for key in ("changed", "dropped")}
+    rules = {
+        key: ", ".join(f"{rule} {number:,}" for rule, number in counts[key].items()) for key in ("changed", "dropped")
+    }
     rows = [
         ("records", counts["records"], f"from {_plural(len(counts['by_source']), 'file')}"),
         ("kept", counts["kept"], ""),
         ("dropped", sum(counts["dropped"].values()), rules["dropped"]),
-        ("quarantined", counts["quarantined"], f"see {shown(folder / 'quarantine.jsonl')}" if counts["quarantined"] else ""),
+        (
+            "quarantined",
+            counts["quarantined"],
+            f"see {shown(folder / 'quarantine.jsonl')}" if counts["quarantined"] else "",
+        ),
     ]
     for split, amounts in counts["by_split"].items():
         rows.append((split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))

@@ -42,7 +42,9 @@ def conversation_of(value: object, shape: str, key: str = UNSAID) -> tuple[Turn,
 
 def canonical(turns: tuple[Turn, ...]) -> str:
     """The conversation as the JSON that shards hold: the form in which transformers takes it."""
-    return json.dumps([{"role": role, "content": text} for role, text in turns], ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(
+        [{"role": role, "content": text} for role, text in turns], ensure_ascii=False, separators=(",", ":")
+    )
 
 
 def turns_of(text: str) -> list[Turn]:
@@ -59,7 +61,9 @@ def _shape_of(value: Record) -> str:
     found = [shape for shape, fit in fits.items() if fit]
     if len(found) == 1:
         return found[0]
-    what = f"could be {' or '.join(found)}" if found else f"no conversation in the fields {sorted(map(str, value))[:12]}"
+    what = (
+        f"could be {' or '.join(found)}" if found else f"no conversation in the fields {sorted(map(str, value))[:12]}"
+    )
     raise Unreadable(f"{what}; set corpus.chat to one of {', '.join(SHAPES)}")
 
 
@@ -73,7 +77,9 @@ def _pair_of(value: Record, key: str) -> tuple[str, str]:
     if key != UNSAID:
         names = tuple(name.strip() for name in key.split("+"))
         if len(names) != 2 or not set(names) <= value.keys():
-            raise Unreadable(f"corpus.text_key={key} names no question and answer of {sorted(map(str, value))[:12]}; say QUESTION+ANSWER")
+            raise Unreadable(
+                f"corpus.text_key={key} names no question and answer of {sorted(map(str, value))[:12]}; say QUESTION+ANSWER"
+            )
         return names[0], names[1]
     found = _pairs_in(value)
     if len(found) != 1:
@@ -91,7 +97,9 @@ def _alpaca(value: Record) -> list[Turn]:
 
 def _listed(value: Record, shape: str, key: str) -> list[Turn]:
     """A list of turns under one name: role and content, or from and value."""
-    usual, role_name, text_name = ("messages", "role", "content") if shape == "messages" else ("conversations", "from", "value")
+    usual, role_name, text_name = (
+        ("messages", "role", "content") if shape == "messages" else ("conversations", "from", "value")
+    )
     name = usual if key == UNSAID else key
     listed = value.get(name)
     if not isinstance(listed, list):

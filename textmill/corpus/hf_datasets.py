@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from textmill.corpus.sources import Source
+from textmill.corpus.source import Source
 from textmill.errors import TextmillError
 
 

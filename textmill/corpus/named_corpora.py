@@ -43,7 +43,12 @@ def _named(path: str, name: str, value: object) -> Named:
         raise TextmillError(f"{path}: {name}: found {found}; give it 'sources', and 'text_key' if it has its own")
     words = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
     key = value.get("text_key")
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words) or not isinstance(key, str | None):
+    if (
+        not isinstance(words, list)
+        or not words
+        or not all(isinstance(word, str) for word in words)
+        or not isinstance(key, str | None)
+    ):
         raise TextmillError(f"{path}: {name}: 'sources' is a list of texts, 'text_key' a text")
     return Named([_beside(path, word) for word in words], key)
 

@@ -21,7 +21,7 @@ from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.records import Bad, read_records
 from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
-from textmill.corpus.sources import Piece
+from textmill.corpus.source import Piece
 from textmill.corpus.split import DIGEST, digest_of
 from textmill.storage.files import account_of, read_json, write_json, writing
 

@@ -19,7 +19,8 @@ from textmill.corpus.clean.cleaner import check_needs
 from textmill.corpus.dedup.decisions import decide_fates
 from textmill.corpus.passes import Work, read_piece, write_piece
 from textmill.corpus.records import Bad
-from textmill.corpus.sources import Source, find_sources, names_wherever, pieces_of, state_of
+from textmill.corpus.source import Source
+from textmill.corpus.sources import find_sources, names_wherever, pieces_of, state_of
 from textmill.corpus.split import declared_sides
 from textmill.errors import TextmillError
 from textmill.runners import Runner, open_runner
@@ -85,7 +86,9 @@ def _deliver(config: RunConfig, folder: Path, inputs: Sequence[_Input], check: b
     """Bring the finished corpus to MongoDB, where that is asked; `check`: only refuse what cannot be."""
     if config.corpus.mongo_write_back or config.corpus.mongo_load:
         deliveries, sources = import_module("textmill.corpus.mongo.export"), [one.source for one in inputs]
-        deliveries.check_deliveries(config.corpus, sources) if check else deliveries.deliver(config.corpus, folder, sources)
+        deliveries.check_deliveries(config.corpus, sources) if check else deliveries.deliver(
+            config.corpus, folder, sources
+        )
     return folder
 
 
@@ -165,7 +168,12 @@ def _run(runner: Runner, function: Callable[[Any], Any], shards: Sequence[Any], 
 
 def _quarantine_lines(works: list[Work]) -> Iterator[bytes]:
     for bad in _bad_rows(works):
-        row = {"file": bad.source, "place": bad.place, "reason": bad.reason, "raw": bad.raw.decode(errors="backslashreplace")}
+        row = {
+            "file": bad.source,
+            "place": bad.place,
+            "reason": bad.reason,
+            "raw": bad.raw.decode(errors="backslashreplace"),
+        }
         yield _line(row)
 
 
@@ -191,7 +199,9 @@ def _check_unchanged(inputs: Sequence[_Input]) -> None:
     for one in inputs:
         state = state_of(one.source)
         if (state.bytes, state.mtime_ns) != (one.bytes, one.mtime_ns) or state.mark not in (None, one.sha256):
-            raise TextmillError(f"{one.source.name}: changed while it was read; run prepare again when nothing writes to it")
+            raise TextmillError(
+                f"{one.source.name}: changed while it was read; run prepare again when nothing writes to it"
+            )
 
 
 def _sweep(part: Path, files: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.sources import Piece, format_of
+from textmill.corpus.source import Piece
+from textmill.corpus.sources import format_of
 from textmill.corpus.streams import Broken, open_stream
 
 MAX_RECORD = 256 << 20

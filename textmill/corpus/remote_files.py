@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from textmill.corpus.sources import EXTENSIONS, Source, format_named
+from textmill.corpus.source import EXTENSIONS, Source, format_named
 from textmill.errors import TextmillError
 
-MARKS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
+MARKS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "Content-MD5",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+)
 """What file systems call the thing that changes with a file's content; the first that is there counts."""
 
 
@@ -42,7 +53,9 @@ def open_url(url: str) -> Any:
     try:
         return files.open(path, "rb")
     except Exception as error:
-        raise TextmillError(f"{url}: cannot be opened ({_said(error)}); check the address, the network and your access") from None
+        raise TextmillError(
+            f"{url}: cannot be opened ({_said(error)}); check the address, the network and your access"
+        ) from None
 
 
 def state_of(url: str) -> tuple[int, str]:
@@ -51,7 +64,9 @@ def state_of(url: str) -> tuple[int, str]:
     try:
         facts = files.info(path)
     except Exception as error:
-        raise TextmillError(f"{url}: cannot be reached ({_said(error)}); check the address, the network and your access") from None
+        raise TextmillError(
+            f"{url}: cannot be reached ({_said(error)}); check the address, the network and your access"
+        ) from None
     return int(facts.get("size") or 0), next((f"{name} {facts[name]}" for name in MARKS if facts.get(name)), "")
 
 

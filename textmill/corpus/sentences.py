@@ -27,7 +27,9 @@ TITLES = frozenset((
     "z.b d.h u.a bzw nr str abb bd hr fr usw"
 ).split())  # fmt: skip
 """Words with a full stop that hardly ever end a sentence."""
-STARTERS = frozenset("The This That These Those It He She We They I In On At But And However When If There A An His Her Its Our".split())
+STARTERS = frozenset(
+    "The This That These Those It He She We They I In On At But And However When If There A An His Her Its Our".split()
+)
 """Words that begin a sentence even after a word with inner full stops, such as U.S."""
 
 
@@ -73,7 +75,9 @@ def _ends(end: re.Match[str], signs: str) -> bool:
             return after not in _GOES_ON
         if signs in (".", "…") or signs.startswith(("..", "……")):
             return signs == "." and "가" <= text[start - 1 : start] <= "힣" and "가" <= after <= "힣"
-        return _EAST.match(after) is not None and not (end["close"] and "가" <= after <= "힣")  # a particle belongs to the quotation
+        return _EAST.match(after) is not None and not (
+            end["close"] and "가" <= after <= "힣"
+        )  # a particle belongs to the quotation
     word = _NEXT.match(text, stop)[1] or ""  # type: ignore[index]
     if (word[:1].islower() and not _EAST.match(text, max(start - 1, 0))) or word[:1] in _GOES_ON:
         return False

@@ -101,12 +101,18 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
 def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
     with open_shard(path) as shard:
         names = _check_columns(path, shard, columns)
-        yield from shard.iter_batches(batch_size=BATCH, columns=[name for name in columns if name in names], use_threads=False)
+        yield from shard.iter_batches(
+            batch_size=BATCH, columns=[name for name in columns if name in names], use_threads=False
+        )
 
 
 def _check_columns(path: Path, shard: pq.ParquetFile, columns: list[str]) -> list[str]:
     names: list[str] = shard.schema_arrow.names
-    missing = set(columns) - {*names, "meta", "messages"}  # shards of the first version have no metadata, and plain text has no turns
+    missing = set(columns) - {
+        *names,
+        "meta",
+        "messages",
+    }  # shards of the first version have no metadata, and plain text has no turns
     if missing:
         raise TextmillError(f"{path}: not a shard of ours; found the columns {names}, not {sorted(missing)}")
     return names
@@ -123,7 +129,10 @@ class ShardWriter:
         """Write these rows after those before."""
         if table.num_rows:
             self.held.append(table)
-            if sum(one.nbytes for one in self.held) >= GROUP_BYTES or sum(one.num_rows for one in self.held) >= GROUP_ROWS:
+            if (
+                sum(one.nbytes for one in self.held) >= GROUP_BYTES
+                or sum(one.num_rows for one in self.held) >= GROUP_ROWS
+            ):
                 self.flush()
 
     def flush(self) -> None:

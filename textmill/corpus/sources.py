@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module, resources
@@ -13,67 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from textmill.corpus.named_corpora import Named, open_corpora
-from textmill.corpus.streams import COMPRESSIONS, is_plain, is_remote
+from textmill.corpus.source import EXTENSIONS, Piece, Range, Source, format_named
+from textmill.corpus.streams import is_plain, is_remote
 from textmill.errors import TextmillError
 
-FORMATS = {
-    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",
-    ".parquet": "parquet", ".arrow": "arrow", ".xml": "mediawiki",
-}  # fmt: skip
-EXTENSIONS = f"{', '.join(FORMATS)}, the files of WikiExtractor, and these with {', '.join(COMPRESSIONS)}"
-INSIDE = ("parquet", "arrow")
-"""Formats that are compressed inside, and not from outside."""
 PIECE = 64 << 20
 """Bytes of a file of lines that are read at a time; the output's shards follow it, whatever the number of workers."""
 BLOCK = 1 << 20
-WIKI_FILE = re.compile(r"wiki_\d+")
-"""WikiExtractor's own names, which have no extension."""
 
 
-Range = tuple[int, int, int]
-"""Start, stop, and the number of the first record."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file, or whatever else can be read in pieces."""
-
-    name: str
-    """As the user named it."""
-    address: str
-    """The path or URL of its bytes."""
-    format: str
-    text_key: str | None = None
-    """Its own `corpus.text_key`, where a named corpus says one."""
-    bounds: tuple[Any, ...] = ()
-    """Of a MongoDB index: where each collection began and ended when it was looked at."""
-    raw: bool = False
-    """Of a MongoDB index: cleaned text goes back there, so what an earlier cleaning left is not read."""
-
-    @property
-    def path(self) -> Path:
-        """Where it stands on this machine, if it does."""
-        return Path(self.address)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of one source: the whole file, or whole lines, row groups or documents of it."""
-
-    number: int
-    source: Source
-    start: int
-    stop: int
-    first: int = 1
-    """The number of its first line or row."""
-    whole: bool = True
-    """Whether it is all of the source."""
-
-    def __repr__(self) -> str:
-        return f"{self.source.name} (bytes {self.start:,} to {self.stop:,})"
-
-
-def find_sources(words: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None, raw: bool = False) -> list[Source]:
+def find_sources(
+    words: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None, raw: bool = False
+) -> list[Source]:
     """Every file that the words name, each once, sorted by name; folders in `skip` (our own output) are not looked into.
 
     `corpora` is a file of named corpora; `raw`: read MongoDB's documents as they were before any cleaning."""
@@ -108,7 +58,11 @@ def shipped() -> dict[str, Path]:
 
 def names_wherever(sources: Sequence[Source]) -> list[str]:
     """Names that stay the same when the whole project, or the user, stands in another folder."""
-    full = {source: os.path.abspath(source.path) for source in sources if source.name == source.address and not is_remote(source.address)}
+    full = {
+        source: os.path.abspath(source.path)
+        for source in sources
+        if source.name == source.address and not is_remote(source.address)
+    }
     common = os.path.commonpath([os.path.dirname(path) for path in full.values()]) if full else ""
     return [os.path.relpath(full[source], common) if source in full else source.name for source in sources]
 
@@ -175,21 +129,29 @@ def _files_of(word: str, skipped: list[str], named: list[str]) -> Iterable[Sourc
     if glob.has_magic(path):
         matches = glob.glob(path, recursive=True)
         if not matches:
-            raise TextmillError(f"corpus.sources: nothing matches '{word}'; check the pattern ('**' reaches folders below)")
+            raise TextmillError(
+                f"corpus.sources: nothing matches '{word}'; check the pattern ('**' reaches folders below)"
+            )
         return [_source(match) for match in matches if os.path.isfile(match) and not _inside(match, skipped)]
     if word in shipped():
         return [Source(word, str(shipped()[word]), "text")]
     names = [*named, *shipped()]
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     own = f"your corpora: {', '.join(named)}; " if named else ""
-    advice = f"did you mean '{near[0]}'?" if near else f"{own}the corpora that come with textmill: {', '.join(shipped())}"
+    advice = (
+        f"did you mean '{near[0]}'?" if near else f"{own}the corpora that come with textmill: {', '.join(shipped())}"
+    )
     raise TextmillError(f"corpus.sources: no file, folder or corpus '{word}'; {advice}")
 
 
 def _files_in(folder: str, skipped: list[str]) -> Iterator[Source]:
     for place, folders, files in os.walk(folder, followlinks=False):
-        folders[:] = [name for name in folders if not name.startswith(".") and not _inside(os.path.join(place, name), skipped)]
-        saved = "state.json" in files and "dataset_info.json" in files  # by the datasets library: its JSON files hold no text
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not _inside(os.path.join(place, name), skipped)
+        ]
+        saved = (
+            "state.json" in files and "dataset_info.json" in files
+        )  # by the datasets library: its JSON files hold no text
         for name in files:
             found = format_named(name)
             if found and not name.startswith(".") and (found == "arrow" if saved else name != "dataset_dict.json"):
@@ -201,19 +163,13 @@ def _inside(path: str, folders: list[str]) -> bool:
     return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
 
 
-def format_named(name: str) -> str | None:
-    """The format that a file's name tells; None: not one that is read."""
-    stem = os.path.basename(name).lower()
-    plain = next((stem.removesuffix(end) for end in COMPRESSIONS if stem.endswith(end)), stem)
-    found = "wiki" if WIKI_FILE.fullmatch(plain) else FORMATS.get(os.path.splitext(plain)[1])
-    return None if found in INSIDE and plain != stem else found
-
-
 def _source(path: str) -> Source:
     name = os.path.normpath(path)
     if (found := format_named(name)) is None:
         extension = os.path.splitext(name)[1].lower()
-        raise TextmillError(f"{name}: cannot read '{extension or 'a file without extension'}'; textmill reads {EXTENSIONS}")
+        raise TextmillError(
+            f"{name}: cannot read '{extension or 'a file without extension'}'; textmill reads {EXTENSIONS}"
+        )
     if not os.access(name, os.R_OK):
         raise TextmillError(f"{name}: not readable; change its permissions or take it out of corpus.sources")
     return Source(name, name, found)
@@ -233,7 +189,9 @@ def _line_ranges(path: Path, size: int) -> Iterator[Range]:
         start, first = 0, 1
         while start < size:
             lines = 0
-            while stream.tell() < min(start + PIECE, size) and (block := stream.read(min(BLOCK, start + PIECE - stream.tell()))):
+            while stream.tell() < min(start + PIECE, size) and (
+                block := stream.read(min(BLOCK, start + PIECE - stream.tell()))
+            ):
                 lines += block.count(b"\n")
             while (rest := stream.readline(BLOCK)) and not rest.endswith(b"\n"):
                 pass

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
+from textmill.corpus.source import COMPRESSIONS
 from textmill.errors import TextmillError
 
 BLOCK = 1 << 18
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 WIDE = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 

@@ -11,7 +11,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.conversations import conversation_of
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW, Bad, Unreadable
-from textmill.corpus.sources import Source
+from textmill.corpus.source import Source
 
 Path = tuple[str, ...]
 
@@ -81,7 +81,11 @@ class Fields:
         except Unreadable as error:
             reason = str(error)[:RAW]
         except UnicodeEncodeError as error:
-            what = "not UTF-8, or half a surrogate pair" if 0xDC80 <= ord(text[error.start]) <= 0xDCFF else "half a surrogate pair"
+            what = (
+                "not UTF-8, or half a surrogate pair"
+                if 0xDC80 <= ord(text[error.start]) <= 0xDCFF
+                else "half a surrogate pair"
+            )
             reason = f"{what}, \\u{ord(text[error.start]):04x}, at character {error.start:,}"
         return Bad(self.source, place, reason, raw[:RAW])
 
@@ -96,7 +100,9 @@ class Fields:
                 return value
             raise Unreadable(f"found a JSON {kind_of(value)}; '{self.key}' is a list of texts")
         if not isinstance(value, dict):
-            raise Unreadable(f"found a JSON {kind_of(value)}; a line is an object with the field '{'+'.join(map('.'.join, self.leaves))}'")
+            raise Unreadable(
+                f"found a JSON {kind_of(value)}; a line is an object with the field '{'+'.join(map('.'.join, self.leaves))}'"
+            )
         texts = []
         for leaf in self.leaves:
             found = lookup(value, leaf)

@@ -109,7 +109,12 @@ class Engine(Protocol):
         ...
 
     def load(
-        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
+        self,
+        weights: Iterable[Named],
+        moments: Iterable[Named],
+        updates: int,
+        where: str,
+        scaling: dict[str, float] | None = None,
     ) -> None:
         """Take weights, moments (none with 0 updates), the count of updates and the loss scale's state; `where` names them in errors."""
         ...
@@ -142,7 +147,9 @@ def open_engine(config: Any, shape: Any, ranks: Ranks | None = None) -> Engine:
     where `textmill.storage.faults` tells it to."""
     module = _module_of(config)
     if (inner := faults.armed("nan", "flip")) and not getattr(module, "FAULTS", False):
-        raise TextmillError(f"{faults.VARIABLE}: {inner[0]} happens inside the torch engine alone; take it out, or set engine.kind=torch")
+        raise TextmillError(
+            f"{faults.VARIABLE}: {inner[0]} happens inside the torch engine alone; take it out, or set engine.kind=torch"
+        )
     engine: Engine = module.new_engine(config, shape, ranks or Alone())
     return engine
 

@@ -22,7 +22,9 @@ FAILURES = ("TorchDynamoException", "TritonError")
 """What errors of compiling are called: torch's, which has one name above all of its own, and Triton's."""
 
 
-def compiling(engine: TorchEngine, train: TrainConfig, shape: Any, device: torch.device, world: int) -> tuple[bool, str]:
+def compiling(
+    engine: TorchEngine, train: TrainConfig, shape: Any, device: torch.device, world: int
+) -> tuple[bool, str]:
     """Whether this run's net is compiled, and the words for it; `train.steps` are those of the whole run, however often it is taken up."""
     if engine.compile != "auto":
         return engine.compile, _words(engine.compile)
@@ -56,7 +58,9 @@ class Compiling:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.is_to_blame(error):
-            raise TextmillError(f"engine.compile: torch cannot compile the net here: {_spoken(error)}; set engine.compile=false") from error
+            raise TextmillError(
+                f"engine.compile: torch cannot compile the net here: {_spoken(error)}; set engine.compile=false"
+            ) from error
         if self.news is None and _graphs() > self._graphs:
             self.news = compiled_in(time.perf_counter() - self._began)
 

@@ -37,7 +37,9 @@ class Replicas:
         self.due = False
         for bucket, (flat, work) in zip(self.buckets, self.flying, strict=True):
             work.wait()
-            for parameter, values in zip(bucket, torch.split_with_sizes(flat, [one.numel() for one in bucket]), strict=True):
+            for parameter, values in zip(
+                bucket, torch.split_with_sizes(flat, [one.numel() for one in bucket]), strict=True
+            ):
                 parameter.grad = values.view_as(parameter)
 
     def _ready(self, parameter: Tensor) -> None:

@@ -85,7 +85,9 @@ def their_say(engine: DeepSpeedEngine) -> Iterator[None]:
         if not where or isinstance(error, TextmillError):
             raise
         said = " ".join(str(error).split())
-        raise TextmillError(f"{where}: DeepSpeed does not take these settings ({type(error).__name__}: {said[:400]}); mend them") from None
+        raise TextmillError(
+            f"{where}: DeepSpeed does not take these settings ({type(error).__name__}: {said[:400]}); mend them"
+        ) from None
 
 
 def settled(engine: DeepSpeedEngine, theirs: Tree) -> DeepSpeedEngine:
@@ -97,7 +99,8 @@ def settled(engine: DeepSpeedEngine, theirs: Tree) -> DeepSpeedEngine:
         "precision": halves[0] if halves else AUTO,
         "offload_optimizer": _device_of(zero.get("offload_optimizer")) or ("cpu" if zero.get("cpu_offload") else None),
         "offload_weights": _device_of(zero.get("offload_param")),
-        "nvme": at.get("zero_optimization.offload_optimizer.nvme_path") or at.get("zero_optimization.offload_param.nvme_path"),
+        "nvme": at.get("zero_optimization.offload_optimizer.nvme_path")
+        or at.get("zero_optimization.offload_param.nvme_path"),
         "micro_batch": at.get("train_micro_batch_size_per_gpu", AUTO),
     }
     own = engine.model_dump()
@@ -110,7 +113,16 @@ def settled(engine: DeepSpeedEngine, theirs: Tree) -> DeepSpeedEngine:
         raise TextmillError(f"{engine.config}: {wrong}, which cannot be; say another, or take it out") from None
 
 
-def json_of(config: RunConfig, engine: DeepSpeedEngine, theirs: Tree, *, world: int, micro_batch: int, precision: str, block: int) -> Tree:
+def json_of(
+    config: RunConfig,
+    engine: DeepSpeedEngine,
+    theirs: Tree,
+    *,
+    world: int,
+    micro_batch: int,
+    precision: str,
+    block: int,
+) -> Tree:
     """All that DeepSpeed is told; `engine` is the settled section, `precision` what its auto came to, `block` the weights of a block."""
     train, passes = config.train, config.train.batch // (world * micro_batch)
     _refuse_contradictions(engine.config, theirs, config, engine, micro_batch, passes, precision)
@@ -133,8 +145,14 @@ def json_of(config: RunConfig, engine: DeepSpeedEngine, theirs: Tree, *, world: 
     _check_kinds(engine.extra, "engine.extra")
     kept = {name: value for name, value in theirs.items() if name not in OUR_OWN}
     whole = _laid(_laid(_laid({"zero_optimization": _sizes(block)}, kept), ours), engine.extra)
-    if whole.get("bf16", {}).get("enabled") and engine.zero == 1 and whole.get("data_types", {}).get("grad_accum_dtype") == "fp32":
-        raise TextmillError("engine.extra: data_types.grad_accum_dtype=fp32 in bf16 wants engine.zero=2 or 3; set one, or take it out")
+    if (
+        whole.get("bf16", {}).get("enabled")
+        and engine.zero == 1
+        and whole.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    ):
+        raise TextmillError(
+            "engine.extra: data_types.grad_accum_dtype=fp32 in bf16 wants engine.zero=2 or 3; set one, or take it out"
+        )
     return whole
 
 
@@ -145,7 +163,13 @@ def _sizes(block: int) -> Tree:
 
 
 def _refuse_contradictions(
-    path: str | None, theirs: Tree, config: RunConfig, engine: DeepSpeedEngine, micro_batch: int, passes: int, precision: str
+    path: str | None,
+    theirs: Tree,
+    config: RunConfig,
+    engine: DeepSpeedEngine,
+    micro_batch: int,
+    passes: int,
+    precision: str,
 ) -> None:
     train, at = config.train, dict(_leaves(theirs))
     if str(at.get("scheduler.type")).startswith("Warmup"):
@@ -171,7 +195,9 @@ def _refuse_contradictions(
                 f"{path}: {name} is {json.dumps(found)}, but {key} is {json.dumps(ours)}; make them agree, or take {name} out"
             )
         if name.startswith("optimizer.params.") and name not in known and found is not True:
-            raise TextmillError(f"{path}: {name} is {json.dumps(found)}, which textmill's AdamW does not have; take it out")
+            raise TextmillError(
+                f"{path}: {name} is {json.dumps(found)}, which textmill's AdamW does not have; take it out"
+            )
 
 
 def _optimizer_of(train: TrainConfig, at: Tree) -> dict[str, tuple[str, Any]]:
@@ -180,7 +206,10 @@ def _optimizer_of(train: TrainConfig, at: Tree) -> dict[str, tuple[str, Any]]:
     named = {"lr": train.learning_rate, "eps": train.epsilon, "weight_decay": train.weight_decay, "betas": train.betas}
     words = {"lr": "learning_rate", "eps": "epsilon", "weight_decay": "weight_decay", "betas": "betas"}
     params = {f"optimizer.params.{name}": (f"train.{words[name]}", value) for name, value in named.items()}
-    return {"optimizer.type": ("train.optimizer", kind if str(kind).lower() in ("adam", "adamw") else train.optimizer), **params}
+    return {
+        "optimizer.type": ("train.optimizer", kind if str(kind).lower() in ("adam", "adamw") else train.optimizer),
+        **params,
+    }
 
 
 def _schedule_of(train: TrainConfig, at: Tree) -> dict[str, tuple[str, Any]]:
@@ -200,7 +229,10 @@ def _schedule_of(train: TrainConfig, at: Tree) -> dict[str, tuple[str, Any]]:
         "lr_range_test_staircase": ("train.range_stairs", train.range_stairs),
     }
     ours = kind if SCHEDULES.get(kind) == train.schedule else train.schedule
-    return {"scheduler.type": ("train.schedule", ours), **{f"scheduler.params.{name}": value for name, value in params.items()}}
+    return {
+        "scheduler.type": ("train.schedule", ours),
+        **{f"scheduler.params.{name}": value for name, value in params.items()},
+    }
 
 
 def _equal(found: Any, ours: Any) -> bool:
@@ -235,5 +267,9 @@ def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _laid(tree: Tree, over: Tree) -> Tree:
     """One tree with another laid over it, key by key."""
-    both = {name: _laid(tree[name], over[name]) for name in over if isinstance(tree.get(name), dict) and isinstance(over[name], dict)}
+    both = {
+        name: _laid(tree[name], over[name])
+        for name in over
+        if isinstance(tree.get(name), dict) and isinstance(over[name], dict)
+    }
     return {**tree, **over, **both}

@@ -25,7 +25,9 @@ class Scaler:
         good = torch.where(finite, self.good + 1, 0)
         left = torch.where(finite, self.left, self.left - 1)
         grows, shrinks = good == WINDOW, ~finite & (left <= 0)
-        self.scale = torch.where(grows, self.scale * 2, torch.where(shrinks, (self.scale / 2).clamp_min(LOWEST), self.scale))
+        self.scale = torch.where(
+            grows, self.scale * 2, torch.where(shrinks, (self.scale / 2).clamp_min(LOWEST), self.scale)
+        )
         self.good, self.left = torch.where(grows, 0, good), torch.where(grows, HYSTERESIS, left)
 
     def state(self) -> dict[str, float]:

@@ -26,7 +26,9 @@ def token_shares(labels: Array, loss: str) -> tuple[Array, Array]:
     """What each token's loss counts for, so that summing gives the step's loss; and how many tokens are asked for, over all devices."""
     asked = labels != IGNORED
     counts, total = asked.sum(-1, keepdims=True), asked.sum()
-    whole = jnp.maximum(counts, 1) * jnp.maximum((counts > 0).sum(), 1) if loss == "sample_mean" else jnp.maximum(total, 1)
+    whole = (
+        jnp.maximum(counts, 1) * jnp.maximum((counts > 0).sum(), 1) if loss == "sample_mean" else jnp.maximum(total, 1)
+    )
     return asked / whole.astype(jnp.float32), total
 
 
@@ -37,14 +39,28 @@ def tokens_at_once(platform: str, vocab: int) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def summed_loss(
-    x_NTE: Array, head_VE: Array, labels_NT: Array, shares_NT: Array, vocab: int, tokens: int, smoothing: float = 0.0, z: float = 0.0
+    x_NTE: Array,
+    head_VE: Array,
+    labels_NT: Array,
+    shares_NT: Array,
+    vocab: int,
+    tokens: int,
+    smoothing: float = 0.0,
+    z: float = 0.0,
 ) -> Array:
     """The sum of each asked token's loss times its share; rows of the head from `vocab` on have no part; `tokens` at a time."""
     return _forward(x_NTE, head_VE, labels_NT, shares_NT, vocab, tokens, smoothing, z)[0]
 
 
 def _forward(
-    x_NTE: Array, head_VE: Array, labels_NT: Array, shares_NT: Array, vocab: int, tokens: int, smoothing: float, z: float
+    x_NTE: Array,
+    head_VE: Array,
+    labels_NT: Array,
+    shares_NT: Array,
+    vocab: int,
+    tokens: int,
+    smoothing: float,
+    z: float,
 ) -> tuple[Array, tuple[Array, Array]]:
     head = head_VE.astype(x_NTE.dtype)
 
@@ -59,7 +75,9 @@ def _forward(
     return loss, (slope_x, slope_head)
 
 
-def _backward(vocab: int, tokens: int, smoothing: float, z: float, slopes: tuple[Array, Array], slope: Array) -> tuple[Array | None, ...]:
+def _backward(
+    vocab: int, tokens: int, smoothing: float, z: float, slopes: tuple[Array, Array], slope: Array
+) -> tuple[Array | None, ...]:
     slope_x, slope_head = slopes
     return (slope_x * slope).astype(slope_x.dtype), slope_head * slope, None, None
 
@@ -100,10 +118,16 @@ def _by_pieces(work: Callable[..., Any], sums: Any, arrays: tuple[Array, ...], t
 
 def _filled(array: Array, more: int) -> Array:
     """So many tokens more, which ask for nothing."""
-    return jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)], constant_values=IGNORED if array.dtype == jnp.int32 else 0)
+    return jnp.pad(
+        array,
+        [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)],
+        constant_values=IGNORED if array.dtype == jnp.int32 else 0,
+    )
 
 
-def _grade(logits_NTV: Array, labels_NT: Array, shares_NT: Array, vocab: int, smoothing: float, z: float) -> tuple[Array, Array]:
+def _grade(
+    logits_NTV: Array, labels_NT: Array, shares_NT: Array, vocab: int, smoothing: float, z: float
+) -> tuple[Array, Array]:
     """The loss of each token, and the gradient of their sum by shares in the precision of the logits."""
     real = jnp.arange(logits_NTV.shape[-1]) < vocab
     scores = jnp.where(real, logits_NTV.astype(jnp.float32), -jnp.inf)

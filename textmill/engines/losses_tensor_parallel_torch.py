@@ -18,7 +18,14 @@ from textmill.tokens.batches.batch import IGNORED
 
 
 def shared_loss(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, peers: Peers
+    x_ME: Tensor,
+    head_VE: Tensor,
+    labels_M: Tensor,
+    shares_M: Tensor,
+    vocab: int,
+    smoothing: float,
+    z: float,
+    peers: Peers,
 ) -> Tensor:
     """`summed_loss` over the rows of all peers, where backward begins; the gradient of x is this peer's part of it."""
     loss: Tensor = _SharedLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, peers, True)  # type: ignore[no-untyped-call]
@@ -36,7 +43,11 @@ def shared_scores(x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, p
         asked = labels_M[rows] != IGNORED
         losses.append((softmax.spread_M - softmax.target_M).where(asked, 0))
         # The lowest of the columns that have the highest score, as argmax has it on one process.
-        top_M = logits_MV.argmax(1) + begin if logits_MV.shape[1] else torch.full_like(labels_M[rows], vocab, dtype=torch.int64)
+        top_M = (
+            logits_MV.argmax(1) + begin
+            if logits_MV.shape[1]
+            else torch.full_like(labels_M[rows], vocab, dtype=torch.int64)
+        )
         best_M = top_M.where(softmax.own_top_M == softmax.top_M, vocab)
         dist.all_reduce(best_M, dist.ReduceOp.MIN, group=peers.group)
         right.append(best_M == labels_M[rows])
@@ -55,7 +66,11 @@ class _Softmax:
         self.top_M = self.own_top_M.clone()
         dist.all_reduce(self.top_M, dist.ReduceOp.MAX, group=peers.group)
         sums = (scores_MV - self.top_M[:, None]).exp().sum(1)
-        targets = scores_MV.gather(1, self.places_M[:, None])[:, 0].where(self.here_M, 0) if scores_MV.shape[1] else torch.zeros_like(sums)
+        targets = (
+            scores_MV.gather(1, self.places_M[:, None])[:, 0].where(self.here_M, 0)
+            if scores_MV.shape[1]
+            else torch.zeros_like(sums)
+        )
         self.sum_M, self.target_M, self.plain_M = peers.summed(torch.stack([sums, targets, scores_MV.sum(1)]))
         self.spread_M = self.top_M + self.sum_M.log()
 
@@ -72,11 +87,18 @@ class _SharedLoss(MadeInForward):
             logits_MV, labels, asked = product(x_ME[rows], head.T), labels_M[rows], labels_M[rows] != IGNORED
             scores_MV = logits_MV[:, : max(0, vocab - begin)].float()
             one, share_M = _Softmax(scores_MV, labels, begin, vocab, peers), shares_M[rows].where(asked, 0)
-            losses_M = one.spread_M - (1 - smoothing) * one.target_M + z * one.spread_M.square() - smoothing * one.plain_M / vocab
+            losses_M = (
+                one.spread_M
+                - (1 - smoothing) * one.target_M
+                + z * one.spread_M.square()
+                - smoothing * one.plain_M / vocab
+            )
             slopes = (scores_MV - one.spread_M[:, None]).exp() * (share_M * (1 + 2 * z * one.spread_M))[:, None]
             slopes -= (share_M * (smoothing / vocab))[:, None]
             if slopes.shape[1]:
-                slopes.scatter_add_(1, one.places_M[:, None], (-(1 - smoothing) * share_M).where(one.here_M, 0)[:, None])
+                slopes.scatter_add_(
+                    1, one.places_M[:, None], (-(1 - smoothing) * share_M).where(one.here_M, 0)[:, None]
+                )
             logits_MV.zero_()[:, : slopes.shape[1]] = slopes
             return (losses_M.where(asked, 0) * share_M).sum(), logits_MV
 

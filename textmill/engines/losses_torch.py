@@ -49,12 +49,16 @@ class MadeInForward(torch.autograd.Function):
     """A loss whose gradients, of the states and of the head, are made with it, piece by piece, while the scores are at hand."""
 
     @staticmethod
-    def made(ctx: Any, x_ME: Tensor, head_VE: Tensor, graded: Callable[[slice, Tensor], tuple[Tensor, Tensor]], ends: bool) -> Tensor:
+    def made(
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, graded: Callable[[slice, Tensor], tuple[Tensor, Tensor]], ends: bool
+    ) -> Tensor:
         """The sum over pieces; `graded` gives a piece's loss and the gradient of its scores, by a head in the precision of the states."""
         ctx.ends = ends
         head = head_VE.to(x_ME.dtype)
         slope_x = torch.empty_like(x_ME)
-        slope_head = torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
+        slope_head = (
+            torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
+        )
         total = torch.zeros((), device=x_ME.device)
         for rows in pieces(x_ME, head):
             loss, slopes_MV = graded(rows, head)

@@ -63,13 +63,21 @@ def open_mesh(config: JaxMesh, devices: list[jax.Device], splits: dict[str, int]
     replicate = config.replicate or max(1, count // held)
     if replicate * held != count:
         sizes = f"replicate={config.replicate or 'auto'}, shard={config.shard}, tensor={config.tensor}"
-        raise TextmillError(f"engine.mesh: {sizes} want {replicate * held} devices, found {count}; make their product {count}")
+        raise TextmillError(
+            f"engine.mesh: {sizes} want {replicate * held} devices, found {count}; make their product {count}"
+        )
     for what, number in splits.items():
         if number % config.tensor:
-            near = max(size for size in range(1, config.tensor + 1) if all(many % size == 0 for many in splits.values()))
-            raise TextmillError(f"engine.mesh.tensor: {config.tensor} does not divide the net's {number} {what}; {near} does")
+            near = max(
+                size for size in range(1, config.tensor + 1) if all(many % size == 0 for many in splits.values())
+            )
+            raise TextmillError(
+                f"engine.mesh.tensor: {config.tensor} does not divide the net's {number} {what}; {near} does"
+            )
     together = len(devices) // (1 + max(device.process_index for device in devices))
     if together % config.tensor:
-        raise TextmillError(f"engine.mesh.tensor: {config.tensor} devices compute together, and a process has {together}; lower it")
+        raise TextmillError(
+            f"engine.mesh.tensor: {config.tensor} devices compute together, and a process has {together}; lower it"
+        )
     shape = (replicate, config.shard, config.tensor)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

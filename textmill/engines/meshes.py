@@ -45,30 +45,44 @@ def _mesh(config: MeshConfig, world: int) -> Mesh:
         asked = f"replicate={replicate} x shard={config.shard} x tensor={config.tensor}"
         near = f"{world // held * held} or {(world // held + 1) * held}" if world > held else str(held)
         fitting = replicate * held if config.replicate else near
-        raise TextmillError(f"engine.mesh: {asked} is for {replicate * held} processes, found {world}; start {fitting}, or set other axes")
+        raise TextmillError(
+            f"engine.mesh: {asked} is for {replicate * held} processes, found {world}; start {fitting}, or set other axes"
+        )
     return Mesh(replicate, config.shard, config.tensor, config.sequence and config.tensor > 1, config.keep)
 
 
-def check_batch(train: TrainConfig, ways: int, micro_batch: int | str, unit: str = "process", units: str = "processes") -> None:
+def check_batch(
+    train: TrainConfig, ways: int, micro_batch: int | str, unit: str = "process", units: str = "processes"
+) -> None:
     """Refuse a batch, or one that it grows through, which so many ways or the micro-batches do not share evenly."""
     for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
         if size % ways:
-            raise TextmillError(f"{key}: {size} samples are not to be shared evenly by {ways} {units}; {nearest(size, ways)} are")
+            raise TextmillError(
+                f"{key}: {size} samples are not to be shared evenly by {ways} {units}; {nearest(size, ways)} are"
+            )
         own = size // ways
         if isinstance(micro_batch, int) and own % micro_batch:
             near = max(one for one in range(1, micro_batch + 1) if own % one == 0)
-            raise TextmillError(f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a {unit}; {near} does")
+            raise TextmillError(
+                f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a {unit}; {near} does"
+            )
 
 
 def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:
     if config.engine.precision == "fp8":
-        raise TextmillError("engine.precision: fp8 is not made for tensor peers; set engine.precision=auto, or engine.mesh.tensor=1")
+        raise TextmillError(
+            "engine.precision: fp8 is not made for tensor peers; set engine.precision=auto, or engine.mesh.tensor=1"
+        )
     for name, size in (("heads", shape.heads), ("inner", shape.inner)):
         if size % mesh.tensor:
             fitting = [str(ways) for ways in range(2, size + 1) if shape.heads % ways == 0 and shape.inner % ways == 0]
             raise TextmillError(
                 f"engine.mesh.tensor: {mesh.tensor} does not divide model.shape.{name}={size}; "
-                + (f"{', '.join(fitting[:6])} would" if fitting else f"set model.shape.{name}={nearest(size, mesh.tensor)}")
+                + (
+                    f"{', '.join(fitting[:6])} would"
+                    if fitting
+                    else f"set model.shape.{name}={nearest(size, mesh.tensor)}"
+                )
             )
     length = config.train.length or shape.positions
     if mesh.sequence and length % mesh.tensor:

@@ -54,7 +54,9 @@ class Task(nn.Module):
         super().__init__()
         self.net, self.train_config, self.precision, self.mixed = net, train, precision, mixed
 
-    def forward(self, inputs: Tensor, labels: Tensor, share: Tensor | None, keys: Tensor | None, documents: Tensor | None) -> Any:
+    def forward(
+        self, inputs: Tensor, labels: Tensor, share: Tensor | None, keys: Tensor | None, documents: Tensor | None
+    ) -> Any:
         """The loss of a micro-batch; without shares, the sums of its losses and of its right answers."""
         train, vocab = self.train_config, self.net.shape.vocab
         with arithmetic(inputs.device, self.precision) if self.mixed else nullcontext(), attention_order(inputs.device):
@@ -62,18 +64,24 @@ class Task(nn.Module):
         if share is None:
             losses, right = scored(x_ME, self.net.head, labels.flatten(), vocab)
             return losses.sum(), right.sum()
-        return summed_loss(x_ME, self.net.head, labels.flatten(), share.flatten(), vocab, train.label_smoothing, train.z_loss)
+        return summed_loss(
+            x_ME, self.net.head, labels.flatten(), share.flatten(), vocab, train.label_smoothing, train.z_loss
+        )
 
 
 class OnDeepSpeed:
     """The Engine of `engine.kind: deepspeed`."""
 
-    def __init__(self, engine: Any, adam: torch.optim.AdamW, task: Task, ranks: Ranks, micro_batch: int, stage: int) -> None:
+    def __init__(
+        self, engine: Any, adam: torch.optim.AdamW, task: Task, ranks: Ranks, micro_batch: int, stage: int
+    ) -> None:
         self.engine, self.adam, self.ranks, self.first, self.stage = engine, adam, ranks, ranks.first, stage
         self.net: Net = task.net
         self.train, self.precision, self.micro_batch = task.train_config, task.precision, micro_batch
         self.device = torch.device(engine.device)
-        self.trained = sum(math.prod(weight.shape) for weight, parameter in weights_of(self.net).values() if parameter.requires_grad)
+        self.trained = sum(
+            math.prod(weight.shape) for weight, parameter in weights_of(self.net).values() if parameter.requires_grad
+        )
         self.guard = new_guard(self.train, torch, lambda values: torch.tensor(values, device=self.device))
         self.masters = Masters(engine.optimizer, adam, stage, self.device)
         self.saved = {weight.name: weight for weight in saved_of(self.net.shape, self.net.lora)}
@@ -91,7 +99,9 @@ class OnDeepSpeed:
         # DeepSpeed takes means over processes, and scales a loss of fp16 after it has made its gradient: both go into the shares.
         scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
         shares = token_shares(batch, self.train.loss, asked, asking) * np.float32(self.ranks.world * scale)
-        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
+        keys_N = (
+            dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
+        )
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"]
         total = torch.zeros((), device=self.device)
@@ -99,7 +109,9 @@ class OnDeepSpeed:
             rows = slice(start, start + self.micro_batch)
             last = rows.stop >= len(batch.inputs)
             self.engine.set_gradient_accumulation_boundary(last)
-            loss = self._pass(batch, rows, on_device(shares[rows], self.device), None if keys_N is None else keys_N[rows])
+            loss = self._pass(
+                batch, rows, on_device(shares[rows], self.device), None if keys_N is None else keys_N[rows]
+            )
             total += loss.detach()
             if last:
                 total /= self.ranks.world * scale
@@ -119,13 +131,20 @@ class OnDeepSpeed:
         return TorchStep(total, norm, asked, torch.tensor(scale) if self.precision == torch.float16 else None)
 
     def _pass(self, batch: Batch, rows: slice, share: Tensor | None, keys: Any = None) -> Any:
-        given = (batch.inputs[rows], batch.labels[rows], keys, None if batch.documents is None else batch.documents[rows])
+        given = (
+            batch.inputs[rows],
+            batch.labels[rows],
+            keys,
+            None if batch.documents is None else batch.documents[rows],
+        )
         inputs, labels, keys, documents = (None if one is None else on_device(one, self.device) for one in given)
         return self.engine(inputs, labels, share, keys, documents)
 
     def _clip(self) -> Tensor:
         """Without ZeRO: the gradient's norm; Adam clips by it, and leaves all as it is where it is not finite."""
-        norm = torch.nn.utils.get_total_norm([parameter.grad for _, parameter in self.net.named_parameters() if parameter.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [parameter.grad for _, parameter in self.net.named_parameters() if parameter.grad is not None]
+        )
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
         self.adam.grad_scale = clip.reciprocal()  # type: ignore[attr-defined]
         self.adam.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
@@ -136,7 +155,10 @@ class OnDeepSpeed:
         """Losses of this process's part of a batch by micro-batches, without dropout; then those of all."""
         batch = part_of(batch, self.ranks.world, self.ranks.rank)
         self.engine.eval()
-        sums = [self._pass(batch, slice(start, start + self.micro_batch), None) for start in range(0, len(batch.inputs), self.micro_batch)]
+        sums = [
+            self._pass(batch, slice(start, start + self.micro_batch), None)
+            for start in range(0, len(batch.inputs), self.micro_batch)
+        ]
         self.engine.train()
         losses, right = (torch.stack(kind).cpu().double().sum() for kind in zip(*sums, strict=True))
         loss, asked, correct = self.ranks.sums([float(losses), asked_of(batch)[0], int(right)])
@@ -178,10 +200,19 @@ class OnDeepSpeed:
         scaler = self.engine.optimizer.loss_scaler if self.precision == torch.float16 else None
         if scaler is None or not scaler.dynamic:
             return {}
-        return {"scale": scaler.cur_scale, "good": scaler.cur_iter - scaler.last_overflow_iter - 1, "left": scaler.cur_hysteresis}
+        return {
+            "scale": scaler.cur_scale,
+            "good": scaler.cur_iter - scaler.last_overflow_iter - 1,
+            "left": scaler.cur_hysteresis,
+        }
 
     def load(
-        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
+        self,
+        weights: Iterable[Named],
+        moments: Iterable[Named],
+        updates: int,
+        where: str,
+        scaling: dict[str, float] | None = None,
     ) -> None:
         """Take weights and moments in checkpoint names and layout; each process keeps its pieces."""
         if scaling and self.scaling():
@@ -226,9 +257,13 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     section = settled(config.engine, theirs)
     precision = precision_of(section.precision, device)
     if config.train.spike and precision == torch.float16:
-        raise TextmillError("train.spike: in fp16 DeepSpeed would take a spike for an overflow; set engine.precision=bf16, or take it out")
+        raise TextmillError(
+            "train.spike: in fp16 DeepSpeed would take a spike for an overflow; set engine.precision=bf16, or take it out"
+        )
     if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
-        raise TextmillError(f"engine.precision: DeepSpeed has no fp16 on this {device.type}; set bf16 or fp32, or engine.kind=torch")
+        raise TextmillError(
+            f"engine.precision: DeepSpeed has no fp16 on this {device.type}; set bf16 or fp32, or engine.kind=torch"
+        )
     micro_batch = _micro_batch(section, config.train, shape, ranks.world)
     sizes = {"world": ranks.world, "micro_batch": micro_batch, "block": shape.parameters // shape.layers}
     told = json_of(config, section, theirs, precision=WORDS[precision], **sizes)
@@ -251,7 +286,9 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
 def _adam(net: Any, train: TrainConfig) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps."""
     groups = groups_of((parameter, rule) for _, parameter, rule in trained_of(net, train))
-    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=train.learning_rate, betas=(train.betas[0], train.betas[1]), eps=train.epsilon, fused=True
+    )
 
 
 def _micro_batch(section: DeepSpeedEngine, train: TrainConfig, shape: Any, ways: int) -> int:
@@ -268,7 +305,9 @@ def _deepspeed(device: torch.device) -> Any:
     """The package, quiet, on this device, with a group of processes to work in."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of names that DeepSpeed still uses
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # of names that DeepSpeed still uses
     try:
         import deepspeed
     except ImportError:

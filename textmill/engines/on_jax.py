@@ -56,7 +56,9 @@ Arrays = dict[str, Array]
 class JaxOnMesh:
     """The Engine of `engine.kind: jax`."""
 
-    def __init__(self, shape: Any, train: TrainConfig, way: Any, layout: Layout, ranks: Ranks, micro_batch: int, told: Any = None) -> None:
+    def __init__(
+        self, shape: Any, train: TrainConfig, way: Any, layout: Layout, ranks: Ranks, micro_batch: int, told: Any = None
+    ) -> None:
         """`told` are XLA's own options."""
         self.ranks, self.first = ranks, ranks.first
         self.shape, self.train, self.layout, self.micro_batch = shape, train, layout, micro_batch
@@ -98,13 +100,18 @@ class JaxOnMesh:
     def eval_step(self, batch: Batch) -> Sums:
         """Losses of a batch by micro-batches, without dropout."""
         parts = self._laid(part_of(batch, self.ranks.world, self.ranks.rank), None)
-        sums = [self.judge(self.held, {name: values[number] for name, values in parts.items()}) for number in range(len(parts["labels"]))]
+        sums = [
+            self.judge(self.held, {name: values[number] for name, values in parts.items()})
+            for number in range(len(parts["labels"]))
+        ]
         loss, correct = sum(float(loss) for loss, _ in sums), sum(int(right) for _, right in sums)
         return Sums(loss, int((batch.labels != IGNORED).sum()), correct)
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the weights; of a net with adapters, those alone."""
-        return self._copies({weight.name: self.held[weight.name] for weight in saved_of(self.shape, self.way.lora)}, "", mine)
+        return self._copies(
+            {weight.name: self.held[weight.name] for weight in saved_of(self.shape, self.way.lora)}, "", mine
+        )
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the optimizer's state; none before the first update."""
@@ -113,7 +120,11 @@ class JaxOnMesh:
 
     def copies(self) -> dict[str, int]:
         """The bits of each part of a weight that this process holds, summed on its device; who holds the same has the same."""
-        parts = [(f"{name}{shard.index}", shard.data) for name, array in self.held.items() for shard in array.addressable_shards]
+        parts = [
+            (f"{name}{shard.index}", shard.data)
+            for name, array in self.held.items()
+            for shard in array.addressable_shards
+        ]
         return {name: int(jax.lax.bitcast_convert_type(values, jnp.int32).sum()) for name, values in parts}
 
     def updates(self) -> int:
@@ -125,14 +136,24 @@ class JaxOnMesh:
         return {}
 
     def load(
-        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
+        self,
+        weights: Iterable[Named],
+        moments: Iterable[Named],
+        updates: int,
+        where: str,
+        scaling: dict[str, float] | None = None,
     ) -> None:
         """Take weights and moments in checkpoint names and layout."""
         self.held = {
-            weight.name: self._placed(weight.name, values) for weight, values in laid_out(self.known.values(), self.shape, weights, where)
+            weight.name: self._placed(weight.name, values)
+            for weight, values in laid_out(self.known.values(), self.shape, weights, where)
         }
         self.held = {name: self.held[name] for name in self.known}
-        given = {name: in_memory(self.shape, self.known[name.partition("/")[2]], values, where) for name, values in moments if updates}
+        given = {
+            name: in_memory(self.shape, self.known[name.partition("/")[2]], values, where)
+            for name, values in moments
+            if updates
+        }
         self.state = {"count": self._everywhere(np.int32(updates))}
         for kind, names in self.optimizer.kinds().items():
             self.state[kind] = {name: self._placed(name, given.pop(f"{kind}/{name}", None)) for name in names}
@@ -166,11 +187,16 @@ class JaxOnMesh:
         else:
             nothing = jnp.zeros(()), {name: jnp.zeros_like(weights[name]) for name in learning}
             loss, grads = jax.lax.scan(partial(_summed, slopes), nothing, parts)[0]
-        grads = {name: jax.lax.with_sharding_constraint(grad, self.layout.kept(name, grad.shape)) for name, grad in grads.items()}
+        grads = {
+            name: jax.lax.with_sharding_constraint(grad, self.layout.kept(name, grad.shape))
+            for name, grad in grads.items()
+        }
         spike = self.guard.judged(memory, loss) if self.guard and memory else jnp.array(False)
         weights, state, norm = self.optimizer.step(weights, state, grads, lr, spike)
         memory = self.guard.after(memory, loss, spike, jnp.isfinite(norm), number) if self.guard and memory else None
-        memory, loss, norm, asked = jax.lax.with_sharding_constraint((memory, loss, norm, asked), self.layout.everywhere())
+        memory, loss, norm, asked = jax.lax.with_sharding_constraint(
+            (memory, loss, norm, asked), self.layout.everywhere()
+        )
         return weights, state, memory, loss, norm, asked
 
     def _loss(self, learning: Arrays, others: Arrays, part: Arrays) -> Array:
@@ -178,14 +204,25 @@ class JaxOnMesh:
         weights = {**others, **learning}
         x_NTE = self.net.states(weights, self.shape, self.way, part["inputs"], part.get("keys"), part.get("documents"))
         head, train = self._head(weights), self.train
-        return summed_loss(x_NTE, head, part["labels"], part["shares"], self.shape.vocab, self.at_once, train.label_smoothing, train.z_loss)
+        return summed_loss(
+            x_NTE,
+            head,
+            part["labels"],
+            part["shares"],
+            self.shape.vocab,
+            self.at_once,
+            train.label_smoothing,
+            train.z_loss,
+        )
 
     def _judge(self, weights: Arrays, part: Arrays) -> tuple[Array, Array]:
         """The summed loss of a micro-batch, and its tokens whose label has the highest score."""
         narrow = self.net.narrowed(weights, self.way.precision)
         x_NTE = self.net.states(narrow, self.shape, self.way, part["inputs"], None, part.get("documents"))
         losses, right = scored(x_NTE, self._head(weights), part["labels"], self.shape.vocab, self.at_once)
-        sums: tuple[Array, Array] = jax.lax.with_sharding_constraint((losses.sum(), right.sum()), self.layout.everywhere())
+        sums: tuple[Array, Array] = jax.lax.with_sharding_constraint(
+            (losses.sum(), right.sum()), self.layout.everywhere()
+        )
         return sums
 
     def _head(self, weights: Arrays) -> Array:
@@ -197,11 +234,18 @@ class JaxOnMesh:
         own = self.layout.ways // self.ranks.world
         rows = own * min(self.micro_batch, -(-len(batch.inputs) // own))
         more = -len(batch.inputs) % rows
-        named = (("inputs", batch.inputs, 0), ("labels", batch.labels, IGNORED), ("keys", keys_N, 0), ("documents", batch.documents, 0))
+        named = (
+            ("inputs", batch.inputs, 0),
+            ("labels", batch.labels, IGNORED),
+            ("keys", keys_N, 0),
+            ("documents", batch.documents, 0),
+        )
         arrays: list[tuple[str, Any, int]] = [one for one in named if one[1] is not None]
         sharding = self.layout.parts()
         return {
-            name: jax.make_array_from_process_local_data(sharding, _filled(values, more, fill).reshape(-1, rows, *values.shape[1:]))
+            name: jax.make_array_from_process_local_data(
+                sharding, _filled(values, more, fill).reshape(-1, rows, *values.shape[1:])
+            )
             for name, values, fill in arrays
         }
 
@@ -261,7 +305,9 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> JaxOnMesh:
     head = shape.width // shape.heads
     fused = devices[0].platform == "gpu" and wanted == "bf16" and head % 8 == 0 and head <= 128
     way = net.Way(precision, engine.recompute, fused, config.model.lora)
-    micro_batch = engine.micro_batch if engine.micro_batch != "auto" else _fitting(config, shape, devices[0], layout, precision)
+    micro_batch = (
+        engine.micro_batch if engine.micro_batch != "auto" else _fitting(config, shape, devices[0], layout, precision)
+    )
     told = {**(ON_GPU if devices[0].platform == "gpu" else {}), **(DETERMINISTIC if engine.deterministic else {})}
     return JaxOnMesh(shape, train, way, layout, ranks, micro_batch, told or None)
 

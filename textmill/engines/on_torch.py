@@ -47,9 +47,15 @@ STATE_BYTES = {True: 40, False: 72}
 class TorchStep:
     """Numbers on their way to the host; reading one waits for this step, and for none that was begun after it."""
 
-    def __init__(self, loss: Tensor, norm: Tensor, asked: int, scale: Tensor | None = None, news: str | None = None) -> None:
+    def __init__(
+        self, loss: Tensor, norm: Tensor, asked: int, scale: Tensor | None = None, news: str | None = None
+    ) -> None:
         numbers = [loss, norm] if scale is None else [loss, norm, scale]
-        self.asked, self.news, self._numbers = asked, news, OnItsWay(torch.stack([number.to(loss) for number in numbers]))
+        self.asked, self.news, self._numbers = (
+            asked,
+            news,
+            OnItsWay(torch.stack([number.to(loss) for number in numbers])),
+        )
 
     @property
     def ready(self) -> bool:
@@ -111,8 +117,12 @@ class OnTorch:
             loss, norm, asked, scale = self._step(batch, step, lr, compiling)
         return TorchStep(loss, norm, asked, scale, compiling.news)
 
-    def _step(self, batch: Batch, step: int, lr: float, compiling: Compiling) -> tuple[Tensor, Tensor, int, Tensor | None]:
-        if self.room is None and self.device.type == "cuda" and self.ranks.world == 1:  # the first step compiles meanwhile
+    def _step(
+        self, batch: Batch, step: int, lr: float, compiling: Compiling
+    ) -> tuple[Tensor, Tensor, int, Tensor | None]:
+        if (
+            self.room is None and self.device.type == "cuda" and self.ranks.world == 1
+        ):  # the first step compiles meanwhile
             saved = [*saved_of(self.net.shape, self.net.lora), *self.optimizer.stated()]
             self.room = Room([math.prod(weight.shape) for weight in saved])
         asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.sums(asked_of(batch)))
@@ -121,13 +131,17 @@ class OnTorch:
             shares = shares * np.float32("nan")
         if faults.hits("flip", step):
             flip_a_bit(self.layout.own(self.optimizer.parameters[0]))
-        keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
+        keys_N = (
+            dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
+        )
         total = torch.zeros((), device=self.device)
         scale = self.scaler.scale if self.scaler else None
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             keys = None if keys_N is None else on_device(keys_N[rows], self.device)
-            inputs, labels, share = (on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares))
+            inputs, labels, share = (
+                on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares)
+            )
             # The scale goes in with the shares: the head's gradient is made in fp16 with the loss itself.
             share = share if scale is None else share * scale
             with self.layout.last_pass(rows.stop >= len(batch.inputs)):
@@ -158,14 +172,20 @@ class OnTorch:
         self.parts, self.one_pass = PLAIN, self._pass
         return self.one_pass(*given)
 
-    def _pass(self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None) -> Tensor:
+    def _pass(
+        self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""
         with attention_order(self.device):  # backward too, where states are made again
             with arithmetic(self.device, self.precision):
                 x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.parts)
             asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
             smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
-            loss = shared_loss(*asked, smoothing, z, peers) if peers else summed_loss(*asked, smoothing, z, self.net.fp8, ends=True)
+            loss = (
+                shared_loss(*asked, smoothing, z, peers)
+                if peers
+                else summed_loss(*asked, smoothing, z, self.net.fp8, ends=True)
+            )
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -219,10 +239,20 @@ class OnTorch:
         return self.scaler.state() if self.scaler else {}
 
     def load(
-        self, weights: Iterable[Named], moments: Iterable[Named], updates: int, where: str, scaling: dict[str, float] | None = None
+        self,
+        weights: Iterable[Named],
+        moments: Iterable[Named],
+        updates: int,
+        where: str,
+        scaling: dict[str, float] | None = None,
     ) -> None:
         """Take weights and moments in checkpoint names and layout, and the loss scale's state."""
-        fill(self.net, weights, where, lambda weight, one, whole: self.layout.own(one).copy_(self.layout.part(weight, whole)))
+        fill(
+            self.net,
+            weights,
+            where,
+            lambda weight, one, whole: self.layout.own(one).copy_(self.layout.part(weight, whole)),
+        )
         if self.scaler and scaling:
             self.scaler.take(scaling)
         for kind, weight, parameter, whole in moments_in(self.net, moments if updates else [], where):
@@ -273,7 +303,14 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
 
 
 def _fitting(
-    train: TrainConfig, shape: Any, mesh: Mesh, device: torch.device, precision: torch.dtype, *, compiled: bool, asked: bool
+    train: TrainConfig,
+    shape: Any,
+    mesh: Mesh,
+    device: torch.device,
+    precision: torch.dtype,
+    *,
+    compiled: bool,
+    asked: bool,
 ) -> int:
     """The largest part of a process's samples that a simple rule lets through at once; what is compiled has one size for a whole run.
 
@@ -283,6 +320,8 @@ def _fitting(
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.type == "cuda":
         room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters
-        layer = STATE_BYTES[compiled and asked] * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+        layer = STATE_BYTES[compiled and asked] * shape.width + (
+            8 * shape.heads * length if shape.attention_dropout else 0
+        )
         fits = int(room / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))

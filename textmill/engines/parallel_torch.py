@@ -52,7 +52,9 @@ class Layout:
                 fully_shard(block, mesh=axes, reshard_after_forward=not self.mesh.keep)
             fully_shard(net, mesh=axes)
             self.sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
-            for module in self.sharded:  # shares of the loss are of the global batch: gradients are summed, never averaged
+            for (
+                module
+            ) in self.sharded:  # shares of the loss are of the global batch: gradients are summed, never averaged
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
@@ -81,13 +83,19 @@ class Layout:
             return
         flat = torch.cat([gradient.flatten() for _, gradient in common])
         dist.all_reduce(flat, group=self.peers.group)
-        for (weight, gradient), values in zip(common, torch.split_with_sizes(flat, [one.numel() for _, one in common]), strict=True):
+        for (weight, gradient), values in zip(
+            common, torch.split_with_sizes(flat, [one.numel() for _, one in common]), strict=True
+        ):
             equals = 1 if self.peers.sequence or weight.partial else self.peers.count
             gradient.copy_(values.view_as(gradient) / equals)
 
     def norm(self, weights: Iterable[tuple[Weight, Tensor]]) -> Tensor:
         """The norm of all gradients together, each element counted once."""
-        counted = [gradient for weight, gradient in weights if weight.split is not None or self.peers is None or not self.peers.rank]
+        counted = [
+            gradient
+            for weight, gradient in weights
+            if weight.split is not None or self.peers is None or not self.peers.rank
+        ]
         norm = torch.nn.utils.get_total_norm(counted)
         if self.mesh.shard * self.mesh.tensor > 1:
             squares = norm.square()
@@ -106,7 +114,9 @@ class Layout:
             own = _gathered(own, parameter.shape[0], self.mesh.shard, self._group("shard"))
         if self.peers and weight.split is not None:
             turned = own.movedim(weight.split, 0)
-            own = _gathered(turned, len(turned) * self.peers.count, self.peers.count, self.peers.group).movedim(0, weight.split)
+            own = _gathered(turned, len(turned) * self.peers.count, self.peers.count, self.peers.group).movedim(
+                0, weight.split
+            )
         return own
 
     def name_of(self, weight: Weight) -> str:

@@ -25,7 +25,9 @@ def open_ranks(device: str, timeout: float) -> Ranks:
     if launch is not None and launch.world > 1:
         host, _, port = launch.meet.rpartition(":")
         _choose(device)
-        jax.distributed.initialize(f"{host}:{int(port) + 1}", launch.world, launch.rank, initialization_timeout=int(max(timeout, START)))
+        jax.distributed.initialize(
+            f"{host}:{int(port) + 1}", launch.world, launch.rank, initialization_timeout=int(max(timeout, START))
+        )
     return ranks
 
 
@@ -36,7 +38,9 @@ def open_devices(name: str) -> list[jax.Device]:
     try:
         devices: list[jax.Device] = jax.devices(None if name == "auto" else PLATFORMS[name])
     except RuntimeError:
-        raise TextmillError(f"engine.device: '{name}' is not there; found {jax.devices()[0].platform}; set engine.device=auto") from None
+        raise TextmillError(
+            f"engine.device: '{name}' is not there; found {jax.devices()[0].platform}; set engine.device=auto"
+        ) from None
     return devices
 
 

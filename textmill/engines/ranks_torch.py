@@ -48,14 +48,18 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
     except ValueError as error:
         raise TextmillError(f"the launcher's environment: {error}; start the processes with torchrun or srun") from None
     if launch is not None and not 0 <= launch.rank < launch.world:
-        raise TextmillError(f"the launcher's environment: rank {launch.rank} of {launch.world} processes; start them with torchrun or srun")
+        raise TextmillError(
+            f"the launcher's environment: rank {launch.rank} of {launch.world} processes; start them with torchrun or srun"
+        )
     return launch
 
 
 def _launch_in(environment: Mapping[str, str]) -> Launch | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         meet = f"{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', 29500)}"
-        return Launch(int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)), meet)
+        return Launch(
+            int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)), meet
+        )
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
         port = environment.get("MASTER_PORT") or FIRST_PORT + int(environment.get("SLURM_JOB_ID", 0)) % PORTS
@@ -87,7 +91,9 @@ def open_ranks(device: str, timeout: float) -> Ranks:
             store, rank, world = next(rendezvous(place, launch.rank, launch.world, timeout=timedelta(seconds=patience)))
             ours = watch.Watch(rank, world, _board(store, timeout), timeout)
             # The watch is to speak first: it knows whom the others wait for.
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60))
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60)
+            )
     except dist.DistError as error:
         raise TextmillError(
             f"the {launch.world} processes of this run did not meet at {launch.meet} within {patience:.0f} seconds "
@@ -106,14 +112,20 @@ def _board(store: Any, timeout: float) -> PrefixStore:
 def device_of(word: str, launch: Launch) -> torch.device:
     """This process's own device."""
     if word.startswith("cuda:"):
-        raise TextmillError(f"engine.device: '{word}' is one GPU for {launch.world} processes; say cuda, and each takes its own")
+        raise TextmillError(
+            f"engine.device: '{word}' is one GPU for {launch.world} processes; say cuda, and each takes its own"
+        )
     device = open_device(word)
     if device.type == "mps":
-        raise TextmillError(f"engine.device: mps is one device for {launch.world} processes; set engine.device=cpu, or start one process")
+        raise TextmillError(
+            f"engine.device: mps is one device for {launch.world} processes; set engine.device=cpu, or start one process"
+        )
     if device.type == "cpu":
         return device
     if launch.local >= (count := torch.cuda.device_count()):
-        raise TextmillError(f"engine.device: process {launch.local} of this machine finds {count} GPUs; start one process a GPU")
+        raise TextmillError(
+            f"engine.device: process {launch.local} of this machine finds {count} GPUs; start one process a GPU"
+        )
     return torch.device("cuda", launch.local)
 
 

@@ -59,11 +59,18 @@ def part_of(batch: Batch, ways: int, number: int) -> Batch:
     mine = np.arange(number * rows, (number + 1) * rows)
     real, mine = mine < len(batch.inputs), np.minimum(mine, len(batch.inputs) - 1)
     labels = np.where(real[:, None], batch.labels[mine], np.int32(IGNORED))
-    return Batch(batch.inputs[mine], labels, batch.samples[mine], None if batch.documents is None else batch.documents[mine])
+    return Batch(
+        batch.inputs[mine], labels, batch.samples[mine], None if batch.documents is None else batch.documents[mine]
+    )
 
 
 def hidden_states(
-    net: Net, inputs_NT: Tensor, keys_N: Tensor | None, documents_NT: Tensor | None, precision: torch.dtype, parts: Parts = PLAIN
+    net: Net,
+    inputs_NT: Tensor,
+    keys_N: Tensor | None,
+    documents_NT: Tensor | None,
+    precision: torch.dtype,
+    parts: Parts = PLAIN,
 ) -> Tensor:
     """The net's last states [tokens, width], in the precision of the products; documents are kept apart if given."""
     return net(inputs_NT, keys_N, documents_NT=documents_NT, parts=parts).to(precision).flatten(0, 1)

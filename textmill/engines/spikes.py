@@ -51,7 +51,9 @@ class Guard:
         }
 
     def _median(self, values: Any) -> Any:
-        ordered = self.xp.msort(values) if hasattr(self.xp, "msort") else self.xp.sort(values)  # torch's own sort gives places too
+        ordered = (
+            self.xp.msort(values) if hasattr(self.xp, "msort") else self.xp.sort(values)
+        )  # torch's own sort gives places too
         return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
 
     def counts(self) -> dict[str, int]:

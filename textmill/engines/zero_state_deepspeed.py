@@ -98,11 +98,17 @@ class Masters:
             group, start, room = self.zero.grad_position[self.zero.get_param_id(parameter)]
             first = room * dist.get_rank()
             count = min(room, _count(parameter) - first)  # the last pieces are filled up
-            return Piece(self.zero.fp32_partitioned_groups_flat[group], start, count, first, group) if count > 0 else None
+            return (
+                Piece(self.zero.fp32_partitioned_groups_flat[group], start, count, first, group) if count > 0 else None
+            )
         part: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if part is None:
             return None
-        flat, at, of = self.zero.single_partition_of_fp32_groups[part.param_group_index], part.hp_fragment_address, part.lp_fragment_address
+        flat, at, of = (
+            self.zero.single_partition_of_fp32_groups[part.param_group_index],
+            part.hp_fragment_address,
+            part.lp_fragment_address,
+        )
         return Piece(flat, at.start, at.numel, of.start, part.param_group_index)
 
     def _flats(self) -> list[tuple[int, Tensor]]:

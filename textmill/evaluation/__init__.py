@@ -63,13 +63,25 @@ def _measured(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     precision = precision_of(config.engine.precision, device)
     net = open_net(checkpoint.folder, device)
     if tokenizer.vocab > net.shape.vocab:
-        raise TextmillError(f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} pieces, its embedding {net.shape.vocab:,} vectors")
+        raise TextmillError(
+            f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} pieces, its embedding {net.shape.vocab:,} vectors"
+        )
     window = min(config.train.length or net.shape.positions, net.shape.positions)
     stride = config.evaluate.stride or window
     if stride > window:
-        raise TextmillError(f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it")
+        raise TextmillError(
+            f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it"
+        )
     loss = sum(
-        perplexity(net, store, length=window, stride=stride, batch=config.evaluate.batch, first=tokenizer.end, precision=precision).loss
+        perplexity(
+            net,
+            store,
+            length=window,
+            stride=stride,
+            batch=config.evaluate.batch,
+            first=tokenizer.end,
+            precision=precision,
+        ).loss
         for store in measure.stores
     )
     return {

@@ -19,8 +19,13 @@ LARGEST = math.log(1e15)
 def figures_of(loss: float, counts: dict[str, int], who: str) -> dict[str, float | None]:
     """Perplexities of a split from its summed loss in nats and its counts of tokens, and of words and bytes where they are known."""
     if not math.isfinite(loss):
-        raise TextmillError(f"{who}: its loss is {loss}, no measure; the weights are damaged or training diverged; use an earlier --step")
-    figures: dict[str, float | None] = {"loss": loss / counts["tokens"], "token_perplexity": _exp(loss, counts["tokens"])}
+        raise TextmillError(
+            f"{who}: its loss is {loss}, no measure; the weights are damaged or training diverged; use an earlier --step"
+        )
+    figures: dict[str, float | None] = {
+        "loss": loss / counts["tokens"],
+        "token_perplexity": _exp(loss, counts["tokens"]),
+    }
     if "words" in counts:
         figures["word_perplexity"] = _exp(loss, counts["words"])
     if "bytes" in counts:
@@ -36,7 +41,9 @@ def _exp(loss: float, count: int) -> float | None:
 def table_of(rows: dict[str, dict[str, Any]]) -> str:
     """Rows of figures as aligned text; a figure that none has gets no column."""
     columns = {key: title for key, title in COLUMNS.items() if any(key in figures for figures in rows.values())}
-    cells = [["", *columns.values()]] + [[name, *(_spoken(figures[key]) for key in columns)] for name, figures in rows.items()]
+    cells = [["", *columns.values()]] + [
+        [name, *(_spoken(figures[key]) for key in columns)] for name, figures in rows.items()
+    ]
     named, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join([name.ljust(named), *map(str.rjust, row, widths)]) for name, *row in cells)
 
@@ -50,7 +57,9 @@ def _spoken(value: float | None) -> str:
 def protocol_of(result: dict[str, Any]) -> str:
     """How the figures came about, in plain words."""
     window, stride = result["window"], result["stride"]
-    sizes = ", ".join(f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes") if name in result)
+    sizes = ", ".join(
+        f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes") if name in result
+    )
     lines = [
         f"{shown(Path(result['checkpoint']))}, step {result['step']:,}, in {result['precision']} on {result['device']}.",
         f"Split {result['split']}: {sizes}.",

@@ -32,7 +32,14 @@ class Losses:
 
 
 def perplexity(
-    net: Net, store: TokenStore, *, length: int, stride: int, batch: int, first: int, precision: torch.dtype = torch.float32
+    net: Net,
+    store: TokenStore,
+    *,
+    length: int,
+    stride: int,
+    batch: int,
+    first: int,
+    precision: torch.dtype = torch.float32,
 ) -> Losses:
     """Sum the loss of every token of a store once, `batch` windows at a time; `first` stands before the first token."""
     device = next(parameter.device for _, parameter in net.named_parameters())
@@ -57,7 +64,9 @@ def _losses(net: Net, windows: Batch, device: torch.device, precision: torch.dty
         hidden_ME = net(inputs_NT)[asked_NT]
         rows = max(1, LOGITS_AT_A_TIME // net.shape.padded_vocab)
         parts = [
-            F.cross_entropy(net.logits(hidden_ME[begin : begin + rows]).float(), labels_M[begin : begin + rows], reduction="none")
+            F.cross_entropy(
+                net.logits(hidden_ME[begin : begin + rows]).float(), labels_M[begin : begin + rows], reduction="none"
+            )
             for begin in range(0, len(labels_M), rows)
         ]
     return torch.cat(parts)

@@ -38,7 +38,9 @@ def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
     return _print_samples(generator, sample.prompt or "", sample)
 
 
-def samples_of(checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: EngineConfig) -> list[dict[str, Any]]:
+def samples_of(
+    checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: EngineConfig
+) -> list[dict[str, Any]]:
     """One continuation of each prompt, or a chat model's answer to it: prompt, text, seed and number of new tokens; the seed counts up."""
     from textmill.generation.chat_answers import answers_of, asking
     from textmill.generation.generator import open_generator
@@ -65,7 +67,11 @@ def _prompts_in(path: Path, sample: SampleConfig) -> list[str]:
         raise TextmillError(f"sample.prompts: {path}: not readable as UTF-8 text ({error})") from None
     if not lines:
         raise TextmillError(f"sample.prompts: {path}: is empty; give one prompt a line")
-    return [_prompt_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
+    return (
+        [_prompt_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+        if path.suffix == ".jsonl"
+        else lines
+    )
 
 
 def _prompt_of(line: str, where: str) -> str:
@@ -115,7 +121,9 @@ def _print_samples(generator: Generator, prompt: str, sample: SampleConfig) -> l
 
 def _converse(generator: Generator, sample: SampleConfig, checkpoint: Checkpoint) -> list[str]:
     """Continue line after line; a mistake in one line is said and the next is asked."""
-    print(f"{checkpoint.folder}: type a text to continue; an empty line starts from nothing; ctrl-C stops a text, ctrl-D ends")
+    print(
+        f"{checkpoint.folder}: type a text to continue; an empty line starts from nothing; ctrl-C stops a text, ctrl-D ends"
+    )
     texts: list[str] = []
     with Terminal() as terminal:
         for prompt in terminal.lines():

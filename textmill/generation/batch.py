@@ -16,7 +16,9 @@ from textmill.generation.sampling import Rules, State, new_state, next_ids, rule
 from textmill.kernels.transfer_torch import OnItsWay, on_device
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-NOT_FINITE = "the model's scores are not finite; its weights are damaged or its training diverged; use an earlier --step"
+NOT_FINITE = (
+    "the model's scores are not finite; its weights are damaged or its training diverged; use an earlier --step"
+)
 Event = Token | Done
 
 
@@ -219,7 +221,11 @@ class Batch:
         self.waiting.sort(key=lambda row: len(row.ids))
         while self.waiting:
             group = [self.waiting.pop(0)]
-            while self.waiting and not group[-1].request.echo and self.slots.together(len(group) + 1, len(self.waiting[0].ids) - 1):
+            while (
+                self.waiting
+                and not group[-1].request.echo
+                and self.slots.together(len(group) + 1, len(self.waiting[0].ids) - 1)
+            ):
                 group.append(self.waiting.pop(0))
             self._read(group)
 
@@ -236,7 +242,9 @@ class Batch:
             if source != place:
                 self.slots.move(source, place, row.used)
             if row.request.echo:
-                row.told = ((None, ()),) if hidden_NTE is None else self._told(row, hidden_NTE[source - begin, : row.used])
+                row.told = (
+                    ((None, ()),) if hidden_NTE is None else self._told(row, hidden_NTE[source - begin, : row.used])
+                )
 
     def _slide(self) -> None:
         """A text that fills the model's view goes on with the last half of it."""
@@ -281,5 +289,7 @@ def _tops(scores_NV: Tensor, chosen_N: Tensor, wanted: list[int]) -> list[tuple[
     """Each row's log-probability of one token, and as many of the likeliest as are wanted."""
     logs_NV = scores_NV.float().log_softmax(1)
     values_NK, ids_NK = logs_NV.topk(min(max(wanted), logs_NV.shape[1]), dim=1)
-    rows = zip(logs_NV.gather(1, chosen_N[:, None])[:, 0].tolist(), ids_NK.tolist(), values_NK.tolist(), wanted, strict=True)
+    rows = zip(
+        logs_NV.gather(1, chosen_N[:, None])[:, 0].tolist(), ids_NK.tolist(), values_NK.tolist(), wanted, strict=True
+    )
     return [(log, tuple(zip(ids[:count], values[:count], strict=True))) for log, ids, values, count in rows]

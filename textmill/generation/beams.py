@@ -62,7 +62,9 @@ def search(home: Home, request: Request, room: int) -> Done:
         finished = sorted(finished, key=lambda beam: -beam.worth(sample.length_penalty))[: sample.beams]
         running = [beam for beam, last in zip(found, over, strict=True) if not last][: sample.beams]
         full = len(finished) == sample.beams
-        if not running or (full and running[0].worth(sample.length_penalty) <= finished[-1].worth(sample.length_penalty)):
+        if not running or (
+            full and running[0].worth(sample.length_penalty) <= finished[-1].worth(sample.length_penalty)
+        ):
             break
         slots.take([beam.slot for beam in running], used)
     return _told(tokenizer, request, finished[0] if finished else Beam((), 0.0), ends)
@@ -72,7 +74,9 @@ def _states(request: Request, running: list[Beam], ends: tuple[int, ...], logs_N
     """What the penalties must know of each beam."""
     states = []
     for beam in running:
-        state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=logs_NV.shape[1], device=logs_NV.device)
+        state = new_state(
+            request.sample, request.ids, ends=ends, bias=request.bias, vocab=logs_NV.shape[1], device=logs_NV.device
+        )
         for id_ in beam.ids:
             state.add(id_)
         state.number = len(beam.ids)
@@ -84,7 +88,9 @@ def _best(logs_NV: Tensor, running: list[Beam], count: int) -> list[Beam]:
     """The likeliest beginnings that are one token longer."""
     sums_NV = logs_NV + torch.tensor([[beam.score] for beam in running], device=logs_NV.device)
     values, places = sums_NV.flatten().topk(min(count, sums_NV.numel()))
-    pairs = [(value, *divmod(place, logs_NV.shape[1])) for value, place in zip(values.tolist(), places.tolist(), strict=True)]
+    pairs = [
+        (value, *divmod(place, logs_NV.shape[1])) for value, place in zip(values.tolist(), places.tolist(), strict=True)
+    ]
     return [Beam((*running[row].ids, id_), value, row) for value, row, id_ in pairs]
 
 

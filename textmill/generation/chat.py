@@ -97,7 +97,9 @@ class Talk:
             if len(ids) <= positions - max(room, 1):
                 break
             if len(messages) == 1:
-                found = f"{len(ids):,} tokens; the model sees {positions:,} at a time, and an answer needs {max(room, 1)}"
+                found = (
+                    f"{len(ids):,} tokens; the model sees {positions:,} at a time, and an answer needs {max(room, 1)}"
+                )
                 raise TextmillError(f"what you said is too long: {found}; say it in less")
             messages, forgotten = messages[2:], True
         if forgotten:

@@ -38,7 +38,9 @@ def answer(config: RunConfig, step: WhichStep = "latest") -> list[str]:
     prompt = config.sample.prompt
     questions = [asking(template, prompt)] * config.sample.count if prompt else list(questions_in(open_splits(config)))
     generator = open_generator(checkpoint, config.engine)
-    found = answers_of(generator, template, [generator.tokenizer.decode(ids) for ids in questions], questions, config.sample)
+    found = answers_of(
+        generator, template, [generator.tokenizer.decode(ids) for ids in questions], questions, config.sample
+    )
     talks = [one.prompt + one.text for one in found]
     print("\n".join(talks), flush=True)
     return talks
@@ -53,7 +55,9 @@ def answers_of(
     generator: Generator, template: TalkTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig
 ) -> list[Sample]:  # fmt: skip
     """The answer to each question, under its name; the seed counts up with the questions."""
-    settings = [sample.model_copy(update={"seed": sample.seed + number, "slide": False}) for number in range(len(questions))]
+    settings = [
+        sample.model_copy(update={"seed": sample.seed + number, "slide": False}) for number in range(len(questions))
+    ]
     stops, ends = tuple(sample.stop), tuple(template.stop_ids)
     requests = [Request(tuple(ids), one, stops, ends) for ids, one in zip(questions, settings, strict=True)]
     return generator.sampled(names, requests, sample.batch)

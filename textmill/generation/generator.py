@@ -61,7 +61,9 @@ class Generator:
     def samples(self, prompts: list[str], sample: SampleConfig) -> list[Sample]:
         """What `texts` gives, with seeds and counts; `sample.batch` of them go through the net at a time."""
         settings = [sample.model_copy(update={"seed": sample.seed + place}) for place in range(len(prompts))]
-        return self.sampled(prompts, [self.request_of(prompt, one) for prompt, one in zip(prompts, settings, strict=True)], sample.batch)
+        return self.sampled(
+            prompts, [self.request_of(prompt, one) for prompt, one in zip(prompts, settings, strict=True)], sample.batch
+        )
 
     def sampled(self, prompts: list[str], requests: list[Request], together: int) -> list[Sample]:
         """What becomes of requests, each under the name of its prompt."""
@@ -77,7 +79,10 @@ class Generator:
         """What becomes of requests, each by its place in the list, so many of them in slots at a time; a failure ends all."""
         rooms = [self.room_of(request) for request in requests]
         waiting = iter(range(len(requests)))
-        length = max((min(len(request.ids) + room, self.positions) for request, room in zip(requests, rooms, strict=True)), default=0)
+        length = max(
+            (min(len(request.ids) + room, self.positions) for request, room in zip(requests, rooms, strict=True)),
+            default=0,
+        )
         batch: Batch | None = None
         try:
             while True:
@@ -114,7 +119,9 @@ class Generator:
         room, asked = room_of(request, self.positions, self.tokenizer.vocab), request.sample.max_tokens
         if room < asked and not self._cut_said and not quiet:
             self._cut_said = True
-            warn(f"a context of {len(request.ids):,} tokens leaves room for {room:,} new ones, less than sample.max_tokens={asked}")
+            warn(
+                f"a context of {len(request.ids):,} tokens leaves room for {room:,} new ones, less than sample.max_tokens={asked}"
+            )
         return room
 
     def new_batch(self, slots: int, length: int | None = None) -> Batch:

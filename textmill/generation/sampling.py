@@ -183,7 +183,9 @@ def rules_of(states: Sequence[State], device: torch.device) -> Rules:
     asked = {key for key, neutral, _ in WARPERS if any(getattr(states[row].sample, key) != neutral for row in drawing)}
     plain = drawing and drawn_N is None and asked <= {"temperature", "top_k"}
     draw = draw_of([state.sample for state in states], device) if plain else None
-    marked = tuple(row for row, state in enumerate(states) if state.bias or state.seen_V is not None or state.said_V is not None)
+    marked = tuple(
+        row for row, state in enumerate(states) if state.bias or state.seen_V is not None or state.said_V is not None
+    )
     young = tuple(row for row, state in enumerate(states) if state.number < state.sample.min_tokens)
     return Rules(tuple(warpers), bool(drawing), drawn_N, draw, Uniforms(states, device), marked, young)
 
@@ -217,9 +219,13 @@ def penalise_rows(logits_NV: Tensor, states: Sequence[State], rows: Sequence[int
             ids, values = zip(*state.bias, strict=True)
             logits_V[on_device(ids, logits_V.device)] += on_device(values, logits_V.device, torch.float32)
         if state.seen_V is not None:
-            logits_V.copy_(penalise(logits_V, state.seen_V, torch.tensor(state.sample.repetition_penalty, device=logits_V.device)))
+            logits_V.copy_(
+                penalise(logits_V, state.seen_V, torch.tensor(state.sample.repetition_penalty, device=logits_V.device))
+            )
         if state.said_V is not None:
-            logits_V -= state.said_V * state.sample.frequency_penalty + (state.said_V > 0) * state.sample.presence_penalty
+            logits_V -= (
+                state.said_V * state.sample.frequency_penalty + (state.said_V > 0) * state.sample.presence_penalty
+            )
 
 
 def forbid_ends(logits_NV: Tensor, states: Sequence[State], rows: tuple[int, ...], early: Early) -> None:

@@ -28,7 +28,11 @@ READ_AT_ONCE = 8192
 READING, PATIENCE = 0.0015, 0.04
 """Seconds for which a reading of prompts holds up each text at work, about, however few join by it; and those that nobody waits beyond for
 others to join with."""
-FIRST = tuple(SampleConfig(temperature=heat, top_k=k, min_tokens=least) for heat, k in ((0, 0), (0.8, 0), (0.8, 50)) for least in (0, 1))
+FIRST = tuple(
+    SampleConfig(temperature=heat, top_k=k, min_tokens=least)
+    for heat, k in ((0, 0), (0.8, 0), (0.8, 50))
+    for least in (0, 1)
+)
 """Ways to choose a token that are tried before the first request: kernels are compiled when they are first wanted."""
 
 
@@ -55,7 +59,9 @@ class Scheduler:
     delivered.
     """
 
-    def __init__(self, generator: Generator, *, slots: int, queue: int, after: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, generator: Generator, *, slots: int, queue: int, after: Callable[[], None] = lambda: None
+    ) -> None:
         self.generator, self.slots, self.queue, self._after = generator, slots, queue, after
         self.vocab, self.positions, self.tokenizer = generator.tokenizer.vocab, generator.positions, generator.tokenizer
         self._batch: Batch = generator.new_batch(slots)
@@ -130,7 +136,9 @@ class Scheduler:
         """Have a GPU make ready what requests will need, before there are any, and say how long it took; a CPU has nothing to do."""
         begun = time.monotonic()
         if count := self._batch.slots.warm():
-            for sample, texts in product(FIRST, {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}):
+            for sample, texts in product(
+                FIRST, {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}
+            ):
                 for number in range(texts):
                     self._batch.add(number, Request((self.tokenizer.end,), sample), room=2)
                 while self._batch.rows or self._batch.waiting:
@@ -205,7 +213,11 @@ class Scheduler:
         waits = [now - job.came for job in self._waiting]
         if waits and sum(waits) < READING * len(self._active) and waits[0] < PATIENCE:
             return new
-        while self._waiting and len(self._active) < self.slots and (not read or read + len(self._waiting[0].request.ids) <= READ_AT_ONCE):
+        while (
+            self._waiting
+            and len(self._active) < self.slots
+            and (not read or read + len(self._waiting[0].request.ids) <= READ_AT_ONCE)
+        ):
             job = self._waiting.popleft()
             read += len(job.request.ids)
             self._active[job.number] = job
@@ -255,7 +267,9 @@ class Scheduler:
                 self._cancel(job)
 
 
-def open_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after: Callable[[], None] = lambda: None) -> Scheduler:
+def open_scheduler(
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after: Callable[[], None] = lambda: None
+) -> Scheduler:
     """A checkpoint in memory, ready for requests."""
     generator = open_generator(checkpoint, engine, apart=serve.adapter == "apart")
     scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after=after)

@@ -51,7 +51,9 @@ class Worker:
         return EXIT_DONE
 
     def _open(self, asked: dict[str, Any]) -> None:
-        from textmill.generation.scheduler import open_scheduler  # the watch over the line begins before torch is loaded
+        from textmill.generation.scheduler import (
+            open_scheduler,
+        )  # the watch over the line begins before torch is loaded
 
         engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(asked["engine"])
         checkpoint = Checkpoint(Path(asked["folder"]), 0, {})
@@ -72,7 +74,9 @@ class Worker:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             with self._naming:  # a text may be over before its number is known
-                self._numbers[number] = self.scheduler.submit(request_of(packed), partial(self._deliver, number), deadline, streamed)
+                self._numbers[number] = self.scheduler.submit(
+                    request_of(packed), partial(self._deliver, number), deadline, streamed
+                )
         except Exception as error:
             self._send([packed_part(number, Part("", done=Done("error", 0, "", f"the model refused it: {error}")))])
 
@@ -99,7 +103,15 @@ class Worker:
         """Tell how it goes, and what has come; whether anybody is there is `_obey`'s to find out."""
         stats = self.inner.stats()
         with suppress(OSError):
-            self.line.send([stats["tokens"], stats["cancelled"], self.inner.stuck(), sayable(self.inner.trouble(float("inf"))), parts])
+            self.line.send(
+                [
+                    stats["tokens"],
+                    stats["cancelled"],
+                    self.inner.stuck(),
+                    sayable(self.inner.trouble(float("inf"))),
+                    parts,
+                ]
+            )
 
 
 def main() -> None:

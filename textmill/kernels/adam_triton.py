@@ -52,14 +52,23 @@ class Places:
         self.sizes: list[int] = []
         self.known: tuple[int, ...] = ()
 
-    def move(self, tensors: Sequence[list[Tensor]], scale: Tensor, skipped: Tensor, corrections: Tensor, rates: tuple[float, ...]) -> None:
+    def move(
+        self,
+        tensors: Sequence[list[Tensor]],
+        scale: Tensor,
+        skipped: Tensor,
+        corrections: Tensor,
+        rates: tuple[float, ...],
+    ) -> None:
         """One update of parameters by gradients over `scale`, with first and second moments; rates are lr, decay, 1 - betas and epsilon.
 
         `corrections` are 1 - beta^steps of the first moment, and the root of that of the second."""
         device, sizes = tensors[0][0].device, [tensor.numel() for tensor in tensors[0]]
         if sizes != self.sizes:
             counts = [triton.cdiv(size, BLOCK) for size in sizes]
-            blocks = np.stack([np.repeat(np.arange(len(sizes)), counts), np.concatenate([np.arange(count) for count in counts])], 1)
+            blocks = np.stack(
+                [np.repeat(np.arange(len(sizes)), counts), np.concatenate([np.arange(count) for count in counts])], 1
+            )
             self.sizes, self.tables = sizes, [on_device(table, device) for table in (blocks, np.array(sizes))]
         found = tuple(tensor.data_ptr() for kind in tensors for tensor in kind)
         if found != self.known:

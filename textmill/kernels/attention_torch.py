@@ -115,12 +115,16 @@ class _Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _gradients(dy_NTE: Tensor, qkv_NTF: Tensor, y_NTE: Tensor, logs_NHT: Tensor, D: int, dropout: float) -> tuple[Tensor, ...]:
+def _gradients(
+    dy_NTE: Tensor, qkv_NTF: Tensor, y_NTE: Tensor, logs_NHT: Tensor, D: int, dropout: float
+) -> tuple[Tensor, ...]:
     """Those of queries, keys and values [N, H, T, D], where torch has them written."""
     dy_NHTD, y_NHTD = (whole.view(*whole.shape[:2], -1, D).transpose(1, 2) for whole in (dy_NTE, y_NTE))
     given, T = (dy_NHTD, *split(qkv_NTF, D), y_NHTD), qkv_NTF.shape[1]
     if not qkv_NTF.is_cuda:
-        found: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, logs_NHT, dropout, True)
+        found: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, logs_NHT, dropout, True
+        )
         return found
     seed = torch.empty((), dtype=torch.int64, device=qkv_NTF.device)  # dropout's, which there is none of
     found = getattr(aten, BACKWARDS[0])(*given, logs_NHT[..., None], seed, seed, None, None, None, T, T, dropout, True)
@@ -139,7 +143,10 @@ def _written(dy_NTE: Tensor, qkv_NTF: Tensor, y_NTE: Tensor, logs_NHT: Tensor, D
     places = split(whole_NTF, D)
     with _Into(places):
         found = _gradients(dy_NTE, qkv_NTF, y_NTE, logs_NHT, D, OUR_OWN)
-    there = all(one.data_ptr() == place.data_ptr() and one.stride() == place.stride() for one, place in zip(found, places, strict=True))
+    there = all(
+        one.data_ptr() == place.data_ptr() and one.stride() == place.stride()
+        for one, place in zip(found, places, strict=True)
+    )
     return (whole_NTF if there else join_heads(*found)[0].view_as(qkv_NTF)), there
 
 

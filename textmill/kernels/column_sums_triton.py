@@ -18,7 +18,9 @@ def _sum(parts, out, rows, width, R: tl.constexpr, C: tl.constexpr):  # type: ig
     for start in range(0, rows, R):
         row = start + tl.arange(0, R)
         total += tl.load(
-            parts + row[:, None] * width + columns[None, :], mask=(row < rows)[:, None] & (columns < width)[None, :], other=0.0
+            parts + row[:, None] * width + columns[None, :],
+            mask=(row < rows)[:, None] & (columns < width)[None, :],
+            other=0.0,
         )
     tl.store(out + columns, tl.sum(total, 0), mask=columns < width)
 

@@ -30,7 +30,9 @@ def _walked(x, tops, totals):  # type: ignore[no-untyped-def]
 def _slope(start, places, whole, lower, even, SIGN: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write the gradient over the scores of the blocks that have no mask."""
     for first in range(0, whole, ROWS * 8):
-        slope = SIGN * tl.exp2(tl.load(start + first + places, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower)
+        slope = SIGN * tl.exp2(
+            tl.load(start + first + places, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower
+        )
         if SMOOTH:
             slope -= even
         tl.store(start + first + places, slope.to(start.dtype.element_ty), eviction_policy="evict_first")

@@ -105,7 +105,11 @@ class Product:
         self._one, self._before = ctypes.c_float(1.0), ctypes.c_float(float(form.adds))
 
     def _say(self, what: int, value: Any) -> None:
-        _check(library().cublasLtMatmulDescSetAttribute(self._said, what, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
+        _check(
+            library().cublasLtMatmulDescSetAttribute(
+                self._said, what, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
+            )
+        )
 
     def _layout(self, kind: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
@@ -118,7 +122,11 @@ class Product:
         wish, found, ways = ctypes.c_void_p(), ctypes.c_int(), (Way * PROPOSALS)()
         _check(library().cublasLtMatmulPreferenceCreate(ctypes.byref(wish)))
         size = ctypes.c_size_t(WORKSPACE)
-        _check(library().cublasLtMatmulPreferenceSetAttribute(wish, 1, ctypes.byref(size), ctypes.c_size_t(ctypes.sizeof(size))))
+        _check(
+            library().cublasLtMatmulPreferenceSetAttribute(
+                wish, 1, ctypes.byref(size), ctypes.c_size_t(ctypes.sizeof(size))
+            )
+        )
         given = self._said, self._b, self._a, self._out, self._out, wish, PROPOSALS, ways, ctypes.byref(found)
         status = library().cublasLtMatmulAlgoGetHeuristic(_handle(self.device), *given)
         library().cublasLtMatmulPreferenceDestroy(wish)
@@ -147,11 +155,30 @@ class Product:
         status = library().cublasLtMatmulAlgoCheck(_handle(self.device), *given)
         return None if status or checked.state or checked.workspace > WORKSPACE else way
 
-    def make(self, way: Way, a: Tensor, b: Tensor, bias: Tensor | None, onto: Tensor | None, out: Tensor, workspace: Tensor) -> None:
+    def make(
+        self, way: Way, a: Tensor, b: Tensor, bias: Tensor | None, onto: Tensor | None, out: Tensor, workspace: Tensor
+    ) -> None:
         """Make it in this way, in the stream that is current."""
         if bias is not None:
             self._say(BIAS, ctypes.c_void_p(bias.data_ptr()))
         here, before = out.data_ptr(), (out if onto is None else onto).data_ptr()
-        matrices = b.data_ptr(), self._b, a.data_ptr(), self._a, ctypes.addressof(self._before), before, self._out, here, self._out
-        last = ctypes.addressof(way.kernel), workspace.data_ptr(), workspace.numel(), torch.cuda.current_stream(self.device).cuda_stream
-        _check(library().cublasLtMatmul(_handle(self.device), self._said, ctypes.addressof(self._one), *matrices, *last))
+        matrices = (
+            b.data_ptr(),
+            self._b,
+            a.data_ptr(),
+            self._a,
+            ctypes.addressof(self._before),
+            before,
+            self._out,
+            here,
+            self._out,
+        )
+        last = (
+            ctypes.addressof(way.kernel),
+            workspace.data_ptr(),
+            workspace.numel(),
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )
+        _check(
+            library().cublasLtMatmul(_handle(self.device), self._said, ctypes.addressof(self._one), *matrices, *last)
+        )

@@ -29,7 +29,9 @@ def _embed(ids, places, tokens, positions, out, width, C: tl.constexpr):  # type
     inside = columns < width
     token = tl.maximum(tl.load(ids + row), 0) * width + columns
     place = tl.load(places + row) * width + columns
-    values = tl.load(tokens + token, mask=inside, other=0.0).to(tl.float32) + tl.load(positions + place, mask=inside, other=0.0)
+    values = tl.load(tokens + token, mask=inside, other=0.0).to(tl.float32) + tl.load(
+        positions + place, mask=inside, other=0.0
+    )
     tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -38,7 +40,9 @@ def _add_norm(x, delta, bias, weight, shift, sums, out, width, epsilon, C: tl.co
     columns = tl.arange(0, C)
     inside = columns < width
     at = tl.program_id(0).to(tl.int64) * width + columns
-    added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32) + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32) + tl.load(
+        bias + columns, mask=inside, other=0.0
+    ).to(tl.float32)
     rounded = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + added).to(sums.dtype.element_ty)
     tl.store(sums + at, rounded, mask=inside)
     values = rounded.to(tl.float32)
@@ -85,7 +89,9 @@ def _joined(gathers, weights, one, working, columns, C: tl.constexpr, S: tl.cons
     come = parts < working
     tops = tl.load(weights + (one * S + parts) * 2, mask=come, other=LOW, cache_modifier=".cg")
     totals = tl.load(weights + (one * S + parts) * 2 + 1, mask=come, other=0.0, cache_modifier=".cg")
-    gathered = tl.load(gathers + (one * S + parts)[:, None] * C + columns[None, :], mask=come[:, None], other=0.0, cache_modifier=".cg")
+    gathered = tl.load(
+        gathers + (one * S + parts)[:, None] * C + columns[None, :], mask=come[:, None], other=0.0, cache_modifier=".cg"
+    )
     shares = tl.exp(tops - tl.max(tops, 0))
     return tl.sum(gathered * shares[:, None], 0) / tl.sum(totals * shares, 0)
 
@@ -162,7 +168,17 @@ def add_norm(x_NE: Tensor, delta_NE: Tensor, bias_E: Tensor, norm: torch.nn.Laye
     rows, width = x_NE.shape
     sums_NE, out_NE = torch.empty_like(x_NE), torch.empty_like(x_NE)
     _add_norm[(rows,)](
-        x_NE, delta_NE, bias_E, norm.weight, norm.bias, sums_NE, out_NE, width, norm.eps, C=triton.next_power_of_2(width), num_warps=4
+        x_NE,
+        delta_NE,
+        bias_E,
+        norm.weight,
+        norm.bias,
+        sums_NE,
+        out_NE,
+        width,
+        norm.eps,
+        C=triton.next_power_of_2(width),
+        num_warps=4,
     )
     return sums_NE, out_NE
 
@@ -193,7 +209,10 @@ def attend(qkv_NH3D: Tensor, cache: Tensor, places_N: Tensor, arrivals: Tensor) 
     `arrivals` is a zero for each head of each slot.
     """
     rows, heads, _, head = qkv_NH3D.shape
-    columns, parts = triton.next_power_of_2(head), max(1, min(MOST_PARTS, triton.next_power_of_2(SPREAD // (rows * heads) + 1) // 2))
+    columns, parts = (
+        triton.next_power_of_2(head),
+        max(1, min(MOST_PARTS, triton.next_power_of_2(SPREAD // (rows * heads) + 1) // 2)),
+    )
     out_NE = torch.empty(rows, heads * head, device=qkv_NH3D.device, dtype=qkv_NH3D.dtype)
     gathers, weights = (qkv_NH3D.new_empty(rows, heads, parts, each, dtype=torch.float32) for each in (columns, 2))
     _attend[(rows, heads, parts)](

@@ -33,7 +33,9 @@ def site_in(layer: int, site: int) -> int:
     return site - 3 * layer
 
 
-def drop(x: Tensor, share: float, keys_N: Tensor | None, site: int, part: int = 0, columns: tuple[int, int] = (0, 1)) -> Tensor:
+def drop(
+    x: Tensor, share: float, keys_N: Tensor | None, site: int, part: int = 0, columns: tuple[int, int] = (0, 1)
+) -> Tensor:
     """Zero a share of x [samples, ...] and scale up the rest; without keys nothing is dropped.
 
     Where x is one of several equal parts along its second dimension, `part` says which, so that all of them drop as the whole would;

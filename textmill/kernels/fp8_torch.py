@@ -42,7 +42,9 @@ def rows8(x_MK: Tensor) -> Rows8:
 def product8(a: Rows8, b: Rows8) -> Tensor:
     """a times b's transpose, in bf16."""
     (a_MK, a_M1), (b_NK, b_N1) = a, b
-    return torch._scaled_mm(a_MK, b_NK.T, scale_a=a_M1, scale_b=b_N1.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True)
+    return torch._scaled_mm(
+        a_MK, b_NK.T, scale_a=a_M1, scale_b=b_N1.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def mlp8(x_MK: Tensor, fc_FK: Tensor, bias_F: Tensor, proj_NF: Tensor, tanh: bool) -> Tensor:
@@ -81,7 +83,9 @@ def bias_gelu8(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor
 
 
 @torch.library.custom_op("textmill::bias_gelu8_backward", mutates_args=())
-def bias_gelu8_backward(dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def bias_gelu8_backward(
+    dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of h, in its precision and in fp8 with the rows' scales, and in fp32 the bias's."""
     if h_MF.is_cuda and gelu8_triton is not None:
         return gelu8_triton.backward(dy_MF, h_MF, bias_F, tanh, KIND, TINY)

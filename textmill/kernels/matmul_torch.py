@@ -48,7 +48,9 @@ def are_chosen(x_NTE: Tensor, weight_FE: Tensor) -> bool:
 
 def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
     """As torch's own, autocast too."""
-    return _linear(x_NTE, weight_FE, bias_F, None) if are_chosen(x_NTE, weight_FE) else F.linear(x_NTE, weight_FE, bias_F)
+    return (
+        _linear(x_NTE, weight_FE, bias_F, None) if are_chosen(x_NTE, weight_FE) else F.linear(x_NTE, weight_FE, bias_F)
+    )
 
 
 def onto(stream_NTF: Tensor, layer: nn.Linear, x_NTE: Tensor) -> Tensor:
@@ -120,11 +122,15 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | Non
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, onto: Tensor | None = None) -> None:
     """out = a b, with a row added to each of its own, and another matrix to all, which may be out itself; summed in out's precision."""
     form = _form_of(a, b, out, bias, onto)
-    choice = None if form is None or torch.are_deterministic_algorithms_enabled() else _choice(form, a, b, out, bias, onto)
+    choice = (
+        None if form is None or torch.are_deterministic_algorithms_enabled() else _choice(form, a, b, out, bias, onto)
+    )
     if choice is None:
         _by_torch(a, b, out, bias, onto)
     else:
-        choice[0].make(choice[1], a, b, bias, onto, out, _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream))
+        choice[0].make(
+            choice[1], a, b, bias, onto, out, _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream)
+        )
 
 
 def _by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> None:
@@ -148,7 +154,12 @@ def _form_of(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tenso
         return None
     matrices = [a, b, out, out if onto is None else onto]
     lies = [_turned(matrix) for matrix in matrices]
-    if None in lies or any(lies[2:]) or matrices[3].dtype != out.dtype or any(matrix.data_ptr() % ALIGNED for matrix in matrices):
+    if (
+        None in lies
+        or any(lies[2:])
+        or matrices[3].dtype != out.dtype
+        or any(matrix.data_ptr() % ALIGNED for matrix in matrices)
+    ):
         return None
     return Form(m, n, k, bool(lies[0]), bool(lies[1]), a.dtype, out.dtype, bias is not None, onto is not None)
 

@@ -17,7 +17,9 @@ except ImportError:  # no kernel can be built here
     norms_triton = None  # type: ignore[assignment]
 
 
-def parted(x_NTE: Tensor, norm: nn.LayerNorm, before_E: Tensor | None = None, after_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def parted(
+    x_NTE: Tensor, norm: nn.LayerNorm, before_E: Tensor | None = None, after_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The norm of a stream, and the stream as it is; biases, both or none, are those of which only the gradient is asked for."""
     both: tuple[Tensor, Tensor] = _Parted.apply(x_NTE, norm.weight, norm.bias, before_E, after_E, norm.eps)  # type: ignore[no-untyped-call]
     return both
@@ -26,7 +28,13 @@ def parted(x_NTE: Tensor, norm: nn.LayerNorm, before_E: Tensor | None = None, af
 class _Parted(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NTE: Tensor, weight_E: Tensor, shift_E: Tensor, before_E: Tensor | None, after_E: Tensor | None, epsilon: float
+        ctx: Any,
+        x_NTE: Tensor,
+        weight_E: Tensor,
+        shift_E: Tensor,
+        before_E: Tensor | None,
+        after_E: Tensor | None,
+        epsilon: float,
     ) -> tuple[Tensor, Tensor]:
         x_ME = x_NTE.flatten(0, -2)
         y_ME, means_M1, spreads_M1 = torch.native_layer_norm(x_ME.float(), weight_E.shape, weight_E, shift_E, epsilon)
@@ -38,7 +46,14 @@ class _Parted(torch.autograd.Function):
     def backward(ctx: Any, dy_NTE: Tensor, stream_NTE: Tensor) -> tuple[Tensor | None, ...]:
         slopes = (slope.contiguous().flatten(0, -2) for slope in (dy_NTE, stream_NTE))
         dx_ME, sums = norm_backward(next(slopes), *ctx.saved_tensors, next(slopes), ctx.biases)
-        return dx_ME.view(dy_NTE.shape), sums[0], sums[1], sums[2] if ctx.biases else None, sums[3] if ctx.biases else None, None
+        return (
+            dx_ME.view(dy_NTE.shape),
+            sums[0],
+            sums[1],
+            sums[2] if ctx.biases else None,
+            sums[3] if ctx.biases else None,
+            None,
+        )
 
 
 @torch.library.custom_op("textmill::norm_backward", mutates_args=())
@@ -51,7 +66,9 @@ def norm_backward(
     slope_ME, spreads_M1 = dy_ME.float(), spreads_M[:, None]
     normed_ME, scaled_ME = (x_ME - means_M[:, None]) * spreads_M1, slope_ME * weight_E
     along_M1 = (scaled_ME * normed_ME).mean(1, keepdim=True)
-    dx_ME = (stream_ME + spreads_M1 * (scaled_ME - scaled_ME.mean(1, keepdim=True) - normed_ME * along_M1)).to(x_ME.dtype)
+    dx_ME = (stream_ME + spreads_M1 * (scaled_ME - scaled_ME.mean(1, keepdim=True) - normed_ME * along_M1)).to(
+        x_ME.dtype
+    )
     summed = [slope_ME * normed_ME, slope_ME, dx_ME, stream_ME]
     return dx_ME, torch.stack([part.sum(0, dtype=torch.float32) for part in (summed if biases else summed[:2])])
 

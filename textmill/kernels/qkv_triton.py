@@ -17,7 +17,11 @@ PROGRAMS = 660
 @triton.jit
 def _come(of, row, here, tokens, h, d, by_n, by_h, by_t, by_d):  # type: ignore[no-untyped-def]
     """Rows of one of the three as they lie in memory."""
-    return tl.load(of + (row // tokens * by_n + row % tokens * by_t)[:, None] + (h * by_h + d * by_d)[None, :], mask=here, other=0.0)
+    return tl.load(
+        of + (row // tokens * by_n + row % tokens * by_t)[:, None] + (h * by_h + d * by_d)[None, :],
+        mask=here,
+        other=0.0,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

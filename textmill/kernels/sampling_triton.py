@@ -58,7 +58,18 @@ def _weights(at, columns, inside, barred, row, top, temperature, least, K: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _weigh(  # type: ignore[no-untyped-def]
-    scores, barred, tops, temperatures, leasts, sums, stride, vocab, each, K: tl.constexpr, B: tl.constexpr, P: tl.constexpr
+    scores,
+    barred,
+    tops,
+    temperatures,
+    leasts,
+    sums,
+    stride,
+    vocab,
+    each,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    P: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.program_id(1)
     top = tl.max(tl.load(tops + row * P + tl.arange(0, P)), 0)
@@ -109,17 +120,23 @@ def likeliest(scores_NV: Tensor, barred_NK: Tensor | None) -> Tensor:
     return out_N
 
 
-def drawn(scores_NV: Tensor, barred_NK: Tensor | None, temperatures_N: Tensor, kth_N: Tensor | None, uniforms_N: Tensor) -> Tensor:
+def drawn(
+    scores_NV: Tensor, barred_NK: Tensor | None, temperatures_N: Tensor, kth_N: Tensor | None, uniforms_N: Tensor
+) -> Tensor:
     """The token of each row that a number from 0 to below 1 points at when the probabilities are laid end to end.
 
     Scores are held against the row's greatest and divided by its temperature; those below that of `kth_N` have no part, nor have barred
     ones; -1 where a score is no finite number.
     """
     given, sizes, (tops_NP, _, spoilt_NP) = _searched(scores_NV, barred_NK)
-    leasts_N = torch.full_like(temperatures_N, -torch.inf) if kth_N is None else (kth_N - tops_NP.amax(1)) / temperatures_N
+    leasts_N = (
+        torch.full_like(temperatures_N, -torch.inf) if kth_N is None else (kth_N - tops_NP.amax(1)) / temperatures_N
+    )
     sums_NP = tops_NP.new_empty(tops_NP.shape, dtype=torch.float64)
     out_N = scores_NV.new_empty(len(scores_NV), dtype=torch.long)
-    _weigh[tuple(tops_NP.shape)](*given, tops_NP, temperatures_N, leasts_N, sums_NP, *sizes[0], **sizes[1], P=tops_NP.shape[1], num_warps=4)
+    _weigh[tuple(tops_NP.shape)](
+        *given, tops_NP, temperatures_N, leasts_N, sums_NP, *sizes[0], **sizes[1], P=tops_NP.shape[1], num_warps=4
+    )
     _pick[(len(scores_NV),)](
         *given, tops_NP, spoilt_NP, temperatures_N, leasts_N, sums_NP, uniforms_N, out_N, *sizes[0], **sizes[1], P=tops_NP.shape[1],
         num_warps=4,
@@ -127,7 +144,9 @@ def drawn(scores_NV: Tensor, barred_NK: Tensor | None, temperatures_N: Tensor, k
     return out_N
 
 
-def _searched(scores_NV: Tensor, barred_NK: Tensor | None) -> tuple[tuple[Tensor, Tensor], Any, tuple[Tensor, Tensor, Tensor]]:
+def _searched(
+    scores_NV: Tensor, barred_NK: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], Any, tuple[Tensor, Tensor, Tensor]]:
     """The scores and barred ids as kernels take them, their sizes, and of each part of a row the greatest, its id, and if any is spoilt."""
     rows, vocab = scores_NV.shape
     assert scores_NV.stride(1) == 1
@@ -135,6 +154,9 @@ def _searched(scores_NV: Tensor, barred_NK: Tensor | None) -> tuple[tuple[Tensor
     tops_NP = scores_NV.new_empty(rows, parts, dtype=torch.float32)
     ids_NP, spoilt_NP = (scores_NV.new_empty(rows, parts, dtype=torch.int32) for _ in range(2))
     given = scores_NV, scores_NV if barred_NK is None else barred_NK
-    sizes = (scores_NV.stride(0), vocab, triton.cdiv(vocab, parts)), {"K": 0 if barred_NK is None else barred_NK.shape[1], "B": BLOCK}
+    sizes = (
+        (scores_NV.stride(0), vocab, triton.cdiv(vocab, parts)),
+        {"K": 0 if barred_NK is None else barred_NK.shape[1], "B": BLOCK},
+    )
     _search[(rows, parts)](*given, tops_NP, ids_NP, spoilt_NP, *sizes[0], **sizes[1], num_warps=4)
     return given, sizes, (tops_NP, ids_NP, spoilt_NP)

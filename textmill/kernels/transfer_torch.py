@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-def on_device(values: np.ndarray[Any, Any] | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def on_device(
+    values: np.ndarray[Any, Any] | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
     """An array or a list on a device; what a GPU has to do before is not waited for."""
     array = isinstance(values, np.ndarray)
     tensor = torch.from_numpy(np.ascontiguousarray(values)) if array else torch.tensor(values, dtype=dtype)

@@ -62,7 +62,9 @@ def _targets(shape: Any, lora: LoraConfig) -> list[Weight]:
         found = {name for name in matrices if any(fnmatchcase(name, form) for form in forms)}
         if not found:
             ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in matrices))
-            raise TextmillError(f"model.lora.targets: '{pattern}' matches no matrix of this model; it has {ends} in each block")
+            raise TextmillError(
+                f"model.lora.targets: '{pattern}' matches no matrix of this model; it has {ends} in each block"
+            )
         chosen |= found
     return [weight for name, weight in matrices.items() if name in chosen]
 
@@ -78,7 +80,8 @@ def sites_of(shape: Any) -> dict[str, int]:
     matrices = _matrices(shape)
     each = len(matrices) // shape.layers
     return {
-        weight.name.removesuffix(".weight"): SITES * (1 + number % each) + 3 * (number // each) for number, weight in enumerate(matrices)
+        weight.name.removesuffix(".weight"): SITES * (1 + number % each) + 3 * (number // each)
+        for number, weight in enumerate(matrices)
     }
 
 

@@ -13,7 +13,9 @@ from textmill.models import Weight, open_family
 from textmill.storage.tensor_files import Named
 
 
-def laid_out(weights: Iterable[Weight], shape: Any, named: Iterable[Named], where: str) -> Iterator[tuple[Weight, NDArray[np.float32]]]:
+def laid_out(
+    weights: Iterable[Weight], shape: Any, named: Iterable[Named], where: str
+) -> Iterator[tuple[Weight, NDArray[np.float32]]]:
     """Each of a net's weights once, in memory's layout; `where` names them in errors."""
     missing = {weight.name: weight for weight in weights}
     for name, values in open_family(shape.family).known_weights(named):

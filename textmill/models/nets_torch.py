@@ -52,7 +52,9 @@ def _twin(shape: Any) -> Any:
     return import_module(f"textmill.models.{shape.family}.net_torch")
 
 
-def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None, place: Callable[[Any], None] | None = None) -> Net:
+def new_net(
+    shape: Any, device: torch.device, lora: LoraConfig | None = None, place: Callable[[Any], None] | None = None
+) -> Net:
     """The family's net, with adapters where they are asked for; memory is taken, for what `place` leaves of it, and nothing in it yet."""
     with torch.device("meta"):
         net: Any = net_of(shape, lora)
@@ -64,7 +66,11 @@ def new_net(shape: Any, device: torch.device, lora: LoraConfig | None = None, pl
 def _memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Room for a tensor that has none yet; a plain one's shape is told, as to find it torch would import sympy."""
     plain = type(tensor) in (Tensor, nn.Parameter)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if plain else torch.empty_like(tensor, device=device)
+    return (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if plain
+        else torch.empty_like(tensor, device=device)
+    )
 
 
 def open_net(folder: Path, device: torch.device, *, apart: bool = False) -> Net:
@@ -85,7 +91,9 @@ def _check_size(shape: Any, folder: Path) -> None:
         sum(path.stat().st_size for path in folder.glob("*.safetensors")),
     )
     if held and least > held:
-        raise TextmillError(f"{folder}: config.json describes more than {least:,} weights, its files hold {held:,} bytes; one of them lies")
+        raise TextmillError(
+            f"{folder}: config.json describes more than {least:,} weights, its files hold {held:,} bytes; one of them lies"
+        )
 
 
 def new_cache(net: Net, samples: int, length: int) -> Any:
@@ -102,10 +110,15 @@ def family_of(net: Net) -> Family:
 def weights_of(net: Net) -> dict[str, tuple[Weight, nn.Parameter]]:
     """Each weight by its checkpoint name, with the parameter that holds it."""
     family, parameters = family_of(net), dict(net.named_parameters())
-    return {weight.name: (weight, parameters[family.memory_name(weight.name)]) for weight in weights_with(net.shape, net.lora)}
+    return {
+        weight.name: (weight, parameters[family.memory_name(weight.name)])
+        for weight in weights_with(net.shape, net.lora)
+    }
 
 
-def fill(net: Net, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None) -> None:
+def fill(
+    net: Net, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None
+) -> None:
     """Fill the net; every weight once, each of its own shape. `put` does it where a process holds parts of weights."""
     known = weights_of(net)
     with torch.no_grad():

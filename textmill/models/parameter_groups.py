@@ -36,7 +36,9 @@ def rules_of(shape: Any, train: TrainConfig, lora: LoraConfig | None = None) -> 
     """
     family = open_family(shape.family)
     weights = {family.memory_name(weight.name): weight for weight in weights_with(shape, lora)}
-    frozen, decayed, undecayed = (matching(getattr(train, key), weights, f"train.{key}") for key in ("freeze", "decayed", "undecayed"))
+    frozen, decayed, undecayed = (
+        matching(getattr(train, key), weights, f"train.{key}") for key in ("freeze", "decayed", "undecayed")
+    )
     if lora is not None:
         frozen |= weights.keys() - {family.memory_name(weight.name) for weight in adapters_of(shape, lora)}
     if len(frozen) == len(weights):
@@ -55,8 +57,14 @@ def matching(patterns: Iterable[str], names: Iterable[str], setting: str) -> set
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matched:
-            parts = {".".join(words[:count]) for words in (name.split(".") for name in names) for count in range(1, len(words) + 1)}
+            parts = {
+                ".".join(words[:count])
+                for words in (name.split(".") for name in names)
+                for count in range(1, len(words) + 1)
+            }
             near = difflib.get_close_matches(pattern, sorted(parts), n=3, cutoff=0.4) or names[:3]
-            raise TextmillError(f"{setting}: '{pattern}' matches no weight of this model; the nearest are {', '.join(near)}")
+            raise TextmillError(
+                f"{setting}: '{pattern}' matches no weight of this model; the nearest are {', '.join(near)}"
+            )
         found |= matched
     return found

@@ -14,7 +14,9 @@ from textmill.storage.tensor_files import Named
 Array = NDArray[np.float32]
 
 
-def resized(weights: Iterable[Named], shape: Any, kept: Mapping[int, int] | None, new: Mapping[int, Sequence[int]]) -> Iterator[Named]:
+def resized(
+    weights: Iterable[Named], shape: Any, kept: Mapping[int, int] | None, new: Mapping[int, Sequence[int]]
+) -> Iterator[Named]:
     """The weights of a net of this shape.
 
     `kept` has the old id of each token that there was (none: every old one stands at its place); `new` the old ids of each that there

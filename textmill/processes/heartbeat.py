@@ -90,7 +90,11 @@ class Watch:
         try:
             self.board.set(f"done/{self.rank}", "")
             until = time.monotonic() + LEAVE * PULSE
-            while self.rank == 0 and time.monotonic() < until and not self.board.check([f"done/{rank}" for rank in range(self.world)]):
+            while (
+                self.rank == 0
+                and time.monotonic() < until
+                and not self.board.check([f"done/{rank}" for rank in range(self.world)])
+            ):
                 time.sleep(PULSE / 20)
         except RuntimeError:
             pass  # the board has gone
@@ -116,7 +120,9 @@ class Watch:
             except RuntimeError as error:
                 if self._closed.wait(GRACE * PULSE):  # rank 0 was the first to be done
                     return
-                self._finish(f"the place where the processes meet is gone ({_first_line(error)}): rank 0 or its launcher has ended")
+                self._finish(
+                    f"the place where the processes meet is gone ({_first_line(error)}): rank 0 or its launcher has ended"
+                )
                 return
             if said or self._reason:
                 self._finish(said or self._verdict())
@@ -182,9 +188,13 @@ def any_moves(before: list[Sign | None], now: list[Sign | None], limit: float) -
 def verdict_of(before: list[Sign | None], now: list[Sign | None]) -> str:
     """Whom the others wait for: those that are silent, else those that take no part in what the others wait in."""
     if silent := silent_in(before, now):
-        places = [f"rank {rank} ({f'last seen in {sign.place}' if sign else 'never seen'})" for rank, sign in silent.items()]
+        places = [
+            f"rank {rank} ({f'last seen in {sign.place}' if sign else 'never seen'})" for rank, sign in silent.items()
+        ]
         return f"silent, so dead, stopped or cut off: {', '.join(places)}"
-    idle = [f"rank {rank} (in {sign.place})" for rank, sign in enumerate(now) if sign is not None and sign.waits is None]
+    idle = [
+        f"rank {rank} (in {sign.place})" for rank, sign in enumerate(now) if sign is not None and sign.waits is None
+    ]
     if idle and len(idle) < len(now):
         return f"the others wait for {', '.join(idle)}"
     return "all processes wait for one another: a network that is lost, or a collective that not all have come to"

@@ -45,7 +45,9 @@ class Stopping:
                     os._exit(EXIT_STOPPED)
                 self.asked = signal.Signals(numbers[0]).name
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._before:
             for number, handler in self._before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]

@@ -45,7 +45,9 @@ GRACE = 10.0
 def new_runner(config: BeamRunner) -> PipelineRunner:
     """The runner of `runner.kind: beam`."""
     if getattr(current_process(), "_inheriting", False):
-        raise TextmillError("started by a worker that was importing your script; put the call under: if __name__ == '__main__':")
+        raise TextmillError(
+            "started by a worker that was importing your script; put the call under: if __name__ == '__main__':"
+        )
     return PipelineRunner(tuple(config.options), config.folder)
 
 
@@ -84,14 +86,18 @@ class PipelineRunner:
                 os.makedirs(self.folder, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix="textmill-beam-", dir=self.folder)).resolve()
         except OSError as error:
-            raise TextmillError(f"runner.folder: {self.folder or tempfile.gettempdir()}: {error.strerror}; name another") from None
+            raise TextmillError(
+                f"runner.folder: {self.folder or tempfile.gettempdir()}: {error.strerror}; name another"
+            ) from None
 
     def _run(self, step: _Step, shards: list[Any]) -> str:
         """Run pipelines until every shard has its outcome; what went wrong, or nothing."""
         failure = ""
         for _ in range(TRIES):
             # Beam cannot encode every type; bytes it can.
-            todo = [(number, CODER.encode(shard)) for number, shard in enumerate(shards) if not _done(step.folder, number)]
+            todo = [
+                (number, CODER.encode(shard)) for number, shard in enumerate(shards) if not _done(step.folder, number)
+            ]
             failure = _supervise(step, todo, list(self.options))
             if failure != DIED or all(_done(step.folder, number) for number, _ in todo):
                 break
@@ -132,7 +138,9 @@ def _supervise(step: _Step, todo: list[tuple[int, bytes]], options: list[str]) -
         (Path(step.folder) / DEAD).unlink(missing_ok=True)
 
 
-def _run_pipeline(step: _Step, todo: list[tuple[int, bytes]], options: list[str], reader: connection.Connection) -> None:
+def _run_pipeline(
+    step: _Step, todo: list[tuple[int, bytes]], options: list[str], reader: connection.Connection
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides what Ctrl-C means
     threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
     threading.excepthook = partial(_note_death, step.folder)
@@ -241,10 +249,16 @@ def _outcome_of(folder: Path, number: int, shard: Any, failure: str) -> Any:
     if (path := _place(folder, number, "error")).is_file():
         raise CODER.decode(path.read_bytes())
     if failure == DIED:
-        raise TextmillError(f"runner: {DIED}, {TRIES} times; {shard!r} was not done; give the machine more memory, or take that input out")
+        raise TextmillError(
+            f"runner: {DIED}, {TRIES} times; {shard!r} was not done; give the machine more memory, or take that input out"
+        )
     if failure:
-        raise TextmillError(f"runner: Beam's pipeline failed: {failure}; mend that and run it again: what is finished is kept")
-    raise TextmillError(f"runner: no result of {shard!r} in runner.folder; name a folder that this machine and every worker reach")
+        raise TextmillError(
+            f"runner: Beam's pipeline failed: {failure}; mend that and run it again: what is finished is kept"
+        )
+    raise TextmillError(
+        f"runner: no result of {shard!r} in runner.folder; name a folder that this machine and every worker reach"
+    )
 
 
 def _short(error: Exception) -> str:

@@ -33,7 +33,9 @@ CRASHES_ALONE = 2
 def new_runner(config: LocalRunner) -> ProcessRunner:
     """The runner of `runner.kind: local`."""
     if getattr(current_process(), "_inheriting", False):
-        raise TextmillError("started by a worker that was importing your script; put the call under: if __name__ == '__main__':")
+        raise TextmillError(
+            "started by a worker that was importing your script; put the call under: if __name__ == '__main__':"
+        )
     return ProcessRunner(usable_cores() if config.workers == "auto" else config.workers)
 
 

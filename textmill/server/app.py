@@ -19,7 +19,11 @@ from textmill.server.routes import new_routes
 from textmill.server.service import Service
 
 FOLDER = Path(__file__).parent
-FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -81,4 +85,6 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Counts, as Prometheus reads them."""
-        return PlainTextResponse(service.metrics.text(service.scheduler.stats(), service.name, service.step), media_type=METRICS_TYPE)
+        return PlainTextResponse(
+            service.metrics.text(service.scheduler.stats(), service.name, service.step), media_type=METRICS_TYPE
+        )

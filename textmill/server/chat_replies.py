@@ -23,8 +23,14 @@ Tree = dict[str, Any]
 async def chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
     """A conversation as the model's template writes it."""
     if service.template is None:
-        raise Refusal(400, f"'{service.name}' has no chat template; it continues texts: ask /v1/completions", code="no_chat_template")
-    turns = [{"role": "system" if turn.role == "developer" else turn.role, "content": _text_of(turn)} for turn in messages]
+        raise Refusal(
+            400,
+            f"'{service.name}' has no chat template; it continues texts: ask /v1/completions",
+            code="no_chat_template",
+        )
+    turns = [
+        {"role": "system" if turn.role == "developer" else turn.role, "content": _text_of(turn)} for turn in messages
+    ]
     for place, turn in enumerate(turns):
         check_pairs(turn["content"], f"messages.{place}.content")
     check_length(service, sum(len(turn["content"]) for turn in turns), "messages")
@@ -49,7 +55,11 @@ class ChatReply:
 
     def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
         self.service, self.body, self.prompt = service, body, prompt
-        self.head = {"id": f"chatcmpl-{random.getrandbits(96):024x}", "created": int(time.time()), "model": service.name}
+        self.head = {
+            "id": f"chatcmpl-{random.getrandbits(96):024x}",
+            "created": int(time.time()),
+            "model": service.name,
+        }
         self.chunk_head = {**self.head, "object": "chat.completion.chunk"}
         self.prompt_tokens, self.new_tokens = len(prompt.ids), 0
         self.reasons: list[str] = []
@@ -59,8 +69,15 @@ class ChatReply:
         choices = []
         for place, text in enumerate(texts):
             said = {"role": "assistant", "content": text.text, "refusal": None}
-            choices.append({"index": place, "message": said, "logprobs": self._logprobs(text.entries), **self._ending(text)})
-        return {**self.head, "object": "chat.completion", "choices": choices, "usage": usage_of(self.prompt_tokens, self.new_tokens)}
+            choices.append(
+                {"index": place, "message": said, "logprobs": self._logprobs(text.entries), **self._ending(text)}
+            )
+        return {
+            **self.head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage_of(self.prompt_tokens, self.new_tokens),
+        }
 
     def _ending(self, text: Text) -> Tree:
         if text.done is None:

@@ -60,7 +60,9 @@ class CompletionReply:
             done = self._end(text.done)
             prompt = self.prompts[place // self.each]
             said = ("" if not self.body.echo else prompt.text) + ("" if self.mute else text.text)
-            choices.append({"index": place, "text": said, "logprobs": self._logprobs(place, text.entries, done), **ending_of(done)})
+            choices.append(
+                {"index": place, "text": said, "logprobs": self._logprobs(place, text.entries, done), **ending_of(done)}
+            )
         return {**self.head, "choices": choices, "usage": usage_of(self.prompt_tokens, self.new_tokens)}
 
     def _end(self, done: Done | None) -> Done:
@@ -97,7 +99,9 @@ class CompletionReply:
                 yield self._chunk(place, said, logprobs)
 
     def _chunk(self, place: int, text: str, logprobs: Tree | None, ending: Tree | None = None) -> Tree:
-        return {"choices": [{"index": place, "text": text, "logprobs": logprobs, **(ending or {"finish_reason": None})}]}
+        return {
+            "choices": [{"index": place, "text": text, "logprobs": logprobs, **(ending or {"finish_reason": None})}]
+        }
 
     def end(self) -> Iterator[Tree]:
         """The last chunk of a stream: the counts, where they are asked."""

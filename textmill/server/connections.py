@@ -157,7 +157,9 @@ class Connection(HttpToolsProtocol):
             self.drop()
 
     def _at_work(self) -> bool:
-        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body)
+        return bool(self.pipeline) or (
+            self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        )
 
     def drop(self) -> None:
         """Hang up on a client that takes too long; one that has begun a request is told."""

@@ -59,5 +59,9 @@ def _kind(field: Tree) -> str:
         return "object"
     if field.get("type") == "array":
         return f"list of {_kind(field.get('items', {}))}"
-    limits = [f"{word} {field[key]:g}" for key, word in (("minimum", "from"), ("maximum", "to")) if abs(field.get(key, 1e18)) < 1e18]
+    limits = [
+        f"{word} {field[key]:g}"
+        for key, word in (("minimum", "from"), ("maximum", "to"))
+        if abs(field.get(key, 1e18)) < 1e18
+    ]
     return " ".join([str(field.get("type", "anything")), *limits])

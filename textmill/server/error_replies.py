@@ -32,7 +32,13 @@ class Refusal(Exception):
     """A request that is not done: an HTTP status and one sentence."""
 
     def __init__(
-        self, status: int, message: str, *, field: str | None = None, code: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.field, self.code, self.retry_after = status, message, field, code, retry_after
@@ -64,7 +70,11 @@ def add_refusals(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         told = SENTENCES.get(error.status_code, str(error.detail))
-        message = told.format(path=shown(request.url.path, quoted=False), method=request.method) if told is not error.detail else told
+        message = (
+            told.format(path=shown(request.url.path, quoted=False), method=request.method)
+            if told is not error.detail
+            else told
+        )
         reply = reply_of(Refusal(error.status_code, message))
         reply.headers.update(error.headers or {})
         return reply
@@ -117,7 +127,9 @@ def shown(value: Any, *, quoted: bool = True) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN:
         return "a very large number"
-    text = {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    text = (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
     text = "".join(letter if letter.isprintable() else "?" for letter in text[: SHOWN + 1])
     text = text[:SHOWN] + "..." if len(text) > SHOWN else text
     return f"'{text}'" if quoted and isinstance(value, str) else text

@@ -191,7 +191,9 @@ def _refuse_ended(service: Service, texts: list[Text]) -> None:
             raise stopping_refusal()
         if not text.done.tokens and text.done.reason == "timeout":
             wait = service.wait_of()
-            told = f"no token came within the {service.config.seconds:g} s that a request may take; try again in {wait} s"
+            told = (
+                f"no token came within the {service.config.seconds:g} s that a request may take; try again in {wait} s"
+            )
             raise Refusal(429, told, code="timeout", retry_after=wait)
 
 

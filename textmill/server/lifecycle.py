@@ -56,7 +56,9 @@ class Server(uvicorn.Server):
 
     def _new_connection(self) -> asyncio.Protocol:
         protocol: Any = self.config.http_protocol_class
-        new: asyncio.Protocol = protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        new: asyncio.Protocol = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
         return new
 
 
@@ -82,7 +84,9 @@ def run(service: Service, listening: socket.socket) -> str:
         timeout_graceful_shutdown=int(serve.grace + AFTER) + 1, backlog=BACKLOG,
     )  # fmt: skip
     if service.key is None and host not in ("127.0.0.1", "::1"):
-        warn(f"serve.host={serve.host}: whoever reaches this machine may use the model; set serve.key_file to ask for a key")
+        warn(
+            f"serve.host={serve.host}: whoever reaches this machine may use the model; set serve.key_file to ask for a key"
+        )
     step = f" at step {service.step:,}" if service.step else ""
     print(f"{service.name}{step} answers at http://{shown}:{port}/ ; ctrl-C stops", flush=True)
     settle()
@@ -101,7 +105,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise TextmillError(f"serve.host: '{host}' is no address of this machine; say 127.0.0.1, or 0.0.0.0 for all") from None
+        raise TextmillError(
+            f"serve.host: '{host}' is no address of this machine; say 127.0.0.1, or 0.0.0.0 for all"
+        ) from None
     family, kind, protocol, _, address = found[0]
     listening = socket.socket(family, kind, protocol)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

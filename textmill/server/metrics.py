@@ -58,7 +58,10 @@ class Metrics:
                   ("queue", "Texts that may wait.")]  # fmt: skip
         for key, told in gauges:
             lines += [*_head(f"textmill_{key}", "gauge", told), f"textmill_{key} {stats[key]}"]
-        lines += [*_head("textmill_connections", "gauge", "Open connections."), f"textmill_connections {self.connections}"]
+        lines += [
+            *_head("textmill_connections", "gauge", "Open connections."),
+            f"textmill_connections {self.connections}",
+        ]
         counts = [
             ("generated_tokens", stats["tokens"], "Tokens made, those of requests that ended early included."),
             ("scheduled", stats["requests"], "Texts asked of the model."), ("cancelled", stats["cancelled"], "Texts that were cancelled."),
@@ -74,7 +77,9 @@ class Metrics:
             lines += [*_head(f"textmill_{key}_total", "counter", told), f"textmill_{key}_total {count}"]
         lines += _head("textmill_http_requests_total", "counter", "Requests by method, path and status.")
         for (method, path, status), count in sorted(self.requests.items()):
-            lines.append(f'textmill_http_requests_total{{method="{method}",path="{_escaped(path)}",status="{status}"}} {count}')
+            lines.append(
+                f'textmill_http_requests_total{{method="{method}",path="{_escaped(path)}",status="{status}"}} {count}'
+            )
         lines += self.seconds.lines("textmill_request_seconds", "Time of a request for text, waiting included.")
         lines += self.first.lines("textmill_first_token_seconds", "Time to the first token of a streamed text.")
         return "\n".join(lines) + "\n"

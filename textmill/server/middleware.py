@@ -66,7 +66,16 @@ class Account:
             method = scope["method"] if scope["method"] in METHODS else "other"
             self.service.metrics.requests[method, path, status] += 1
             words = [f"{key}={WRITE(value)}" for key, value in told.items()]
-            line = " ".join([time.strftime("%Y-%m-%d %H:%M:%S"), method, path, str(status), f"{time.monotonic() - begun:.3f}s", *words])
+            line = " ".join(
+                [
+                    time.strftime("%Y-%m-%d %H:%M:%S"),
+                    method,
+                    path,
+                    str(status),
+                    f"{time.monotonic() - begun:.3f}s",
+                    *words,
+                ]
+            )
             print(sayable(line), file=sys.stderr, flush=True)
 
 
@@ -91,7 +100,12 @@ class Guard:
         """A server of this machine only answers to this machine's names, so that no name elsewhere can be pointed at it."""
         host = headers.get("host", "")
         name = host.rsplit("]", 1)[0].lstrip("[") if "[" in host else host.split(":")[0]
-        if not _is_local(self.service.config.host) or _is_local(name) or _is_address(name) or name in self.service.config.hosts:
+        if (
+            not _is_local(self.service.config.host)
+            or _is_local(name)
+            or _is_address(name)
+            or name in self.service.config.hosts
+        ):
             return None
         return Refusal(403, f"the host name {shown(name)} is not this server's; add it to serve.hosts", code="host")
 
@@ -117,7 +131,11 @@ class Guard:
         if self.service.stopping:
             return stopping_refusal()
         stats = self.service.scheduler.stats()
-        return full_refusal(self.service) if stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"] else None
+        return (
+            full_refusal(self.service)
+            if stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"]
+            else None
+        )
 
 
 @lru_cache(maxsize=64)
@@ -162,4 +180,6 @@ class BodyLimit:
         await self.app(scope, counting, send)
 
     def _refusal(self) -> Refusal:
-        return Refusal(413, f"the body is larger than the server's limit of {self.most:,} bytes; send less", code="body_too_large")
+        return Refusal(
+            413, f"the body is larger than the server's limit of {self.most:,} bytes; send less", code="body_too_large"
+        )

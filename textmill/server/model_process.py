@@ -29,7 +29,9 @@ SILENT = 2.0
 class Remote:
     """Stands for a scheduler that works in another process: counts what was asked, and gives everyone one end whatever happens there."""
 
-    def __init__(self, line: Line, process: subprocess.Popen[bytes], tokenizer: TextTokenizer, positions: int, serve: ServeConfig) -> None:
+    def __init__(
+        self, line: Line, process: subprocess.Popen[bytes], tokenizer: TextTokenizer, positions: int, serve: ServeConfig
+    ) -> None:
         self.vocab, self.positions, self.tokenizer = tokenizer.vocab, positions, tokenizer
         self.slots, self.queue, self.process = serve.slots, serve.queue, process
         self._line, self._orders = line, Outbox(line)
@@ -160,7 +162,11 @@ def open_remote(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig
             start_new_session=True,  # a terminal's ctrl-C is for the one in front, who says when the model ends
         )
     try:
-        asked = {"folder": str(checkpoint.folder), "engine": engine.model_dump(mode="json"), "serve": serve.model_dump(mode="json")}
+        asked = {
+            "folder": str(checkpoint.folder),
+            "engine": engine.model_dump(mode="json"),
+            "serve": serve.model_dump(mode="json"),
+        }
         line.send(asked)
         told = line.receive()
     except (EOFError, OSError):
@@ -180,4 +186,6 @@ def _unopened(process: subprocess.Popen[bytes]) -> TextmillError:
     how = ended(process)
     if process.returncode >= 0:
         return Told(EXIT_BUG)
-    return TextmillError(f"the model's process was ended by {how} while it was opening; see whether there is memory enough")
+    return TextmillError(
+        f"the model's process was ended by {how} while it was opening; see whether there is memory enough"
+    )

@@ -31,7 +31,11 @@ def open_service(config: RunConfig, step: WhichStep = "latest", open_scheduler: 
 def name_of(checkpoint: Checkpoint) -> str:
     """A model's name: its run's folder, or its own."""
     folder = checkpoint.folder.resolve()
-    parts = [part for part in (folder, *folder.parents) if part.name and part.name != "run" and not part.name.startswith("step-")]
+    parts = [
+        part
+        for part in (folder, *folder.parents)
+        if part.name and part.name != "run" and not part.name.startswith("step-")
+    ]
     return parts[0].name if parts else "model"
 
 

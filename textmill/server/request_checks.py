@@ -62,7 +62,9 @@ def check_pairs(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Refusal(400, f"{field}: holds half of a character pair; send it as UTF-8 text", field=field.partition(".")[0]) from None
+        raise Refusal(
+            400, f"{field}: holds half of a character pair; send it as UTF-8 text", field=field.partition(".")[0]
+        ) from None
 
 
 async def decode(service: Service, ids: list[int]) -> str:
@@ -135,7 +137,11 @@ def completion_requests(service: Service, body: CompletionBody, prompts: Sequenc
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise Refusal(400, "best_of: choosing among more texts than n is not supported; leave it out", field="best_of")
     if body.stream and body.echo and body.logprobs is not None:
-        raise Refusal(400, "stream: the log-probabilities of an echoed prompt are not streamed; leave out stream, or echo", field="stream")
+        raise Refusal(
+            400,
+            "stream: the log-probabilities of an echoed prompt are not streamed; leave out stream, or echo",
+            field="stream",
+        )
     # A prompt can be judged without a continuation; the model is asked for one token, which is not told.
     most = 1 if body.max_tokens == 0 else body.max_tokens
     sample = sample_of(service, body, most)
@@ -157,18 +163,37 @@ def chat_requests(service: Service, body: ChatBody, prompt: Prompt, stop_ids: Se
 
 
 def _each(
-    service: Service, body: Sampling, sample: SampleConfig, prompts: Sequence[Prompt], top: int, echo: bool, stop_ids: Sequence[int] = ()
+    service: Service,
+    body: Sampling,
+    sample: SampleConfig,
+    prompts: Sequence[Prompt],
+    top: int,
+    echo: bool,
+    stop_ids: Sequence[int] = (),
 ) -> list[Request]:
     stop, bias = _stops(service, body), _biases(service, body)
     check_ids(service, body.stop_token_ids or [], "stop_token_ids")
     stop_ids = tuple(dict.fromkeys([*stop_ids, *(body.stop_token_ids or [])]))
     others = [sample.model_copy(update={"seed": (sample.seed + place) % 2**63}) for place in range(1, body.n or 1)]
-    return [Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo) for prompt in prompts for seeded in (sample, *others)]
+    return [
+        Request(prompt.ids, seeded, stop, stop_ids, bias, top, echo)
+        for prompt in prompts
+        for seeded in (sample, *others)
+    ]
 
 
 def sample_of(service: Service, body: Sampling, max_tokens: int | None) -> SampleConfig:
     """The sampling settings of a request: what it says, and the server's own for the rest."""
-    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    )
     said = {name: value for name in (*names, "min_tokens") if (value := getattr(body, name)) is not None}
     for name in ("top_p", "typical_p"):
         if name in said:
@@ -191,7 +216,9 @@ def _stops(service: Service, body: Sampling) -> tuple[str, ...]:
         raise Refusal(400, f"stop: {len(given)} texts; {service.config.max_stops} at most", field="stop")
     for text in given:
         if not text:
-            raise Refusal(400, "stop: holds an empty text, which would end every text at once; leave it out", field="stop")
+            raise Refusal(
+                400, "stop: holds an empty text, which would end every text at once; leave it out", field="stop"
+            )
         if len(text) > LONG_STOP:
             raise Refusal(400, f"stop: a text of {len(text)} characters; {LONG_STOP} at most", field="stop")
         check_pairs(text, "stop")
@@ -206,7 +233,9 @@ def _biases(service: Service, body: Sampling) -> tuple[tuple[int, float], ...]:
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise Refusal(
-                400, f"logit_bias: {shown(key)} is no token id; give ids, from 0 to {service.scheduler.vocab - 1}", field="logit_bias"
+                400,
+                f"logit_bias: {shown(key)} is no token id; give ids, from 0 to {service.scheduler.vocab - 1}",
+                field="logit_bias",
             )
         check_ids(service, [int(key)], "logit_bias")
         biases[int(key)] = float(value)

@@ -79,7 +79,9 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
         if text is None or (body.text is not None and body.prompt is not None):
             raise Refusal(400, "text: is missing, or there is a prompt too; give one of them", field="text")
         parts = [text] if body.prompt is None else service.pieces.parts_of(text)
-        ids = [id_ for part in parts for id_ in ([part] if isinstance(part, int) else await encode(service, part, "text"))]
+        ids = [
+            id_ for part in parts for id_ in ([part] if isinstance(part, int) else await encode(service, part, "text"))
+        ]
         content = _told(service, ids) if len(ids) < LONG_TEXT else await asyncio.to_thread(_told, service, ids)
         return Response(content, media_type="application/json")
 
@@ -96,7 +98,9 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
         tokenizer = service.scheduler.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
         template = None if service.template is None else service.template.jinja
-        return JSONResponse({**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": template})
+        return JSONResponse(
+            {**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": template}
+        )
 
     @routes.get("/v1/models", response_model=None)
     async def models() -> Response:
@@ -116,10 +120,14 @@ def _told(service: Service, ids: list[int]) -> bytes:
     return "".join(WRITER.iterencode({**tree, "max_model_len": service.scheduler.positions})).encode()
 
 
-async def _answer(service: Service, http: Request, flight: Flight, reply: CompletionReply | ChatReply, streamed: bool) -> Response:
+async def _answer(
+    service: Service, http: Request, flight: Flight, reply: CompletionReply | ChatReply, streamed: bool
+) -> Response:
     def account() -> None:
         service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, flight.seconds())
-        http.scope["told"].update(prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons))
+        http.scope["told"].update(
+            prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons)
+        )
 
     if streamed:
 
@@ -136,7 +144,9 @@ async def _answer(service: Service, http: Request, flight: Flight, reply: Comple
 async def _generate(service: Service, http: Request, sentence: str) -> Response:
     if service.template is not None:
         prompt = await chat_prompt(service, [Message(role="user", content=sentence)])
-        requests = chat_requests(service, ChatBody(messages=[Message(role="user", content=sentence)]), prompt, stop_ids_of(service))
+        requests = chat_requests(
+            service, ChatBody(messages=[Message(role="user", content=sentence)]), prompt, stop_ids_of(service)
+        )
         said = ""
     else:
         prompt = await prompt_of(service, sentence, "sentence")

@@ -1,1 +1,1 @@
-"""Files on disk: written atomically, checked by checksums, kept in stage folders; safetensors, the model hub, fault injection, progress bars."""
+"""Files on disk: atomic writes, checksums, stage folders, safetensors, the model hub, fault injection, progress bars."""

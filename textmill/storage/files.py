@@ -121,7 +121,9 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = Tr
         elif (length := path.stat().st_size) != account["bytes"]:
             faults.append(f"{name} has {length:,} bytes instead of {account['bytes']:,}")
         elif deep and (now := account_of(path))["sha256"] != account["sha256"]:
-            faults.append(f"{name} does not match its checksum{_place_of(now.get('parts', []), account.get('parts', []))}")
+            faults.append(
+                f"{name} does not match its checksum{_place_of(now.get('parts', []), account.get('parts', []))}"
+            )
     return faults
 
 
@@ -142,7 +144,9 @@ def locked(path: Path, busy: str | None) -> Iterator[None]:
                 raise TextmillError(busy) from None
             except OSError as error:
                 advice = "take a folder on another one, or have it mounted with locks (flock)"
-                raise TextmillError(f"{path}: its file system does not lock files ({error.strerror}); {advice}") from None
+                raise TextmillError(
+                    f"{path}: its file system does not lock files ({error.strerror}); {advice}"
+                ) from None
             if _stands(lock, path):
                 yield
                 return

@@ -25,13 +25,19 @@ def open_folder(name: str, wanted: list[str] = WANTED) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if not HUB_NAME.match(name):
-        raise TextmillError(f"{name}: no such folder; name a run, a checkpoint, a Hugging Face model folder or a hub name")
+        raise TextmillError(
+            f"{name}: no such folder; name a run, a checkpoint, a Hugging Face model folder or a hub name"
+        )
     try:
         from huggingface_hub import snapshot_download  # a second of imports that only a hub name should cost
     except ImportError:
-        raise TextmillError(f"{name}: no such folder; a hub name needs huggingface_hub; run: pip install 'textmill[hf]'") from None
+        raise TextmillError(
+            f"{name}: no such folder; a hub name needs huggingface_hub; run: pip install 'textmill[hf]'"
+        ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the client raises many kinds: offline, not found, gated
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TextmillError(f"{name}: no such folder, and the hub did not give it ({reason}); check the name and the network") from None
+        raise TextmillError(
+            f"{name}: no such folder, and the hub did not give it ({reason}); check the name and the network"
+        ) from None

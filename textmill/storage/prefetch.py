@@ -11,7 +11,9 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
-def ahead(work: Callable[[Given], Made], given: Iterable[Given], *, threads: int = 1, depth: int = 2) -> Iterator[tuple[Given, Made]]:
+def ahead(
+    work: Callable[[Given], Made], given: Iterable[Given], *, threads: int = 1, depth: int = 2
+) -> Iterator[tuple[Given, Made]]:
     """(one, what work makes of it) for each, in order; at most `depth` wait while one is taken."""
     with ThreadPoolExecutor(threads, "ahead") as pool:
         waiting: deque[tuple[Given, Future[Made]]] = deque()

@@ -61,14 +61,24 @@ class PlainLines:
             told = f"{so_far} of {amount_of(self.total, self.unit)} ({self.done / self.total:.0%}), {left} left"
         else:
             told = so_far
-        rates = [amount_of(rate, self.unit)] + ([amount_of(self.more / max(seconds, 1e-9), self.also)] if self.also else [])
+        rates = [amount_of(rate, self.unit)] + (
+            [amount_of(self.more / max(seconds, 1e-9), self.also)] if self.also else []
+        )
         print(f"{self.name}: {told}, {', '.join(f'{one}/s' for one in rates)}", file=self.stream, flush=True)
 
 
 @contextmanager
 def _rich_bar(name: str, total: float | None, unit: str, also: str) -> Iterator[Bar]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.text import Text
 
     class Amount(ProgressColumn):

@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.storage.files import faults_of, hash_json, locked, new_folder, read_json, replace_folder, write_json, write_text
+from textmill.storage.files import (
+    faults_of,
+    hash_json,
+    locked,
+    new_folder,
+    read_json,
+    replace_folder,
+    write_json,
+    write_text,
+)
 
 Force = Literal["no", "changed", "yes"]
 MANIFEST = "manifest.json"

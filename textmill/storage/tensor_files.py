@@ -66,11 +66,15 @@ def read_tensors(path: Path) -> Iterator[Named]:
         raise TextmillError(f"{path}: not readable ({error})") from None
     length = int.from_bytes(data[:8], "little")
     if length > min(LONGEST_HEADER, len(data) - 8):
-        raise TextmillError(f"{path}: its header claims {length:,} bytes of a file of {len(data):,}; the file is cut or not safetensors")
+        raise TextmillError(
+            f"{path}: its header claims {length:,} bytes of a file of {len(data):,}; the file is cut or not safetensors"
+        )
     try:
         header = json.loads(data[8 : 8 + length])
         header.pop("__metadata__", None)
-        claims = sorted((_whole(one["data_offsets"]), name, one["dtype"], _whole(one["shape"])) for name, one in header.items())
+        claims = sorted(
+            (_whole(one["data_offsets"]), name, one["dtype"], _whole(one["shape"])) for name, one in header.items()
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TextmillError(f"{path}: its header is not that of a safetensors file") from None
     position = 0

@@ -61,10 +61,14 @@ def preflight(train: TrainConfig, data: Splits, length: int, vectors: int) -> No
     """Show three conversations, say what share is asked and cut, and refuse what would be found out days later; plain text passes."""
     stores = data.of("train")
     if not data.of("valid"):
-        warn("there is no valid split, so nothing will tell when to stop or which step is best; give it a share in corpus.split")
+        warn(
+            "there is no valid split, so nothing will tell when to stop or which step is best; give it a share in corpus.split"
+        )
     if train.layout != "chat":
         if any(store.asked is not None for store in stores):
-            warn(f"the tokens are conversations, and train.layout={train.layout} asks every token, questions too; set train.layout=chat")
+            warn(
+                f"the tokens are conversations, and train.layout={train.layout} asks every token, questions too; set train.layout=chat"
+            )
         return
     tokenizer = data.tokenizer
     _check_tokens(tokenizer, vectors)
@@ -115,7 +119,9 @@ def samples_of(store: TokenStore, tokenizer: TextTokenizer, length: int, cut: st
         begin, end = store.borders(np.array([place, place + 1])).tolist()
         first, last = (int(edge[0]) for edge in kept_of(np.array([begin]), np.array([end]), length, cut))
         ids, asked = store.ids[begin:end].tolist(), store.asked[begin:end].tolist() if store.asked is not None else []
-        kinds = [CUT if not first - 1 <= begin + at < last else ASKED if mark else UNASKED for at, mark in enumerate(asked)]
+        kinds = [
+            CUT if not first - 1 <= begin + at < last else ASKED if mark else UNASKED for at, mark in enumerate(asked)
+        ]
         runs = groupby(zip(kinds, ids, strict=True), key=lambda pair: pair[0])
         yield [(kind, tokenizer.decode(id_ for _, id_ in run)) for kind, run in runs]
 
@@ -129,7 +135,9 @@ def show(name: str, pieces: list[Piece]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    Console(highlight=False).print(Text.assemble(f"{name}: ", *((text, STYLES[kind]) for kind, text in short)), soft_wrap=True)
+    Console(highlight=False).print(
+        Text.assemble(f"{name}: ", *((text, STYLES[kind]) for kind, text in short)), soft_wrap=True
+    )
 
 
 def _shortened(text: str) -> str:
@@ -153,10 +161,14 @@ def _check_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
         )
     ids = {token: tokenizer.inner.token_to_id(token) for token in tokenizer.chat.tokens}
     if bare := [token for token, id_ in ids.items() if id_ is None or id_ >= vectors]:
-        raise TextmillError(f"the model has {vectors:,} vectors and none for {', '.join(bare)}; start from weights with model.init_from")
+        raise TextmillError(
+            f"the model has {vectors:,} vectors and none for {', '.join(bare)}; start from weights with model.init_from"
+        )
     if tokenizer.inner.token_to_id(tokenizer.chat.stop) != tokenizer.end:
         end = tokenizer.inner.id_to_token(tokenizer.end)
-        raise TextmillError(f"the chat template stops with {tokenizer.chat.stop}, the tokenizer ends with {end}; make the tokenizer anew")
+        raise TextmillError(
+            f"the chat template stops with {tokenizer.chat.stop}, the tokenizer ends with {end}; make the tokenizer anew"
+        )
 
 
 def _refuse(facts: Facts, train: TrainConfig, length: int, tokenizer: TextTokenizer) -> None:
@@ -165,13 +177,17 @@ def _refuse(facts: Facts, train: TrainConfig, length: int, tokenizer: TextTokeni
             f"nothing is asked: none of {facts.conversations:,} conversations has a turn of the assistant, or all of it is masked; "
             f"look at the roles in the sources and at corpus.chat, and make the tokens anew"
         )
-    mend = f"raise train.length (the longest has {facts.longest:,} tokens)" + ("" if train.cut == "start" else ", or set train.cut=start")
+    mend = f"raise train.length (the longest has {facts.longest:,} tokens)" + (
+        "" if train.cut == "start" else ", or set train.cut=start"
+    )
     if not facts.left:
         raise TextmillError(f"train.length: cutting to {length:,} removes every answer, so nothing is asked; {mend}")
     if not facts.stopping:
         stop = tokenizer.inner.id_to_token(tokenizer.end)
         if facts.cut:
-            raise TextmillError(f"train.length: cutting to {length:,} removes every stop token, so the model would never stop; {mend}")
+            raise TextmillError(
+                f"train.length: cutting to {length:,} removes every stop token, so the model would never stop; {mend}"
+            )
         raise TextmillError(
             f"the stop token {stop} is never asked, so the model would never stop; make the tokens anew with: textmill tokenize --force"
         )
@@ -179,11 +195,17 @@ def _refuse(facts: Facts, train: TrainConfig, length: int, tokenizer: TextTokeni
 
 def _warn(facts: Facts, train: TrainConfig, length: int) -> None:
     if facts.cut > MANY * facts.conversations:
-        warn(f"{facts.cut:,} conversations lose their {train.cut} to train.length={length:,}; the longest has {facts.longest:,} tokens")
+        warn(
+            f"{facts.cut:,} conversations lose their {train.cut} to train.length={length:,}; the longest has {facts.longest:,} tokens"
+        )
     if facts.silent > SOME * facts.conversations:
-        warn(f"{facts.silent:,} conversations ask nothing and teach nothing; look for turns without an answer, or raise train.length")
+        warn(
+            f"{facts.silent:,} conversations ask nothing and teach nothing; look for turns without an answer, or raise train.length"
+        )
     if (endless := facts.answering - facts.stopping) > SOME * facts.answering:
-        warn(f"in {endless:,} conversations the stop token is not asked, so the model may not learn to stop; raise train.length")
+        warn(
+            f"in {endless:,} conversations the stop token is not asked, so the model may not learn to stop; raise train.length"
+        )
 
 
 def _check_apart(train: list[TokenStore], valid: list[TokenStore]) -> None:
@@ -198,7 +220,9 @@ def _check_apart(train: list[TokenStore], valid: list[TokenStore]) -> None:
             f"set corpus.dedup=exact, and take copies out of corpus.sides and tokens.use"
         )
     if both:
-        warn(f"{both:,} of {len(digests):,} valid conversations are in train too; set corpus.dedup=exact to keep them apart")
+        warn(
+            f"{both:,} of {len(digests):,} valid conversations are in train too; set corpus.dedup=exact to keep them apart"
+        )
 
 
 def _digests(store: TokenStore) -> Iterator[bytes]:

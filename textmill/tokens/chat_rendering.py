@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from textmill.config.chat import END, WORDS, tokens_in
 from textmill.corpus.document import Turn
 from textmill.tokens.batches.layout import gathered
-from textmill.tokens.vocabulary.encoders import Encoder
+from textmill.tokens.vocabulary.encoder import Encoder
 
 Ids = tuple[int, ...]
 PROMPT = ""
@@ -81,7 +81,9 @@ class Form:
         for name, before, after in self.turns:
             if name == role:
                 return before, after
-        raise ValueError(f"the chat template has no turn of the {role}; take another tokenizer.chat, or leave such turns out")
+        raise ValueError(
+            f"the chat template has no turn of the {role}; take another tokenizer.chat, or leave such turns out"
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,10 @@ def render(conversations: Sequence[Sequence[Turn]], form: Form, encoder: Encoder
     What looks like a special token in what is said is plain text."""
     # Who speaks in each turn; the prompt is a turn of the assistant that says nothing yet and does not end.
     roles = [role for turns in conversations for role in (*(role for role, _ in turns), *([PROMPT] if prompt else []))]
-    around = {role: (form.around("assistant")[0], ()) if role == PROMPT else form.around(role) for role in dict.fromkeys(roles)}
+    around = {
+        role: (form.around("assistant")[0], ()) if role == PROMPT else form.around(role)
+        for role in dict.fromkeys(roles)
+    }
     flat, said = encoder.encode([text for turns in conversations for _, text in turns])
     words = np.zeros(len(roles), np.int64)
     words[np.array([role != PROMPT for role in roles], np.bool_)] = said

@@ -39,7 +39,9 @@ def tokenize_used(config: RunConfig, force: Force = "no") -> Path:
         raise TextmillError(
             "tokens.kind=features: rows are cut from a corpus, and tokens.use names existing tokens; take one of the two out"
         )
-    tables = {number: Path(one.path) for number, one in enumerate(config.tokens.use) if kind_of(Path(one.path)) == "table"}
+    tables = {
+        number: Path(one.path) for number, one in enumerate(config.tokens.use) if kind_of(Path(one.path)) == "table"
+    }
     if not tables:
         print("tokenize: nothing to do: tokens.use names token stores, and they are read where they stand")
         return folder
@@ -57,7 +59,11 @@ def tokenize_used(config: RunConfig, force: Force = "no") -> Path:
         pairs = [place / f"{split}.{end}" for place in places.values() for split in SPLITS for end in ("bin", "idx")]
         files = {path.relative_to(part).as_posix(): account_of(path) for path in pairs}
         shared = {"tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "end": tokenizer.end, "mtimes": mtimes}
-        stage.finish(part, files, {**shared, "used": {str(number): path.name for number, path in tables.items()}, "splits": splits})
+        stage.finish(
+            part,
+            files,
+            {**shared, "used": {str(number): path.name for number, path in tables.items()}, "splits": splits},
+        )
     print(f"tokenize: {shown(folder)}: {_spoken(splits)}")
     return folder
 
@@ -77,7 +83,9 @@ def _look_at(inputs: dict[str, Path], folder: Path) -> tuple[dict[str, Any], dic
     return accounts, mtimes
 
 
-def _convert(config: RunConfig, tables: dict[int, Path], places: dict[int, Path], vocab: int) -> dict[str, dict[str, int]]:
+def _convert(
+    config: RunConfig, tables: dict[int, Path], places: dict[int, Path], vocab: int
+) -> dict[str, dict[str, int]]:
     """Every split of every dataset on the runner; the counts of each split, over all datasets."""
     edges_of = partial(contiguous, config.corpus.split)
     pieces: list[tuple[str, Piece]] = []

@@ -24,7 +24,9 @@ from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 FOLDER = "features"
 """Where the rows stand, inside the tokens folder."""
-SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("attention_mask", pa.list_(pa.float32())), ("labels", pa.list_(pa.int64()))])
+SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int64())), ("attention_mask", pa.list_(pa.float32())), ("labels", pa.list_(pa.int64()))]
+)
 SHARD = 1 << 22
 """Tokens of a store, about, whose rows make a file."""
 CELLS = 1 << 20
@@ -73,7 +75,9 @@ def chunks_of(sizes: NDArray[Any], rule: FeaturesConfig) -> Chunks:
     return Chunks(documents, starts, np.minimum(sizes[documents] - starts, rule.max - rule.reserved + 1))
 
 
-def packed_rows(ids: NDArray[Any], counts: NDArray[np.int64], rule: FeaturesConfig, special: int) -> dict[str, NDArray[Any]]:
+def packed_rows(
+    ids: NDArray[Any], counts: NDArray[np.int64], rule: FeaturesConfig, special: int
+) -> dict[str, NDArray[Any]]:
     """Chunks, one after the other in `ids`, as rows between two special tokens; padding is neither seen nor asked."""
     width = rule.max + 1
     rows = np.full((len(counts), max(width, int(counts.max(initial=0)) + 2)), 0 if rule.pad_zero else special, np.int64)
@@ -83,7 +87,11 @@ def packed_rows(ids: NDArray[Any], counts: NDArray[np.int64], rule: FeaturesConf
     rows[np.arange(len(counts)), counts + 1] = special
     filled = rows > 0 if rule.pad_zero else places < lengths + 2
     labels = np.where(filled[:, 1:width], rows[:, 1:width], rule.ignore)
-    return {"input_ids": rows[:, : rule.max], "attention_mask": filled[:, : rule.max].astype(np.float32), "labels": labels}
+    return {
+        "input_ids": rows[:, : rule.max],
+        "attention_mask": filled[:, : rule.max].astype(np.float32),
+        "labels": labels,
+    }
 
 
 def write_features(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:
@@ -113,9 +121,19 @@ def _pieces(config: RunConfig, folder: Path, split: str, special: int) -> list[P
     count = max(1, round(store.tokens / SHARD))
     cuts = np.searchsorted(ends, store.tokens * np.arange(1, count) // count, side="right")
     edges = [0, *sorted(set(cuts.tolist()) - {0, len(store)}), len(store)]
-    names = [folder / FOLDER / f"{split}-{number:05d}-of-{len(edges) - 1:05d}.parquet" for number in range(len(edges) - 1)]
+    names = [
+        folder / FOLDER / f"{split}-{number:05d}-of-{len(edges) - 1:05d}.parquet" for number in range(len(edges) - 1)
+    ]
     return [
-        Piece(store.prefix, edges[number], edges[number + 1], path, config.tokens.features, config.tokens.append_end, special)
+        Piece(
+            store.prefix,
+            edges[number],
+            edges[number + 1],
+            path,
+            config.tokens.features,
+            config.tokens.append_end,
+            special,
+        )
         for number, path in enumerate(names)
     ]
 
@@ -140,5 +158,8 @@ def _tables(store: TokenStore, piece: Piece) -> Iterator[pa.Table]:
         begins, counts = store.borders(chunks.documents[part]) + chunks.starts[part], chunks.counts[part]
         rows = packed_rows(gathered(ids, begins, counts), counts, rule, piece.special)
         offsets = np.arange(len(counts) + 1, dtype=np.int32) * rule.max
-        columns = [pa.ListArray.from_arrays(offsets, pa.array(rows[name].ravel()), type=SCHEMA.field(name).type) for name in SCHEMA.names]
+        columns = [
+            pa.ListArray.from_arrays(offsets, pa.array(rows[name].ravel()), type=SCHEMA.field(name).type)
+            for name in SCHEMA.names
+        ]
         yield pa.Table.from_arrays(columns, schema=SCHEMA)

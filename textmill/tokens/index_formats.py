@@ -56,7 +56,9 @@ def open_index(path: Path) -> Index:
         raise TextmillError(f"{path}: not a token index (it begins with {head[:9]!r}, not {MMAP!r} or {LAZY!r})")
     begins, ends = int(index.documents[0]), int(index.documents[-1])
     if begins != 0 or ends != len(index.lengths):
-        raise TextmillError(f"{path}: its documents cover sequences {begins:,} to {ends:,} of {len(index.lengths):,}; the file is damaged")
+        raise TextmillError(
+            f"{path}: its documents cover sequences {begins:,} to {ends:,} of {len(index.lengths):,}; the file is damaged"
+        )
     return index
 
 
@@ -75,7 +77,9 @@ def _open_lazy(path: Path, head: bytes) -> Index:
     _, version, code, width, items, sizes = LAZY_HEADER.unpack(head)
     dtype = _dtype(path, version, code)
     if width != dtype.itemsize or sizes != items:
-        raise TextmillError(f"{path}: {sizes:,} sizes for {items:,} items of {width} bytes; only one-dimensional items of {dtype} are read")
+        raise TextmillError(
+            f"{path}: {sizes:,} sizes for {items:,} items of {width} bytes; only one-dimensional items of {dtype} are read"
+        )
     bare = LAZY_HEADER.size + 8 * (2 * (items + 1) + sizes)
     counted = path.stat().st_size > bare  # fairseq's own files have no documents
     begin = LAZY_HEADER.size + 8 * counted
@@ -89,21 +93,27 @@ def _open_lazy(path: Path, head: bytes) -> Index:
 
 def _dtype(path: Path, version: int, code: int) -> np.dtype[Any]:
     if version != 1 or code not in DTYPES:
-        raise TextmillError(f"{path}: version {version} with dtype code {code}; version 1 and codes {sorted(DTYPES)} are read")
+        raise TextmillError(
+            f"{path}: version {version} with dtype code {code}; version 1 and codes {sorted(DTYPES)} are read"
+        )
     dtype: np.dtype[Any] = np.dtype(DTYPES[code])
     return dtype
 
 
 def _check_size(path: Path, sequences: int, wanted: tuple[int, ...]) -> None:
     if (size := path.stat().st_size) not in wanted:
-        raise TextmillError(f"{path}: {size:,} bytes instead of {wanted[0]:,} for {sequences:,} sequences; the file is cut or damaged")
+        raise TextmillError(
+            f"{path}: {size:,} bytes instead of {wanted[0]:,} for {sequences:,} sequences; the file is cut or damaged"
+        )
 
 
 def _mapped(path: Path, dtype: Any, offset: int, count: int) -> NDArray[Any]:
     return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
 
 
-def index_blocks(form: Format, dtype: np.dtype[Any], lengths: NDArray[np.int32], documents: NDArray[np.int64]) -> Iterator[bytes]:
+def index_blocks(
+    form: Format, dtype: np.dtype[Any], lengths: NDArray[np.int32], documents: NDArray[np.int64]
+) -> Iterator[bytes]:
     """The bytes of an index, in blocks: from mapped lengths, and mapped counts of sequences up to each document's end."""
     sequences, entries = len(lengths), len(documents) + 1
     if form == "mmap":

@@ -40,7 +40,9 @@ class LineageWriter:
     def __enter__(self) -> LineageWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.__exit__(kind, error, trace)
 
 

@@ -49,13 +49,21 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
     manifests = [open_manifest(part) for part in parts]
     for part, manifest in zip(parts, manifests, strict=True):
         if differs := [name for name in SHARED if manifest.get(name) != manifests[0].get(name)]:
-            raise TextmillError(f"{part}: has another {differs[0]} than {parts[0]}; only stores of one tokenizer can be joined")
-        if differs := [name for name in ALIKE if manifest["made_from"].get(name) != manifests[0]["made_from"].get(name)]:
-            raise TextmillError(f"{part}: has another {differs[0]} than {parts[0]}; only stores made alike can be joined")
+            raise TextmillError(
+                f"{part}: has another {differs[0]} than {parts[0]}; only stores of one tokenizer can be joined"
+            )
+        if differs := [
+            name for name in ALIKE if manifest["made_from"].get(name) != manifests[0]["made_from"].get(name)
+        ]:
+            raise TextmillError(
+                f"{part}: has another {differs[0]} than {parts[0]}; only stores made alike can be joined"
+            )
         if missing := [split for split in SPLITS if not (part / f"{split}.idx").is_file()]:
             raise TextmillError(f"{part}: has no store of its {missing[0]} split; name the folders inside it that have")
         if manifest["made_from"].get("tokens.kind") == "features":
-            raise TextmillError(f"{part}: holds rows, which are not joined; join folders made without tokens.kind=features")
+            raise TextmillError(
+                f"{part}: holds rows, which are not joined; join folders made without tokens.kind=features"
+            )
     made_from = {f"part {number}": manifest["fingerprint"] for number, manifest in enumerate(manifests)}
     # The joined store is a stage of the same chain, so it knows the config that its first part came from.
     stage = Stage("tokenize", out, {"merged": made_from}, (parts[0] / "run.yaml").read_text(encoding="utf-8"))
@@ -69,7 +77,12 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
             lineage = _join_lineages(part / split, [folder / split for folder in parts])
             made = (*reversed(paths_of(part / split)), *lineage, mask_path(part / split))
             files |= {path.name: account_of(path) for path in made if path.is_file()}
-        lines = (line for folder in parts if (folder / BAD).is_file() for line in (folder / BAD).read_bytes().splitlines(keepends=True))
+        lines = (
+            line
+            for folder in parts
+            if (folder / BAD).is_file()
+            for line in (folder / BAD).read_bytes().splitlines(keepends=True)
+        )
         files[BAD] = write_bytes(part / BAD, lines)
         splits = {split: _summed([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
         stage.finish(part, files, {**{name: manifests[0][name] for name in SHARED}, "splits": splits})

@@ -21,7 +21,8 @@ from textmill.tokens.chat_rendering import render
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.text_counts import buffers_of, count_words
-from textmill.tokens.vocabulary.encoders import REFERENCE, Encoder, is_refusal, open_encoder_in
+from textmill.tokens.vocabulary.encoder import Encoder
+from textmill.tokens.vocabulary.encoders import REFERENCE, is_refusal, open_encoder_in
 
 BATCH = 2 << 20
 """Bytes of text that are encoded at a time: few enough to stay near the processor, enough to be worth a call."""
@@ -123,7 +124,12 @@ def _batches_of(table: pa.Table) -> Iterator[pa.RecordBatch]:
 
 
 def _line(batch: pa.RecordBatch, shard: Path, row: int, reason: str) -> bytes:
-    place = {"file": batch.column(1)[row].as_py(), "place": batch.column(2)[row].as_py(), "shard": shard.name, "reason": reason}
+    place = {
+        "file": batch.column(1)[row].as_py(),
+        "place": batch.column(2)[row].as_py(),
+        "shard": shard.name,
+        "reason": reason,
+    }
     return json.dumps(place, ensure_ascii=False).encode() + b"\n"
 
 

@@ -93,12 +93,20 @@ def tokenizer_of(config: RunConfig) -> TextTokenizer:
     """The tokenizer of existing tokens: that of the stage before, or the one that is named."""
     folder = config.folder_of("tokenizer")
     if not (folder / MANIFEST).is_file() and not config.tokenizer.use:
-        raise TextmillError("tokenizer.use: nothing is named; tokens.use names existing tokens, so say which tokenizer they were made with")
-    named = open_named(config.tokenizer.use, config.tokenizer.end, config.tokenizer.lowercase) if config.tokenizer.use else None
+        raise TextmillError(
+            "tokenizer.use: nothing is named; tokens.use names existing tokens, so say which tokenizer they were made with"
+        )
+    named = (
+        open_named(config.tokenizer.use, config.tokenizer.end, config.tokenizer.lowercase)
+        if config.tokenizer.use
+        else None
+    )
     if named is None:
         return open_tokenizer(folder)
     if (folder / MANIFEST).is_file() and open_manifest(folder)["tokenizer"] != named.fingerprint:
-        raise TextmillError(f"{folder}: is another tokenizer than tokenizer.use={config.tokenizer.use}; set one of them back")
+        raise TextmillError(
+            f"{folder}: is another tokenizer than tokenizer.use={config.tokenizer.use}; set one of them back"
+        )
     return named
 
 
@@ -116,13 +124,17 @@ def _made(folder: Path, tokenizer: TextTokenizer, named: Path | str, rows: bool)
     """A folder that `tokenize` or `merge` made: its splits stand in it, and its rows where it has some."""
     manifest = open_manifest(folder)
     if tokenizer.fingerprint != manifest["tokenizer"]:
-        raise TextmillError(f"{folder}: was made with another tokenizer than {named}; make it anew with: textmill tokenize --force")
+        raise TextmillError(
+            f"{folder}: was made with another tokenizer than {named}; make it anew with: textmill tokenize --force"
+        )
     stores: dict[str, TokenStore] = {split: open_store(folder / split) for split in SPLITS}
     made_from = manifest["made_from"]
     if not rows or made_from.get("tokens.kind") != "features":
         return _Part(stores, manifest["fingerprint"])
     rule, closed = FeaturesConfig(**made_from["tokens.features"]), bool(made_from["tokens.append_end"])
-    names = {split: sorted(name for name in manifest["files"] if name.startswith(f"features/{split}-")) for split in SPLITS}
+    names = {
+        split: sorted(name for name in manifest["files"] if name.startswith(f"features/{split}-")) for split in SPLITS
+    }
     tables = {split: _whole(tuple(folder / name for name in names[split])) for split in SPLITS}
     return _Part(stores, manifest["fingerprint"], {split: Features(tables[split], rule, closed) for split in SPLITS})
 
@@ -161,7 +173,9 @@ def _used(config: RunConfig, number: int, tokenizer: TextTokenizer) -> _Part:
         return _converted(config, number, path, tokenizer)
     store = open_store(prefix_of(path))
     edges = contiguous(config.corpus.split, len(store))
-    parts: dict[str, TokenStore] = {split: store.part(edges[number], edges[number + 1]) for number, split in enumerate(SPLITS)}
+    parts: dict[str, TokenStore] = {
+        split: store.part(edges[number], edges[number + 1]) for number, split in enumerate(SPLITS)
+    }
     return _Part(parts, hash_json([hash_file(store.index.path), store.tokens, _sampled(store), edges]))
 
 
@@ -173,7 +187,9 @@ def _converted(config: RunConfig, number: int, path: Path, tokenizer: TextTokeni
     if tokenizer.fingerprint != manifest["tokenizer"]:
         raise TextmillError(f"{folder}: was made for another tokenizer; make it anew with: textmill tokenize --force")
     if not _as_converted(manifest, number, path) or manifest["made_from"]["corpus.split"] != config.corpus.split:
-        raise TextmillError(f"{folder}: holds other rows than {path} has now, or another split; run: textmill tokenize --force")
+        raise TextmillError(
+            f"{folder}: holds other rows than {path} has now, or another split; run: textmill tokenize --force"
+        )
     stores: dict[str, TokenStore] = {split: open_store(place_of(config, number) / split) for split in SPLITS}
     mark = hash_json([manifest["fingerprint"], manifest["made_from"], number])
     if config.train.layout != "features":
@@ -186,7 +202,9 @@ def _as_converted(manifest: dict[str, Any], number: int, path: Path) -> bool:
     """Whether the files of a dataset are those that were converted; one with another time is read to see."""
     known = {name: account for name, account in manifest["made_from"].items() if name.startswith(f"inputs.{number}/")}
     files = {f"inputs.{number}/{name}": one for name, one in named_files(path).items()}
-    return known.keys() == files.keys() and all(_same(files[name], known[name], manifest["mtimes"], name) for name in files)
+    return known.keys() == files.keys() and all(
+        _same(files[name], known[name], manifest["mtimes"], name) for name in files
+    )
 
 
 def _same(path: Path, account: dict[str, Any], times: dict[str, int], name: str) -> bool:

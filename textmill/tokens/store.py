@@ -81,7 +81,9 @@ class TokenStore:
         """The documents from `begin` to before `end`, as a store of their own; nothing is copied."""
         edges = self.borders(np.array([begin, end], np.int64))
         asked = None if self.asked is None else self.asked[edges[0] : edges[1]]
-        return TokenStore(self.prefix, self.ids[edges[0] : edges[1]], self.index, self.first + begin, end - begin, asked)
+        return TokenStore(
+            self.prefix, self.ids[edges[0] : edges[1]], self.index, self.first + begin, end - begin, asked
+        )
 
     def _tokens_before(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         index = self.index

@@ -26,7 +26,9 @@ class StoreWriter:
             raise TextmillError(f"{prefix}: token ids of dtype {dtype} have no code in the store's format")
         self.largest = int(np.iinfo(self.dtype).max)
         self.sequences = 0
-        self._ids, self._lengths, self._documents = (self._open(ending) for ending in (".bin", ".lengths", ".documents"))
+        self._ids, self._lengths, self._documents = (
+            self._open(ending) for ending in (".bin", ".lengths", ".documents")
+        )
         self._mask = self._open(".mask") if masked else None
 
     def add(self, documents: Sequence[Any]) -> None:
@@ -36,19 +38,29 @@ class StoreWriter:
             self.add_flat(np.concatenate([np.asarray(document, np.int64) for document in documents]), lengths)
 
     def add_flat(
-        self, ids: NDArray[Any], lengths: NDArray[Any], sequences: NDArray[Any] | None = None, asked: NDArray[np.uint8] | None = None
+        self,
+        ids: NDArray[Any],
+        lengths: NDArray[Any],
+        sequences: NDArray[Any] | None = None,
+        asked: NDArray[np.uint8] | None = None,
     ) -> None:
         """Add documents as one array of ids and their sequences' lengths; `sequences` counts those of each document, else one each.
 
         `asked` says of each token whether it bears loss, in a store that keeps this."""
         if len(ids) and (int(ids.max()) > self.largest or int(ids.min()) < 0):
             worst = int(ids.max()) if int(ids.max()) > self.largest else int(ids.min())
-            raise TextmillError(f"{self.prefix}: token id {worst} does not fit {self.dtype}; the store was made for a smaller vocabulary")
+            raise TextmillError(
+                f"{self.prefix}: token id {worst} does not fit {self.dtype}; the store was made for a smaller vocabulary"
+            )
         if len(lengths) and int(np.max(lengths)) > np.iinfo(np.int32).max:
-            raise TextmillError(f"{self.prefix}: a document of {int(np.max(lengths)):,} tokens; the format holds 2,147,483,647 at most")
+            raise TextmillError(
+                f"{self.prefix}: a document of {int(np.max(lengths)):,} tokens; the format holds 2,147,483,647 at most"
+            )
         counts = np.ones(len(lengths), np.int64) if sequences is None else np.asarray(sequences, np.int64)
         if int(np.sum(lengths)) != len(ids) or int(counts.sum()) != len(lengths):
-            raise ValueError(f"{len(ids)} ids, lengths of {int(np.sum(lengths))}; {len(lengths)} sequences, counts of {int(counts.sum())}")
+            raise ValueError(
+                f"{len(ids)} ids, lengths of {int(np.sum(lengths))}; {len(lengths)} sequences, counts of {int(counts.sum())}"
+            )
         self._add_mask(asked, len(ids))
         self._ids.write(np.ascontiguousarray(ids.astype(self.dtype, copy=False)).data)
         self._lengths.write(np.asarray(lengths, np.int32).tobytes())
@@ -64,9 +76,13 @@ class StoreWriter:
     def add_store(self, store: TokenStore) -> None:
         """Add another store's documents as they are, in blocks."""
         if store.ids.dtype != self.dtype:
-            raise TextmillError(f"{store.prefix}: {store.ids.dtype}, {self.prefix}: {self.dtype}; only stores of one dtype can be joined")
+            raise TextmillError(
+                f"{store.prefix}: {store.ids.dtype}, {self.prefix}: {self.dtype}; only stores of one dtype can be joined"
+            )
         if (store.asked is None) != (self._mask is None):
-            raise TextmillError(f"{store.prefix}: of conversations and plain text only one can be in a store; join like with like")
+            raise TextmillError(
+                f"{store.prefix}: of conversations and plain text only one can be in a store; join like with like"
+            )
         step = 8 * BLOCK
         for start in range(0, store.tokens, step):
             if store.asked is not None:
@@ -84,7 +100,9 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             for stream in (self._ids, self._lengths, self._documents, self._mask):
                 if stream is not None:
@@ -105,7 +123,8 @@ class StoreWriter:
     def _write_index(self) -> None:
         sync(self._temporary(".bin"))
         lengths, documents = (
-            _mapped(self._temporary(ending), dtype) for ending, dtype in ((".lengths", np.int32), (".documents", np.int64))
+            _mapped(self._temporary(ending), dtype)
+            for ending, dtype in ((".lengths", np.int32), (".documents", np.int64))
         )
         with open(self._temporary(".idx"), "wb") as index:
             index.writelines(index_blocks(self.form, self.dtype, lengths, documents))

@@ -72,7 +72,11 @@ def find_tables(where: Path) -> list[Path]:
     if where.is_file():
         return [where]
     if where.is_dir():
-        found = sorted(path for path in where.rglob("*") if path.is_file() and (path.suffix == ".parquet" or SHARD.search(path.name)))
+        found = sorted(
+            path
+            for path in where.rglob("*")
+            if path.is_file() and (path.suffix == ".parquet" or SHARD.search(path.name))
+        )
     else:
         found = sorted(path for path in map(Path, glob.glob(str(where), recursive=True)) if path.is_file())
     return found
@@ -84,7 +88,9 @@ def open_tables(where: Path, edges_of: Callable[[int], list[int]]) -> dict[str, 
     if None in named:
         files = named[None]
         edges = edges_of(sum(map(rows_of, files)))
-        return {split: Table(files, edges[number], edges[number + 1] - edges[number]) for number, split in enumerate(SPLITS)}
+        return {
+            split: Table(files, edges[number], edges[number + 1] - edges[number]) for number, split in enumerate(SPLITS)
+        }
     return {split: Table(files := named.get(split, ()), 0, sum(map(rows_of, files))) for split in SPLITS}
 
 
@@ -118,7 +124,9 @@ def _saved(folder: Path) -> dict[str | None, tuple[Path, ...]]:
 def _arrow_files(folder: Path) -> tuple[Path, ...]:
     state = read_json(folder / STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise TextmillError(f"{folder}: holds a selection over other rows; save it anew with dataset.flatten_indices().save_to_disk(...)")
+        raise TextmillError(
+            f"{folder}: holds a selection over other rows; save it anew with dataset.flatten_indices().save_to_disk(...)"
+        )
     return tuple(folder / file["filename"] for file in state["_data_files"])
 
 
@@ -184,7 +192,9 @@ def ragged(column: pa.Array, path: Path, name: str) -> Ragged:
         raise TextmillError(f"{path}: its column '{name}' holds {kind}; a row's token ids are a list of whole numbers")
     values = column.flatten()
     if column.null_count or values.null_count:
-        raise TextmillError(f"{path}: its column '{name}' has empty cells (null); a row's token ids are a list of whole numbers")
+        raise TextmillError(
+            f"{path}: its column '{name}' has empty cells (null); a row's token ids are a list of whole numbers"
+        )
     if name != MASK and not pa.types.is_integer(values.type):
         raise TextmillError(f"{path}: its column '{name}' holds lists of {values.type}; token ids are whole numbers")
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)

@@ -26,10 +26,10 @@ from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.shard_encoding import COLUMNS, COUNTED, Form, Piece, encode_piece
 from textmill.tokens.store import dtype_for, open_store
 from textmill.tokens.store_writer import StoreWriter
+from textmill.tokens.vocabulary.encoder import Encoder
 from textmill.tokens.vocabulary.encoders import (
     FAST,
     REFERENCE,
-    Encoder,
     ReferenceEncoder,
     Sample,
     doubt_of,
@@ -110,7 +110,9 @@ def check_chat(config: RunConfig) -> Template:
         return tokenizer.chat
     found = "has none"
     if tokenizer.jinja is not None:
-        found = "has one that others wrote" + ("" if "add_generation_prompt" in tokenizer.jinja else ", without a generation prompt")
+        found = "has one that others wrote" + (
+            "" if "add_generation_prompt" in tokenizer.jinja else ", without a generation prompt"
+        )
     raise TextmillError(
         f"{shown(folder)}: the corpus has conversations, and this tokenizer's chat template {found}; set tokenizer.chat=default, "
         f"or say the turns in tokenizer.turns, and make it anew with: textmill fit-tokenizer --force"
@@ -237,7 +239,10 @@ def _check_quarantine(config: RunConfig, splits: dict[str, Facts], part: Path) -
 def _join(part: Path, pieces: Pieces, dtype: np.dtype[Any], form: Format, chat: bool) -> None:
     """Join each split's pieces, in the corpus's order, into one store and one lineage."""
     for split, ones in pieces.items():
-        with StoreWriter(part / split, dtype, form, masked=chat) as store, LineageWriter(lineage_path(part / split)) as lineage:
+        with (
+            StoreWriter(part / split, dtype, form, masked=chat) as store,
+            LineageWriter(lineage_path(part / split)) as lineage,
+        ):
             for piece in ones:
                 store.add_store(open_store(piece.prefix))
                 lineage.add_file(lineage_path(piece.prefix))

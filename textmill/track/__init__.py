@@ -124,4 +124,8 @@ def _module_of(kind: str) -> Any:
 
 def _warn(name: str, error: Exception) -> None:
     text = " ".join(str(error).split()) or "no reason given"
-    print(f"textmill: {name} is switched off: {type(error).__name__}: {text}; training goes on", file=sys.stderr, flush=True)
+    print(
+        f"textmill: {name} is switched off: {type(error).__name__}: {text}; training goes on",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -40,7 +40,11 @@ class Pace:
         first, since = self.told or (self.start, self.began)
         if step <= first:
             return None
-        return (self.clock() - since) / (self.tokens(step) - self.tokens(first)) * (self.tokens(self.steps) - self.tokens(step))
+        return (
+            (self.clock() - since)
+            / (self.tokens(step) - self.tokens(first))
+            * (self.tokens(self.steps) - self.tokens(step))
+        )
 
     def _done(self, step: int) -> int:
         """Tokens since this process began."""
@@ -110,7 +114,11 @@ class LiveConsole:
 
         self._pace = pace
         self._valid: float | None = None
-        columns = (TextColumn("step {task.fields[place]}"), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
+        columns = (
+            TextColumn("step {task.fields[place]}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}", markup=False),
+        )
         self._bar = Progress(*columns, console=Terminal(file=stream, highlight=False), refresh_per_second=4)
         self._task = self._bar.add_task("", total=pace.steps, completed=pace.start, place=pace.place(pace.start))
         self._bar.start()

@@ -30,7 +30,9 @@ class WeightsAndBiases:
             config=settings,
             mode="offline" if config.offline else "online",
             resume=None if config.offline else "allow",
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, disable_job_creation=True),
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, disable_job_creation=True
+            ),
         )
 
     def log(self, step: int, values: dict[str, float]) -> None:

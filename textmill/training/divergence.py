@@ -54,7 +54,9 @@ class Patience:
             trackers.note(f"step {done}: loss or gradient is not finite{at}; the update was left out")
         if spikes and spikes["streak"] >= SPIKES:
             advice = "look at the data there, or go back to a checkpoint with --step and raise train.spike or lower train.learning_rate"
-            self._end(f"step {done}: the last {spikes['streak']} updates were left out, their losses far above those before; {advice}")
+            self._end(
+                f"step {done}: the last {spikes['streak']} updates were left out, their losses far above those before; {advice}"
+            )
         if self._bad_logs >= LOGS:
             advice = "lower train.learning_rate or set engine.precision=fp32, and start anew with --force"
             self._end(f"no finite loss any more at step {done}{at}; {advice}")

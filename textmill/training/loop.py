@@ -34,7 +34,12 @@ from textmill.training.step_log import Logbook, spoken_best
 def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
     """Train from the newest checkpoint, or from the beginning, to the last step; return the run's folder."""
     run = config.folder_of("train")
-    with closing(open_ranks(config)) as ranks, ExitStack() as folder, ranks.watched(partial(stopped, run)), ExitStack() as held:
+    with (
+        closing(open_ranks(config)) as ranks,
+        ExitStack() as folder,
+        ranks.watched(partial(stopped, run)),
+        ExitStack() as held,
+    ):
         keep = agreed(ranks, lambda: folder.enter_context(taken(run, "train.folder", ranks.first)))
         data, start, batches, course = agreed(ranks, lambda: _begun(config, force, step))
         if start.step >= course.steps:
@@ -71,7 +76,9 @@ def _loaded(config: RunConfig, start: Start, ranks: Ranks, held: ExitStack) -> E
 class Training:
     """One sitting of a run: what must be at hand from step to step."""
 
-    def __init__(self, config: RunConfig, course: Course, data: Splits, start: Start, engine: Engine, stopping: Stopping) -> None:
+    def __init__(
+        self, config: RunConfig, course: Course, data: Splits, start: Start, engine: Engine, stopping: Stopping
+    ) -> None:
         self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
         self.engine, self.ranks, self.first, self.stopping = engine, engine.ranks, engine.first, stopping
         self.run, self.files = config.folder_of("train"), files_of(config, data, start)
@@ -84,7 +91,9 @@ class Training:
         if self.first:
             make_room(self.run, self.start.step)
             write_text(self.run / "run.yaml", self.config.to_yaml())
-        self.trackers = trackers_of(self.config, self.course, self.start, self.engine.facts()) if self.first else Trackers()
+        self.trackers = (
+            trackers_of(self.config, self.course, self.start, self.engine.facts()) if self.first else Trackers()
+        )
         self.book = Logbook(self.course, self.start.step, self._log)
         try:
             for step, batch in ahead(
@@ -126,7 +135,12 @@ class Training:
             raise stopped_by(asked, self.run, done, self.first)
 
     def _log(self, done: int, result: Step, rate: float) -> None:
-        values = {"loss": result.loss, "learning_rate": lr_at(done - 1, self.train), "grad_norm": result.norm, "tokens_per_second": rate}
+        values = {
+            "loss": result.loss,
+            "learning_rate": lr_at(done - 1, self.train),
+            "grad_norm": result.norm,
+            "tokens_per_second": rate,
+        }
         self.trackers.log(done, values | self.patience.numbers(result))
         self.patience.look(done, result, self.trackers)
 
@@ -141,7 +155,9 @@ class Training:
         return loss
 
     def _save(self, done: int, result: Step) -> None:
-        self.saver.save(snapshot_of(self.engine, done, self.start, self.course, result.loss, self.valid_loss, self.files))
+        self.saver.save(
+            snapshot_of(self.engine, done, self.start, self.course, result.loss, self.valid_loss, self.files)
+        )
         self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
         if self.train.prompts:
             self.saver.wait()

@@ -65,7 +65,11 @@ def course_of(train: TrainConfig, batches: Batches, length: int) -> Course:
         steps = sizes.steps_in(train.tokens // length)
     unit, said = train.unit, getattr(train, train.unit)
     if not steps:
-        raise TextmillError(f"train.{unit}: {said:,} is less than the first step has ({sizes.at(0) * length:,} tokens); raise it")
+        raise TextmillError(
+            f"train.{unit}: {said:,} is less than the first step has ({sizes.at(0) * length:,} tokens); raise it"
+        )
     if train.warmup >= 1 and train.warmup > steps:
-        raise TextmillError(f"train.warmup: {train.warmup} is above the {steps:,} steps of train.{unit}={said}; lower it, or give a share")
+        raise TextmillError(
+            f"train.warmup: {train.warmup} is above the {steps:,} steps of train.{unit}={said}; lower it, or give a share"
+        )
     return Course(train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps}), sizes, epoch, length)

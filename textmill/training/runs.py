@@ -14,9 +14,26 @@ import numpy as np
 import yaml
 
 from textmill import __version__
-from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX, is_adapter, open_adapter, read_apart
+from textmill.checkpoints.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    MERGED_CONFIG,
+    PREFIX,
+    is_adapter,
+    open_adapter,
+    read_apart,
+)
 from textmill.checkpoints.file_plan import Deal
-from textmill.checkpoints.folders import Checkpoint, Snapshot, WhichStep, find_checkpoint, name_best, open_model, steps_of, tidy
+from textmill.checkpoints.folders import (
+    Checkpoint,
+    Snapshot,
+    WhichStep,
+    find_checkpoint,
+    name_best,
+    open_model,
+    steps_of,
+    tidy,
+)
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, shape_in
@@ -70,7 +87,9 @@ def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> St
         before = found.progress["made_from"]
         # Given weights may be gone by now; what they were stands in the checkpoint made of them.
         shape = _shape_of(config, data, found if config.model.init_from else None)
-        faults = differences(before, _made_from(config, data, shape, _weights_now(config.model.init_from, before["model.init_from"])))
+        faults = differences(
+            before, _made_from(config, data, shape, _weights_now(config.model.init_from, before["model.init_from"]))
+        )
         if not faults:
             return _go_on(config, data, found)
         if force == "no":
@@ -106,7 +125,15 @@ def _anew(config: RunConfig, data: Splits) -> Start:
         weights = open_family(shape.family).first_weights(shape, config.train.seed)
     preflight(config.train, data, config.train.length or shape.positions, shape.vocab)
     where = str(given.folder) if given else "the first weights"
-    start = Start(0, shape, weights, [], 0, where, _made_from(config, data, shape, fingerprint_of(given.folder) if given else None))
+    start = Start(
+        0,
+        shape,
+        weights,
+        [],
+        0,
+        where,
+        _made_from(config, data, shape, fingerprint_of(given.folder) if given else None),
+    )
     return _adapting(start, config.model.lora, given, config) if config.model.lora and given else start
 
 
@@ -121,7 +148,9 @@ def _adapting(start: Start, lora: LoraConfig, given: Checkpoint, config: RunConf
     weights += first_adapters(start.shape, lora, config.train.seed)
     # A hub name finds its model anywhere; a folder is named in full.
     named = str(config.model.init_from)
-    return replace(start, weights=weights, base=str(given.folder.resolve()) if Path(named).is_dir() else named, whole=whole)
+    return replace(
+        start, weights=weights, base=str(given.folder.resolve()) if Path(named).is_dir() else named, whole=whole
+    )
 
 
 def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
@@ -147,8 +176,14 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     """What is worth noting when it changes in mid-run."""
-    sections = {"train": TrainConfig().model_dump(mode="json") | (tree.get("train") or {}), "engine": tree.get("engine") or {}}
-    return {"textmill": tree["textmill"], **{f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}}
+    sections = {
+        "train": TrainConfig().model_dump(mode="json") | (tree.get("train") or {}),
+        "engine": tree.get("engine") or {},
+    }
+    return {
+        "textmill": tree["textmill"],
+        **{f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()},
+    }
 
 
 def _shape_of(config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
@@ -156,7 +191,9 @@ def _shape_of(config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
     if given is not None:
         shape, own = shape_in(given.folder), config.model.shape
         dropout, positions = (None, None) if isinstance(own, str) else (own.dropout, own.positions)
-        return replace(shape if dropout is None else shape.with_dropout(dropout), positions=positions or shape.positions)
+        return replace(
+            shape if dropout is None else shape.with_dropout(dropout), positions=positions or shape.positions
+        )
     family, tokenizer = open_family(config.model.family), data.tokenizer
     return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
 
@@ -198,7 +235,12 @@ def _made_from(config: RunConfig, data: Splits, shape: Any, given: str | None) -
     lora = config.model.lora.model_dump() if config.model.lora else None
     if lora and not lora["dropout"]:
         del lora["dropout"]  # runs of before there was any go on
-    inputs = {"model.init_from": given, "model.lora": lora, "tokens": data.fingerprint, "tokenizer": data.tokenizer.fingerprint}
+    inputs = {
+        "model.init_from": given,
+        "model.lora": lora,
+        "tokens": data.fingerprint,
+        "tokenizer": data.tokenizer.fingerprint,
+    }
     return {**settings, **described, **inputs}
 
 
@@ -237,7 +279,9 @@ def files_of(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
     """What every checkpoint holds besides weights: the configs that transformers and PEFT read, our own, and the tokenizer."""
     shape, lora = start.shape, config.model.lora
     hf = open_family(shape.family).hf_config_of(shape)
-    adapter = {MERGED_CONFIG: hf, ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)} if lora and start.base else None
+    adapter = (
+        {MERGED_CONFIG: hf, ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)} if lora and start.base else None
+    )
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in (adapter or {"config.json": hf}).items()}
     texts |= {"run.yaml": config.to_yaml(), **data.tokenizer.files(shape.positions)}
     return {name: text.encode() for name, text in texts.items()}
@@ -269,7 +313,9 @@ def snapshot_of(
         "valid_loss": None if valid_loss is None else valid_loss.hex(), "made_from": start.made_from, "changes": start.changes,
         "textmill": __version__, "scaling": engine.scaling(), "spikes": engine.guard.saved() if engine.guard else {},
     }  # fmt: skip
-    bytes_of = {weight.name: 4 * math.prod(weight.shape) for weight in open_family(start.shape.family).weights_of(start.shape)}
+    bytes_of = {
+        weight.name: 4 * math.prod(weight.shape) for weight in open_family(start.shape.family).weights_of(start.shape)
+    }
     deal = partial(
         Deal, size_of=lambda name: bytes_of.get(name.rpartition("/")[2], 0), limit=int(course.train.file_gb * 1e9),
         rank=engine.ranks.rank, world=engine.ranks.world,
@@ -282,4 +328,6 @@ def snapshot_of(
     held = [*engine.weights(mine), *(one for one in start.whole if mine(one[0]))]
     moments = deal("optimizer", turn=len(weights.files))
     state = list(engine.moments(moments.mine))
-    return Snapshot(step, [(prefix + name, values) for name, values in held], state, progress, files, (weights, moments))
+    return Snapshot(
+        step, [(prefix + name, values) for name, values in held], state, progress, files, (weights, moments)
+    )

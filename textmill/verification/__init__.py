@@ -25,7 +25,9 @@ def verify(config: RunConfig) -> None:
     began, plan = time.monotonic(), plan_of(config)
     print(f"verify: {plan.spoken()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="textmill-verify-") as folder:
-        alone, many = launch([(plan.alone, Path(folder) / "alone", 1), (plan.many, Path(folder) / "many", plan.processes)])
+        alone, many = launch(
+            [(plan.alone, Path(folder) / "alone", 1), (plan.many, Path(folder) / "many", plan.processes)]
+        )
     faults: list[Finding] = []
     for trial, one, other in zip(plan.trials, alone, many, strict=True):
         found = findings_of(trial, one, other)
@@ -39,5 +41,7 @@ def _conclude(plan: Plan, faults: list[Finding], seconds: float) -> None:
     if faults:
         sys.stdout.flush()
         hint = next((finding.hint for finding in faults if finding.hint), "")
-        raise Parted(f"verify: {plan.mesh} does not give the numbers of {plan.one}: {faults[0].what}{'; ' if hint else ''}{hint}")
+        raise Parted(
+            f"verify: {plan.mesh} does not give the numbers of {plan.one}: {faults[0].what}{'; ' if hint else ''}{hint}"
+        )
     print(f"verify: {plan.mesh} gives the numbers of {plan.one} ({seconds:.0f} s)")

@@ -40,7 +40,11 @@ def findings_of(trial: Trial, one: Seen, many: Seen) -> list[Finding]:
     asked = max(abs(a["asked"] - b["asked"]) for a, b in zip(one.steps, many.steps, strict=True))
     drifted = [rank for rank, copy in enumerate(many.copies) if copy != many.copies[0]]
     hint = f"process {drifted[0]} went its own way: what is copied is not updated alike everywhere" if drifted else ""
-    copies = [Finding(f"weights of all {len(many.copies)} processes", float(len(drifted)), 0.0, hint)] if len(many.copies) > 1 else []
+    copies = (
+        [Finding(f"weights of all {len(many.copies)} processes", float(len(drifted)), 0.0, hint)]
+        if len(many.copies) > 1
+        else []
+    )
     return [
         Finding("tokens asked in each step", asked, 0.0, "tokens are not counted over all processes"),
         _farthest("losses", "loss", one, many, trial.loss_bound),
@@ -60,7 +64,9 @@ def _farthest(what: str, key: str, one: Seen, many: Seen, bound: float) -> Findi
     step = beyond[0]
     ratio = many.steps[step][key] / one.steps[step][key] if one.steps[step][key] else math.inf
     hint = "the first step already differs: forward or the count of tokens" if step == 0 and key == "loss" else ""
-    return Finding(f"{what} from step {step + 1} on (there {ratio:.4g} times that of one process)", differences[step], bound, hint)
+    return Finding(
+        f"{what} from step {step + 1} on (there {ratio:.4g} times that of one process)", differences[step], bound, hint
+    )
 
 
 def _gradients(trial: Trial, one: Seen, many: Seen) -> Finding:
@@ -70,7 +76,9 @@ def _gradients(trial: Trial, one: Seen, many: Seen) -> Finding:
         odd = sorted(ours.keys() ^ theirs.keys()) or ["none"]
         return Finding(f"gradients: {', '.join(odd[:3])} on one side only", math.inf, trial.gradient_bound)
     whole = math.sqrt(sum(float(np.square(values, dtype=np.float64).sum()) for values in ours.values())) or 1.0
-    parts = {name: float(np.linalg.norm((theirs[name] - values).astype(np.float64))) / whole for name, values in ours.items()}
+    parts = {
+        name: float(np.linalg.norm((theirs[name] - values).astype(np.float64))) / whole for name, values in ours.items()
+    }
     worst = max(parts, key=lambda name: parts[name])
     beyond = [name.partition("/")[2] for name, apart in parts.items() if not apart <= trial.gradient_bound]
     if not beyond:
@@ -83,7 +91,9 @@ def _hint(beyond: list[str], of: int, ours: Gradients, theirs: Gradients) -> str
     """What a pattern of wrong gradients points to."""
     if all(name.endswith(("bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")) for name in beyond):
         return "only what is copied on every process differs: its gradients are not summed over the right processes"
-    ratios = [float(np.vdot(theirs[name], ours[name]) / max(1e-30, float(np.vdot(ours[name], ours[name])))) for name in ours]
+    ratios = [
+        float(np.vdot(theirs[name], ours[name]) / max(1e-30, float(np.vdot(ours[name], ours[name])))) for name in ours
+    ]
     if len(beyond) == of and max(ratios) - min(ratios) < 1e-3 * abs(ratios[0]):
         return f"every gradient is {ratios[0]:.4g} times that of one process: a sum or a mean over processes or micro-batches is wrong"
     if len(beyond) <= of // 2:

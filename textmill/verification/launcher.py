@@ -41,7 +41,9 @@ class Seen:
 def launch(trials: list[tuple[list[RunConfig], Path, int]]) -> list[list[Seen]]:
     """Run lists of configs, each list on so many processes, all lists at the same time."""
     with ExitStack() as held:
-        started = [(held.enter_context(_started(configs, folder, processes)), folder) for configs, folder, processes in trials]
+        started = [
+            (held.enter_context(_started(configs, folder, processes)), folder) for configs, folder, processes in trials
+        ]
         for jobs, folder in started:
             _await(jobs, folder)
     return [[_seen(folder / str(number)) for number in range(len(configs))] for configs, folder, _ in trials]
@@ -53,11 +55,15 @@ def _await(jobs: list[subprocess.Popen[bytes]], folder: Path) -> None:
     while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
         if time.monotonic() > until:
             late = next(number for number, job in enumerate(jobs) if job.poll() is None)
-            raise TextmillError(f"verify: process {late} of {len(jobs)} did not end in {PATIENCE} seconds; {_last(folder, late)}")
+            raise TextmillError(
+                f"verify: process {late} of {len(jobs)} did not end in {PATIENCE} seconds; {_last(folder, late)}"
+            )
         time.sleep(0.05)
     for number, job in enumerate(jobs):
         if job.poll():
-            raise TextmillError(f"verify: process {number} of {len(jobs)} ended with {job.returncode}; {_last(folder, number)}")
+            raise TextmillError(
+                f"verify: process {number} of {len(jobs)} ended with {job.returncode}; {_last(folder, number)}"
+            )
 
 
 def _seen(folder: Path) -> Seen:
@@ -72,7 +78,12 @@ def _started(configs: list[RunConfig], folder: Path, processes: int) -> Iterator
     for number, config in enumerate(configs):
         (folder / str(number)).mkdir(parents=True)
         hand_over(config, folder / str(number))
-    command = [sys.executable, "-m", "textmill.verification.trial_process", *(str(folder / str(number)) for number in range(len(configs)))]
+    command = [
+        sys.executable,
+        "-m",
+        "textmill.verification.trial_process",
+        *(str(folder / str(number)) for number in range(len(configs))),
+    ]
     jobs = []
     try:
         for number, environment in enumerate(_environments(configs[0].engine.one_process, processes)):

@@ -62,7 +62,9 @@ class Plan:
     def mesh(self) -> str:
         """The mesh in words; before it the stage of ZeRO where there is one."""
         zero = getattr(self.many[0].engine, "zero", None)
-        return ("" if zero is None else f"zero {zero}, ") + " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+        return ("" if zero is None else f"zero {zero}, ") + " x ".join(
+            f"{axis} {size}" for axis, size in self.sizes.items() if size > 1
+        )
 
     @property
     def one(self) -> str:
@@ -82,7 +84,9 @@ def plan_of(config: RunConfig) -> Plan:
     """The small copies of a config: a list for one process, a list for the mesh, a pair a precision."""
     config = _without_file(config)
     full = _full_shape(config)
-    if isinstance(config.engine, TorchEngine):  # what does not fit the real net and batch is refused as a run would refuse it
+    if isinstance(
+        config.engine, TorchEngine
+    ):  # what does not fit the real net and batch is refused as a run would refuse it
         said = config.engine.mesh
         mesh_of(config, full, (said.replicate or 1) * said.shard * said.tensor)
     sizes, precisions = mesh_sizes(config), precisions_of(config)
@@ -93,7 +97,9 @@ def plan_of(config: RunConfig) -> Plan:
         small = _shrunk(config, full, precision, ways * own, sizes["tensor"])
         pairs.append((_on(small, dict.fromkeys(AXES, 1), own), _on(small, sizes, MICRO)))
     muon = config.train.optimizer == "muon"
-    trials = [Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2) for one in precisions]
+    trials = [
+        Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2) for one in precisions
+    ]
     return Plan([alone for alone, _ in pairs], [many for _, many in pairs], trials, math.prod(sizes.values()), sizes)
 
 
@@ -139,7 +145,11 @@ def _shrunk(config: RunConfig, full: Any, precision: str, batch: int, tensor: in
         dropout=dropout,
     )  # fmt: skip
     names = [weight.name for weight in open_family(config.model.family).weights_of(full)]
-    frozen = [one for one in config.train.freeze if any(fnmatch(name.removeprefix("transformer."), one) for name in names if ".1." in name)]
+    frozen = [
+        one
+        for one in config.train.freeze
+        if any(fnmatch(name.removeprefix("transformer."), one) for name in names if ".1." in name)
+    ]
     train = {
         "batch": batch,
         "length": LENGTH,
@@ -150,7 +160,12 @@ def _shrunk(config: RunConfig, full: Any, precision: str, batch: int, tensor: in
         "tokens": None,
         "freeze": frozen,
     }
-    engine = {"device": "cpu", "compile": False, "precision": precision, "recompute": min(config.engine.recompute, LAYERS)}
+    engine = {
+        "device": "cpu",
+        "compile": False,
+        "precision": precision,
+        "recompute": min(config.engine.recompute, LAYERS),
+    }
     known = {key: value for key, value in engine.items() if key in type(config.engine).model_fields}
     return config.model_copy(update={
         "model": config.model.model_copy(update={"size": "nano", "shape": shape, "init_from": None}),
@@ -162,7 +177,9 @@ def _on(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig
     """The config on a mesh of these sizes."""
     update: dict[str, Any] = {"micro_batch": micro_batch}
     if (mesh := getattr(config.engine, "mesh", None)) is not None:
-        update["mesh"] = mesh.model_copy(update={axis: size for axis, size in sizes.items() if axis in type(mesh).model_fields})
+        update["mesh"] = mesh.model_copy(
+            update={axis: size for axis, size in sizes.items() if axis in type(mesh).model_fields}
+        )
     return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
 
 

@@ -53,7 +53,11 @@ def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
             if engine.first:
                 (folder / "gradients.safetensors").write_bytes(b"".join(blocks_of(moments)))
     sums = engine.eval_step(batch)
-    return {"steps": seen, "valid": [sums.loss, sums.asked, sums.correct], "copies": engine.ranks.gather(hash_of(engine.weights()))}
+    return {
+        "steps": seen,
+        "valid": [sums.loss, sums.asked, sums.correct],
+        "copies": engine.ranks.gather(hash_of(engine.weights())),
+    }
 
 
 def main(words: list[str]) -> int:

@@ -13,7 +13,10 @@ from textmill.errors import TextmillError
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.where import open_where
 
-VIEWS: dict[str, tuple[str, Callable[[RunConfig], None]]] = {"prepare": ("corpus", show_corpus), "tokenize": ("tokens", show_tokens)}
+VIEWS: dict[str, tuple[str, Callable[[RunConfig], None]]] = {
+    "prepare": ("corpus", show_corpus),
+    "tokenize": ("tokens", show_tokens),
+}
 """What shows the folder of a stage, by the verb that makes it."""
 
 

@@ -37,7 +37,9 @@ def show_corpus(config: RunConfig) -> None:
         print(
             f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  {counts['characters']:>14,} characters"
         )
-    show_shares("sources, by documents kept", {shown(Path(name)): one["kept"] for name, one in account["by_source"].items()})
+    show_shares(
+        "sources, by documents kept", {shown(Path(name)): one["kept"] for name, one in account["by_source"].items()}
+    )
     fates = {"kept": account["kept"], **account["dropped"], "quarantined": account["quarantined"]}
     show_shares("what became of the records", {name: count for name, count in fates.items() if count})
     show_shares("characters a document", _lengths(folder))

@@ -18,7 +18,17 @@ from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.training.runs import INDEX
 
-DECIDING = ("tokens", "train.layout", "train.seed", "train.batch", "train.ramp", "train.apart", "train.tail", "train.long", "train.close")
+DECIDING = (
+    "tokens",
+    "train.layout",
+    "train.seed",
+    "train.batch",
+    "train.ramp",
+    "train.apart",
+    "train.tail",
+    "train.long",
+    "train.close",
+)
 """What decides which documents a step sees."""
 BEGINNING = 60
 """Characters of a document that are shown."""
@@ -34,7 +44,9 @@ def show_step(config: RunConfig, step: int) -> None:
     now = {**config.results("train"), "tokens": splits.fingerprint}
     seen = {name: made_from[name] for name in DECIDING if name in made_from}
     if changes := differences(seen, {name: now[name] for name in seen}):
-        raise TextmillError(f"{run}: was trained otherwise: {'; '.join(changes)}; ask the run's own folder: textmill show {shown(run)}")
+        raise TextmillError(
+            f"{run}: was trained otherwise: {'; '.join(changes)}; ask the run's own folder: textmill show {shown(run)}"
+        )
     length = made_from.get("train.length", config.train.length)
     if not length:
         raise TextmillError(f"{run}: has no checkpoint yet, so the samples' length is not known; set train.length")

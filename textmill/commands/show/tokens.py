@@ -25,7 +25,9 @@ def show_tokens(config: RunConfig) -> None:
     """Print the token stores of a config."""
     splits = open_splits(config)
     train = splits.of("train")
-    print(f"{shown(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} pieces, {train[0].ids.dtype if train else 'no train split'}")
+    print(
+        f"{shown(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} pieces, {train[0].ids.dtype if train else 'no train split'}"
+    )
     for split in splits.stores:
         stores = splits.of(split)
         documents, tokens = sum(map(len, stores)), sum(store.tokens for store in stores)
@@ -89,7 +91,9 @@ def _show_document(store: TokenStore, number: int, tokenizer: TextTokenizer) -> 
     from rich.text import Text
 
     styles = ("black on bright_cyan", "black on bright_yellow")
-    Console(highlight=False).print(Text.assemble(*((piece, styles[place % 2]) for place, piece in enumerate(pieces))), soft_wrap=True)
+    Console(highlight=False).print(
+        Text.assemble(*((piece, styles[place % 2]) for place, piece in enumerate(pieces))), soft_wrap=True
+    )
 
 
 def pieces_of(ids: list[int], tokenizer: TextTokenizer) -> Iterator[str]:

@@ -53,7 +53,9 @@ class Cleaner:
         return None if self._is_dropped(self._objection("\n".join(text for _, text in turns))) else turns
 
     def _ruled(self, text: str, changed: Counter[str]) -> str:
-        return clean(text, self.config.rules, changed, {"markers": partial(break_at_markers, markers=self.config.markers)})
+        return clean(
+            text, self.config.rules, changed, {"markers": partial(break_at_markers, markers=self.config.markers)}
+        )
 
     def _is_blocked(self, url: str | None) -> bool:
         domains, extensions = self.config.block_domains, self.config.block_extensions

@@ -38,7 +38,10 @@ def shares_of(text: str) -> Shares:
     if text.isascii():
         data = text.encode()
         whole = len(data.translate(None, _SPACES))
-        digits, symbols = len(data) - len(data.translate(None, _DIGITS)), len(data) - len(data.translate(None, _SYMBOLS))
+        digits, symbols = (
+            len(data) - len(data.translate(None, _DIGITS)),
+            len(data) - len(data.translate(None, _SYMBOLS)),
+        )
     else:
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         counts = np.bincount(_kinds()[np.minimum(codes, _LAST)], minlength=4)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_URL_LINE = re.compile(r"^[^\S\n]*+<?(?:https?://|ftp://|www\.)[^\s<>]++>?[^\S\n]*+(?:\n|\Z)", re.MULTILINE | re.IGNORECASE)
+_URL_LINE = re.compile(
+    r"^[^\S\n]*+<?(?:https?://|ftp://|www\.)[^\s<>]++>?[^\S\n]*+(?:\n|\Z)", re.MULTILINE | re.IGNORECASE
+)
 
 LONGEST = 120
 """Characters of a line that can be boilerplate."""
@@ -51,6 +53,10 @@ def drop_boilerplate(text: str) -> str:
 def is_boilerplate(line: str) -> bool:
     """Whether a line is what stands around an article and not a part of it."""
     line = line.strip()
-    if (found := _PHRASE.match(line)) and len(line) - found.end() <= 60 and (len(line) <= 60 or not line.endswith(_ENDS)):
+    if (
+        (found := _PHRASE.match(line))
+        and len(line) - found.end() <= 60
+        and (len(line) <= 60 or not line.endswith(_ENDS))
+    ):
         return True
     return not line.startswith("|") and not line.endswith(_ENDS) and _NAVIGATION.fullmatch(line) is not None

@@ -20,11 +20,16 @@ _INLINE = (
 )
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _OPENING = re.compile(r"<!--|<(script|style)(?=[\s>])[^<>]*+>", re.IGNORECASE)
-_CLOSINGS = {name: re.compile(end, re.IGNORECASE) for name, end in (("", "-->"), ("script", r"</script\s*+>"), ("style", r"</style\s*+>"))}
+_CLOSINGS = {
+    name: re.compile(end, re.IGNORECASE)
+    for name, end in (("", "-->"), ("script", r"</script\s*+>"), ("style", r"</style\s*+>"))
+}
 _BLOCK = re.compile(rf"</?(?:{_BLOCKS})(?:\s[^<>]*+)?/?>|<!doctype[^<>]*+>", re.IGNORECASE)
 _TAG = re.compile(rf"</?(?:{_INLINE})(?:\s[^<>]*+)?/?>", re.IGNORECASE)
 
-_EMAIL = re.compile(r"(?<![\w.+-])\w[\w.+-]{0,63}@[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){1,5}(?![\w@-])", re.ASCII | re.IGNORECASE)
+_EMAIL = re.compile(
+    r"(?<![\w.+-])\w[\w.+-]{0,63}@[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63}){1,5}(?![\w@-])", re.ASCII | re.IGNORECASE
+)
 _PHONE = re.compile(
     r"(?<![A-Za-z0-9_.,/+-])(?:"
     r"\+\d{1,3}(?:[ .-]?\(?\d{1,4}\)?){2,5}"  # +82 10-1234-5678, +90 (532) 123 45 67

@@ -49,7 +49,9 @@ ROUNDS = 10
 """More than any text has needed."""
 
 
-def clean(text: str, rules: Collection[str], changed: Counter[str] | None = None, own: Mapping[str, Rule] | None = None) -> str:
+def clean(
+    text: str, rules: Collection[str], changed: Counter[str] | None = None, own: Mapping[str, Rule] | None = None
+) -> str:
     """The text after these rules, in the order of RULES however they are named, and again until none finds work.
 
     `changed` counts each rule that changed the text once; `own` has the rules that are set otherwise than in RULES.

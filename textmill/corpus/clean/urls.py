@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection
 
 _ADDRESS = re.compile(
-    r"https?://(?:[^\s/?#@]*@)?([^\s/?#:@]+\.[^\s/?#:@.]+|\[[0-9a-f:.]+\])\.?(?::\d+)?(/[^\s?#]*)?(?:[?#]\S*)?", re.IGNORECASE
+    r"https?://(?:[^\s/?#@]*@)?([^\s/?#:@]+\.[^\s/?#:@.]+|\[[0-9a-f:.]+\])\.?(?::\d+)?(/[^\s?#]*)?(?:[?#]\S*)?",
+    re.IGNORECASE,
 )
 _IP = re.compile(r"[\d.]+")
 _SECOND_LEVEL = frozenset("ac co com edu gen go gob gov gouv gv k12 mil ne net nom or org re".split())

@@ -54,7 +54,11 @@ def bands_of(folder: Path, counts: Sequence[int], bands: int, memory: int) -> li
     parts = parts_of(sum(counts), ROW, memory)
     several = max(TOGETHER // max(sum(counts), 1), 1)
     firsts = range(0, bands, several)
-    return [Bands(folder, tuple(counts), first, min(first + several, bands), part, parts) for first in firsts for part in range(parts)]
+    return [
+        Bands(folder, tuple(counts), first, min(first + several, bands), part, parts)
+        for first in firsts
+        for part in range(parts)
+    ]
 
 
 def find_pairs(bands: Bands) -> int:

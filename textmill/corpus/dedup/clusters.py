@@ -46,7 +46,9 @@ def keep_masks(
         halves = halves[order]
         stays = np.ones(len(order), dtype=np.bool_)
         stays[order[1:][(halves[1:] == halves[:-1]).all(axis=1)]] = False
-        for mask, index, here in zip(keep, found, np.split(stays, np.cumsum([len(index) for index in found])[:-1]), strict=False):
+        for mask, index, here in zip(
+            keep, found, np.split(stays, np.cumsum([len(index) for index in found])[:-1]), strict=False
+        ):
             mask[index] = here
     return keep
 
@@ -100,7 +102,9 @@ def _roots(least: NDArray[np.uint32], numbers: NDArray[np.int64]) -> NDArray[np.
     return roots
 
 
-def stay_of_clusters(least: NDArray[np.uint32], pieces: Iterable[tuple[NDArray[np.int64], NDArray[np.int8]]]) -> NDArray[np.bool_]:
+def stay_of_clusters(
+    least: NDArray[np.uint32], pieces: Iterable[tuple[NDArray[np.int64], NDArray[np.int8]]]
+) -> NDArray[np.bool_]:
     """Which documents stay, one of each cluster: one in train (side 0) before others, then the longest, then the first.
 
     `least` has the cluster of each; `pieces` have, one after another, the lengths and sides of all of them.
@@ -115,5 +119,7 @@ def stay_of_clusters(least: NDArray[np.uint32], pieces: Iterable[tuple[NDArray[n
     stays = np.zeros(len(least), np.bool_)
     for start in range(0, len(least), BLOCK):
         here = least[start : start + BLOCK]
-        stays[start : start + BLOCK] = NUMBER - (best[here] & NUMBER) == np.arange(start, start + len(here), dtype=np.uint64)
+        stays[start : start + BLOCK] = NUMBER - (best[here] & NUMBER) == np.arange(
+            start, start + len(here), dtype=np.uint64
+        )
     return stays

@@ -15,11 +15,20 @@ from textmill.config import CorpusConfig
 from textmill.corpus.dedup.candidates import bands_of, find_pairs, merge_pairs
 from textmill.corpus.dedup.clusters import keep_masks, least_members, stay_of_clusters
 from textmill.corpus.dedup.minhash import bands_for
-from textmill.corpus.dedup.near_duplicates import HELD, PAIR, PAIRS, Confirm, Spill, confirm_pairs, sketch_piece, spill_sets
+from textmill.corpus.dedup.near_duplicates import (
+    HELD,
+    PAIR,
+    PAIRS,
+    Confirm,
+    Spill,
+    confirm_pairs,
+    sketch_piece,
+    spill_sets,
+)
 from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.passes import Work
 from textmill.corpus.shards import open_shard
-from textmill.corpus.sources import Source
+from textmill.corpus.source import Source
 from textmill.corpus.split import sides_of
 from textmill.errors import TextmillError
 from textmill.storage.files import write_bytes
@@ -48,7 +57,9 @@ class Fates:
     """The first pairs of near-duplicates."""
 
 
-def decide_fates(works: Sequence[Work], declared: Mapping[Source, Split | None], config: CorpusConfig, run: Run) -> Fates:
+def decide_fates(
+    works: Sequence[Work], declared: Mapping[Source, Split | None], config: CorpusConfig, run: Run
+) -> Fates:
     """Sides by hash or as declared; then exact copies go, then near ones."""
     sides = [_sides(work, declared[work.piece.source]) for work in works]
     if config.dedup == "none":
@@ -75,7 +86,11 @@ def decide_fates(works: Sequence[Work], declared: Mapping[Source, Split | None],
 
 def _sides(work: Work, declared: Split | None) -> NDArray[np.int8]:
     digests = work.digests()
-    return sides_of(digests, work.config.split) if declared is None else np.full(len(digests), SPLITS.index(declared), np.int8)
+    return (
+        sides_of(digests, work.config.split)
+        if declared is None
+        else np.full(len(digests), SPLITS.index(declared), np.int8)
+    )
 
 
 class _Digests(Sequence[NDArray[np.uint8]]):
@@ -114,12 +129,19 @@ def _near_pairs(works: Sequence[Work], config: CorpusConfig, run: Run) -> list[P
     folder, memory = works[0].folder / "work", config.dedup_memory << 20
     counts = run(sketch_piece, works, "prepare: sketch for near-duplicates", "bytes")
     if sum(counts) > MOST:
-        raise TextmillError(f"corpus.dedup: near-duplicates are sought among {MOST:,} documents at most; found {sum(counts):,}")
+        raise TextmillError(
+            f"corpus.dedup: near-duplicates are sought among {MOST:,} documents at most; found {sum(counts):,}"
+        )
     bands = bands_of(folder, counts, bands_for(config.dedup_threshold)[0], memory)
     run(find_pairs, bands, "prepare: find candidates", "documents")
     pairs = merge_pairs(bands, folder / "pairs", folder / "marks")
     starts = np.cumsum([0, *counts[:-1]]).tolist()
-    run(spill_sets, [Spill(work, start) for work, start in zip(works, starts, strict=True)], "prepare: shingle candidates", "bytes")
+    run(
+        spill_sets,
+        [Spill(work, start) for work, start in zip(works, starts, strict=True)],
+        "prepare: shingle candidates",
+        "bytes",
+    )
     limits = config.dedup_threshold, min(memory, HELD)
     tasks = [Confirm(folder, tuple(counts), number, pairs, *limits) for number in range(-(-pairs // PAIRS))]
     run(confirm_pairs, tasks, "prepare: confirm candidates", "pairs")
@@ -127,7 +149,10 @@ def _near_pairs(works: Sequence[Work], config: CorpusConfig, run: Run) -> list[P
 
 
 def _staying(
-    confirmed: Sequence[Path], numbering: _Numbering, keep: Sequence[NDArray[np.bool_]], sides: Sequence[NDArray[np.int8]]
+    confirmed: Sequence[Path],
+    numbering: _Numbering,
+    keep: Sequence[NDArray[np.bool_]],
+    sides: Sequence[NDArray[np.int8]],
 ) -> NDArray[np.bool_]:
     """For each document that is no exact copy whether it stays."""
     pairs = (np.fromfile(path, PAIR) for path in confirmed)

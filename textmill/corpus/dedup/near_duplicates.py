@@ -42,7 +42,10 @@ def sketch_piece(work: Work) -> int:
     bands, rows = bands_for(work.config.dedup_threshold)
     done = 0
     # The lengths appear last, and say that both files are whole.
-    with writing(work.path("lengths")) as lengths, writing(band_path(work.folder / "work", work.piece.number)) as stream:
+    with (
+        writing(work.path("lengths")) as lengths,
+        writing(band_path(work.folder / "work", work.piece.number)) as stream,
+    ):
         for texts in _blocks(_texts(work, keep)):
             hashes, counts = _shingles(texts, work.config.dedup_shingles, work.config.dedup_n)
             found = band_hashes(hashes, counts, bands, rows)

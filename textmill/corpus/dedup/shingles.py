@@ -87,7 +87,12 @@ def _is_space(points: NDArray[np.uint32]) -> NDArray[np.bool_]:
     space = (points - np.uint32(0x09) <= 4) | (points - np.uint32(0x1C) <= 4)
     if points.max(initial=0) > 0x7E:
         space |= (points == 0xA0) | (points == 0x3000) | (points == 0x85) | (points == 0x1680)
-        space |= (points - np.uint32(0x2000) <= 0xA) | (points - np.uint32(0x2028) <= 1) | (points == 0x202F) | (points == 0x205F)
+        space |= (
+            (points - np.uint32(0x2000) <= 0xA)
+            | (points - np.uint32(0x2028) <= 1)
+            | (points == 0x202F)
+            | (points == 0x205F)
+        )
     return space
 
 

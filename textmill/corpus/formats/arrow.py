@@ -11,7 +11,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.formats.parquet import batch_records
 from textmill.corpus.records import Bad
-from textmill.corpus.sources import Piece
+from textmill.corpus.source import Piece
 from textmill.corpus.streams import Broken, open_seekable
 from textmill.corpus.text_fields import fields_of
 
@@ -25,7 +25,9 @@ def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
     with open_seekable(piece.source.address) as stream:
         for batch in _batches(stream):
             names = batch.schema.names
-            yield from batch_records(batch.select(fields.columns(names)) if fields.columns(names) else batch, fields, row, names)
+            yield from batch_records(
+                batch.select(fields.columns(names)) if fields.columns(names) else batch, fields, row, names
+            )
             row += batch.num_rows
 
 
@@ -43,4 +45,6 @@ def _batches(stream: Any) -> Iterator[Any]:
             with pa.ipc.open_stream(stream) as batches:
                 yield from batches
     except (pa.ArrowException, OSError) as error:
-        raise Broken(f"no Arrow file, or only a part of one: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        raise Broken(
+            f"no Arrow file, or only a part of one: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None

@@ -9,7 +9,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW, Bad, Unreadable, lines_of, not_utf8, refuse_long
-from textmill.corpus.sources import Piece
+from textmill.corpus.source import Piece
 from textmill.corpus.streams import stored_name
 from textmill.corpus.text_fields import fields_of
 

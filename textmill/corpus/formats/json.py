@@ -12,7 +12,7 @@ from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.formats import jsonl
 from textmill.corpus.records import RAW, Bad, Unreadable, lines_of
-from textmill.corpus.sources import Piece
+from textmill.corpus.source import Piece
 from textmill.corpus.streams import BLOCK, open_stream
 from textmill.corpus.text_fields import Fields, fields_of
 
@@ -134,7 +134,9 @@ class _Scanner:
             except json.JSONDecodeError as error:
                 cut = error.pos >= len(self.text) - NEAR or error.msg.startswith("Unterminated string")
                 if not cut or not self.more():
-                    raise Unreadable(f"not JSON: {error.msg} at character {error.pos - self.start:,} of the value") from None
+                    raise Unreadable(
+                        f"not JSON: {error.msg} at character {error.pos - self.start:,} of the value"
+                    ) from None
             except ValueError as error:  # a number of more digits than Python reads
                 raise Unreadable(f"not JSON: {error}") from None
             else:
@@ -175,6 +177,8 @@ class _Scanner:
     def _sign(self, wanted: str) -> str:
         found = self.peek()
         if not found or found not in wanted:
-            raise Unreadable(f"not JSON: found {found!r} in place of one of {wanted!r}" if found else "the file ends in the middle")
+            raise Unreadable(
+                f"not JSON: found {found!r} in place of one of {wanted!r}" if found else "the file ends in the middle"
+            )
         self.at += 1
         return found

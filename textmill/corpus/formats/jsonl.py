@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW, Bad, Unreadable, decoded, lines_of, refuse_long
-from textmill.corpus.sources import Piece, Range, Source, line_ranges
+from textmill.corpus.source import Piece, Range, Source
+from textmill.corpus.sources import line_ranges
 from textmill.corpus.text_fields import Fields, fields_of
 
 

@@ -11,7 +11,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW, Bad
-from textmill.corpus.sources import Piece
+from textmill.corpus.source import Piece
 from textmill.corpus.streams import Broken, open_stream
 from textmill.corpus.text_fields import fields_of
 from textmill.corpus.wiki_markup import HIDDEN, plain_text
@@ -33,7 +33,11 @@ def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
             if _text(facts.get("ns")) not in ("0", "") or "redirect" in facts:
                 continue
             wikitext = next((_text(one) for one in facts.get("revision", ()) if _name(one) == "text"), "")
-            page = {"id": _text(facts.get("id")), "title": _text(facts.get("title")), "text": plain_text(wikitext, hidden)}
+            page = {
+                "id": _text(facts.get("id")),
+                "title": _text(facts.get("title")),
+                "text": plain_text(wikitext, hidden),
+            }
             yield from fields.documents(page, f"page {page['id']}", wikitext[:RAW].encode()[:RAW])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.records import Bad
-from textmill.corpus.sources import Piece, Range, Source
+from textmill.corpus.source import Piece, Range, Source
 from textmill.errors import TextmillError
 
 DOCUMENTS = 100_000
@@ -22,7 +22,7 @@ PREFIX = "mongo:"
 def sources_of(word: str) -> list[Source]:
     """The index that a word names, with its bounds as they are now: what is added later moves nothing and is not read."""
     source = Source(word, os.path.expanduser(word.removeprefix(PREFIX)), "mongo")
-    index = _module(source, "mongo").open_index(source.address)
+    index = _module(source, "collections").open_index(source.address)
     index.close()
     return [replace(source, bounds=index.bounds)]
 
@@ -36,12 +36,14 @@ def ranges(source: Source, documents: str) -> Iterator[Range]:
 def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
     """The documents of a range."""
     source = piece.source
-    yield from _module(source, "mongo").read_range(source.address, piece.start, piece.stop, config, source.bounds, source.text_key)
+    yield from _module(source, "collections").read_range(
+        source.address, piece.start, piece.stop, config, source.bounds, source.text_key
+    )
 
 
 def state_of(source: Source) -> tuple[int, str]:
     """The number of positions, and a mark of what stands there."""
-    bounds = _module(source, "mongo_bounds")
+    bounds = _module(source, "snapshot")
     server = import_module("textmill.corpus.mongo.server").open_server(source.address)
     try:
         return _size(source), bounds.mark_of(server, source.bounds, source.raw)
@@ -57,4 +59,6 @@ def _module(source: Source, name: str) -> Any:
     try:
         return import_module(f"textmill.corpus.mongo.{name}")
     except ImportError as error:
-        raise TextmillError(f"corpus.sources: '{source.name}' needs pymongo ({error}); run: pip install 'textmill[mongo]'") from None
+        raise TextmillError(
+            f"corpus.sources: '{source.name}' needs pymongo ({error}); run: pip install 'textmill[mongo]'"
+        ) from None

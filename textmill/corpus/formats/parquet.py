@@ -13,7 +13,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus import sources
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW, Bad
-from textmill.corpus.sources import Piece, Range, Source
+from textmill.corpus.source import Piece, Range, Source
 from textmill.corpus.streams import Broken, open_seekable
 from textmill.corpus.text_fields import Fields, fields_of
 
@@ -51,25 +51,33 @@ def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
             if not piece.whole and not piece.start < at <= piece.stop:
                 continue
             try:
-                for batch in file.iter_batches(batch_size=BATCH, row_groups=[group], columns=columns or None, use_threads=False):
+                for batch in file.iter_batches(
+                    batch_size=BATCH, row_groups=[group], columns=columns or None, use_threads=False
+                ):
                     yield from batch_records(batch, fields, done, file.schema_arrow.names)
                     done += batch.num_rows
             except (pa.ArrowException, OSError) as error:
-                yield Bad(piece.source.name, f"row {done}", f"damaged from here to row {row}: {_first_line(error)}"[:RAW], b"")
+                yield Bad(
+                    piece.source.name, f"row {done}", f"damaged from here to row {row}: {_first_line(error)}"[:RAW], b""
+                )
 
 
 def batch_records(batch: Any, fields: Fields, first: int, names: list[str]) -> Iterator[Document | Bad]:
     """A record a row; a table without the column is bad in every row, so that each is counted."""
     if not fields.columns(names) or (not fields.chat and not set(fields.columns(names)) & _text_columns(fields)):
         texts = [one.name for one in batch.schema if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)]
-        reason = f"no column '{fields.key}'; found {names[:12]}" + (f"; set corpus.text_key={texts[0]}" if texts else "")
+        reason = f"no column '{fields.key}'; found {names[:12]}" + (
+            f"; set corpus.text_key={texts[0]}" if texts else ""
+        )
         yield from (Bad(fields.source, f"row {first + index}", reason[:RAW], b"") for index in range(batch.num_rows))
         return
     for index, row in enumerate(_rows(batch)):
         if isinstance(row, str):
             yield Bad(fields.source, f"row {first + index}", row, b"")
         else:
-            yield from fields.documents(row, f"row {first + index}", str(row)[:RAW].encode(errors="replace") if row else b"")
+            yield from fields.documents(
+                row, f"row {first + index}", str(row)[:RAW].encode(errors="replace") if row else b""
+            )
 
 
 def _text_columns(fields: Fields) -> set[str]:

@@ -11,7 +11,8 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.records import RAW, Bad, Unreadable, decoded, lines_of, not_utf8, refuse_long
-from textmill.corpus.sources import Piece, Range, Source, line_ranges
+from textmill.corpus.source import Piece, Range, Source
+from textmill.corpus.sources import line_ranges
 from textmill.corpus.streams import open_stream
 
 LONGEST_BLOCK = 8 << 20
@@ -79,7 +80,9 @@ def _stretch_record(text: str, name: str, place: str) -> Document | Bad:
         text.encode()
     except UnicodeEncodeError as error:
         raw = text.encode(errors="surrogateescape")
-        return Bad(name, place, not_utf8(raw, ord(text[error.start]) & 0xFF, len(text[: error.start].encode())), raw[:RAW])
+        return Bad(
+            name, place, not_utf8(raw, ord(text[error.start]) & 0xFF, len(text[: error.start].encode())), raw[:RAW]
+        )
     if text.startswith("\0") and not text.strip("\0\r\n"):
         return Bad(name, place, "nothing but NUL bytes", text[:RAW].encode())
     return Document(text, name, place)

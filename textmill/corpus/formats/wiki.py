@@ -11,7 +11,7 @@ from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.formats import jsonl
 from textmill.corpus.records import RAW, Bad, Unreadable, decoded, lines_of, refuse_long
-from textmill.corpus.sources import Piece
+from textmill.corpus.source import Piece
 from textmill.corpus.text_fields import Fields, fields_of
 
 _START = re.compile(rb"\s*<doc( [^>]*)>\s*")

@@ -46,7 +46,12 @@ def open_index(path: str | Path, bounds: Sequence[Stretch] | None = None) -> Mon
 
 
 def read_range(
-    path: str | Path, start: int, stop: int, config: CorpusConfig, bounds: Sequence[Stretch] | None = None, text_key: str | None = None
+    path: str | Path,
+    start: int,
+    stop: int,
+    config: CorpusConfig,
+    bounds: Sequence[Stretch] | None = None,
+    text_key: str | None = None,
 ) -> Iterator[Document | Bad]:
     """The documents at positions start to stop, in order; `bounds` of the first look keeps the positions when collections grow."""
     server = _shared(open_server(path), os.getpid())

@@ -17,9 +17,17 @@ import numpy as np
 from textmill.config import CorpusConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.mongo.server import Server, open_server
-from textmill.corpus.mongo.writing import check_to_load, check_to_write, insert_rows, place_in, reserve, set_count, write_texts
+from textmill.corpus.mongo.writing import (
+    check_to_load,
+    check_to_write,
+    insert_rows,
+    place_in,
+    reserve,
+    set_count,
+    write_texts,
+)
 from textmill.corpus.shards import count_documents, read_documents, read_places, shards_of
-from textmill.corpus.sources import Source
+from textmill.corpus.source import Source
 from textmill.errors import TextmillError
 from textmill.storage.files import locked, read_json, shown, write_json
 from textmill.storage.progress import progress
@@ -35,9 +43,13 @@ def check_deliveries(config: CorpusConfig, sources: Sequence[Source]) -> None:
     indexes = [source for source in sources if source.format == "mongo"]
     if config.mongo_write_back:
         if not indexes:
-            raise TextmillError("corpus.mongo_write_back: no source to write back to; name a mongo:db_config.json in corpus.sources")
+            raise TextmillError(
+                "corpus.mongo_write_back: no source to write back to; name a mongo:db_config.json in corpus.sources"
+            )
         if source := next((one for one in indexes if one.text_key == "filt_text"), None):
-            raise TextmillError(f"corpus.mongo_write_back: {source.name} is read from filt_text, which would be written over")
+            raise TextmillError(
+                f"corpus.mongo_write_back: {source.name} is read from filt_text, which would be written over"
+            )
         for source in indexes:
             server = open_server(source.address)
             check_to_write(server)
@@ -46,8 +58,13 @@ def check_deliveries(config: CorpusConfig, sources: Sequence[Source]) -> None:
         target = open_server(config.mongo_config)
         for source in indexes:
             server = open_server(source.address)
-            if (server.address, server.database) == (target.address, target.database) and config.mongo_load in server.collections:
-                raise TextmillError(f"corpus.mongo_load: '{config.mongo_load}' is a source too; load into another collection")
+            if (server.address, server.database) == (
+                target.address,
+                target.database,
+            ) and config.mongo_load in server.collections:
+                raise TextmillError(
+                    f"corpus.mongo_load: '{config.mongo_load}' is a source too; load into another collection"
+                )
         check_to_load(target, config.mongo_load)
         target.close()
 
@@ -95,13 +112,23 @@ def _empty_dropped(server: Server, source: Source, shards: Sequence[Path]) -> di
 def _load(folder: Path, path: str, collection: str, field: str) -> None:
     server, manifest = open_server(path), open_manifest(folder)
     steps: list[Step] = []
-    start = partial(reserve, server, collection, {"corpus": manifest["fingerprint"], "field": field, "documents": manifest["documents"]})
+    start = partial(
+        reserve,
+        server,
+        collection,
+        {"corpus": manifest["fingerprint"], "field": field, "documents": manifest["documents"]},
+    )
     before = 0
     for split, shard in _shards(folder):
         steps.append((shard.name, partial(_load_shard, server, collection, field, split, shard, start, before)))
         before += count_documents(shard)
     steps.append(("meta_info", partial(_settle, server, collection)))
-    _do(folder, f"load into {collection} of {path} ({server.database}, {field})", steps, partial(check_to_load, server, collection))
+    _do(
+        folder,
+        f"load into {collection} of {path} ({server.database}, {field})",
+        steps,
+        partial(check_to_load, server, collection),
+    )
     server.close()
 
 
@@ -149,4 +176,6 @@ def _do(folder: Path, task: str, steps: Sequence[Step], check: Callable[[], None
     for counts in known.values():
         total.update(counts)
     told = ", ".join(f"{number:,} {what}" for what, number in total.items())
-    print(f"prepare: {task}: {f'{told}; {changed:,} changed now' if todo else f'done already ({told}); see {shown(path)}'}")
+    print(
+        f"prepare: {task}: {f'{told}; {changed:,} changed now' if todo else f'done already ({told}); see {shown(path)}'}"
+    )

@@ -48,11 +48,15 @@ class Server:
     @cached_property
     def db(self) -> Any:
         """The database; every process must open its own."""
-        own: dict[str, Any] = {name: value for name, value in TIMEOUTS.items() if name.lower() not in self.address.lower()}
+        own: dict[str, Any] = {
+            name: value for name, value in TIMEOUTS.items() if name.lower() not in self.address.lower()
+        }
         try:
             return pymongo.MongoClient(self.address, appname="textmill", **own)[self.database]
         except (PyMongoError, ValueError) as error:
-            raise TextmillError(f"{self.path}: not a connection to MongoDB ({self.clean(error)}); mend the connection string") from None
+            raise TextmillError(
+                f"{self.path}: not a connection to MongoDB ({self.clean(error)}); mend the connection string"
+            ) from None
 
     def close(self) -> None:
         """Let the connection go; what is asked later opens it again."""
@@ -70,7 +74,9 @@ class Server:
             except (ConnectionFailure, CursorNotFound) as error:
                 reason, away = self.clean(error), time.monotonic() - begin
                 if away > patience:
-                    raise TextmillError(f"{self.path}: no MongoDB server for {away:.0f} s ({reason}); start it and run again") from None
+                    raise TextmillError(
+                        f"{self.path}: no MongoDB server for {away:.0f} s ({reason}); start it and run again"
+                    ) from None
                 if wait == FIRST_WAIT:
                     warn(f"{self.path}: the MongoDB server does not answer ({reason}); trying again for {patience:g} s")
                 time.sleep(wait)
@@ -92,7 +98,9 @@ class Server:
             *(host.partition(":")[0] for host in hosts.split(",")),
         ]
         parts += re.findall(r"=([^&]*)", self.address.partition("?")[2])
-        secrets = {spelling for part in parts for spelling in (part, unquote(part)) if spelling and spelling != self.database}
+        secrets = {
+            spelling for part in parts for spelling in (part, unquote(part)) if spelling and spelling != self.database
+        }
         if any(len(secret) < 3 and secret in text for secret in secrets):
             return kind  # so short that the gaps would give it away
         for secret in sorted(secrets, key=len, reverse=True):
@@ -105,7 +113,9 @@ def open_server(path: str | Path) -> Server:
     path = Path(path)
     settings = read_json(path)
     if not isinstance(settings, dict):
-        raise TextmillError(f"{path}: found a {type(settings).__name__}; give an object with MONGO_CONNECTION_DB and COLLECTIONS")
+        raise TextmillError(
+            f"{path}: found a {type(settings).__name__}; give an object with MONGO_CONNECTION_DB and COLLECTIONS"
+        )
     database, names = settings.get("MONGO_CONNECTION_DB"), settings.get("COLLECTIONS")
     if not isinstance(database, str) or not database:
         raise TextmillError(f"{path}: no MONGO_CONNECTION_DB; give the name of the database")
@@ -114,8 +124,12 @@ def open_server(path: str | Path) -> Server:
     if len(set(names)) < len(names):
         raise TextmillError(f"{path}: COLLECTIONS names a collection twice; keep one")
     patience = settings.get("MONGO_PATIENCE")
-    if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience < 1e9):
-        raise TextmillError(f"{path}: MONGO_PATIENCE: found {patience!r}; give the seconds that the server may be away, such as 120")
+    if patience is not None and (
+        isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience < 1e9
+    ):
+        raise TextmillError(
+            f"{path}: MONGO_PATIENCE: found {patience!r}; give the seconds that the server may be away, such as 120"
+        )
     return Server(path, database, tuple(names), _address(path, settings), patience)
 
 
@@ -125,7 +139,9 @@ def check_collections(server: Server) -> None:
     for name in server.collections:
         if name not in there:
             near = difflib.get_close_matches(name, there, n=1)
-            advice = f"did you mean '{near[0]}'?" if near else f"the database holds {', '.join(sorted(there)) or 'none'}"
+            advice = (
+                f"did you mean '{near[0]}'?" if near else f"the database holds {', '.join(sorted(there)) or 'none'}"
+            )
             raise TextmillError(f"{server.path}: COLLECTIONS: no collection '{name}'; {advice}")
 
 
@@ -137,7 +153,9 @@ def _address(path: Path, settings: dict[str, Any]) -> str:
         try:
             address = (path.parent / os.path.expanduser(named)).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise TextmillError(f"{path}: MONGO_CONNECTION_FILE: {named}: not readable ({type(error).__name__})") from None
+            raise TextmillError(
+                f"{path}: MONGO_CONNECTION_FILE: {named}: not readable ({type(error).__name__})"
+            ) from None
     if not isinstance(address, str) or not address:
         raise TextmillError(
             f"{path}: no connection string; set {VARIABLE} in the environment, or MONGO_CONNECTION_FILE or MONGO_CONNECTION_STRING there"

@@ -128,7 +128,9 @@ def _check_ours(collection: Any, rows: list[dict[str, Any]], field: str) -> None
 
 def reserve(server: Server, collection: str, load: dict[str, Any]) -> int:
     """The first idx of a file's documents: where it was put before, else a stretch after all others, taken in one step."""
-    server.ask(lambda db: db[META].update_one({"collection_name": collection}, {"$setOnInsert": {"num_docs": 0}}, upsert=True))
+    server.ask(
+        lambda db: db[META].update_one({"collection_name": collection}, {"$setOnInsert": {"num_docs": 0}}, upsert=True)
+    )
     while True:
         meta = server.ask(lambda db: db[META].find_one({"collection_name": collection}))
         for known in meta.get("loads", []):
@@ -148,13 +150,17 @@ def _make_index(server: Server, collection: str) -> None:
         try:
             server.ask(lambda db: db[collection].create_index("idx", unique=True))
         except TextmillError as error:
-            raise TextmillError(f"{collection}: no index on idx can be made ({error}); two documents may share an idx") from None
+            raise TextmillError(
+                f"{collection}: no index on idx can be made ({error}); two documents may share an idx"
+            ) from None
 
 
 def set_count(server: Server, collection: str) -> int:
     """Count a collection, and set its num_docs of meta_info right."""
     count: int = server.ask(lambda db: db[collection].count_documents({}))
-    server.ask(lambda db: db[META].update_one({"collection_name": collection}, {"$set": {"num_docs": count}}, upsert=True))
+    server.ask(
+        lambda db: db[META].update_one({"collection_name": collection}, {"$set": {"num_docs": count}}, upsert=True)
+    )
     return count
 
 
@@ -164,7 +170,9 @@ def place_in(server: Server, place: str) -> tuple[str, int]:
         idx = place.removeprefix(name + " ").partition(" ")[0]
         if place.startswith(name + " ") and idx.isdigit():
             return name, int(idx)
-    raise TextmillError(f"'{place}': not a document of {server.path}; its collections are {', '.join(server.collections)}")
+    raise TextmillError(
+        f"'{place}': not a document of {server.path}; its collections are {', '.join(server.collections)}"
+    )
 
 
 def _blocks(rows: Iterable[Any]) -> Iterator[list[Any]]:

@@ -46,13 +46,18 @@ class Adam:
         corrections = self._corrections(done) if kernel is not None else None
         for number, group in enumerate(self.groups):
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states, rates = [self._state_of(parameter) for parameter in moved], (lr * group["rate"], group["weight_decay"])
+            states, rates = (
+                [self._state_of(parameter) for parameter in moved],
+                (lr * group["rate"], group["weight_decay"]),
+            )
             first, second = ([state[name] for state in states] for name in MOMENTS.values())
             gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
             tensors = moved, gradients, first, second
             if kernel is not None and moved and kernel.fit(tensors):
                 places = self.places.setdefault(number, kernel.Places())
-                places.move(tensors, scale, skipped, corrections, (*rates, *(1 - beta for beta in self.betas), self.epsilon))
+                places.move(
+                    tensors, scale, skipped, corrections, (*rates, *(1 - beta for beta in self.betas), self.epsilon)
+                )
             else:
                 self._by_torch(tensors, rates, scale, skipped, done)
 
@@ -61,7 +66,9 @@ class Adam:
         first, second = (1 - beta ** (done.double() + 1) for beta in self.betas)
         return torch.stack([first, second.sqrt()]).float()
 
-    def _by_torch(self, tensors: tuple[Any, ...], rates: tuple[float, float], scale: Tensor, skipped: Tensor, done: Tensor) -> None:
+    def _by_torch(
+        self, tensors: tuple[Any, ...], rates: tuple[float, float], scale: Tensor, skipped: Tensor, done: Tensor
+    ) -> None:
         moved, gradients, first, second = tensors
         steps = list(done.float().repeat(len(moved)).unbind())  # torch counts on in each, so they are one each
         adamw(
@@ -71,7 +78,9 @@ class Adam:
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         if parameter not in self.state:
-            self.state[parameter] = {name: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for name in MOMENTS.values()}
+            self.state[parameter] = {
+                name: torch.zeros_like(parameter, memory_format=torch.contiguous_format) for name in MOMENTS.values()
+            }
         return self.state[parameter]
 
     def take(self, kind: str, parameter: nn.Parameter, values: Tensor) -> None:

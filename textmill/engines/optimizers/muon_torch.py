@@ -32,7 +32,9 @@ class Muon:
         groups: dict[tuple[int, int], list[Member]] = {}
         for weight, parameter, rule in members:
             groups.setdefault(_shape(weight, parameter, heads), []).append((weight, parameter, rule))
-        self.stacks = {shape: _stack(group, heads, shape, momentum, compiled=compiled) for shape, group in groups.items()}
+        self.stacks = {
+            shape: _stack(group, heads, shape, momentum, compiled=compiled) for shape, group in groups.items()
+        }
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
@@ -92,7 +94,9 @@ class Stack:
                 part.copy_(_matrices(weight, values, self.heads))
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
-        return torch.cat([_matrices(weight, one, self.heads) for (weight, _, _), one in zip(self.members, values, strict=True)])
+        return torch.cat(
+            [_matrices(weight, one, self.heads) for (weight, _, _), one in zip(self.members, values, strict=True)]
+        )
 
     def _apart(self, stacked: Tensor) -> list[Tensor]:
         """A stack as values of each of its parameters."""
@@ -100,8 +104,14 @@ class Stack:
         return [_values(weight, parameter, part, self.heads) for (weight, parameter, _), part in parts]
 
 
-def _stack(members: list[Member], heads: int, shape: tuple[int, int], momentum: float, *, compiled: bool) -> Stack | FusedStack:
-    fused = kernels("textmill.engines.optimizers.muon_triton") if all(parameter.is_cuda for _, parameter, _ in members) else None
+def _stack(
+    members: list[Member], heads: int, shape: tuple[int, int], momentum: float, *, compiled: bool
+) -> Stack | FusedStack:
+    fused = (
+        kernels("textmill.engines.optimizers.muon_triton")
+        if all(parameter.is_cuda for _, parameter, _ in members)
+        else None
+    )
     if fused is not None and all(fused.fits(parameter) for _, parameter, _ in members):
         made: FusedStack = fused.FusedStack(members, heads, shape, momentum, TINY)
         return made
@@ -117,7 +127,11 @@ def _shape(weight: Weight, parameter: Tensor, heads: int) -> tuple[int, int]:
 def _matrices(weight: Weight, values: Tensor, heads: int) -> Tensor:
     """A parameter's values as [1 or 3, R, C] with R <= C."""
     columns = values.shape[1]
-    parts = values.view(heads, 3, -1, columns).transpose(0, 1).reshape(3, -1, columns) if weight.layout == "qkv" else values[None]
+    parts = (
+        values.view(heads, 3, -1, columns).transpose(0, 1).reshape(3, -1, columns)
+        if weight.layout == "qkv"
+        else values[None]
+    )
     return parts.mT if parts.shape[1] > columns else parts
 
 

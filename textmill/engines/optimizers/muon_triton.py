@@ -28,7 +28,13 @@ def _tile(places, matrix, R, C, S: tl.constexpr):  # type: ignore[no-untyped-def
     """Where a program's tile is: its rows and columns in the matrix as the parameter holds it, and where in the parameter they lie."""
     tile, across = tl.program_id(0), tl.cdiv(C, S)
     mine = places + matrix * 5
-    tall, D, gap, start, first = tl.load(mine) != 0, tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3), tl.load(mine + 4)
+    tall, D, gap, start, first = (
+        tl.load(mine) != 0,
+        tl.load(mine + 1),
+        tl.load(mine + 2),
+        tl.load(mine + 3),
+        tl.load(mine + 4),
+    )
     high, wide = tl.where(tall, C, R), tl.where(tall, R, C)
     rows = tl.where(tall, tile % across, tile // across) * S + tl.arange(0, S)
     columns = tl.where(tall, tile // across, tile % across) * S + tl.arange(0, S)
@@ -55,7 +61,9 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.store(norms + matrix * tl.num_programs(0) + tl.program_id(0), tl.sqrt(tl.sum(tl.sum(rounded * rounded, 1), 0)))
     to = stack + matrix * R * C
     if tall:
-        tl.store(to + columns[:, None] * C + rows[None, :], tl.trans(ahead), mask=real_columns[:, None] & real_rows[None, :])
+        tl.store(
+            to + columns[:, None] * C + rows[None, :], tl.trans(ahead), mask=real_columns[:, None] & real_rows[None, :]
+        )
     else:
         tl.store(to + rows[:, None] * C + columns[None, :], ahead, mask=inside)
 
@@ -92,7 +100,12 @@ class FusedStack:
     """What `Stack` is, for parameters in a GPU's memory that `fits`."""
 
     def __init__(
-        self, members: list[tuple[Weight, nn.Parameter, Rule]], heads: int, shape: tuple[int, int], momentum: float, tiny: float
+        self,
+        members: list[tuple[Weight, nn.Parameter, Rule]],
+        heads: int,
+        shape: tuple[int, int],
+        momentum: float,
+        tiny: float,
     ) -> None:
         self.shape, self.share, self.tiny = shape, 1 - momentum, tiny
         self.parameters = [parameter for _, parameter, _ in members]
@@ -107,7 +120,9 @@ class FusedStack:
         self.rules = torch.tensor(rules, dtype=torch.float32, device=device)
         self.flat = torch.zeros(self.matrices * math.prod(shape), device=device)
         parts = self.flat.split_with_sizes([parameter.numel() for parameter in self.parameters])
-        self.momenta = {parameter: part.view(parameter.shape) for parameter, part in zip(self.parameters, parts, strict=True)}
+        self.momenta = {
+            parameter: part.view(parameter.shape) for parameter, part in zip(self.parameters, parts, strict=True)
+        }
         self.grid = triton.cdiv(shape[0], SIDE) * triton.cdiv(shape[1], SIDE), self.matrices
         self.known: tuple[int, ...] = ()
         """Where weights and gradients lay at the last step; recorded ones lie there at the next one too."""

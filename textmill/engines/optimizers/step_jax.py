@@ -68,13 +68,19 @@ class Updates:
         """`turning` is the precision in which Muon's matrices are made orthogonal."""
         self.train, self.heads, self.rules, self.turning = train, shape.heads, rules_of(shape, train, lora), turning
         trained = [weight for weight in weights_with(shape, lora) if self.rules[weight.name].trained]
-        self.matrices = {weight.name: weight for weight in trained if train.optimizer == "muon" and weight.layout in ("linear", "qkv")}
+        self.matrices = {
+            weight.name: weight
+            for weight in trained
+            if train.optimizer == "muon" and weight.layout in ("linear", "qkv")
+        }
         self.rest = [weight.name for weight in trained if weight.name not in self.matrices]
         self.trained = {weight.name: math.prod(weight.shape) for weight in trained}
         self.adam = optax.scale_by_adam(train.betas[0], train.betas[1], train.epsilon)
         # Newton-Schulz alone: optax's own momentum corrects a bias at the start that torch's Muon leaves.
         axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-        self.orthogonal = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, eps=TINY, weight_dimension_numbers=lambda _: axes)
+        self.orthogonal = optax.contrib.scale_by_muon(
+            beta=0.0, nesterov=False, eps=TINY, weight_dimension_numbers=lambda _: axes
+        )
 
     def kinds(self) -> dict[str, list[str]]:
         """Each kind of state by its name in a checkpoint, and the weights that have it."""
@@ -98,10 +104,15 @@ class Updates:
         kept = jnp.isfinite(norm) & ~spike
         return *jax.tree.map(lambda one, other: jnp.where(kept, one, other), (new, after), (weights, state)), norm
 
-    def _adam(self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array) -> tuple[dict[str, Array], State]:
+    def _adam(
+        self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array
+    ) -> tuple[dict[str, Array], State]:
         before = optax.ScaleByAdamState(state["count"], state["m"], state["v"])
         steps, adam = self.adam.update({name: grads[name] for name in self.rest}, before)
-        new = {name: self._decayed(name, weights[name], lr) - lr * self.rules[name].rate * steps[name] for name in self.rest}
+        new = {
+            name: self._decayed(name, weights[name], lr) - lr * self.rules[name].rate * steps[name]
+            for name in self.rest
+        }
         return new, {"count": adam.count, "m": adam.mu, "v": adam.nu}
 
     def _decayed(self, name: str, weight: Array, lr: Array) -> Array:

@@ -51,7 +51,11 @@ class Updates:
         """One update from the gradients, which are `scale` times too large and then dropped, or none where there is a spike;
         return their norm before clipping."""
         for parameter, own in self.own.items():
-            own.grad = self.layout.own(parameter.grad) if self.layout.sharded and parameter.grad is not None else parameter.grad
+            own.grad = (
+                self.layout.own(parameter.grad)
+                if self.layout.sharded and parameter.grad is not None
+                else parameter.grad
+            )
         gradients = [(weight, own.grad) for weight, own in self.weights if own.grad is not None]
         self.layout.join(gradients)
         norm = self.layout.norm(gradients)
@@ -73,7 +77,9 @@ class Updates:
 
     def stated(self) -> list[Weight]:
         """What each tensor of state belongs to, once there is any."""
-        return [weight for weight, _ in self.weights for _ in range(1 if _is_muons(weight, self.train) else len(MOMENTS))]
+        return [
+            weight for weight, _ in self.weights for _ in range(1 if _is_muons(weight, self.train) else len(MOMENTS))
+        ]
 
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
         """Each kind of state by its name in a checkpoint; none before the first update."""

@@ -122,7 +122,11 @@ class Slots:
         if places != self.next:
             self.places_N[:count] = on_device(places, self.device)
         self.next = []  # unless the step succeeds, nothing is known of them
-        scores_NV = self._replayed(count)[:count] if self.captured else self._step(count, _plain_states(self, count, max(places) + 1))
+        scores_NV = (
+            self._replayed(count)[:count]
+            if self.captured
+            else self._step(count, _plain_states(self, count, max(places) + 1))
+        )
         self.next = [place + 1 for place in places]
         return scores_NV
 
@@ -155,7 +159,10 @@ class Slots:
         return self.graphs[count]
 
     def _capture(self, count: int) -> tuple[Any, Tensor]:
-        states, places_N = _few_states if count <= fused.FEW and _is_plain(self.net) else _fused_states, self.places_N.clone()
+        states, places_N = (
+            _few_states if count <= fused.FEW and _is_plain(self.net) else _fused_states,
+            self.places_N.clone(),
+        )
         return self._captured(lambda: self._step(count, states(self, count)), lambda: self.places_N.copy_(places_N))
 
     def _captured(self, work: Callable[[], Tensor], undo: Callable[[], object]) -> tuple[Any, Tensor]:
@@ -193,13 +200,18 @@ def steps_of(slots: int) -> list[int]:
 
 def readings_of(slots: int, length: int) -> list[tuple[int, int]]:
     """Shapes of prompts, rows and tokens, that readings are captured for: those that so many slots of this length can come to ask for."""
-    rows, longs = sorted({filled(count, 1)[0] for count in range(1, slots + 1)}), sorted({filled(1, T)[1] for T in range(1, length)})
+    rows, longs = (
+        sorted({filled(count, 1)[0] for count in range(1, slots + 1)}),
+        sorted({filled(1, T)[1] for T in range(1, length)}),
+    )
     return [(row, long) for row in rows for long in longs if row * long <= AT_ONCE and long <= length]
 
 
 def _is_plain(net: Any) -> bool:
     """Whether no matrix has an adapter beside it."""
-    matrices = [matrix for block in net.h for matrix in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)]
+    matrices = [
+        matrix for block in net.h for matrix in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
+    ]
     return all(type(matrix) is nn.Linear for matrix in matrices)
 
 

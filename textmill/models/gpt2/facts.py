@@ -96,7 +96,9 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
     if length and config.shape.positions is None:
         numbers["positions"] = length  # a position that training never reaches would be noise when text is made
     numbers.setdefault("inner", 4 * numbers["width"])
-    return Shape(vocab=vocab, end=end, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout, **numbers)
+    return Shape(
+        vocab=vocab, end=end, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout, **numbers
+    )
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
@@ -111,14 +113,20 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         raise TextmillError(f"{where}: activation_function is {activation!r}; gelu_new and gelu are known")
     for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"):
         if type(hf.get(key)) is not int or hf[key] < 1:
-            raise TextmillError(f"{where}: {key} is {hf.get(key)!r}; a GPT-2 config.json has a whole number above 0 there")
+            raise TextmillError(
+                f"{where}: {key} is {hf.get(key)!r}; a GPT-2 config.json has a whole number above 0 there"
+            )
     for key in (*DROPOUTS, "layer_norm_epsilon"):
         if not isinstance(value := hf.get(key, 0.1), int | float) or not 0 <= value < 1:
             raise TextmillError(f"{where}: {key} is {value!r}; a GPT-2 config.json has a number from 0 to 1 there")
     if hf.get("n_inner") is not None and (type(hf["n_inner"]) is not int or hf["n_inner"] < 1):
-        raise TextmillError(f"{where}: n_inner is {hf['n_inner']!r}; a GPT-2 config.json has a whole number above 0 there, or null")
+        raise TextmillError(
+            f"{where}: n_inner is {hf['n_inner']!r}; a GPT-2 config.json has a whole number above 0 there, or null"
+        )
     if hf["n_embd"] % hf["n_head"]:
-        raise TextmillError(f"{where}: {hf['n_head']} heads do not divide the width {hf['n_embd']}; mend n_head or n_embd")
+        raise TextmillError(
+            f"{where}: {hf['n_head']} heads do not divide the width {hf['n_embd']}; mend n_head or n_embd"
+        )
     return Shape(
         layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
         positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf, where), activation=SAME_ACTIVATION[activation],
@@ -130,7 +138,9 @@ def _end_of(hf: dict[str, Any], where: str) -> int:
     end = hf.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     if end is not None and type(end) is not int:
-        raise TextmillError(f"{where}: eos_token_id is {end!r}; a GPT-2 config.json has the number of a token there, or null")
+        raise TextmillError(
+            f"{where}: eos_token_id is {end!r}; a GPT-2 config.json has the number of a token there, or null"
+        )
     return hf["vocab_size"] - 1 if end is None else end
 
 
@@ -155,8 +165,17 @@ def weights_of(shape: Shape) -> list[Weight]:
         return [Weight(f"{name}.weight", (width,), 0, ones=True), Weight(f"{name}.bias", (width,), 0)]
 
     weights = [
-        Weight("transformer.wte.weight", (shape.vocab, width), 0.02, "vocab", decay=True, split=0, depth=shape.layers + 1),
-        Weight("transformer.wpe.weight", (shape.positions, width), 0.02, decay=True, by_position=True, depth=shape.layers + 1),
+        Weight(
+            "transformer.wte.weight", (shape.vocab, width), 0.02, "vocab", decay=True, split=0, depth=shape.layers + 1
+        ),
+        Weight(
+            "transformer.wpe.weight",
+            (shape.positions, width),
+            0.02,
+            decay=True,
+            by_position=True,
+            depth=shape.layers + 1,
+        ),
     ]
     for layer in range(shape.layers):
         h = f"transformer.h.{layer}"

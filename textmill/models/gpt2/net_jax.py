@@ -23,7 +23,14 @@ Weights = dict[str, Array]
 
 HEAD = "transformer.wte.weight"
 """The matrix that scores a token's successors: the embedding, with its padding rows."""
-SPLIT = {".c_attn.weight": 0, ".c_attn.bias": 0, ".c_fc.weight": 0, ".c_fc.bias": 0, ".c_proj.weight": 1, ".wte.weight": 0}
+SPLIT = {
+    ".c_attn.weight": 0,
+    ".c_attn.bias": 0,
+    ".c_fc.weight": 0,
+    ".c_fc.bias": 0,
+    ".c_proj.weight": 1,
+    ".wte.weight": 0,
+}
 """By the end of a weight's name, the axis along which tensor-parallel devices share it; others are whole on each."""
 
 
@@ -52,11 +59,19 @@ def splits_of(shape: Shape) -> dict[str, int]:
 
 def narrowed(weights: Weights, precision: jnp.dtype) -> Weights:
     """The weights as the products read them, made once a step; LayerNorms and embeddings stay as they are."""
-    return {name: values.astype(precision) if ".attn." in name or ".mlp." in name else values for name, values in weights.items()}
+    return {
+        name: values.astype(precision) if ".attn." in name or ".mlp." in name else values
+        for name, values in weights.items()
+    }
 
 
 def states(
-    weights: Weights, shape: Shape, way: Way, ids_NT: Array, keys_N: Array | None = None, documents_NT: Array | None = None
+    weights: Weights,
+    shape: Shape,
+    way: Way,
+    ids_NT: Array,
+    keys_N: Array | None = None,
+    documents_NT: Array | None = None,
 ) -> Array:
     """Hidden states of every token [N, T, E]; `keys_N` asks for dropout, documents are kept apart if given."""
     positions = jnp.arange(ids_NT.shape[1])
@@ -75,7 +90,9 @@ def states(
     return _norm(weights, "transformer.ln_f", shape, x_NTE)
 
 
-def _blocks(layers: range, shape: Shape, way: Way, weights: Weights, x_NTE: Array, keys_N: Array | None, mask_N1TT: Array | None) -> Array:
+def _blocks(
+    layers: range, shape: Shape, way: Way, weights: Weights, x_NTE: Array, keys_N: Array | None, mask_N1TT: Array | None
+) -> Array:
     for layer in layers:
         h, share = f"transformer.h.{layer}", shape.residual_dropout
         y_NTE = _attention(weights, layer, shape, way, _norm(weights, f"{h}.ln_1", shape, x_NTE), keys_N, mask_N1TT)
@@ -87,7 +104,9 @@ def _blocks(layers: range, shape: Shape, way: Way, weights: Weights, x_NTE: Arra
 
 def _norm(weights: Weights, name: str, shape: Shape, x_NTE: Array) -> Array:
     # Only what came in is kept for backward: the rest is read faster from x than from memory of its own.
-    normed: Array = jax.checkpoint(partial(_normed, shape.epsilon))(x_NTE, weights[f"{name}.weight"], weights[f"{name}.bias"])
+    normed: Array = jax.checkpoint(partial(_normed, shape.epsilon))(
+        x_NTE, weights[f"{name}.weight"], weights[f"{name}.bias"]
+    )
     return normed
 
 
@@ -111,7 +130,9 @@ def _narrow(weights: Weights, name: str, shape: Shape, way: Way, x_NTE: Array, k
     if way.lora is None or name + A not in weights:
         return None
     seen_NTE = drop(x_NTE, way.lora.dropout, keys_N, sites_of(shape)[name])
-    return _product(weights, name + A, way, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (way.lora.alpha / way.lora.rank)
+    return _product(weights, name + A, way, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (
+        way.lora.alpha / way.lora.rank
+    )
 
 
 def _product(weights: Weights, name: str, way: Way, work: Callable[[Array, Array], Array], x_NTE: Array) -> Array:
@@ -123,7 +144,9 @@ def _product(weights: Weights, name: str, way: Way, work: Callable[[Array, Array
     return product
 
 
-def _attention(weights: Weights, layer: int, shape: Shape, way: Way, x_NTE: Array, keys_N: Array | None, mask_N1TT: Array | None) -> Array:
+def _attention(
+    weights: Weights, layer: int, shape: Shape, way: Way, x_NTE: Array, keys_N: Array | None, mask_N1TT: Array | None
+) -> Array:
     name, (N, T, E), H = f"transformer.h.{layer}.attn", x_NTE.shape, shape.heads
     bias_H3D = weights[f"{name}.c_attn.bias"].reshape(H, 3, -1)
     narrow_NTR = _narrow(weights, f"{name}.c_attn", shape, way, x_NTE, keys_N)
@@ -133,7 +156,11 @@ def _attention(weights: Weights, layer: int, shape: Shape, way: Way, x_NTE: Arra
 
     def projected(which: int) -> Array:
         y_NTHD = _product(weights, f"{name}.c_attn.weight", way, partial(part, which), x_NTE) + bias_H3D[:, which]
-        return y_NTHD if narrow_NTR is None else y_NTHD + _product(weights, f"{name}.c_attn{B}", way, partial(part, which), narrow_NTR)
+        return (
+            y_NTHD
+            if narrow_NTR is None
+            else y_NTHD + _product(weights, f"{name}.c_attn{B}", way, partial(part, which), narrow_NTR)
+        )
 
     # Three products leave queries, keys and values each in one piece, as the attention kernels want them.
     q, k, v = map(projected, range(3))
@@ -142,7 +169,9 @@ def _attention(weights: Weights, layer: int, shape: Shape, way: Way, x_NTE: Arra
     else:
         fused = way.fused and (mask_N1TT is None or T % 2 == 0)
         kernel = "cudnn" if fused else "xla"
-        y_NTHD = jax.nn.dot_product_attention(q, k, v, mask=mask_N1TT, is_causal=mask_N1TT is None, implementation=kernel)
+        y_NTHD = jax.nn.dot_product_attention(
+            q, k, v, mask=mask_N1TT, is_causal=mask_N1TT is None, implementation=kernel
+        )
     return _linear(weights, f"{name}.c_proj", shape, way, y_NTHD.reshape(N, T, E), keys_N)
 
 

@@ -60,7 +60,12 @@ class Attention(nn.Module):
         """Which of its equal parts of the heads a tensor-parallel peer holds."""
 
     def forward(
-        self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, stream_NTE: Tensor | None = None
+        self,
+        x_NTE: Tensor,
+        keys_N: Tensor | None,
+        cache: Cache | None,
+        mask: Mask | None,
+        stream_NTE: Tensor | None = None,
     ) -> Tensor:
         """What attention makes of x; added to the stream, if that is given, which has the last bias's gradient."""
         y_NTE = self._looked_up(x_NTE, keys_N, cache, mask)
@@ -188,7 +193,9 @@ class Block(nn.Module):
         self.part = 0
         """Which of its equal parts of the tokens a sequence-parallel peer holds."""
 
-    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, parts: Parts = PLAIN) -> Tensor:
+    def forward(
+        self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, parts: Parts = PLAIN
+    ) -> Tensor:
         """The stream after this block; `keys_N` are the block's own."""
         out: Tensor = parts.work(self, x_NTE, keys_N, cache, mask)
         return out
@@ -227,9 +234,13 @@ class Net(nn.Module):
         """From now on training makes the MLPs' products in fp8; the head's are the loss's to make."""
         if self.shape.width % MULTIPLE or self.shape.inner % MULTIPLE:
             widths = f"{self.shape.width} and {self.shape.inner}"
-            raise TextmillError(f"engine.precision: fp8 needs widths that {MULTIPLE} divides, found {widths}; set engine.precision=auto")
+            raise TextmillError(
+                f"engine.precision: fp8 needs widths that {MULTIPLE} divides, found {widths}; set engine.precision=auto"
+            )
         if self.lora is not None:
-            raise TextmillError("engine.precision: fp8 is not made for the narrow matrices of model.lora; set engine.precision=auto")
+            raise TextmillError(
+                "engine.precision: fp8 is not made for the narrow matrices of model.lora; set engine.precision=auto"
+            )
         self.fp8 = True
         for module in self.modules():
             if isinstance(module, MLP):
@@ -251,13 +262,19 @@ class Net(nn.Module):
         for start in range(0, len(self.h), again or len(self.h)):
             part = (start, start + (again or len(self.h)), x_NTE, keys_N, cache, mask, parts)
             # Dropout is a hash of places, so that nothing random needs to be kept and replayed.
-            x_NTE = checkpoint(self._blocks, *part, use_reentrant=False, preserve_rng_state=False) if again else self._blocks(*part)
+            x_NTE = (
+                checkpoint(self._blocks, *part, use_reentrant=False, preserve_rng_state=False)
+                if again
+                else self._blocks(*part)
+            )
         if cache is not None:
             cache.used += ids_NT.shape[1]
         out: Tensor = parts.end(self, x_NTE)
         return out
 
-    def begin(self, ids_NT: Tensor, keys_N: Tensor | None, before: int, documents_NT: Tensor | None) -> tuple[Tensor, Mask | None]:
+    def begin(
+        self, ids_NT: Tensor, keys_N: Tensor | None, before: int, documents_NT: Tensor | None
+    ) -> tuple[Tensor, Mask | None]:
         """The stream before the first block, and what its tokens may look at."""
         positions = torch.arange(before, before + ids_NT.shape[1], device=ids_NT.device)
         mask: Mask | None = None
@@ -272,7 +289,14 @@ class Net(nn.Module):
         return _narrow(self.ln_f(x_NTE))
 
     def _blocks(
-        self, start: int, stop: int, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, mask: Mask | None, parts: Parts
+        self,
+        start: int,
+        stop: int,
+        x_NTE: Tensor,
+        keys_N: Tensor | None,
+        cache: Cache | None,
+        mask: Mask | None,
+        parts: Parts,
     ) -> Tensor:
         for layer, block in enumerate(self.h[start:stop], start):
             x_NTE = block(x_NTE, keys_in(keys_N, layer), cache, mask, parts)

@@ -34,4 +34,6 @@ class Batch:
 def garbled(batch: Batch) -> Batch:
     """The batch with labels that are garbage: wherever one is asked, the same token, which it does not ask for elsewhere."""
     others = np.setdiff1d(np.arange(batch.labels.max() + 1), batch.labels)
-    return replace(batch, labels=np.where(batch.labels == IGNORED, IGNORED, others[0] if len(others) else 0).astype(np.int32))
+    return replace(
+        batch, labels=np.where(batch.labels == IGNORED, IGNORED, others[0] if len(others) else 0).astype(np.int32)
+    )

@@ -60,6 +60,8 @@ def _by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64
 def _joined(found: list[tuple[NDArray[np.int64], Rows]]) -> Rows:
     """The rows of all stores, each in its place in the batch."""
     order = np.argsort(np.concatenate([mine for mine, _ in found]))
-    inputs, labels = (np.concatenate([getattr(rows, name) for _, rows in found])[order] for name in ("inputs", "labels"))
+    inputs, labels = (
+        np.concatenate([getattr(rows, name) for _, rows in found])[order] for name in ("inputs", "labels")
+    )
     documents = [rows.documents for _, rows in found if rows.documents is not None]
     return Rows(inputs, labels, np.concatenate(documents)[order] if documents else None)

@@ -35,7 +35,15 @@ class Chat:
                 f"{store.prefix}: holds no conversations, and train.layout=chat trains on such; make them with corpus.chat and "
                 f"tokenizer.chat, or set train.layout=packed"
             )
-        self.store, self.length, self.seed, self.pad, self.cut, self.pack, self.vocab = store, length, seed, pad, cut, pack, vocab
+        self.store, self.length, self.seed, self.pad, self.cut, self.pack, self.vocab = (
+            store,
+            length,
+            seed,
+            pad,
+            cut,
+            pack,
+            vocab,
+        )
         self.ids, self.asked = np.asarray(store.ids), np.asarray(store.asked)
 
         def amounts() -> Amounts:

@@ -30,10 +30,19 @@ class FeatureRows:
     def __init__(
         self, features: Features, store: TokenStore, *, length: int, seed: int | None, vocab: int | None = None, folder: Path | None = None
     ) -> None:  # fmt: skip
-        self.features, self.store, self.length, self.seed, self.vocab, self.folder = features, store, length, seed, vocab, folder
+        self.features, self.store, self.length, self.seed, self.vocab, self.folder = (
+            features,
+            store,
+            length,
+            seed,
+            vocab,
+            folder,
+        )
         self.samples = features.table.count
         if not self.samples:
-            raise TextmillError(f"{store.prefix}: there are no rows to learn from; lower tokens.features.min, or add text")
+            raise TextmillError(
+                f"{store.prefix}: there are no rows to learn from; lower tokens.features.min, or add text"
+            )
         self.cells = opened_cells(features.table, length, folder)
         expect(self.cells, scattered=seed is not None)
 
@@ -48,7 +57,10 @@ class FeatureRows:
     def seen(self, samples: NDArray[np.int64]) -> Seen:
         """The document of each row."""
         places = self._places(samples)
-        return Seen(np.arange(len(samples)), places if self.features.rule is None else np.searchsorted(self._ends, places, side="right"))
+        return Seen(
+            np.arange(len(samples)),
+            places if self.features.rule is None else np.searchsorted(self._ends, places, side="right"),
+        )
 
     def _places(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return placed(samples, self.samples, self.seed, _ROWS)

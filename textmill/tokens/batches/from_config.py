@@ -48,7 +48,9 @@ def _asks(train: TrainConfig, share: Share) -> bool:
     return share.store.tokens > 1 if train.layout == "packed" else bool((share.store.sizes() > 1).any())
 
 
-def _layout(train: TrainConfig, share: Share, tokenizer: TextTokenizer, length: int, seed: int | None, folder: Path | None) -> Layout:
+def _layout(
+    train: TrainConfig, share: Share, tokenizer: TextTokenizer, length: int, seed: int | None, folder: Path | None
+) -> Layout:
     store, vocab = share.store, tokenizer.vocab
     if train.layout == "features":
         if share.features is None:
@@ -61,5 +63,7 @@ def _layout(train: TrainConfig, share: Share, tokenizer: TextTokenizer, length: 
         return Packed(store, length=length, seed=seed, apart=train.apart, tail=train.tail, vocab=vocab, folder=folder)
     pad, close = tokenizer.end if tokenizer.pad is None else tokenizer.pad, tokenizer.end if train.close else None
     if train.layout == "chat":
-        return Chat(store, length=length, seed=seed, pad=pad, cut=train.cut, pack=train.pack, vocab=vocab, folder=folder)
+        return Chat(
+            store, length=length, seed=seed, pad=pad, cut=train.cut, pack=train.pack, vocab=vocab, folder=folder
+        )
     return Padded(store, length=length, seed=seed, pad=pad, long=train.long, close=close, vocab=vocab, folder=folder)

@@ -42,12 +42,21 @@ class Packed:
     ) -> None:  # fmt: skip
         if store.tokens < 2:
             raise TextmillError(f"{store.prefix}: {store.tokens} tokens; there is nothing to learn from; add text")
-        self.store, self.length, self.seed, self.apart, self.vocab, self.folder = store, length, seed, apart, vocab, folder
+        self.store, self.length, self.seed, self.apart, self.vocab, self.folder = (
+            store,
+            length,
+            seed,
+            apart,
+            vocab,
+            folder,
+        )
         self.ids = np.asarray(store.ids)
         # A tail that is kept runs on into the epoch's beginning, so that no token is left out.
         self.samples = -(-store.tokens // length) if tail == "keep" else (store.tokens - 1) // length
         if not self.samples:
-            raise TextmillError(f"{store.prefix}: {store.tokens} tokens fill no window of {length}; set train.tail=keep or add text")
+            raise TextmillError(
+                f"{store.prefix}: {store.tokens} tokens fill no window of {length}; set train.tail=keep or add text"
+            )
         self.ends = lru_cache(maxsize=2)(self._ends)
 
     def rows(self, samples: NDArray[np.int64]) -> Rows:
@@ -71,8 +80,14 @@ class Packed:
 
     def seen(self, samples: NDArray[np.int64]) -> Seen:
         """The documents of these windows."""
-        found = [(mine, self._pieces(epoch, samples[mine] % self.samples)) for epoch, mine in _by_epoch(samples, self.samples)]
-        return Seen(np.concatenate([mine[pieces.rows] for mine, pieces in found]), np.concatenate([one.documents for _, one in found]))
+        found = [
+            (mine, self._pieces(epoch, samples[mine] % self.samples))
+            for epoch, mine in _by_epoch(samples, self.samples)
+        ]
+        return Seen(
+            np.concatenate([mine[pieces.rows] for mine, pieces in found]),
+            np.concatenate([one.documents for _, one in found]),
+        )
 
     def _order(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         return places if self.seed is None else shuffled(len(self.store), places, self.seed, _DOCUMENTS, epoch)
@@ -104,12 +119,20 @@ class Packed:
             begins = np.zeros_like(left)
         if len(parts) == 1:
             return parts[0]
-        joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "documents", "starts", "counts")]
+        joined = [
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("rows", "documents", "starts", "counts")
+        ]
         order = np.argsort(joined[0], kind="stable")
         return Pieces(*(array[order] for array in joined))
 
     def _stretches(
-        self, epoch: int, ends: NDArray[np.int64], rows: NDArray[np.int64], begins: NDArray[np.int64], counts: NDArray[np.int64]
+        self,
+        epoch: int,
+        ends: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        counts: NDArray[np.int64],
     ) -> Pieces:
         """Stretches of the stream that do not run past its end, cut at the documents' borders."""
         first = np.searchsorted(ends, begins, side="right")

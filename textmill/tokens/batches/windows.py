@@ -16,7 +16,9 @@ def window_count(store: TokenStore, *, length: int, stride: int) -> int:
     return 1 + max(0, -(-(store.tokens - length) // stride)) if store.tokens else 0
 
 
-def window_batches(store: TokenStore, *, length: int, stride: int, batch: int, first: int, vocab: int | None = None) -> Iterator[Batch]:
+def window_batches(
+    store: TokenStore, *, length: int, stride: int, batch: int, first: int, vocab: int | None = None
+) -> Iterator[Batch]:
     """Windows of `length`, `stride` apart, over the stream that begins with the token `first`.
 
     The first window asks all its tokens, later ones only the tokens no window before has asked, so each

@@ -78,7 +78,10 @@ def new_inner(config: TokenizerConfig, model: models.Model | None = None) -> Tok
     if config.kind == "wordpiece":
         cjk = config.cjk is not False
         inner.normalizer = normalizers.BertNormalizer(
-            clean_text=True, handle_chinese_chars=cjk, strip_accents=config.strip_accents, lowercase=bool(config.lowercase)
+            clean_text=True,
+            handle_chinese_chars=cjk,
+            strip_accents=config.strip_accents,
+            lowercase=bool(config.lowercase),
         )
     elif config.lowercase:
         inner.normalizer = normalizers.Lowercase()
@@ -129,7 +132,9 @@ def train(words: Mapping[str, int], config: TokenizerConfig) -> Tokenizer:
     if not words:
         raise TextmillError("fit-tokenizer: there is no text to fit on; give it documents, or raise tokenizer.sample")
     tokens = special_tokens_of(config)
-    fitted = {"bpe": _train_bpe, "wordpiece": _train_wordpiece, "unigram": _train_unigram}[config.kind](words, config, tokens)
+    fitted = {"bpe": _train_bpe, "wordpiece": _train_wordpiece, "unigram": _train_unigram}[config.kind](
+        words, config, tokens
+    )
     inner = new_inner(config, fitted)
     inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
     if config.kind == "wordpiece" and {"[CLS]", "[SEP]"} <= set(tokens):
@@ -161,7 +166,9 @@ def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: 
     model = _fed(models.BPE(continuing_subword_prefix=MARK), kept.items(), trainer)
     merged = [piece for piece, _ in sorted(_vocab_of(model).items(), key=lambda item: item[1])][least:]
     vocab = {piece: number for number, piece in enumerate([*tokens, *first, *inside, *merged])}
-    return models.WordPiece(vocab, unk_token=_unknown(tokens), continuing_subword_prefix=MARK, max_input_chars_per_word=100)
+    return models.WordPiece(
+        vocab, unk_token=_unknown(tokens), continuing_subword_prefix=MARK, max_input_chars_per_word=100
+    )
 
 
 def _train_unigram(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
@@ -186,7 +193,9 @@ def _settled(scores: dict[str, float]) -> list[tuple[str, float]]:
     steps = {piece: (score - lowest) / ADDED for piece, score in scores.items() if len(piece) == 1}
     added = sorted(piece for piece, step in steps.items() if step < len(steps) and abs(step - round(step)) < 1e-4)
     scores = scores | dict(zip(added, sorted((scores[piece] for piece in added), reverse=True), strict=True))
-    return sorted(((piece, round(score, DECIMALS)) for piece, score in scores.items()), key=lambda item: (-item[1], item[0]))
+    return sorted(
+        ((piece, round(score, DECIMALS)) for piece, score in scores.items()), key=lambda item: (-item[1], item[0])
+    )
 
 
 def _fed(model: models.Model, words: Iterable[tuple[str, int]], trainer: trainers.Trainer) -> models.Model:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.encoder import Encoder
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
@@ -31,19 +31,6 @@ PATTERNS = frozenset((
 
 With others they may take some rare sign for a letter or not; GPT-2's own is no pattern in the file, and is the same in both.
 """
-
-
-class Encoder(Protocol):
-    """Texts to ids; nothing added, and what looks like a special token is plain text."""
-
-    @property
-    def name(self) -> str:
-        """The library and its version."""
-        ...
-
-    def encode(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The ids of all texts, one after the other, and how many each has."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -171,5 +158,8 @@ def hard_samples() -> Iterator[Sample]:
         "def f(x):\n    return {k: v for k, v in x.items()}  # ok\n\n\n", "https://example.org/a_b-c?d=e&f=%20g#h",
         "CamelCase snake_case UPPER lower12 a1b2",
     ]  # fmt: skip
-    texts += ["".join(f"a{chr(sign)}b {chr(sign)}" for sign in range(start, start + 0x400)) for start in range(0, 0x3400, 0x400)]
+    texts += [
+        "".join(f"a{chr(sign)}b {chr(sign)}" for sign in range(start, start + 0x400))
+        for start in range(0, 0x3400, 0x400)
+    ]
     return (Sample(f"the hard text {number}", text) for number, text in enumerate(texts))

@@ -19,7 +19,17 @@ from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words
 from textmill.tokens.vocabulary.training_text import count_words, mark_of, parts_of, pick_texts
 
 REPORT = "report.json"
-FITTING = ("kind", "vocab", "min_frequency", "coverage", "special_tokens", "byte_fallback", "strip_accents", "digits", "cjk")
+FITTING = (
+    "kind",
+    "vocab",
+    "min_frequency",
+    "coverage",
+    "special_tokens",
+    "byte_fallback",
+    "strip_accents",
+    "digits",
+    "cjk",
+)
 """Settings that only fitting reads."""
 
 
@@ -83,7 +93,9 @@ def _compare_twin(tokenizer: TextTokenizer) -> None:
     words = "the mill 물레방아"
     whole = "".join(text.replace(WORDS, words) for _, text in tokenizer.chat.turns)
     theirs = Tokenizer.from_str(tokenizer.inner.to_str()).encode(whole, add_special_tokens=False).ids
-    ours = render([[(role, words) for role, _ in tokenizer.chat.turns]], tokenizer.chat_form, ReferenceEncoder(tokenizer)).ids
+    ours = render(
+        [[(role, words) for role, _ in tokenizer.chat.turns]], tokenizer.chat_form, ReferenceEncoder(tokenizer)
+    ).ids
     if ours.tolist() != theirs:
         warn(
             "this tokenizer writes words after a special token otherwise than at a text's beginning, so transformers' apply_chat_template "

@@ -37,7 +37,9 @@ def roles_of(inner: Tokenizer, known: dict[str, str]) -> dict[str, str]:
     """Special tokens by their names: as known, else as they are usually called; those that the vocabulary has."""
     named = dict(known)
     if "eos_token" not in known and "sep_token" not in known:
-        named = {role: token for role in ROLES for token in USUAL[role][::-1] if inner.token_to_id(token) is not None} | named
+        named = {
+            role: token for role in ROLES for token in USUAL[role][::-1] if inner.token_to_id(token) is not None
+        } | named
         if named.get("eos_token") == END:
             named = {"bos_token": END, "eos_token": END, "unk_token": END} | named
     return {role: named[role] for role in ROLES if role in named and inner.token_to_id(named[role]) is not None}
@@ -103,11 +105,17 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
     vocab = {piece.removesuffix("\r"): number for number, piece in enumerate(pieces)}
     missing = [token for token in ("[UNK]", "[CLS]", "[SEP]") if token not in vocab]
     if missing:
-        raise TextmillError(f"{path}: no {missing[0]} in it; a BERT vocab.txt has a piece on each line, [UNK], [CLS] and [SEP] among them")
+        raise TextmillError(
+            f"{path}: no {missing[0]} in it; a BERT vocab.txt has a piece on each line, [UNK], [CLS] and [SEP] among them"
+        )
     said = read_json(path.parent / "tokenizer_config.json") if (path.parent / "tokenizer_config.json").is_file() else {}
     if lowercase is None:
-        lowercase = said.get("do_lower_case", all(piece == piece.lower() for piece in vocab if not piece.startswith("[")))
-    inner = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix="##", max_input_chars_per_word=100))
+        lowercase = said.get(
+            "do_lower_case", all(piece == piece.lower() for piece in vocab if not piece.startswith("["))
+        )
+    inner = Tokenizer(
+        models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix="##", max_input_chars_per_word=100)
+    )
     inner.normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=said.get("tokenize_chinese_chars", True),
@@ -117,11 +125,15 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     roles = {
-        role: USUAL[role][-1] for role in ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token") if USUAL[role][-1] in vocab
+        role: USUAL[role][-1]
+        for role in ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+        if USUAL[role][-1] in vocab
     }
     inner.add_special_tokens(list(roles.values()))
     marks = [(token, vocab[token]) for token in ("[CLS]", "[SEP]")]
-    inner.post_processor = processors.TemplateProcessing("[CLS]:0 $A:0 [SEP]:0", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", marks)
+    inner.post_processor = processors.TemplateProcessing(
+        "[CLS]:0 $A:0 [SEP]:0", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", marks
+    )
     return inner, roles
 
 
@@ -130,6 +142,10 @@ def _said_in(folder: Path) -> dict[str, str]:
     said: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file() and isinstance(tree := read_json(folder / name), dict):
-            named = {role: tree[role]["content"] if isinstance(tree[role], dict) else tree[role] for role in ROLES if tree.get(role)}
+            named = {
+                role: tree[role]["content"] if isinstance(tree[role], dict) else tree[role]
+                for role in ROLES
+                if tree.get(role)
+            }
             said |= {role: token for role, token in named.items() if isinstance(token, str)}
     return said

@@ -31,7 +31,11 @@ def _by_language(texts: list[str]) -> dict[str, list[str]]:
     for text in texts:
         groups.setdefault(language_of(text)[0] or OTHER, []).append(text)
     sizes = {language: sum(map(len, group)) for language, group in groups.items()}
-    kept = {language: group for language, group in groups.items() if sizes[language] >= SHARE * sum(sizes.values()) and language != OTHER}
+    kept = {
+        language: group
+        for language, group in groups.items()
+        if sizes[language] >= SHARE * sum(sizes.values()) and language != OTHER
+    }
     rest = [text for language, group in groups.items() if language not in kept for text in group]
     return dict(sorted(kept.items(), key=lambda item: (-sizes[item[0]], item[0]))) | ({OTHER: rest} if rest else {})
 

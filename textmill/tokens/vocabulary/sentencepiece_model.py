@@ -50,12 +50,18 @@ def open_spm(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     try:
         model = parse_model(path.read_bytes())
     except (ValueError, struct.error, OSError) as error:
-        raise TextmillError(f"{path}: not a sentencepiece model ({error}); give the .model file that spm_train wrote") from None
+        raise TextmillError(
+            f"{path}: not a sentencepiece model ({error}); give the .model file that spm_train wrote"
+        ) from None
     if model.type not in (UNIGRAM, BPE) or model.suffix:
         kind = "spaces behind words" if model.suffix else f"model type {model.type}"
-        raise TextmillError(f"{path}: a sentencepiece model with {kind}; textmill opens unigram (1) and bpe (2), spaces before words")
+        raise TextmillError(
+            f"{path}: a sentencepiece model with {kind}; textmill opens unigram (1) and bpe (2), spaces before words"
+        )
     if any(piece.type == UNUSED for piece in model.pieces):
-        raise TextmillError(f"{path}: a model with unused pieces, which textmill cannot open; write it without a restricted vocabulary")
+        raise TextmillError(
+            f"{path}: a model with unused pieces, which textmill cannot open; write it without a restricted vocabulary"
+        )
     try:
         return _inner_of(model), model.roles
     except Exception as error:  # the library raises plain Exception
@@ -66,7 +72,9 @@ def parse_model(data: bytes) -> SpmModel:
     """The fields of a ModelProto that decide what text becomes."""
     top = list(_fields(data))
     pieces = [_piece(value) for number, value in top if number == 1 and isinstance(value, bytes)]
-    trainer, normalizer = (dict(_fields(b"".join(v for n, v in top if n == wanted and isinstance(v, bytes)))) for wanted in (2, 3))
+    trainer, normalizer = (
+        dict(_fields(b"".join(v for n, v in top if n == wanted and isinstance(v, bytes)))) for wanted in (2, 3)
+    )
     if not pieces or len({piece.text for piece in pieces}) != len(pieces):
         raise ValueError("it has no pieces, or one twice")
     charsmap = normalizer.get(2, b"")
@@ -76,7 +84,11 @@ def parse_model(data: bytes) -> SpmModel:
         type=_number(trainer.get(3, UNIGRAM)),
         byte_fallback=bool(trainer.get(35, 0)),
         suffix=bool(trainer.get(24, 0)),
-        roles={role: pieces[id_].text for role, id_ in ids.items() if 0 <= id_ < len(pieces) and pieces[id_].type in (UNKNOWN, CONTROL)},
+        roles={
+            role: pieces[id_].text
+            for role, id_ in ids.items()
+            if 0 <= id_ < len(pieces) and pieces[id_].type in (UNKNOWN, CONTROL)
+        },
         charsmap=charsmap if isinstance(charsmap, bytes) else b"",
         dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra=bool(normalizer.get(4, 1)),
@@ -140,7 +152,10 @@ def _inner_of(model: SpmModel) -> Tokenizer:
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     prefix_once = model.dummy_prefix and bool(own)  # text behind a user's own symbol gets no space of its own
     if model.remove_extra:  # a first space that stays stands for the one that would be put there
-        steps += [normalizers.Replace(Regex(r" +\z" if prefix_once else r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [
+            normalizers.Replace(Regex(r" +\z" if prefix_once else r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     known = {piece.text for piece in model.pieces if piece.type == NORMAL}
     reserved = [piece.text for piece in model.pieces if piece.type in RESERVED]
     cuts: list[pre_tokenizers.PreTokenizer] = [apart(reserved, known)] if reserved else []
@@ -165,7 +180,9 @@ def _inner_of(model: SpmModel) -> Tokenizer:
 
 
 def _unigram(model: SpmModel) -> models.Model:
-    lowest = min((piece.score for piece in model.pieces if piece.type == NORMAL), default=0.0)  # what is unknown is measured by it
+    lowest = min(
+        (piece.score for piece in model.pieces if piece.type == NORMAL), default=0.0
+    )  # what is unknown is measured by it
     pieces = [(piece.text, piece.score if piece.type in (NORMAL, USER_DEFINED) else lowest) for piece in model.pieces]
     unknown = next((number for number, piece in enumerate(model.pieces) if piece.type == UNKNOWN), None)
     return models.Unigram(pieces, unk_id=unknown, byte_fallback=model.byte_fallback)
@@ -175,7 +192,10 @@ def _bpe(model: SpmModel) -> models.Model:
     """Sentencepiece joins the two neighbours whose piece has the best score; here every way to make a piece is a merge of its rank."""
     vocab = {piece.text: number for number, piece in enumerate(model.pieces)}
     usable = {piece.text for piece in model.pieces if piece.type == NORMAL}
-    ranked = sorted((piece for piece in model.pieces if piece.type == NORMAL and len(piece.text) > 1), key=lambda piece: -piece.score)
+    ranked = sorted(
+        (piece for piece in model.pieces if piece.type == NORMAL and len(piece.text) > 1),
+        key=lambda piece: -piece.score,
+    )
     merges = []
     for piece in ranked:
         halves = [(piece.text[:cut], piece.text[cut:]) for cut in range(1, len(piece.text))]

@@ -88,7 +88,9 @@ class TextTokenizer:
         template = new_template(turns, str(self.inner.id_to_token(self.end)))
         inner = Tokenizer.from_str(self.inner.to_str())
         known = {token.content for token in inner.get_added_tokens_decoder().values()}
-        inner.add_special_tokens([AddedToken(token, normalized=False) for token in template.tokens if token not in known])
+        inner.add_special_tokens(
+            [AddedToken(token, normalized=False) for token in template.tokens if token not in known]
+        )
         inner.encode_special_tokens = True
         roles = {**self.roles, "eos_token": template.stop}
         return TextTokenizer(inner, inner.get_vocab(with_added_tokens=True)[template.stop], roles, template)
@@ -139,7 +141,10 @@ class TextTokenizer:
             settings |= {"chat_template": self.chat.jinja(), TURNS: dict(self.chat.turns)}
         elif self.jinja is not None:
             settings["chat_template"] = self.jinja
-        return {"tokenizer.json": tree, "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
+        return {
+            "tokenizer.json": tree,
+            "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+        }
 
 
 def fit(texts: Iterator[list[str]], config: TokenizerConfig) -> TextTokenizer:
@@ -173,7 +178,9 @@ def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None =
         return tokenizer
     template = Template(tuple(said[TURNS].items())) if TURNS in said else None
     # Whoever changed the Jinja changed the template: the data beside it no longer speaks for it.
-    return replace(tokenizer, chat=template) if template and template.jinja() == text else replace(tokenizer, jinja=text)
+    return (
+        replace(tokenizer, chat=template) if template and template.jinja() == text else replace(tokenizer, jinja=text)
+    )
 
 
 def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:

@@ -21,7 +21,8 @@ from textmill.corpus.document import Split
 from textmill.corpus.passes import SENTENCES
 from textmill.corpus.records import Bad, read_records
 from textmill.corpus.shards import open_shard, shards_of
-from textmill.corpus.sources import Piece, Source, find_sources, names_wherever, pieces_of, state_of
+from textmill.corpus.source import Piece, Source
+from textmill.corpus.sources import find_sources, names_wherever, pieces_of, state_of
 from textmill.runners import Result, open_runner
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.progress import progress
@@ -79,7 +80,10 @@ def parts_of(config: RunConfig, split: Split = "train") -> list[Part]:
     for path in shards_of(config.folder_of("corpus"), split):
         with open_shard(path) as shard:
             metadata = shard.metadata
-            groups += [Group(path, number, metadata.row_group(number).total_byte_size) for number in range(metadata.num_row_groups)]
+            groups += [
+                Group(path, number, metadata.row_group(number).total_byte_size)
+                for number in range(metadata.num_row_groups)
+            ]
     return groups
 
 
@@ -89,7 +93,8 @@ def mark_of(config: RunConfig) -> dict[str, str]:
         return {"corpus": open_manifest(config.folder_of("corpus"))["fingerprint"]}
     sources = _sources(config)
     states = [
-        (name, state_of(source).mark or hash_file(source.path)) for name, source in zip(names_wherever(sources), sources, strict=True)
+        (name, state_of(source).mark or hash_file(source.path))
+        for name, source in zip(names_wherever(sources), sources, strict=True)
     ]
     settings = {key: value for key, value in config.results("corpus").items() if key != "corpus.sources"}
     return {"sources": hash_json([sorted(states), {key: str(value) for key, value in settings.items()}])}
@@ -104,7 +109,9 @@ def _sources(config: RunConfig) -> list[Source]:
 def count_words(parts: Sequence[Part], config: RunConfig) -> Iterator[Counter[str]]:
     """The words of each part and how often they stand in the sample, counted on the runner."""
     limit = _limit(parts, config)
-    yield from _mapped(partial(count_part, config=config.tokenizer, limit=limit), parts, config, "fit-tokenizer: read and count")
+    yield from _mapped(
+        partial(count_part, config=config.tokenizer, limit=limit), parts, config, "fit-tokenizer: read and count"
+    )
 
 
 def _limit(parts: Sequence[Part], config: RunConfig) -> int:
@@ -112,12 +119,16 @@ def _limit(parts: Sequence[Part], config: RunConfig) -> int:
     sample = config.tokenizer.sample
     if sample <= 1:
         return int(sample * 2**64)
-    marks = np.concatenate([np.zeros(0, np.uint64), *_mapped(hash_part, parts, config, "fit-tokenizer: choose the sample")])
+    marks = np.concatenate(
+        [np.zeros(0, np.uint64), *_mapped(hash_part, parts, config, "fit-tokenizer: choose the sample")]
+    )
     wanted = int(sample)
     return int(np.partition(marks, wanted - 1)[wanted - 1]) + 1 if wanted < len(marks) else 2**64
 
 
-def _mapped(function: Callable[[Part], Result], parts: Sequence[Part], config: RunConfig, name: str) -> Iterator[Result]:
+def _mapped(
+    function: Callable[[Part], Result], parts: Sequence[Part], config: RunConfig, name: str
+) -> Iterator[Result]:
     with progress(name, total=sum(part.size for part in parts), unit="bytes") as bar:
         for part, result in zip(parts, open_runner(config.runner).map(function, parts), strict=True):
             yield result

@@ -40,7 +40,11 @@ def inherited(folder: Path, tokenizer: TextTokenizer, rows: int) -> Inherited:
     added = sorted((id_, token) for token, id_ in now.items() if token not in known)
     new = {id_: before.encode(token) or [before.end] for id_, token in added}
     names = ", ".join(token for _, token in added[:8])
-    told = f"{len(new):,} new tokens get vectors, each the mean of the pieces its text was made of: {names}" if new else None
+    told = (
+        f"{len(new):,} new tokens get vectors, each the mean of the pieces its text was made of: {names}"
+        if new
+        else None
+    )
     return Inherited(max([rows, *(id_ + 1 for id_ in new)]), new=new, told=told)
 
 
@@ -57,7 +61,9 @@ def _mapped(folder: Path, before: TextTokenizer, tokenizer: TextTokenizer, rows:
             kept.setdefault(mine, theirs)
     new = {id_: _parts(now[id_], before, places, rows) for id_ in sorted(now.keys() - kept.keys())}
     gone = len(old.keys() - set(kept.values()))
-    examples = ", ".join(f"{_shown(now[id_])} from {' + '.join(_shown(old[part]) for part in new[id_])}" for id_ in list(new)[-SHOWN:])
+    examples = ", ".join(
+        f"{_shown(now[id_])} from {' + '.join(_shown(old[part]) for part in new[id_])}" for id_ in list(new)[-SHOWN:]
+    )
     told = (
         f"another tokenizer than that of {folder}: {len(kept):,} of {len(now):,} pieces keep their vectors, {len(new):,} new ones start "
         f"from the mean of the old pieces of their text{f' ({examples})' if examples else ''}, {gone:,} old ones go; "
