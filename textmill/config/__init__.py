@@ -10,11 +10,12 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
+from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig
 from textmill.config.section import Section, marks, place
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
 from textmill.config.tokens import TokensConfig
-from textmill.config.training import LoraConfig, ModelConfig, ShapeConfig, TrainConfig
+from textmill.config.training import TrainConfig
 from textmill.config.usage import EvaluateConfig, ExportConfig, SampleConfig, TrackConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
