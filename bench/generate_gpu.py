@@ -26,7 +26,7 @@ from serve_rate import scheduled
 
 from textmill.config import ModelConfig
 from textmill.generation.generator import Generator
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 
 PROMPT = 128
 

@@ -18,7 +18,7 @@ import torch
 from products_gpu import HEAT, PIECE, drawn, milliseconds
 
 from textmill.config import ModelConfig
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 
 VOCAB = 50257
 Form = dict[str, int]

@@ -22,7 +22,7 @@ import curves
 import yaml
 
 from textmill.config import ModelConfig
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 
 SETTINGS: dict[str, Any] = {
     "size": "small", "minutes": 8.0, "rate": 520_000.0, "batch": 32, "length": 1024, "vocab": 32_000, "learning_rate": 6e-3, "dropout": 0.1,

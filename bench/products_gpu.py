@@ -18,7 +18,7 @@ from torch import Tensor
 
 from textmill.config import ModelConfig
 from textmill.kernels.cublaslt import WORKSPACE, Form, Product
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 
 PIECE = 32768
 """Tokens whose scores are made at a time."""

@@ -338,7 +338,7 @@ def test_transformers_opens_several_files(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from textmill.config import ModelConfig, ShapeConfig
-    from textmill.models.gpt2.facts import facts as gpt2
+    from textmill.models.gpt2 import facts as gpt2
 
     shape = gpt2.shape_of(
         ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig
 from textmill.corpus import passes
-from textmill.corpus.dedup.clusters import clusters as dedup
+from textmill.corpus.dedup import clusters as dedup
 from textmill.corpus.dedup.clusters import keep_masks, least_members, stay_of_clusters
 from textmill.corpus.passes import Work, read_piece
 from textmill.corpus.sources import find_sources, pieces_of

@@ -23,7 +23,7 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 from tests.mongo_process import SIZES, TRUTH, World, open_world, text_of
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
-from textmill.corpus.mongo.collections import collections as mongo
+from textmill.corpus.mongo import collections as mongo
 from textmill.corpus.mongo.collections import open_index, read_range
 from textmill.corpus.mongo.collections import server as mongo_server
 from textmill.corpus.mongo.collections import writing as mongo_write

@@ -15,7 +15,7 @@ from tests.mongo_process import World, open_world
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.formats.mongo import read
-from textmill.corpus.mongo.collections import collections as mongo
+from textmill.corpus.mongo import collections as mongo
 from textmill.corpus.mongo.snapshot import PROBES
 from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import read_documents, shards_of

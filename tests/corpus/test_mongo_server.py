@@ -20,7 +20,7 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 from tests.mongo_process import open_world
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.mongo.collections import collections as mongo
+from textmill.corpus.mongo import collections as mongo
 from textmill.corpus.mongo.collections import server as mongo_server
 from textmill.corpus.mongo.server import open_server
 from textmill.errors import TextmillError, warn

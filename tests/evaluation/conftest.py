@@ -12,7 +12,7 @@ import pytest
 
 from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.storage.files import write_json
 from textmill.tokens.store import TokenStore, dtype_for, open_store
 from textmill.tokens.store_writer import StoreWriter

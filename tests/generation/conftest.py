@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
 from textmill.config import TokenizerConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 TEXT = [

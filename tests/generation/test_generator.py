@@ -20,7 +20,7 @@ from textmill.config import SampleConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.incremental_text import BROKEN, TextStream, bytes_of, streams_of
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 WriteModel = Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]

@@ -13,7 +13,7 @@ from textmill.config import LoraConfig
 from textmill.kernels import matmul_torch as products_torch
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.models.blockwise_torch import PLAIN, Parts, compiled_parts
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.models.gpt2.facts import net_torch as gpt2_torch
 from textmill.models.lora_torch import adapt
 

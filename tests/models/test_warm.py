@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from textmill.models.gpt2.decode_torch import Slots, readings_of, steps_of
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.models.gpt2.facts import net_torch as gpt2_torch
 
 

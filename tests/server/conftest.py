@@ -18,7 +18,7 @@ import pytest
 from tests.generation.conftest import _write_model
 from tests.server.live import TEXT
 from textmill.config import TokenizerConfig
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import fit
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.generation.conftest import _write_model
 from tests.server.live import TEXT, in_process
 from textmill.config import RunConfig, TokenizerConfig
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.server.app import new_app
 from textmill.server.model_setup import open_service
 from textmill.server.request_models import CompletionBody

@@ -16,7 +16,7 @@ from tests.generation.conftest import _write_model
 from tests.server.live import TEXT, in_process
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.server.model_setup import open_service
 from textmill.tokens.vocabulary.tokenizer import fit
 

@@ -21,7 +21,7 @@ from tests.server.live import TEXT
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.server.model_setup import name_of
 from textmill.tokens.vocabulary.tokenizer import fit
 

@@ -10,7 +10,7 @@ import torch
 
 from textmill.config import ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
-from textmill.models.gpt2.facts import facts as gpt2
+from textmill.models.gpt2 import facts as gpt2
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.batch_sizes import Sizes
