@@ -18,8 +18,8 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 
 from tests.mongo_process import World, open_world
 from textmill.cli import main
-from textmill.corpus.mongo.collections import export as deliveries
-from textmill.corpus.mongo.collections import writing as mongo_write
+from textmill.corpus.mongo import export as deliveries
+from textmill.corpus.mongo import writing as mongo_write
 from textmill.corpus.shards import read_documents, shards_of
 from textmill.errors import TextmillError
 

@@ -24,9 +24,9 @@ from tests.mongo_process import SIZES, TRUTH, World, open_world, text_of
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.mongo import collections as mongo
+from textmill.corpus.mongo import server as mongo_server
+from textmill.corpus.mongo import writing as mongo_write
 from textmill.corpus.mongo.collections import open_index, read_range
-from textmill.corpus.mongo.collections import server as mongo_server
-from textmill.corpus.mongo.collections import writing as mongo_write
 from textmill.corpus.prepare import prepare
 from textmill.corpus.records import Bad
 from textmill.corpus.shards import read_documents, shards_of

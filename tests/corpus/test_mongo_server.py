@@ -21,7 +21,7 @@ from tests.mongo_process import open_world
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.mongo import collections as mongo
-from textmill.corpus.mongo.collections import server as mongo_server
+from textmill.corpus.mongo import server as mongo_server
 from textmill.corpus.mongo.server import open_server
 from textmill.errors import TextmillError, warn
 

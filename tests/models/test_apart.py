@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from textmill.models.gpt2 import net_torch as gpt2_torch
 from textmill.models.gpt2.facts import Shape, first_weights
-from textmill.models.gpt2.facts import net_torch as gpt2_torch
 from textmill.models.gpt2.net_torch import Net, _apart, _blocks_apart
 from textmill.models.nets_torch import fill, new_net
 

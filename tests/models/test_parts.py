@@ -14,7 +14,7 @@ from textmill.kernels import matmul_torch as products_torch
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.models.blockwise_torch import PLAIN, Parts, compiled_parts
 from textmill.models.gpt2 import facts as gpt2
-from textmill.models.gpt2.facts import net_torch as gpt2_torch
+from textmill.models.gpt2 import net_torch as gpt2_torch
 from textmill.models.lora_torch import adapt
 
 SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "vocab": 10, "end": 0}

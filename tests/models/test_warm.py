@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from textmill.models.gpt2.decode_torch import Slots, readings_of, steps_of
 from textmill.models.gpt2 import facts as gpt2
-from textmill.models.gpt2.facts import net_torch as gpt2_torch
+from textmill.models.gpt2 import net_torch as gpt2_torch
+from textmill.models.gpt2.decode_torch import Slots, readings_of, steps_of
 
 
 class Asked(Exception):
