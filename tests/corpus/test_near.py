@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from bench.near_duplicates import measure, truth_set
 from textmill.config import RunConfig
+from textmill.corpus.dedup import candidates, shingles
 from textmill.corpus.dedup import near_duplicates as near
 from textmill.corpus.dedup.candidates import bands_of, find_pairs, merge_pairs
-from textmill.corpus.dedup.clusters import Clusters, candidates, keep_masks, shingles
+from textmill.corpus.dedup.clusters import Clusters, keep_masks
 from textmill.corpus.dedup.minhash import RECALL, VALUES, band_hashes, bands_for, recall_at, sketch
 from textmill.corpus.dedup.shingles import distinct, jaccard, shingle, shingle_set
 from textmill.corpus.prepare import prepare
