@@ -64,7 +64,7 @@ def test_module(path: Path) -> None:
 
 
 def test_the_loop_fits_on_a_screen() -> None:
-    assert (PACKAGE / "training" / "loop.py").read_text(encoding="utf-8").count("\n") < 150
+    assert (PACKAGE / "training" / "loop.py").read_text(encoding="utf-8").count("\n") < 170
 
 
 @pytest.mark.parametrize("room", ["engines", "runners", "models", "track"])
