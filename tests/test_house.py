@@ -41,7 +41,11 @@ def written_files() -> list[Path]:
         + list(ROOT.glob("*"))
         + list(ROOT.glob(".gitignore"))
     )
-    return [path for path in files if path.is_file() and path.suffix in TEXTS and path.parent.name != "corpora"]
+    return [
+        path
+        for path in files
+        if path.is_file() and path.suffix in TEXTS and path.parent.name != "corpora" and path.name != ".git"
+    ]
 
 
 def test_import_contracts() -> None:
