@@ -25,7 +25,7 @@ import pymongo
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.mongo_process import MongoProcess, named_server
+from tests.support.mongo_process import MongoProcess, named_server
 from textmill.corpus.mongo.collections import open_index
 
 NAMES = ("web", "books", "news")

@@ -33,8 +33,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 ROOT = Path(__file__).resolve().parent.parent
 
 LONG = ("engines/test_layouts.py", "engines/test_on_deepspeed.py", "engines/test_contract.py", "verification/test_verify.py",
-        "test_loop.py", "engines/test_on_jax.py", "test_launch.py", "test_ranks.py", "test_recipes.py", "test_engine_chain.py",
-        "corpus/test_deliveries.py", "test_cli.py")  # fmt: skip
+        "training/test_loop.py", "engines/test_on_jax.py", "project/test_launch_recipes.py", "training/test_ranks.py", "project/test_recipes.py",
+        "training/test_engine_changes.py", "corpus/test_mongo_delivery.py", "commands/test_cli.py")  # fmt: skip
 """Files of a minute or two: they come first, since a whole file goes to one worker, and the other would wait for one that came last."""
 
 SENTENCES = {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.damage import WRONG, mutated
+from tests.support.damage import WRONG, mutated
 from textmill.conversion.deepspeed import convert, main, weights_in
 from textmill.conversion.safe_unpickle import Left, read_pickle
 from textmill.errors import TextmillError
@@ -38,7 +38,7 @@ def net() -> Any:
 def saved(folder: Path, zero: int, half: bool) -> Any:
     """Transformers' GPT-2 trained for two steps by DeepSpeed, and left as DeepSpeed leaves it."""
     deepspeed = pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
-    from tests.engines.test_contract import config_of, started
+    from tests.support.engine_runs import config_of, started
 
     started(config_of("deepspeed"))  # opens the group of one process
     model = net()

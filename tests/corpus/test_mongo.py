@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
 
-from tests.mongo_process import SIZES, TRUTH, World, open_world, text_of
+from tests.support.mongo_process import SIZES, TRUTH, World, open_world, text_of
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.mongo import collections as mongo

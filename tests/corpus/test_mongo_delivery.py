@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
 
-from tests.mongo_process import World, open_world
+from tests.support.mongo_process import World, open_world
 from textmill.cli import main
 from textmill.corpus.mongo import export as deliveries
 from textmill.corpus.mongo import writing as mongo_write

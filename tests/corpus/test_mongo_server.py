@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
 
-from tests.mongo_process import open_world
+from tests.support.mongo_process import open_world
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.mongo import collections as mongo

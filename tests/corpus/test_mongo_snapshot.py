@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
 
-from tests.mongo_process import World, open_world
+from tests.support.mongo_process import World, open_world
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.formats.mongo import read

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.exc import ShortenTraceback
 
-from tests.engines.test_contract import batch_of, config_of, run, started
+from tests.support.engine_runs import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.engines import compile_torch as compiling_torch
 from textmill.engines.compile_torch import compiling

@@ -2,83 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from textmill.config import JaxEngine, LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
-from textmill.config.engines import DeepSpeedEngine
-from textmill.engines import Engine, Named, open_engine
+from tests.support.engine_runs import LENGTH, LORA, ROWS, VOCAB, batch_of, config_of, first_of, rows_of, run, started
+from textmill.engines import open_engine
 from textmill.models import open_family
-from textmill.models.lora import first_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.batch_sizes import Sizes
-
-ENGINES = sorted(
-    path.stem.removeprefix("on_") for path in (Path(__file__).parents[2] / "textmill" / "engines").glob("on_*.py")
-)
-VOCAB, LENGTH, ROWS = 150, 24, 8
-MAKE = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}
-
-
-LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2, targets=["c_attn", "mlp", "h.1"])
-
-
-def config_of(
-    kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any
-) -> RunConfig:
-    shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
-    settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-2, **train}
-    engine = MAKE[kind](device="cpu", micro_batch=micro_batch)
-    config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=engine)
-    return adapting(config, lora)
-
-
-def adapting(config: RunConfig, lora: LoraConfig | None) -> RunConfig:
-    """The same with adapters, as if the first weights were given ones."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
-
-
-def started(config: RunConfig) -> Engine:
-    family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
-    engine = open_engine(config, shape)
-    engine.load(first_of(config, shape), [], 0, "the first weights")
-    return engine
-
-
-def first_of(config: RunConfig, shape: Any) -> list[Named]:
-    """All weights before the first step, those of adapters too."""
-    lora = config.model.lora
-    return [*open_family("gpt2").first_weights(shape, 5), *(first_adapters(shape, lora, 5) if lora else [])]
-
-
-def batch_of(step: int, *, unequal: bool = True) -> Batch:
-    """Samples that ask for different numbers of tokens, one of them for none."""
-    dice = np.random.default_rng(step)
-    ids = (dice.integers(0, 12, (ROWS, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
-    labels = ids[:, 1:].copy()
-    if unequal:
-        for row in range(ROWS):
-            labels[row, row * LENGTH // ROWS :] = IGNORED
-    return Batch(inputs=ids[:, :-1], labels=labels, samples=np.arange(step * ROWS, (step + 1) * ROWS))
-
-
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    """Some samples of a batch."""
-    return Batch(batch.inputs[rows], batch.labels[rows], batch.samples[rows])
-
-
-def run(engine: Engine, steps: range, **options: Any) -> list[float]:
-    return [engine.train_step(batch_of(step, **options), step, 1e-2).loss for step in steps]
-
-
-@pytest.fixture(params=ENGINES)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def test_the_loss_falls(kind: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.damage import mutated
+from tests.support.damage import mutated
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.engines.deepspeed_config import json_of, read_file, settled

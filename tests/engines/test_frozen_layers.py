@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
+from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from textmill.config import LoraConfig
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family

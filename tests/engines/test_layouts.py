@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines import layout_process
-from tests.engines.layout_process import (
+from tests.support import layout_process
+from tests.support.layout_process import (
     LAYOUTS,
     MORE,
     SAVED,
@@ -23,7 +23,7 @@ from tests.engines.layout_process import (
     resumed,
     stepped,
 )
-from tests.together import ended_together
+from tests.support.together import ended_together
 from textmill.config import RunConfig
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.errors import TextmillError

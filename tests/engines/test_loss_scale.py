@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.test_contract import LENGTH, VOCAB, batch_of, config_of, run, started
+from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, run, started
 from textmill.config import RunConfig
 from textmill.devices import precision_of
 from textmill.engines import loss_scale_torch as scaling_torch

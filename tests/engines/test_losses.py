@@ -5,53 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from tests.support.loss_oracle import PADDED, VOCAB, apart, exact, given
 from textmill.engines import losses_torch
 from textmill.engines.losses_torch import scored, summed_loss
 from textmill.tokens.batches.batch import IGNORED
 
-WIDTH, VOCAB, PADDED = 48, 301, 384
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
 ]
 # Relative errors of gradients: fp32 sums, and operands and gradient of the scores rounded to bf16.
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
-
-
-def given(tokens: int, dtype: torch.dtype, device: str, lean: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States, head with noise in its padding rows, labels of which a part asks nothing, and unequal shares.
-
-    Scores of the first token are all lower by `lean`, those of the last one higher."""
-    dice = torch.Generator().manual_seed(7)
-    x = torch.randn(tokens, WIDTH, generator=dice).to(dtype)
-    head = (torch.randn(PADDED, WIDTH, generator=dice) * 0.3).to(dtype).float()
-    if lean:
-        x[:, 0], head[:, 0] = torch.linspace(-1, 1, tokens), lean
-    labels = torch.randint(0, VOCAB, (tokens,), generator=dice, dtype=torch.int32)
-    labels[::5] = IGNORED
-    shares = torch.rand(tokens, generator=dice) / tokens
-    return x.to(device), head.to(device), labels.to(device), shares.to(device)
-
-
-def exact(
-    x: Tensor, head: Tensor, labels: Tensor, shares: Tensor, smoothing: float, z: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients by torch in fp64, over the real vocabulary alone."""
-    x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
-    scores = (x64 @ head64.T)[:, :VOCAB]
-    losses = F.cross_entropy(scores, labels.long(), ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
-    losses = losses + torch.where(labels != IGNORED, z * scores.logsumexp(1).square(), 0)
-    loss = (losses * shares.double()).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert x64.grad is not None
-    assert head64.grad is not None
-    return loss.detach(), x64.grad, head64.grad
-
-
-def apart(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other).norm() / other.norm())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
+from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from textmill.config import TorchEngine
 from textmill.engines import open_engine
 from textmill.engines.optimizers.muon_torch import LIKE_ADAM, TINY, Member, Muon, Stack, normed, turned

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.test_contract import VOCAB, adapting, batch_of, config_of, run, started
+from tests.support.engine_runs import VOCAB, adapting, batch_of, config_of, run, started
 from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
 from textmill.kernels import matmul_torch as products_torch

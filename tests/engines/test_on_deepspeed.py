@@ -14,9 +14,9 @@ pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
 
 import deepspeed
 
-from tests.engines.deepspeed_job import done
-from tests.engines.test_contract import LORA, batch_of, config_of, run, started
-from tests.together import ended_together
+from tests.support.deepspeed_job import done
+from tests.support.engine_runs import LORA, batch_of, config_of, run, started
+from tests.support.together import ended_together
 from textmill.errors import TextmillError
 from textmill.processes.ranks import Alone
 
@@ -43,7 +43,7 @@ def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[di
     """What came of a job on so many processes; none of them is left over."""
     path = folder / f"job-{processes}-{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(job))
-    assert ended_together([sys.executable, "-m", "tests.engines.deepspeed_job", str(path)], processes) == "well"
+    assert ended_together([sys.executable, "-m", "tests.support.deepspeed_job", str(path)], processes) == "well"
     found: list[dict[str, Any]] = json.loads(path.with_suffix(".out").read_text())
     return found
 

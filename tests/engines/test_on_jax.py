@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.test_contract import LORA, adapting, first_of, rows_of
+from tests.support.engine_runs import LORA, adapting, first_of, rows_of
 from textmill.config import (
     JaxEngine,
     JaxMesh,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
+from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from textmill.config import ModelConfig, RunConfig, ShapeConfig
 from textmill.tokens.batches.batch import IGNORED
 

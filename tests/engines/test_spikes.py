@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import median_abs_deviation
 
-from tests.engines.test_contract import VOCAB, batch_of, config_of, kind, started
+from tests.support.engine_runs import VOCAB, batch_of, config_of, started
 from textmill.config import TorchEngine
 from textmill.config.engines import DeepSpeedEngine
 from textmill.engines import Engine, open_engine
@@ -19,7 +19,6 @@ from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch, garbled
 
-__all__ = ["kind"]
 SETTINGS: dict[str, Any] = {"spike": 50.0, "spike_window": 8}
 BAD = 30
 """The step whose labels are garbage: by then the net knows better."""

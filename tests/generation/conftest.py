@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from tests.support.small_models import TEXT, write_model
+from textmill.checkpoints.folders import Checkpoint
 from textmill.config import TokenizerConfig, TorchEngine
 from textmill.generation.generator import Generator, open_generator
 from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
-
-TEXT = [
-    "The mill stands by the river and the wheel begins to turn every morning.",
-    "물레방아는 강가에 서 있다. 아침마다 바퀴가 천천히 돌기 시작한다.",
-    "Değirmen köprünün üstünde duruyor; çark yavaş yavaş döner.",
-]
 
 
 class Parrot(nn.Module):
@@ -66,23 +59,6 @@ def parrot_of(shape: gpt2.Shape, tokenizer: TextTokenizer) -> Callable[[str], Ge
     return lambda text: ParrotGenerator(shape, tokenizer, text)
 
 
-def _write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
-    """A checkpoint of random weights; loud ones, so that the likeliest token changes from place to place."""
-    dice = np.random.default_rng(7)
-    weights = [
-        (
-            name,
-            values * np.float32(8 if "wte" in name else 20)
-            if values.ndim == 2
-            else values + dice.random(len(values), np.float32),
-        )
-        for name, values in gpt2.first_weights(shape, 7)
-    ]
-    texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
-    files = {name: text.encode() for name, text in texts.items()}
-    return open_checkpoint(write_checkpoint(run, Snapshot(7, weights, [], {"step": 7}, files)))
-
-
 @pytest.fixture(scope="session")
 def tokenizer() -> TextTokenizer:
     """Byte-level BPE with few merges, so that most characters beyond ASCII are several tokens."""
@@ -102,12 +78,6 @@ def engine() -> TorchEngine:
 
 
 @pytest.fixture(scope="session")
-def write_model() -> Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]:
-    """Writes a checkpoint of random weights."""
-    return _write_model
-
-
-@pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the checkpoint stands."""
     return tmp_path_factory.mktemp("generation") / "run"
@@ -116,7 +86,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(run_folder: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
     """The checkpoint on disk."""
-    return _write_model(run_folder, tokenizer, shape)
+    return write_model(run_folder, tokenizer, shape)
 
 
 @pytest.fixture(scope="session")

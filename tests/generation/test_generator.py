@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.small_models import write_model
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import SampleConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
@@ -23,7 +24,6 @@ from textmill.generation.incremental_text import BROKEN, TextStream, bytes_of, s
 from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
-WriteModel = Callable[[Path, TextTokenizer, gpt2.Shape], Checkpoint]
 GREEDY = SampleConfig(temperature=0, max_tokens=64)
 
 
@@ -204,7 +204,6 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
     engine: TorchEngine,
     tokenizer: TextTokenizer,
     shape: gpt2.Shape,
-    write_model: WriteModel,
     tmp_path: Path,
 ) -> None:
     small = write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab - 1))
@@ -217,7 +216,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
 
 
 def test_rows_without_text_are_never_chosen(
-    engine: TorchEngine, tokenizer: TextTokenizer, shape: gpt2.Shape, write_model: WriteModel, tmp_path: Path
+    engine: TorchEngine, tokenizer: TextTokenizer, shape: gpt2.Shape, tmp_path: Path
 ) -> None:
     wide = open_generator(write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab * 3)), engine)
     sample = wide.sample("The", SampleConfig(max_tokens=60, min_tokens=60, temperature=5.0))

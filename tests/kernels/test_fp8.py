@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.engines.test_contract import VOCAB, batch_of, config_of, run, started
-from tests.engines.test_losses import VOCAB as SCORES
-from tests.engines.test_losses import apart, exact, given
+from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
+from tests.support.loss_oracle import VOCAB as SCORES
+from tests.support.loss_oracle import apart, exact, given
 from textmill.config import LoraConfig, RunConfig
 from textmill.devices import check_fp8, precision_of
 from textmill.engines import open_engine

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.weights import shaken, shape_of
 from textmill.config import SIZES, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
 from textmill.models import open_family, shape_in
@@ -22,17 +23,6 @@ SHAPES = [
     ("micro", {"layers": 3, "positions": 40, "activation": "gelu"}, 1001),
     ("megatron-345m", {"layers": 1, "heads": 8, "width": 64, "positions": 64}, 256),
 ]
-
-
-def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Any:
-    return open_family("gpt2").shape_of(ModelConfig(size=size, shape=ShapeConfig(**numbers)), vocab=vocab, end=0)
-
-
-def shaken(shape: Any, seed: int = 3) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """First weights with noise on all of them, so that no bias or scale is trivial."""
-    dice = np.random.default_rng(seed)
-    first = open_family("gpt2").first_weights(shape, seed)
-    return [(name, values + dice.normal(0, 0.05, values.shape).astype(np.float32)) for name, values in first]
 
 
 @pytest.mark.parametrize(("size", "numbers", "vocab"), SHAPES)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.damage import WRONG, mutated
-from tests.models.test_family import shaken, shape_of
+from tests.support.damage import WRONG, mutated
+from tests.support.weights import shaken, shape_of
 from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapter, read_apart, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError

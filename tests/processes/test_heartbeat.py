@@ -54,7 +54,7 @@ def _hash_of(folder: Path) -> str:
 
 BROKEN = """
 import os, signal
-from textmill import watch
+from textmill.processes import heartbeat as watch
 watch.PULSE = 0.2
 class Board:
     signs = 0

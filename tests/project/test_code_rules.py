@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "textmill"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".cfg", ""}

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 import textmill
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PIN = re.compile(r"^([a-z0-9-]+)==([0-9][0-9a-z.]*)$")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Live
+from tests.support.live_server import Live
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
 from textmill.server.middleware import OPEN

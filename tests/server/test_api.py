@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Live
+from tests.support.live_server import Live
 
 HANGUL = "강가에 서 있다"
 

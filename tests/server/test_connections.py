@@ -17,7 +17,7 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from tests.server.conftest import Live
+from tests.support.live_server import Live
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
 from textmill.server import connections

@@ -14,7 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-from tests.server.conftest import Live
+from tests.support.live_server import Live
 
 COUNT = int(os.environ.get("TEXTMILL_TEST_CONTRACT", "20"))
 """Requests of each route and kind."""

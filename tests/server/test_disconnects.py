@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Live
+from tests.support.live_server import Live
 
 COUNT = int(os.environ.get("TEXTMILL_TEST_LEAVING", "100"))
 

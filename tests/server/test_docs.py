@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.browser import Browser, missing
-from tests.server.conftest import Live
+from tests.support.browser import Browser, missing
+from tests.support.live_server import Live
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from tests.generation.conftest import _write_model
-from tests.server.live import TEXT, in_process
+from tests.support.server_process import in_process
+from tests.support.small_models import TEXT, write_model
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.models.gpt2 import facts as gpt2
 from textmill.server.app import new_app
@@ -30,7 +30,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     """A real model whose steps may take a second and a half."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
-    _write_model(tmp_path / "run", tokenizer, shape)
+    write_model(tmp_path / "run", tokenizer, shape)
     engine = {"device": "cpu", "precision": "fp32"}
     config = RunConfig.model_validate({"folder": str(tmp_path), "serve": {"patience": 1.5}, "engine": engine})
     service = open_service(config, open_scheduler=in_process)

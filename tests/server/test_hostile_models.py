@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.generation.conftest import _write_model
-from tests.server.live import TEXT, in_process
+from tests.support.server_process import in_process
+from tests.support.small_models import TEXT, write_model
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.models.gpt2 import facts as gpt2
@@ -39,7 +39,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with nothing wrong, as one from elsewhere: no manifest beside it."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
-    made = _write_model(tmp_path_factory.mktemp("hostile") / "run", tokenizer, shape).folder
+    made = write_model(tmp_path_factory.mktemp("hostile") / "run", tokenizer, shape).folder
     folder = tmp_path_factory.mktemp("good") / "model"
     folder.mkdir()
     for name in GIVEN:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.server.conftest import Live
-from tests.server.live import TEXT
+from tests.support.live_server import Live
+from tests.support.small_models import TEXT
 
 PAIRS = [
     ("The mill stands", " by the river"),

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from tests.server.conftest import Live
-from tests.server.garbage import asked, raw
+from tests.support.garbage import asked, raw
+from tests.support.live_server import Live
 
 COUNT = int(os.environ.get("TEXTMILL_TEST_MALFORMED", "2000"))
 """Bent bodies; a tenth as many times bytes that are hardly HTTP."""

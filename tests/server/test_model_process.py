@@ -17,9 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Live
-from tests.server.live import in_process
-from tests.server.test_serve import COMMAND
+from tests.support.live_server import COMMAND, Live
+from tests.support.server_process import in_process
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import SampleConfig, ServeConfig, TorchEngine
 from textmill.server.app import new_app

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Live
+from tests.support.live_server import Live
 
 openai = pytest.importorskip("openai", reason="the openai client is in the extra dev")
 HANGUL = "강가에 서 있다"

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.browser import KEYS, Browser, missing
-from tests.server.conftest import Live
+from tests.support.browser import KEYS, Browser, missing
+from tests.support.live_server import Live
 
 HANGUL = "강가에 서 있다"
 ARABIC = "كان يا ما كان"

@@ -9,15 +9,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.generation.conftest import _write_model
-from tests.server.conftest import ROOT
-from tests.server.live import TEXT
+from tests.support.live_server import COMMAND, ROOT
+from tests.support.small_models import TEXT, write_model
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
@@ -25,15 +23,13 @@ from textmill.models.gpt2 import facts as gpt2
 from textmill.server.model_setup import name_of
 from textmill.tokens.vocabulary.tokenizer import fit
 
-COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]
-
 
 @pytest.fixture(scope="module")
 def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
     root = tmp_path_factory.mktemp("serve") / "river-mill"
-    _write_model(root / "run", tokenizer, shape)
+    write_model(root / "run", tokenizer, shape)
     (root / "mill.yaml").write_text("folder: .\n", encoding="utf-8")
     return root / "mill.yaml"
 

@@ -14,7 +14,7 @@ from textmill.errors import TextmillError
 from textmill.storage import faults
 from textmill.storage.faults import Fault, parse
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_save_cut_short_anywhere_leaves_the_old_or_the_new(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What each process of a launched DeepSpeed test does: `python -m tests.engines.deepspeed_job JOB.json` trains as the job says.
+"""What each process of a launched DeepSpeed test does: `python -m tests.support.deepspeed_job JOB.json` trains as the job says.
 
 A run: engine settings, a stretch of steps, a folder to start from (or the first weights), a folder to leave its state in.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.engines.test_contract import LORA, MAKE, ROWS, VOCAB, batch_of, config_of, first_of, rows_of
+from tests.support.engine_runs import LORA, MAKE, ROWS, VOCAB, batch_of, config_of, first_of, rows_of
 from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
 from textmill.processes.exits import leave_after

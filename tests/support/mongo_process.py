@@ -25,7 +25,7 @@ import pytest
 
 from textmill.verification.launcher import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PINNED = "secantusdb==0.7.0b3"
 VARIABLE = "TEXTMILL_TEST_MONGO"
 SIZES = {"web": 3000, "books": 2000, "news": 1000}

@@ -1,4 +1,4 @@
-"""A server as a process of its own: `python live.py '{"delay": 0.01, ...}'`; a model that says what it was asked, or a real one."""
+"""A server as a process of its own: `python -m tests.support.server_process JSON`; its model repeats the prompt, or is a real one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
@@ -24,12 +25,6 @@ from textmill.server.model_process import open_remote
 from textmill.server.model_setup import open_key
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
-
-TEXT = [
-    "The mill stands by the river and the wheel begins to turn every morning.",
-    "물레방아는 강가에 서 있다. 아침마다 바퀴가 천천히 돌기 시작한다.",
-    "Değirmen köprünün üstünde duruyor; çark yavaş yavaş döner.",
-]
 
 
 class Said:

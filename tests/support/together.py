@@ -17,7 +17,7 @@ LONGEST = 900
 
 def ended_together(command: list[str], count: int) -> str:
     """How a command ended as so many processes: well, or what the first to fail said; none outlives this, and who was left is told."""
-    root, port = str(Path(__file__).parents[1]), str(free_port())
+    root, port = str(Path(__file__).parents[2]), str(free_port())
     meet = {**os.environ, "PYTHONPATH": root, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with left_behind() as left, ExitStack() as files:
         jobs = []

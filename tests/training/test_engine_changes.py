@@ -53,7 +53,7 @@ def sit(root: Path, run: Path, number: int) -> None:
         **os.environ,
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     command = [sys.executable, *launcher, "-m", "textmill", *asked]
     assert ended(command, environment) == "well"

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from bench.kill_train import COMMAND, killed_until_done, last_weights, numbers_of, textmill, trained
-from textmill.config import RunConfig
+from tests.support.small_runs import config_for
 from textmill.errors import TextmillError
 from textmill.training.loop import train
-from textmill.where import open_where
 
 STEPS = 30
 
@@ -33,13 +32,6 @@ def undisturbed(root: Path) -> Path:
     done = textmill(*trained(root, run, STEPS))
     assert done.returncode == 0, done.stderr
     return run
-
-
-def config_for(root: Path, run: Path, steps: int, *words: str) -> RunConfig:
-    _, where, *settings = trained(root, run, steps)
-    if any(word.startswith("model.init_from") for word in words):
-        settings = [word for word in settings if not word.startswith("model.shape")]  # the weights bring their own
-    return open_where(where, [*settings, *words]).config
 
 
 def test_killed_again_and_again_it_gives_the_same_bits(root: Path, undisturbed: Path) -> None:

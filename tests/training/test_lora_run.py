@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.test_chat_run import PAIRS, config_of, made, written
+from tests.support.chat_runs import PAIRS, config_of, made, written
 from textmill.checkpoints.folders import find_checkpoint, open_model, steps_of
 from textmill.cli import main
 from textmill.config import JaxEngine, RunConfig, SampleConfig, TorchEngine

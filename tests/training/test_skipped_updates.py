@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.kill_train import numbers_of
-from tests.test_loop import config_for
+from tests.support.small_runs import config_for
 from textmill.errors import TextmillError
 from textmill.storage import faults
 from textmill.training.loop import train

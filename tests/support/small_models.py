@@ -1,0 +1,35 @@
+"""Checkpoints of random weights, as training would leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from textmill.models.gpt2 import facts as gpt2
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+TEXT = [
+    "The mill stands by the river and the wheel begins to turn every morning.",
+    "물레방아는 강가에 서 있다. 아침마다 바퀴가 천천히 돌기 시작한다.",
+    "Değirmen köprünün üstünde duruyor; çark yavaş yavaş döner.",
+]
+
+
+def write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
+    """A checkpoint of random weights; loud ones, so that the likeliest token changes from place to place."""
+    dice = np.random.default_rng(7)
+    weights = [
+        (
+            name,
+            values * np.float32(8 if "wte" in name else 20)
+            if values.ndim == 2
+            else values + dice.random(len(values), np.float32),
+        )
+        for name, values in gpt2.first_weights(shape, 7)
+    ]
+    texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
+    files = {name: text.encode() for name, text in texts.items()}
+    return open_checkpoint(write_checkpoint(run, Snapshot(7, weights, [], {"step": 7}, files)))

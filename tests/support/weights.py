@@ -1,0 +1,21 @@
+"""Shapes of small nets and weights none of which is trivial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from textmill.config import ModelConfig, ShapeConfig
+from textmill.models import open_family
+
+
+def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Any:
+    return open_family("gpt2").shape_of(ModelConfig(size=size, shape=ShapeConfig(**numbers)), vocab=vocab, end=0)
+
+
+def shaken(shape: Any, seed: int = 3) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """First weights with noise on all of them, so that no bias or scale is trivial."""
+    dice = np.random.default_rng(seed)
+    first = open_family("gpt2").first_weights(shape, seed)
+    return [(name, values + dice.normal(0, 0.05, values.shape).astype(np.float32)) for name, values in first]
