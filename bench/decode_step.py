@@ -84,7 +84,7 @@ def batch_of(generator: Generator, count: int, drawn: bool) -> Batch:
     sample = SampleConfig(temperature=0.8 if drawn else 0.0, top_k=50 if drawn else 0, max_tokens=room, min_tokens=room)
     for place, ids in enumerate(prompts_of(count, PROMPT)):
         request = Request(tuple(id_ % generator.tokenizer.vocab for id_ in ids), sample)
-        batch.add(place, request, generator.room_of(request))
+        batch.add(place, request, generator.max_new_tokens(request))
     return batch
 
 

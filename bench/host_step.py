@@ -25,7 +25,7 @@ from textmill.generation import batch as batches
 from textmill.generation.generator import Generator, open_generator
 from textmill.generation.requests import Request
 from textmill.generation.scheduler import Scheduler
-from textmill.generation.text_chunks import InParts, Part
+from textmill.generation.text_chunks import ChunkingScheduler, TextChunk
 from textmill.models.gpt2 import facts as gpt2
 
 PROMPT = 128
@@ -54,13 +54,13 @@ def scheduled(generator: Generator, requests: list[Request], steps: int, streame
     scheduler, over = Scheduler(generator, slots=len(requests), queue=0), threading.Semaphore(0)
     without_a_net(scheduler._batch)
 
-    def deliver(part: Part) -> None:
+    def deliver(part: TextChunk) -> None:
         if part.done:
             over.release()
 
     begun = time.perf_counter()
     for request in requests:
-        InParts(scheduler).submit(request, deliver, None, streamed)
+        ChunkingScheduler(scheduler).submit(request, deliver, None, streamed)
     for _ in requests:
         over.acquire()
     spent = time.perf_counter() - begun

@@ -17,7 +17,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import SampleConfig
 from textmill.generation import sampling
 from textmill.generation.generator import Generator
-from textmill.generation.incremental_text import BROKEN, StopWatch
+from textmill.generation.incremental_text import BROKEN, StopStringFilter
 from textmill.generation.requests import Done, Request, Token
 
 LANGUAGES = {
@@ -163,7 +163,7 @@ def test_five_hundred_prompts_stream_what_they_give_whole(generator: Generator) 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_a_stop_string_is_found_wherever_pieces_meet(pieces: list[str], stops: list[str]) -> None:
-    watch, said, given_ = StopWatch(stops), "", ""
+    watch, said, given_ = StopStringFilter(stops), "", ""
     for piece in pieces:
         said += watch.add(piece)
         given_ += piece

@@ -23,7 +23,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.cli import main
 from textmill.config import RunConfig, SampleConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.chat import Message, Talk
+from textmill.generation.chat import Conversation, Message
 from textmill.generation.generator import Generator
 from textmill.generation.requests import Request
 from textmill.generation.terminal import Terminal
@@ -51,20 +51,20 @@ def model(checkpoint: Checkpoint, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def talk(generator: Generator, engine: TorchEngine) -> Iterator[Talk]:
+def talk(generator: Generator, engine: TorchEngine) -> Iterator[Conversation]:
     config = RunConfig(engine=engine, sample=SampleConfig(max_tokens=8, min_tokens=8, seed=3))
     with Terminal() as terminal:
-        yield Talk(generator, PlainTemplate(generator.tokenizer), config, terminal)
+        yield Conversation(generator, PlainTemplate(generator.tokenizer), config, terminal)
 
 
-def answer_to(talk: Talk, messages: list[Message], seed: int) -> str:
+def answer_to(talk: Conversation, messages: list[Message], seed: int) -> str:
     """What the generator says to a talk as the template writes it."""
     ids = talk.template.render(messages, add_generation_prompt=True)
     request = Request(tuple(ids), talk.config.sample.model_copy(update={"seed": seed}))
     return "".join(event.text for _, event in talk.generator.run([request], 1))
 
 
-def test_the_talk_so_far_is_seen_and_reset_forgets_it(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_talk_so_far_is_seen_and_reset_forgets_it(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     talk.hear("Hi")
     first = capsys.readouterr().out
     talk.hear("And?")
@@ -76,7 +76,7 @@ def test_the_talk_so_far_is_seen_and_reset_forgets_it(talk: Talk, capsys: pytest
     assert talk.messages == []
 
 
-def test_settings_are_changed_whole_or_not_at_all(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_changed_whole_or_not_at_all(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     talk.hear("/set temperature=0.5 top_k=3")
     assert (talk.sample.temperature, talk.sample.top_k) == (0.5, 3)
     assert "temperature=0.5" in capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_settings_are_changed_whole_or_not_at_all(talk: Talk, capsys: pytest.Cap
 
 
 def test_the_oldest_turns_are_forgotten_when_the_model_sees_no_more(
-    talk: Talk, capsys: pytest.CaptureFixture[str]
+    talk: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(6):
         talk.hear(f"number {number} of several")
@@ -115,7 +115,7 @@ def test_a_model_without_a_template_says_so(model: Path, capsys: pytest.CaptureF
 
 PROGRAM = """
     import sys
-    from textmill.generation import answers
+    from textmill.generation import chat_answers
     from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
     class Template:
@@ -135,7 +135,7 @@ PROGRAM = """
                 time.sleep(600)
 
     generator.Generator.run = slowly
-    answers.open_template = Template
+    chat_answers.open_template = Template
     from textmill.cli import main
     sys.exit(main(["chat", {folder!r}, "sample.max_tokens=6", "sample.min_tokens=6", "engine.device=cpu", "engine.precision=fp32"]))
 """
@@ -213,7 +213,7 @@ def test_a_talk_on_a_terminal(model: Path, root: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(requests: list[object], together: int) -> object:
         try:

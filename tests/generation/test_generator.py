@@ -20,7 +20,7 @@ from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import SampleConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import Generator, open_generator
-from textmill.generation.incremental_text import BROKEN, TextStream, bytes_of, streams_of
+from textmill.generation.incremental_text import BROKEN, WindowTextDecoder, bytes_of, text_decoder_factory
 from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -64,7 +64,7 @@ def test_a_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, token
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_streams_whole(tokenizer: TextTokenizer, text: str) -> None:
-    for stream in (TextStream(tokenizer, [tokenizer.end]), streams_of(tokenizer)([tokenizer.end])):
+    for stream in (WindowTextDecoder(tokenizer, [tokenizer.end]), text_decoder_factory(tokenizer)([tokenizer.end])):
         pieces = [stream.add(id_) for id_ in tokenizer.encode(text)]
         assert "".join([*pieces, stream.end()]) == text
         assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
@@ -74,7 +74,10 @@ def test_any_text_streams_whole(tokenizer: TextTokenizer, text: str) -> None:
 @given(st.lists(st.integers(0, 299), max_size=30))
 def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, ids: list[int]) -> None:
     ids = [id_ for id_ in ids if id_ < tokenizer.vocab]
-    for stream in (TextStream(tokenizer, tokenizer.encode("The")), streams_of(tokenizer)(tokenizer.encode("The"))):
+    for stream in (
+        WindowTextDecoder(tokenizer, tokenizer.encode("The")),
+        text_decoder_factory(tokenizer)(tokenizer.encode("The")),
+    ):
         joined = "".join([*(stream.add(id_) for id_ in ids), stream.end()])
         assert joined == tokenizer.decode(ids)
 
@@ -93,14 +96,14 @@ def test_other_tokenizers_are_decoded_by_the_library(kind: Any) -> None:
     texts = ["the mill stands by the river and the wheel turns " * 9]
     other = fit(iter([texts]), TokenizerConfig(kind=kind, vocab=300))
     assert bytes_of(other) is None
-    stream = streams_of(other)(other.encode("the"))
+    stream = text_decoder_factory(other)(other.encode("the"))
     ids = other.encode(" mill stands by the river")
     assert "".join([*map(stream.add, ids), stream.end()]) == other.decode([*other.encode("the"), *ids])[3:]
 
 
 def test_a_prompt_that_ends_within_a_character_is_completed(tokenizer: TextTokenizer) -> None:
     ids = tokenizer.encode("漢")
-    stream = streams_of(tokenizer)(ids[:1])
+    stream = text_decoder_factory(tokenizer)(ids[:1])
     assert "".join(map(stream.add, ids[1:])) == "漢"
 
 

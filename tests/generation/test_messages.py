@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from textmill.generation.messages import Line, Outbox, new_lines
+from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair
 
 
 def test_what_nobody_reads_yet_is_kept_in_order_and_holds_up_nobody() -> None:
     """More than a socket takes at once: a `put` that waited for a reader would wait for ever here."""
-    line, theirs = new_lines()
-    outbox, there = Outbox(line), Line(theirs.detach())
+    line, theirs = new_socket_pair()
+    outbox, there = SendQueue(line), MessageSocket(theirs.detach())
     sent = [[number, "\N{GREEK SMALL LETTER MU}" * 50_000] for number in range(40)]
     for message in sent:
         outbox.put(message)
@@ -22,9 +22,9 @@ def test_what_nobody_reads_yet_is_kept_in_order_and_holds_up_nobody() -> None:
 
 
 def test_an_end_that_is_gone_is_found_by_the_reader() -> None:
-    line, theirs = new_lines()
+    line, theirs = new_socket_pair()
     theirs.close()
-    outbox = Outbox(line)
+    outbox = SendQueue(line)
     outbox.put(["nobody is there"])
     with pytest.raises((EOFError, OSError)):
         line.receive()

@@ -18,8 +18,8 @@ from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation import scheduler as scheduling
 from textmill.generation.generator import Generator
-from textmill.generation.requests import Done, Full, Request, Token
-from textmill.generation.scheduler import READING, Scheduler
+from textmill.generation.requests import Done, QueueFull, Request, Token
+from textmill.generation.scheduler import PREFILL_SECONDS, Scheduler
 
 LONG = SampleConfig(max_tokens=10**9, min_tokens=10**9)
 PATIENCE = 60.0
@@ -135,7 +135,7 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
     while waiting or batch.rows or batch.waiting:
         while waiting and batch.free and dice.random() < 0.7:
             number, one = waiting.pop(0)
-            batch.add(number, one, generator.room_of(one, quiet=True))
+            batch.add(number, one, generator.max_new_tokens(one, quiet=True))
             if number % 5 == 4:
                 for _ in range(dice.randint(0, 3)):
                     for place, event in batch.step():
@@ -174,7 +174,7 @@ def test_a_prompt_of_several_texts_is_read_once(generator: Generator, monkeypatc
     requests[4] = dataclasses.replace(requests[4], echo=True)
     found: list[list[Token | Done]] = [[] for _ in prompts]
     for number, one in enumerate(requests):
-        batch.add(number, one, generator.room_of(one, quiet=True))
+        batch.add(number, one, generator.max_new_tokens(one, quiet=True))
     while batch.rows or batch.waiting:
         for number, event in batch.step():
             found[number].append(event)
@@ -223,13 +223,13 @@ def test_beside_many_texts_newcomers_join_together(
     for _ in range(5):
         at_work[-1].next()
     assert (scheduler.stats()["active"], scheduler.stats()["waiting"], readings) == (40, 3, [])
-    clock.now += READING * 40 / 3 + 0.001
+    clock.now += PREFILL_SECONDS * 40 / 3 + 0.001
     for reader in newcomers:
         assert isinstance(reader.next(), Token)
     assert readings == [3]
     scheduler.submit(request(generator, "abc"), late[0])
-    assert scheduling.PATIENCE < READING * 43
-    clock.now += scheduling.PATIENCE + 0.001
+    assert scheduling.MAX_JOIN_WAIT < PREFILL_SECONDS * 43
+    clock.now += scheduling.MAX_JOIN_WAIT + 0.001
     assert isinstance(late[0].next(), Token)
     scheduler.close(0)
 
@@ -274,11 +274,11 @@ def test_a_full_queue_is_said_and_everyone_taken_ends_once(generator: Generator,
     readers = [Reader() for _ in range(7)]
     numbers = [scheduler.submit(request(generator), reader) for reader in readers]
     assert len(set(numbers)) == 7
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         scheduler.submit(request(generator), Reader())
     wait_for(lambda: scheduler.stats()["active"] == 4)
     assert scheduler.stats()["waiting"] == 3
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         scheduler.submit(request(generator), Reader())
     for number in numbers:
         scheduler.cancel(number)
@@ -337,7 +337,7 @@ def test_no_slot_is_lost_after_five_hundred_cancelled_requests(generator: Genera
             try:
                 number = scheduler.submit(request(generator, dice.choice(["The mill", "물레방아", ""])), reader)
                 break
-            except Full:
+            except QueueFull:
                 time.sleep(0.001)
         if dice.random() < 0.5:
             reader.next()
@@ -428,24 +428,24 @@ def test_a_model_that_hangs_or_dies_is_said(generator: Generator, monkeypatch: p
         return decode(*args)
 
     monkeypatch.setattr(scheduler._batch.slots, "decode", hang)
-    assert scheduler.trouble(0.01) == ""
+    assert scheduler.problem(0.01) == ""
     scheduler.submit(request(generator, sample=SampleConfig(max_tokens=2, min_tokens=2)), reader)
-    wait_for(lambda: "has not ended a step" in scheduler.trouble(0.01))
-    assert scheduler.trouble(PATIENCE) == ""
+    wait_for(lambda: "has not ended a step" in scheduler.problem(0.01))
+    assert scheduler.problem(PATIENCE) == ""
     hung.set()
     assert reader.done().reason == "length"
-    wait_for(lambda: scheduler.trouble(PATIENCE) == "")
+    wait_for(lambda: scheduler.problem(PATIENCE) == "")
     monkeypatch.setattr(scheduler._batch.slots, "decode", lambda *_: 1 // 0)
     for _ in range(3):
         reader = Reader()
         scheduler.submit(request(generator), reader)
         assert reader.done().reason == "error"
-    assert scheduler.trouble(PATIENCE) == "the model's last 3 steps failed; restart the server"
+    assert scheduler.problem(PATIENCE) == "the model's last 3 steps failed; restart the server"
     monkeypatch.setattr(scheduler._batch, "step", lambda: sys.exit(1))
     reader = Reader()
     scheduler.submit(request(generator), reader)
     assert reader.done() == Done("error", 0, "", "the model's thread has died; restart the server")
-    wait_for(lambda: "thread has died" in scheduler.trouble(PATIENCE))
+    wait_for(lambda: "thread has died" in scheduler.problem(PATIENCE))
     with pytest.raises(TextmillError, match="thread has died"):
         scheduler.submit(request(generator), Reader())
     scheduler.close(PATIENCE)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from textmill.generation.requests import Done, Token
-from textmill.generation.text_chunks import Gathering, Part
+from textmill.generation.text_chunks import ChunkCollector, TextChunk
 
 TOKENS = [
     Token(number, text, -float(number), ((7, -0.5),)) for number, text in enumerate(["a", "", "b", "c", "", "", "d"])
@@ -17,17 +17,19 @@ END = Done("length", 7, "e")
 
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_text_that_is_not_streamed_comes_once(judged: bool) -> None:
-    parts: list[Part] = []
-    gathering = Gathering(parts.append, judged, streamed=False)
+    parts: list[TextChunk] = []
+    gathering = ChunkCollector(parts.append, judged, streamed=False)
     for event in (*TOKENS, END):
         gathering(event)
-    assert parts == [Part("abcde", [(token.id, token.logprob, token.top) for token in TOKENS] if judged else [], END)]
+    assert parts == [
+        TextChunk("abcde", [(token.id, token.logprob, token.top) for token in TOKENS] if judged else [], END)
+    ]
 
 
 def test_a_stream_comes_at_most_every_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, parts = SimpleNamespace(now=0.0), list[Part]()
+    clock, parts = SimpleNamespace(now=0.0), list[TextChunk]()
     monkeypatch.setattr("textmill.generation.text_chunks.time", SimpleNamespace(monotonic=lambda: clock.now))
-    gathering = Gathering(parts.append, False, streamed=True)
+    gathering = ChunkCollector(parts.append, False, streamed=True)
     for event, clock.now in zip((*TOKENS, END), [1.001, 1.005, 1.01, 1.021, 1.025, 1.061, 1.07, 1.071], strict=True):
         gathering(event)
     assert [(part.text, part.done) for part in parts] == [("a", None), ("bc", None), ("d", None), ("e", END)]

@@ -13,7 +13,7 @@ from tests.support.live_server import Live
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
 from textmill.server.middleware import OPEN
-from textmill.server.model_setup import open_key
+from textmill.server.model_setup import read_api_key
 
 KEY = "a-long-secret"
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -104,18 +104,18 @@ def test_cors_is_closed_unless_opened(live: Live) -> None:
 
 def test_the_key_comes_from_the_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEXTMILL_API_KEY", raising=False)
-    assert open_key(ServeConfig()) is None
+    assert read_api_key(ServeConfig()) is None
     monkeypatch.setenv("TEXTMILL_API_KEY", "from-the-environment")
-    assert open_key(ServeConfig()) == "from-the-environment"
+    assert read_api_key(ServeConfig()) == "from-the-environment"
     file = tmp_path / "key"
     file.write_text("from-the-file\nanything\n", encoding="utf-8")
-    assert open_key(ServeConfig(key_file=str(file))) == "from-the-file"
+    assert read_api_key(ServeConfig(key_file=str(file))) == "from-the-file"
     for bad in ("", "short", "with a space in it", "schlüssel-schlüssel"):
         file.write_text(bad, encoding="utf-8")
         with pytest.raises(TextmillError, match="is no key"):
-            open_key(ServeConfig(key_file=str(file)))
+            read_api_key(ServeConfig(key_file=str(file)))
     with pytest.raises(TextmillError, match="cannot be read"):
-        open_key(ServeConfig(key_file=str(tmp_path / "none")))
+        read_api_key(ServeConfig(key_file=str(tmp_path / "none")))
     monkeypatch.setenv("TEXTMILL_API_KEY", "")
     with pytest.raises(TextmillError, match="TEXTMILL_API_KEY: is no key"):
-        open_key(ServeConfig())
+        read_api_key(ServeConfig())

@@ -21,7 +21,7 @@ from tests.support.live_server import Live
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
 from textmill.server import connections
-from textmill.server.connections import Connection, Crowd, allow_files
+from textmill.server.connections import Connection, ConnectionPool, raise_file_limit
 from textmill.server.metrics import Metrics
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -168,7 +168,7 @@ async def large(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"x" * 50_000_000})
 
 
-async def unread(crowd: Crowd) -> None:
+async def unread(crowd: ConnectionPool) -> None:
     """Asks for the large reply and reads nothing of it, until the server has had enough."""
     config, loop = Config(large, lifespan="off"), asyncio.get_running_loop()
     state = ServerState()
@@ -186,7 +186,7 @@ async def unread(crowd: Crowd) -> None:
 
 def test_a_reply_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "UNREAD", 0.2)
-    crowd = Crowd(10, 60.0, Metrics())
+    crowd = ConnectionPool(10, 60.0, Metrics())
     asyncio.run(unread(crowd))
     assert not crowd.waiting
 
@@ -195,10 +195,10 @@ def test_connections_want_files() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, most))
-        allow_files(ServeConfig(connections=500))
+        raise_file_limit(ServeConfig(connections=500))
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 756
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
     if most != resource.RLIM_INFINITY and most < 100_000:
         with pytest.raises(TextmillError, match="open files, of which this system allows"):
-            allow_files(ServeConfig(connections=100_000))
+            raise_file_limit(ServeConfig(connections=100_000))

@@ -50,7 +50,7 @@ async def seen(service: Service, hung: threading.Event) -> dict[str, Any]:
             found[path] = await client.get(path)
         found["next"] = await client.post("/v1/completions", json=ASKED)
         hung.set()
-        while service.trouble():
+        while service.problem():
             await asyncio.sleep(0.01)
         found["after"] = [
             (await client.get("/health")).status_code,

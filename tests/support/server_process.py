@@ -18,11 +18,11 @@ from tests.support.small_models import TEXT
 from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import EngineConfig, SampleConfig, ServeConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.generation.requests import Done, Full, Request, Token
-from textmill.generation.text_chunks import InParts
+from textmill.generation.requests import Done, QueueFull, Request, Token
+from textmill.generation.text_chunks import ChunkingScheduler
 from textmill.server.lifecycle import bind, run
-from textmill.server.model_process import open_remote
-from textmill.server.model_setup import open_key
+from textmill.server.model_process import open_remote_scheduler
+from textmill.server.model_setup import read_api_key
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -77,7 +77,7 @@ class Echo:
     def submit(self, request: Request, deliver: Callable[[Token | Done], None], deadline: float | None = None) -> int:
         with self.lock:
             if self.closing or len(self.active) + len(self.waiting) >= self.slots + self.queue:
-                raise Full
+                raise QueueFull
             if len(request.ids) >= self.positions:
                 raise TextmillError("the prompt is too long")
             job = Job(next(self.numbers), request, deliver, deadline, Said(self.tokenizer))
@@ -100,7 +100,7 @@ class Echo:
                 **self.counts,
             }
 
-    def trouble(self, patience: float) -> str:
+    def problem(self, patience: float) -> str:
         return ""
 
     def close(self, grace: float) -> None:
@@ -167,11 +167,11 @@ class Turns:
         return self.tokenizer.encode(lines + ("assistant:" if add_generation_prompt else ""))
 
 
-def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> InParts:
+def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> ChunkingScheduler:
     """The model in this very process, where a test can get hold of it."""
     from textmill.generation.scheduler import open_scheduler
 
-    return InParts(open_scheduler(checkpoint, engine, serve))
+    return ChunkingScheduler(open_scheduler(checkpoint, engine, serve))
 
 
 def new_service(asked: dict[str, Any]) -> Service:
@@ -179,12 +179,14 @@ def new_service(asked: dict[str, Any]) -> Service:
     serve = ServeConfig(port=0, **asked.get("serve", {}))
     sample = SampleConfig(**asked.get("sample", {}))
     if folder := asked.get("model"):
-        scheduler: Any = open_remote(open_checkpoint(Path(folder)), TorchEngine(device="cpu", precision="fp32"), serve)
+        scheduler: Any = open_remote_scheduler(
+            open_checkpoint(Path(folder)), TorchEngine(device="cpu", precision="fp32"), serve
+        )
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-        scheduler = InParts(Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001)))
+        scheduler = ChunkingScheduler(Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001)))
     template = Turns(scheduler.tokenizer) if asked.get("chat", True) else None
-    return Service(scheduler, serve, sample, serve.name or "mill", 7, template, open_key(serve))
+    return Service(scheduler, serve, sample, serve.name or "mill", 7, template, read_api_key(serve))
 
 
 if __name__ == "__main__":

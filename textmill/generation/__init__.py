@@ -42,14 +42,14 @@ def samples_of(
     checkpoint: Checkpoint, prompts: list[str], sample: SampleConfig, engine: EngineConfig
 ) -> list[dict[str, Any]]:
     """One continuation of each prompt, or a chat model's answer to it: prompt, text, seed and number of new tokens; the seed counts up."""
-    from textmill.generation.chat_answers import answers_of, asking
+    from textmill.generation.chat_answers import answer_all, render_question
     from textmill.generation.generator import open_generator
 
     generator, template = open_generator(checkpoint, engine), open_template(checkpoint.tokenizer)
     if template is None:
         return [asdict(one) for one in generator.samples(prompts, sample)]
-    questions = [asking(template, prompt) for prompt in prompts]
-    return [asdict(one) for one in answers_of(generator, template, prompts, questions, sample)]
+    questions = [render_question(template, prompt) for prompt in prompts]
+    return [asdict(one) for one in answer_all(generator, template, prompts, questions, sample)]
 
 
 def _seeded(sample: SampleConfig, number: int) -> SampleConfig:
@@ -128,7 +128,7 @@ def _converse(generator: Generator, sample: SampleConfig, checkpoint: Checkpoint
     with Terminal() as terminal:
         for prompt in terminal.lines():
             try:
-                found = terminal.breaking_off(partial(_print_samples, generator, prompt, sample))
+                found = terminal.run_interruptible(partial(_print_samples, generator, prompt, sample))
                 if found is None:
                     print(" [stopped]", flush=True)
                 texts += found or []

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from textmill.generation.incremental_text import StopWatch, Stream
-from textmill.generation.requests import Done, Reason, Request, Token, Top
+from textmill.generation.incremental_text import StopStringFilter, Stream
+from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
 from textmill.generation.sampling import Rules, State, new_state, next_ids, rules_of
 from textmill.kernels.transfer_torch import OnItsWay, on_device
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -55,17 +55,17 @@ class Row:
     """The prompt and what is new."""
     state: State
     stream: Stream
-    watch: StopWatch
+    watch: StopStringFilter
     used: int = 0
     """Tokens whose keys and values are in the slot."""
-    told: tuple[tuple[float | None, Top], ...] = ()
+    told: tuple[tuple[float | None, TopTokens], ...] = ()
     """The prompt's log-probabilities, when asked."""
     count: int = 0
     """New tokens that have come."""
     gone: bool = False
     """Whether it is over; a token that was on its way to it is nobody's."""
 
-    def add(self, id_: int, logprob: float | None, top: Top) -> tuple[Token | None, Reason | None]:
+    def add(self, id_: int, logprob: float | None, top: TopTokens) -> tuple[Token | None, FinishReason | None]:
         """Take one more token; what it gave, and why it is the last one if it is."""
         if id_ < 0 or id_ in self.state.ends:
             return None, "error" if id_ < 0 else "stop"
@@ -77,7 +77,7 @@ class Row:
             return token, "stop"
         return token, "length" if self.count >= self.room else None
 
-    def done(self, reason: Reason, message: str = "") -> Done:
+    def done(self, reason: FinishReason, message: str = "") -> Done:
         """The end, with the text that was held back."""
         self.gone = True
         text = "" if self.watch.hit else self.watch.add(self.stream.end())
@@ -88,14 +88,14 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightRequest:
     """Tokens that were asked for and may not be there yet."""
 
     rows: list[Row]
     ids_N: Tensor
     coming: OnItsWay
     """The same for the host."""
-    logs: dict[int, tuple[float, Top]]
+    logs: dict[int, tuple[float, TopTokens]]
 
     def ids(self) -> list[int]:
         """The tokens, when they have come."""
@@ -120,7 +120,7 @@ class Batch:
     ahead: bool = False
     """Ask for a text's next token before the last one is here: a GPU works while the host writes; a token comes one step later."""
     _rules: Rules | None = None
-    _flight: Flight | None = None
+    _flight: InFlightRequest | None = None
 
     @property
     def free(self) -> int:
@@ -132,10 +132,10 @@ class Batch:
         ends = tuple(dict.fromkeys((self.tokenizer.end, *request.stop_ids)))
         vocab, device = self.tokenizer.vocab, self.slots.device
         state = new_state(request.sample, request.ids, ends=ends, bias=request.bias, vocab=vocab, device=device)
-        stream, watch = self.open_stream(request.ids), StopWatch(request.stop)
+        stream, watch = self.open_stream(request.ids), StopStringFilter(request.stop)
         self.waiting.append(Row(number, request, room, list(request.ids), state, stream, watch))
 
-    def drop(self, number: int, reason: Reason, message: str = "") -> Done | None:
+    def drop(self, number: int, reason: FinishReason, message: str = "") -> Done | None:
         """End a text now; None: it is not there."""
         for row in self.rows:
             if row.number == number:
@@ -176,7 +176,7 @@ class Batch:
             for row in self.rows
         )  # fmt: skip
 
-    def _launch(self) -> Flight:
+    def _launch(self) -> InFlightRequest:
         """Ask for the next token of every text."""
         scores_NV = self.slots.decode(self._last_ids(), [row.used for row in self.rows])[:, : self.tokenizer.vocab]
         states = [row.state for row in self.rows]
@@ -186,7 +186,7 @@ class Batch:
         for row in self.rows:
             row.used += 1
             row.state.number += 1
-        return Flight(list(self.rows), ids_N, OnItsWay(ids_N), logs)
+        return InFlightRequest(list(self.rows), ids_N, OnItsWay(ids_N), logs)
 
     def _last_ids(self) -> Tensor:
         """The last token of every text, on the device; some of them are known only there."""
@@ -200,7 +200,7 @@ class Batch:
         sources = [places.get(id(row), len(places) + place) for place, row in enumerate(self.rows)]
         return torch.cat([flight.ids_N, known_N])[on_device(sources, self.slots.device)]
 
-    def _land(self, flight: Flight) -> list[tuple[int, Event]]:
+    def _land(self, flight: InFlightRequest) -> list[tuple[int, Event]]:
         """Take the tokens that were asked for; texts that are over leave."""
         if flight is self._flight:
             self._flight = None
@@ -266,7 +266,7 @@ class Batch:
             del self.rows[left:]
             self._rules = None
 
-    def _logs(self, scores_NV: Tensor, ids_N: Tensor) -> dict[int, tuple[float, Top]]:
+    def _logs(self, scores_NV: Tensor, ids_N: Tensor) -> dict[int, tuple[float, TopTokens]]:
         """Log-probabilities of the chosen and the likeliest tokens, by row, where they are asked."""
         asking = [place for place, row in enumerate(self.rows) if row.request.logprobs]
         if not asking:
@@ -275,9 +275,9 @@ class Batch:
         wanted = [self.rows[place].request.logprobs for place in asking]
         return dict(zip(asking, _tops(scores_NV[asking], chosen, wanted), strict=True))
 
-    def _told(self, row: Row, hidden_TE: Tensor) -> tuple[tuple[float | None, Top], ...]:
+    def _told(self, row: Row, hidden_TE: Tensor) -> tuple[tuple[float | None, TopTokens], ...]:
         """Log-probabilities of a prompt's own tokens, from the second on."""
-        told: list[tuple[float | None, Top]] = [(None, ())]
+        told: list[tuple[float | None, TopTokens]] = [(None, ())]
         for begin in range(0, len(hidden_TE), 128):
             scores_TV = self.slots.net.logits(hidden_TE[begin : begin + 128])[:, : self.tokenizer.vocab]
             found = torch.tensor(row.request.ids[begin + 1 : begin + 1 + len(scores_TV)], device=scores_TV.device)
@@ -285,7 +285,7 @@ class Batch:
         return tuple(told)
 
 
-def _tops(scores_NV: Tensor, chosen_N: Tensor, wanted: list[int]) -> list[tuple[float, Top]]:
+def _tops(scores_NV: Tensor, chosen_N: Tensor, wanted: list[int]) -> list[tuple[float, TopTokens]]:
     """Each row's log-probability of one token, and as many of the likeliest as are wanted."""
     logs_NV = scores_NV.float().log_softmax(1)
     values_NK, ids_NK = logs_NV.topk(min(max(wanted), logs_NV.shape[1]), dim=1)

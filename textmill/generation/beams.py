@@ -11,7 +11,7 @@ from torch import Tensor
 
 from textmill.errors import TextmillError
 from textmill.generation.batch import NOT_FINITE, Slots
-from textmill.generation.incremental_text import StopWatch, TextStream
+from textmill.generation.incremental_text import StopStringFilter, WindowTextDecoder
 from textmill.generation.requests import Done, Request
 from textmill.generation.sampling import State, forbid_ends, new_state, penalise_rows
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -95,7 +95,7 @@ def _best(logs_NV: Tensor, running: list[Beam], count: int) -> list[Beam]:
 
 
 def _told(tokenizer: TextTokenizer, request: Request, best: Beam, ends: tuple[int, ...]) -> Done:
-    stream, watch = TextStream(tokenizer, list(request.ids)), StopWatch(request.stop)
+    stream, watch = WindowTextDecoder(tokenizer, list(request.ids)), StopStringFilter(request.stop)
     stopped = bool(best.ids) and best.ids[-1] in ends
     text = ""
     for id_ in best.ids[:-1] if stopped else best.ids:

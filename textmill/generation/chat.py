@@ -9,7 +9,7 @@ from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import config_of, merged, tree_of
 from textmill.errors import TextmillError, warn
-from textmill.generation.chat_answers import chat_model_of
+from textmill.generation.chat_answers import open_chat_model
 from textmill.generation.requests import Request
 from textmill.generation.terminal import Terminal
 from textmill.tokens.chat_template import Message, TalkTemplate
@@ -21,13 +21,13 @@ HELP = "/reset forgets the talk, /set temperature=0.7 changes a setting, /set sh
 
 
 def chat(config: RunConfig, step: WhichStep = "latest") -> None:
-    """Talk with a model until the input ends."""
-    checkpoint, template = chat_model_of(config, step)
+    """Conversation with a model until the input ends."""
+    checkpoint, template = open_chat_model(config, step)
     from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
 
     generator = open_generator(checkpoint, config.engine)
     with Terminal() as terminal:
-        talk = Talk(generator, template, config, terminal)
+        talk = Conversation(generator, template, config, terminal)
         if sys.stdin.isatty():
             print(f"{checkpoint.folder}: {HELP}")
         for line in terminal.lines():
@@ -37,7 +37,7 @@ def chat(config: RunConfig, step: WhichStep = "latest") -> None:
                 warn(str(error))
 
 
-class Talk:
+class Conversation:
     """What was said so far, and how the model is to answer."""
 
     def __init__(self, generator: Generator, template: TalkTemplate, config: RunConfig, terminal: Terminal) -> None:
@@ -83,7 +83,7 @@ class Talk:
                 print(event.text, end="", flush=True)
             return True
 
-        if not self.terminal.breaking_off(answer):
+        if not self.terminal.run_interruptible(answer):
             print(" [stopped]", end="")
         print(flush=True)
         self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": "".join(texts)}]

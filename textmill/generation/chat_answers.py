@@ -21,7 +21,7 @@ QUESTIONS = 3
 """Conversations that are looked up where nothing is asked."""
 
 
-def chat_model_of(config: RunConfig, step: WhichStep) -> tuple[Checkpoint, TalkTemplate]:
+def open_chat_model(config: RunConfig, step: WhichStep) -> tuple[Checkpoint, TalkTemplate]:
     """The model that a config stands for, and the template it was finetuned with."""
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
@@ -34,11 +34,15 @@ def answer(config: RunConfig, step: WhichStep = "latest") -> list[str]:
     """Ask a chat model `sample.prompt`, or what the valid split asks first; print and return the talks, as the template writes them."""
     from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
 
-    checkpoint, template = chat_model_of(config, step)
+    checkpoint, template = open_chat_model(config, step)
     prompt = config.sample.prompt
-    questions = [asking(template, prompt)] * config.sample.count if prompt else list(questions_in(open_splits(config)))
+    questions = (
+        [render_question(template, prompt)] * config.sample.count
+        if prompt
+        else list(read_questions(open_splits(config)))
+    )
     generator = open_generator(checkpoint, config.engine)
-    found = answers_of(
+    found = answer_all(
         generator, template, [generator.tokenizer.decode(ids) for ids in questions], questions, config.sample
     )
     talks = [one.prompt + one.text for one in found]
@@ -46,12 +50,12 @@ def answer(config: RunConfig, step: WhichStep = "latest") -> list[str]:
     return talks
 
 
-def asking(template: TalkTemplate, question: str) -> list[int]:
+def render_question(template: TalkTemplate, question: str) -> list[int]:
     """The ids that ask a question and for its answer."""
     return template.render([{"role": "user", "content": question}], add_generation_prompt=True)
 
 
-def answers_of(
+def answer_all(
     generator: Generator, template: TalkTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig
 ) -> list[Sample]:  # fmt: skip
     """The answer to each question, under its name; the seed counts up with the questions."""
@@ -63,7 +67,7 @@ def answers_of(
     return generator.sampled(names, requests, sample.batch)
 
 
-def questions_in(splits: Splits) -> Iterator[list[int]]:
+def read_questions(splits: Splits) -> Iterator[list[int]]:
     """How the first conversations of the valid split begin, up to the first answer; of the train split, where there is no other."""
     stores = [store for split in ("valid", "train") for store in splits.of(split) if store.asked is not None][:1]
     for store in stores:

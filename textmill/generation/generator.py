@@ -16,8 +16,8 @@ from textmill.devices import open_device, precision_of
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event, Slots, slots_type
 from textmill.generation.beams import search
-from textmill.generation.incremental_text import Stream, streams_of
-from textmill.generation.requests import Done, Request, room_of
+from textmill.generation.incremental_text import Stream, text_decoder_factory
+from textmill.generation.requests import Done, Request, max_new_tokens
 from textmill.models.nets_torch import Net, open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
@@ -47,7 +47,7 @@ class Generator:
     def stream(self, prompt: str, sample: SampleConfig) -> Iterator[str]:
         """The continuation as it comes, never splitting a character; its pieces joined are the whole text."""
         request = self.request_of(prompt, sample)
-        self.room_of(request)
+        self.max_new_tokens(request)
         return self._pieces(request)
 
     def sample(self, prompt: str, sample: SampleConfig) -> Sample:
@@ -77,7 +77,7 @@ class Generator:
 
     def run(self, requests: list[Request], together: int) -> Iterator[tuple[int, Event]]:
         """What becomes of requests, each by its place in the list, so many of them in slots at a time; a failure ends all."""
-        rooms = [self.room_of(request) for request in requests]
+        rooms = [self.max_new_tokens(request) for request in requests]
         waiting = iter(range(len(requests)))
         length = max(
             (min(len(request.ids) + room, self.positions) for request, room in zip(requests, rooms, strict=True)),
@@ -114,9 +114,9 @@ class Generator:
             raise TextmillError("sample.prompt: holds half of a character pair; give it as UTF-8 text") from None
         return self.tokenizer.encode(prompt) or [self.tokenizer.end]
 
-    def room_of(self, request: Request, quiet: bool = False) -> int:
+    def max_new_tokens(self, request: Request, quiet: bool = False) -> int:
         """New tokens that are asked and fit after the prompt; what cannot be done is refused."""
-        room, asked = room_of(request, self.positions, self.tokenizer.vocab), request.sample.max_tokens
+        room, asked = max_new_tokens(request, self.positions, self.tokenizer.vocab), request.sample.max_tokens
         if room < asked and not self._cut_said and not quiet:
             self._cut_said = True
             warn(
@@ -126,7 +126,7 @@ class Generator:
 
     def new_batch(self, slots: int, length: int | None = None) -> Batch:
         """Slots for texts of so many tokens, the model's longest if not said, and nobody in them yet."""
-        self._streams = self._streams or streams_of(self.tokenizer)
+        self._streams = self._streams or text_decoder_factory(self.tokenizer)
         kept, self._kept, length = self._kept, None, length or self.positions
         if kept is None or kept.slots < slots or kept.length < length:
             kept = None  # its memory is free for the new ones

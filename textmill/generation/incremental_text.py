@@ -24,7 +24,7 @@ class Stream(Protocol):
     def end(self) -> str: ...
 
 
-class TextStream:
+class WindowTextDecoder:
     """Ids in, text out as soon as it is sure: a character whose bytes are not all there yet is held back."""
 
     def __init__(self, tokenizer: TextTokenizer, context: list[int]) -> None:
@@ -51,7 +51,7 @@ class TextStream:
         return self.tokenizer.decode(self.ids[self.start :])[len(before) :]
 
 
-class ByteStream:
+class ByteTextDecoder:
     """The same for tokens that are bytes, many times as fast."""
 
     def __init__(self, pieces: list[bytes], texts: list[str | None], context: Sequence[int]) -> None:
@@ -73,13 +73,13 @@ class ByteStream:
         return text
 
 
-def streams_of(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], Stream]:
+def text_decoder_factory(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], Stream]:
     """What makes a stream after a prompt's ids, the fastest that the tokenizer allows."""
     pieces = bytes_of(tokenizer)
     if pieces is None:
-        return lambda context: TextStream(tokenizer, list(context))
+        return lambda context: WindowTextDecoder(tokenizer, list(context))
     texts = [_whole(piece) for piece in pieces]
-    return lambda context: ByteStream(pieces, texts, context)
+    return lambda context: ByteTextDecoder(pieces, texts, context)
 
 
 def _whole(piece: bytes) -> str | None:
@@ -102,7 +102,7 @@ def bytes_of(tokenizer: TextTokenizer) -> list[bytes] | None:
     return pieces
 
 
-class StopWatch:
+class StopStringFilter:
     """Text in, text out up to the first stop string, wherever its pieces meet; what may be the beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -15,9 +15,9 @@ from pydantic_core import from_json, to_json
 
 from textmill.config import SampleConfig
 from textmill.generation.requests import Done, Request
-from textmill.generation.text_chunks import Part
+from textmill.generation.text_chunks import TextChunk
 
-BEAT = 0.5
+HEARTBEAT_SECONDS = 0.5
 """Seconds between two words of a process that is well, at most."""
 TURN = 0.0001
 """Seconds that one thread may keep the interpreter while another wants it; Python's own 5 ms make every answer wait."""
@@ -28,7 +28,7 @@ RARELY = 20_000
 SIZE = struct.Struct("!Q")
 
 
-class Line:
+class MessageSocket:
     """One end of what connects the two; many threads may send, one receives."""
 
     def __init__(self, file: int) -> None:
@@ -37,7 +37,7 @@ class Line:
 
     def send(self, message: Any) -> None:
         """Send a list or an object; OSError, where nobody is there any more."""
-        packed = packed_message(message)
+        packed = pack_message(message)
         with self._sending:
             self.socket.sendall(packed)
 
@@ -53,17 +53,17 @@ class Line:
         return found
 
 
-class Outbox:
+class SendQueue:
     """Sends down a line and never waits: what is not taken at once is sent by a thread, in its order. Nothing else may send meanwhile."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: MessageSocket) -> None:
         self._socket, self._late = line.socket, SimpleQueue[bytes | None]()
         self._behind, self._sending = 0, threading.Lock()
         threading.Thread(target=self._send_late, name="textmill-orders", daemon=True).start()
 
     def put(self, message: Any) -> None:
         """Send a list or an object; where nobody is there any more, nothing happens: who receives finds that out."""
-        packed = packed_message(message)
+        packed = pack_message(message)
         with self._sending, suppress(OSError):
             if not self._behind:
                 with suppress(BlockingIOError):
@@ -84,13 +84,13 @@ class Outbox:
                     self._behind -= 1
 
 
-def packed_message(message: Any) -> bytes:
+def pack_message(message: Any) -> bytes:
     """A list or an object as it travels."""
     text = to_json(message)
     return SIZE.pack(len(text)) + text
 
 
-def settle() -> None:
+def tune_interpreter() -> None:
     """What both do before the first request: threads take short turns, and all that is there by now is not searched for garbage any more,
     which would hold up every text for a tenth of a second; nor is what comes later, but rarely: almost all of it goes by itself."""
     sys.setswitchinterval(TURN)
@@ -99,13 +99,13 @@ def settle() -> None:
     gc.set_threshold(RARELY)
 
 
-def new_lines() -> tuple[Line, socket.socket]:
+def new_socket_pair() -> tuple[MessageSocket, socket.socket]:
     """Our end, and theirs as it is handed to a process."""
     ours, theirs = socket.socketpair()
-    return Line(ours.detach()), theirs
+    return MessageSocket(ours.detach()), theirs
 
 
-def packed_request(request: Request) -> list[Any]:
+def pack_request(request: Request) -> list[Any]:
     """A request as lists and numbers; of its settings those that were ever set."""
     sample = request.sample.model_dump(exclude_defaults=True)
     return [request.ids, sample, request.stop, request.stop_ids, request.bias, request.logprobs, request.echo]
@@ -118,22 +118,22 @@ def request_of(packed: list[Any]) -> Request:
     return Request(tuple(ids), SampleConfig.model_validate(sample), tuple(stop), tuple(stop_ids), pairs, logprobs, echo)
 
 
-def sayable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """A text of whatever came in or went wrong, in characters that can be sent and written."""
     return text.encode("utf-8", "replace").decode()
 
 
-def packed_part(number: int, part: Part) -> list[Any]:
+def pack_chunk(number: int, part: TextChunk) -> list[Any]:
     """A part of a text, with the number of its request."""
     done = part.done
-    end = None if done is None else [done.reason, done.tokens, sayable(done.message), done.prompt_logprobs]
+    end = None if done is None else [done.reason, done.tokens, replace_surrogates(done.message), done.prompt_logprobs]
     return [number, part.text, part.entries, end]
 
 
-def part_of(packed: list[Any]) -> tuple[int, Part]:
+def unpack_chunk(packed: list[Any]) -> tuple[int, TextChunk]:
     """The part again."""
     number, text, entries, end = packed
     if end is None:
-        return number, Part(text, entries)
+        return number, TextChunk(text, entries)
     reason, tokens, message, judged = end
-    return number, Part(text, entries, Done(reason, tokens, "", message, judged))
+    return number, TextChunk(text, entries, Done(reason, tokens, "", message, judged))

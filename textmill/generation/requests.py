@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 from textmill.config import SampleConfig
 from textmill.errors import TextmillError
 
-Reason = Literal["stop", "length", "cancelled", "timeout", "error"]
-Top = tuple[tuple[int, float], ...]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+TopTokens = tuple[tuple[int, float], ...]
 """The likeliest tokens and their log-probabilities, the likeliest first."""
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """The queue is full; come back later."""
 
 
@@ -43,25 +43,25 @@ class Token(NamedTuple):
     text: str
     """The text that this token settled; often none."""
     logprob: float | None = None
-    top: Top = ()
+    top: TopTokens = ()
 
 
 @dataclass(frozen=True)
 class Done:
     """The end of a request; nothing comes after it."""
 
-    reason: Reason
+    reason: FinishReason
     tokens: int
     """New tokens; one that ended the text is not counted."""
     text: str
     """What was held back until now."""
     message: str = ""
     """What went wrong, when something did."""
-    prompt_logprobs: tuple[tuple[float | None, Top], ...] = ()
+    prompt_logprobs: tuple[tuple[float | None, TopTokens], ...] = ()
     """One for each token of the prompt, when asked; nothing stands before the first."""
 
 
-def room_of(request: Request, positions: int, vocab: int) -> int:
+def max_new_tokens(request: Request, positions: int, vocab: int) -> int:
     """New tokens that are asked and fit after the prompt; what cannot be done is refused."""
     length, asked = len(request.ids), request.sample.max_tokens
     strange = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
@@ -76,13 +76,13 @@ def room_of(request: Request, positions: int, vocab: int) -> int:
     return asked if slides else min(asked, positions - length)
 
 
-def served_room_of(request: Request, positions: int, vocab: int) -> int:
+def max_new_tokens_served(request: Request, positions: int, vocab: int) -> int:
     """The same for a request among others, where nothing is searched."""
     if request.sample.beams > 1:
         raise TextmillError("sample.beams: beam search is not served; set it to 1, or use textmill generate")
-    return room_of(request, positions, vocab)
+    return max_new_tokens(request, positions, vocab)
 
 
-def hung(seconds: float) -> str:
+def describe_hang(seconds: float) -> str:
     """What is said of a step that does not end."""
     return f"the model has not ended a step for {seconds:.0f} s; restart the server if it does not come back"

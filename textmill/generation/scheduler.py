@@ -15,7 +15,15 @@ from textmill.config import EngineConfig, SampleConfig, ServeConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch
 from textmill.generation.generator import Generator, open_generator
-from textmill.generation.requests import Done, Full, Reason, Request, Token, hung, served_room_of
+from textmill.generation.requests import (
+    Done,
+    FinishReason,
+    QueueFull,
+    Request,
+    Token,
+    describe_hang,
+    max_new_tokens_served,
+)
 
 Deliver = Callable[[Token | Done], None]
 
@@ -25,7 +33,7 @@ OFTEN = 3
 """Steps that fail one after the other until the model is taken for broken."""
 READ_AT_ONCE = 8192
 """Tokens of the prompts that are let in together, unless one prompt alone has more."""
-READING, PATIENCE = 0.0015, 0.04
+PREFILL_SECONDS, MAX_JOIN_WAIT = 0.0015, 0.04
 """Seconds for which a reading of prompts holds up each text at work, about, however few join by it; and those that nobody waits beyond for
 others to join with."""
 FIRST = tuple(
@@ -47,7 +55,7 @@ class Job:
     deadline: float | None
     came: float
     """When it was taken."""
-    ending: Reason | None = None
+    ending: FinishReason | None = None
     """Why it is to end before its time."""
 
 
@@ -79,16 +87,16 @@ class Scheduler:
     def submit(self, request: Request, deliver: Deliver, deadline: float | None = None) -> int:
         """Queue a request; its number. `deliver` is called from the scheduler's thread for every token, and once with Done.
 
-        `deadline` is a time of `time.monotonic()`. Raises Full, or TextmillError for what cannot be done.
+        `deadline` is a time of `time.monotonic()`. Raises QueueFull, or TextmillError for what cannot be done.
         """
-        room = served_room_of(request, self.positions, self.vocab)
+        room = max_new_tokens_served(request, self.positions, self.vocab)
         with self._change:
             if self._until is not None:
                 raise TextmillError("the server is closing; ask again when it is back")
             if not self._thread.is_alive():
-                raise TextmillError(self._trouble(0.0))
+                raise TextmillError(self._problem(0.0))
             if len(self._waiting) >= self.queue + max(self.slots - len(self._active), 0):
-                raise Full
+                raise QueueFull
             self._requests += 1
             job = Job(self._requests, request, room, deliver, deadline, time.monotonic())
             self._waiting.append(job)
@@ -115,16 +123,16 @@ class Scheduler:
                 "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
             }  # fmt: skip
 
-    def trouble(self, patience: float) -> str:
+    def problem(self, patience: float) -> str:
         """What is wrong with the model, in words; empty: nothing. A step may take `patience` seconds."""
         with self._change:
-            return self._trouble(patience) if self._until is None else ""
+            return self._problem(patience) if self._until is None else ""
 
-    def _trouble(self, patience: float) -> str:
+    def _problem(self, patience: float) -> str:
         if not self._thread.is_alive():
             return "the model's thread has died; restart the server"
         if (seconds := self.stuck()) > patience:
-            return hung(seconds)
+            return describe_hang(seconds)
         return f"the model's last {self._failed} steps failed; restart the server" if self._failed >= OFTEN else ""
 
     def stuck(self) -> float:
@@ -185,7 +193,7 @@ class Scheduler:
                 self._step(new)
             self._after()
 
-    def _end_some(self) -> list[tuple[Job, Reason]]:
+    def _end_some(self) -> list[tuple[Job, FinishReason]]:
         """Take out what was cancelled, is out of time, or has no time left to finish in."""
         if (now := time.monotonic()) < self._due:
             return []
@@ -211,7 +219,7 @@ class Scheduler:
         """
         new, read, now = list[Job](), 0, time.monotonic()
         waits = [now - job.came for job in self._waiting]
-        if waits and sum(waits) < READING * len(self._active) and waits[0] < PATIENCE:
+        if waits and sum(waits) < PREFILL_SECONDS * len(self._active) and waits[0] < MAX_JOIN_WAIT:
             return new
         while (
             self._waiting

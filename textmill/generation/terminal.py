@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Terminal:
-    """Has ctrl-C while it is open: raised inside `breaking_off` alone and once, so that no second one meets what answers the first.
+    """Has ctrl-C while it is open: raised inside `run_interruptible` alone and once, so that no second one meets what answers the first.
 
     SIGTERM ends the program as it stands: nothing here needs saving.
     """
@@ -41,7 +41,7 @@ class Terminal:
             self._raising = False
             raise KeyboardInterrupt
 
-    def breaking_off(self, work: Callable[[], T]) -> T | None:
+    def run_interruptible(self, work: Callable[[], T]) -> T | None:
         """What some work gives; nothing, where ctrl-C broke it off."""
         try:
             try:
@@ -60,7 +60,7 @@ class Terminal:
                 import_module("readline")  # lines typed before come back with the arrow keys
         while True:
             try:
-                line = self.breaking_off(lambda: input(prompt))
+                line = self.run_interruptible(lambda: input(prompt))
             except EOFError:
                 print()
                 return

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from textmill.generation.requests import Done, Request, Token, Top
+from textmill.generation.requests import Done, Request, Token, TopTokens
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 OFTEN = 0.02
 """Seconds between two parts of a text that is streamed: faster than eyes, and a model makes a hundred thousand tokens in a second."""
 
-Entry = tuple[int, float | None, Top]
+Entry = tuple[int, float | None, TopTokens]
 """A token's id, its log-probability, and the likeliest tokens in its place."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TextChunk:
     """What has come of a text since its last part."""
 
     text: str
@@ -28,10 +28,10 @@ class Part:
     """The end, whose own text is in `text` already."""
 
 
-Deliver = Callable[[Part], None]
+Deliver = Callable[[TextChunk], None]
 
 
-class Gathering:
+class ChunkCollector:
     """Takes what becomes of one text, token by token, and hands it on in parts."""
 
     def __init__(self, deliver: Deliver, judged: bool, streamed: bool) -> None:
@@ -57,10 +57,10 @@ class Gathering:
     def _hand_on(self, done: Done | None) -> None:
         texts, self._texts = self._texts, []
         entries, self._entries = self._entries, []
-        self._deliver(Part("".join(texts), entries, done))
+        self._deliver(TextChunk("".join(texts), entries, done))
 
 
-class Singly(Protocol):
+class TokenScheduler(Protocol):
     """What gives a text token by token, as `generation.scheduler.Scheduler` does."""
 
     vocab: int
@@ -72,17 +72,17 @@ class Singly(Protocol):
     ) -> int: ...
     def cancel(self, number: int) -> None: ...
     def stats(self) -> dict[str, int | float]: ...
-    def trouble(self, patience: float) -> str: ...
+    def problem(self, patience: float) -> str: ...
     def close(self, grace: float) -> None: ...
 
 
-class InParts:
+class ChunkingScheduler:
     """A scheduler whose texts come in parts."""
 
-    def __init__(self, inner: Singly) -> None:
+    def __init__(self, inner: TokenScheduler) -> None:
         self.inner, self.vocab, self.positions, self.tokenizer = inner, inner.vocab, inner.positions, inner.tokenizer
-        self.cancel, self.stats, self.trouble, self.close = inner.cancel, inner.stats, inner.trouble, inner.close
+        self.cancel, self.stats, self.problem, self.close = inner.cancel, inner.stats, inner.problem, inner.close
 
     def submit(self, request: Request, deliver: Deliver, deadline: float | None = None, streamed: bool = False) -> int:
         """Queue a request; its number. `deliver` is called for each part, the last of which has the end; one not streamed has one part."""
-        return self.inner.submit(request, Gathering(deliver, bool(request.logprobs), streamed), deadline)
+        return self.inner.submit(request, ChunkCollector(deliver, bool(request.logprobs), streamed), deadline)

@@ -21,15 +21,22 @@ from pydantic import TypeAdapter
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_DONE, EXIT_USER, TextmillError
-from textmill.generation.messages import BEAT, Line, packed_part, request_of, sayable, settle
+from textmill.generation.messages import (
+    HEARTBEAT_SECONDS,
+    MessageSocket,
+    pack_chunk,
+    replace_surrogates,
+    request_of,
+    tune_interpreter,
+)
 from textmill.generation.requests import Done
-from textmill.generation.text_chunks import InParts, Part
+from textmill.generation.text_chunks import ChunkingScheduler, TextChunk
 
 
 class Worker:
     """A scheduler at the other end of a line."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: MessageSocket) -> None:
         self.line, self._closing, self._grace = line, threading.Event(), 0.0
         self._parts: list[list[Any]] = []
         self._numbers, self._naming = dict[int, int](), threading.Lock()
@@ -43,9 +50,9 @@ class Worker:
         except TextmillError as error:
             self.line.send({"refused": str(error)})
             return EXIT_USER
-        settle()
+        tune_interpreter()
         self.line.send({"positions": self.scheduler.positions})
-        while not self._closing.wait(BEAT):
+        while not self._closing.wait(HEARTBEAT_SECONDS):
             self._send([])
         self.inner.close(self._grace)
         return EXIT_DONE
@@ -58,7 +65,7 @@ class Worker:
         engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(asked["engine"])
         checkpoint = Checkpoint(Path(asked["folder"]), 0, {})
         self.inner = open_scheduler(checkpoint, engine, ServeConfig.model_validate(asked["serve"]), self._after_step)
-        self.scheduler = InParts(self.inner)
+        self.scheduler = ChunkingScheduler(self.inner)
 
     def _obey(self) -> None:
         """Do what comes; when nobody is there to send any more, nobody waits for a text either."""
@@ -78,7 +85,7 @@ class Worker:
                     request_of(packed), partial(self._deliver, number), deadline, streamed
                 )
         except Exception as error:
-            self._send([packed_part(number, Part("", done=Done("error", 0, "", f"the model refused it: {error}")))])
+            self._send([pack_chunk(number, TextChunk("", done=Done("error", 0, "", f"the model refused it: {error}")))])
 
     def _cancel(self, number: int) -> None:
         if (known := self._numbers.get(number)) is not None:
@@ -88,8 +95,8 @@ class Worker:
         self._grace = grace
         self._closing.set()
 
-    def _deliver(self, number: int, part: Part) -> None:
-        self._parts.append(packed_part(number, part))
+    def _deliver(self, number: int, part: TextChunk) -> None:
+        self._parts.append(pack_chunk(number, part))
         if part.done is not None:
             with self._naming:
                 del self._numbers[number]
@@ -108,7 +115,7 @@ class Worker:
                     stats["tokens"],
                     stats["cancelled"],
                     self.inner.stuck(),
-                    sayable(self.inner.trouble(float("inf"))),
+                    replace_surrogates(self.inner.problem(float("inf"))),
                     parts,
                 ]
             )
@@ -119,7 +126,7 @@ def main() -> None:
     # Signals of the terminal and of service managers reach every process; when to end is for the one in front to say.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = Line(int(sys.argv[1]))
+    line = MessageSocket(int(sys.argv[1]))
     code = Worker(line).live(line.receive())
     os._exit(code)  # whatever a thread is stuck in
 

@@ -9,11 +9,13 @@ from textmill.errors import EXIT_BUG, Told
 
 def serve(config: RunConfig, step: WhichStep = "latest") -> None:
     """Answer over HTTP until stopped."""
-    from textmill.server.connections import allow_files  # the web framework and the model's are loaded only when asked
+    from textmill.server.connections import (
+        raise_file_limit,
+    )  # the web framework and the model's are loaded only when asked
     from textmill.server.lifecycle import bind, run
     from textmill.server.model_setup import open_service
 
-    allow_files(config.serve)
+    raise_file_limit(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # before the model, which may take minutes to load
     if run(open_service(config, step), listening):
         raise Told(EXIT_BUG)

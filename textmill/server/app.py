@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 
 from textmill import __version__
 from textmill.server.docs_page import reference_page
-from textmill.server.error_replies import add_refusals
-from textmill.server.json_routes import Bodies
-from textmill.server.middleware import Account, BodyLimit, Guard
+from textmill.server.error_replies import add_error_handlers
+from textmill.server.json_routes import JsonDispatcher
+from textmill.server.middleware import AccessControl, BodyLimit, RequestLog
 from textmill.server.routes import new_routes
 from textmill.server.service import Service
 
@@ -37,18 +37,18 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def new_app(service: Service) -> ASGIApp:
     """The application that serves one model."""
     app = FastAPI(title="textmill", version=__version__, docs_url=None, redoc_url=None)
-    add_refusals(app)
+    add_error_handlers(app)
     routes, posted = new_routes(service)
     app.include_router(routes)
     _add_page(app)
     _add_state(app, service)
-    guarded: ASGIApp = Guard(BodyLimit(Bodies(app, posted), service), service)
+    guarded: ASGIApp = AccessControl(BodyLimit(JsonDispatcher(app, posted), service), service)
     if service.config.origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=service.config.origins, allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"], expose_headers=["Retry-After"],
         )  # fmt: skip
-    return Account(guarded, service)
+    return RequestLog(guarded, service)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -73,14 +73,14 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         """Whether the server is alive and its model works; 503 when only a restart can help."""
-        trouble = service.trouble()
-        return JSONResponse({"status": trouble or "ok"}, 503 if trouble else 200)
+        problem = service.problem()
+        return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
         """Whether the server takes requests; 503 when it is stopping or its model does not work."""
-        trouble = "stopping" if service.stopping else service.trouble()
-        return JSONResponse({"status": trouble or "ready"}, 503 if trouble else 200)
+        problem = "stopping" if service.stopping else service.problem()
+        return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

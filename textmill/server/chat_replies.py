@@ -10,7 +10,7 @@ from typing import Any
 from textmill.errors import TextmillError
 from textmill.generation.text_chunks import Entry
 from textmill.server.completion_replies import ending_of, usage_of
-from textmill.server.error_replies import Refusal
+from textmill.server.error_replies import HttpError
 from textmill.server.in_flight import Event, Text, texts_of
 from textmill.server.logprobs import chat_logprobs
 from textmill.server.request_checks import Prompt, check_length, check_pairs, prompt_of
@@ -23,7 +23,7 @@ Tree = dict[str, Any]
 async def chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
     """A conversation as the model's template writes it."""
     if service.template is None:
-        raise Refusal(
+        raise HttpError(
             400,
             f"'{service.name}' has no chat template; it continues texts: ask /v1/completions",
             code="no_chat_template",
@@ -37,7 +37,7 @@ async def chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
     try:
         ids = service.template.render(turns, add_generation_prompt=True)
     except TextmillError as error:
-        raise Refusal(400, str(error), field="messages") from None
+        raise HttpError(400, str(error), field="messages") from None
     return await prompt_of(service, list(ids), "messages")
 
 

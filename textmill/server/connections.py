@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.error_replies import tree_of
+from textmill.server.error_replies import error_body
 from textmill.server.metrics import Metrics
 
 RATE = 16 * 1024
@@ -29,7 +29,7 @@ FILES = 256
 
 
 @dataclass
-class Crowd:
+class ConnectionPool:
     """The connections of one server: those that wait are known by the time they have waited, so that one of them can make room."""
 
     limit: int
@@ -51,7 +51,7 @@ class Crowd:
 class Connection(HttpToolsProtocol):
     """A connection that does not wait for ever: not for a header, not for a body, not for a reply to be read."""
 
-    def __init__(self, crowd: Crowd, **given: Any) -> None:
+    def __init__(self, crowd: ConnectionPool, **given: Any) -> None:
         super().__init__(**given)
         self.crowd, self._begun, self._count, self._in_header = crowd, 0.0, 0, False
         self._timer: TimerHandle | None = None
@@ -180,12 +180,12 @@ class Connection(HttpToolsProtocol):
 
 
 def _reply(status: int, message: str, code: str, headers: bytes = b"") -> bytes:
-    body = json.dumps(tree_of(status, message, code=code)).encode()
+    body = json.dumps(error_body(status, message, code=code)).encode()
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
     return STATUS_LINE[status] + head + headers + b"\r\n" + body
 
 
-def allow_files(serve: ServeConfig) -> None:
+def raise_file_limit(serve: ServeConfig) -> None:
     """Have the system let the process open as many files as the connections may want."""
     wanted, (now, most) = serve.connections + FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and wanted > most:

@@ -10,11 +10,11 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from textmill.generation.messages import sayable
-from textmill.server.request_models import WANTED, known_fields
+from textmill.generation.messages import replace_surrogates
+from textmill.server.request_models import EXPECTED, known_fields
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-SENTENCES = {
+STATUS_MESSAGES = {
     400: "the request cannot be read; send JSON as the documentation at /docs says",
     404: "{path}: no such place; the documentation at /docs lists them",
     405: "{path}: does not take {method}; the documentation at /docs says what it takes",
@@ -25,10 +25,10 @@ WORDS = {
 }  # fmt: skip
 """Pydantic's words and ours."""
 SHOWN = 60
-"""Characters of a wrong value that are shown."""
+"""Characters of a wrong value that are quote_value."""
 
 
-class Refusal(Exception):
+class HttpError(Exception):
     """A request that is not done: an HTTP status and one sentence."""
 
     def __init__(
@@ -44,52 +44,54 @@ class Refusal(Exception):
         self.status, self.message, self.field, self.code, self.retry_after = status, message, field, code, retry_after
 
 
-def tree_of(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     # Half of a character pair, quoted from the request, cannot be sent back.
-    told = sayable(message)
+    told = replace_surrogates(message)
     return {"error": {"message": told, "type": kind, "param": field, "code": code}}
 
 
-def reply_of(refusal: Refusal) -> Response:
+def error_response(refusal: HttpError) -> Response:
     """A refusal as a response."""
     headers = {"Retry-After": str(refusal.retry_after)} if refusal.retry_after is not None else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(tree_of(refusal.status, refusal.message, refusal.field, refusal.code), refusal.status, headers)
+    return JSONResponse(
+        error_body(refusal.status, refusal.message, refusal.field, refusal.code), refusal.status, headers
+    )
 
 
-def add_refusals(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     """Have every error of the app said in one shape."""
 
-    @app.exception_handler(Refusal)
-    async def refused(_: Request, refusal: Refusal) -> Response:
-        return reply_of(refusal)
+    @app.exception_handler(HttpError)
+    async def refused(_: Request, refusal: HttpError) -> Response:
+        return error_response(refusal)
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        told = SENTENCES.get(error.status_code, str(error.detail))
+        told = STATUS_MESSAGES.get(error.status_code, str(error.detail))
         message = (
-            told.format(path=shown(request.url.path, quoted=False), method=request.method)
+            told.format(path=quote_value(request.url.path, quoted=False), method=request.method)
             if told is not error.detail
             else told
         )
-        reply = reply_of(Refusal(error.status_code, message))
+        reply = error_response(HttpError(error.status_code, message))
         reply.headers.update(error.headers or {})
         return reply
 
     @app.exception_handler(Exception)
     async def bug(_: Request, __: Exception) -> Response:
-        return reply_of(bug_refusal())
+        return error_response(internal_error())
 
 
-def bug_refusal() -> Refusal:
+def internal_error() -> HttpError:
     """What is said of a mistake of ours."""
-    return Refusal(500, "something went wrong inside the server; its log says what")
+    return HttpError(500, "something went wrong inside the server; its log says what")
 
 
-def sentence_of(errors: Sequence[Mapping[str, Any]], path: str) -> tuple[str, str | None]:
+def describe_validation_error(errors: Sequence[Mapping[str, Any]], path: str) -> tuple[str, str | None]:
     """One sentence for what is wrong first with a body, and the field it is about."""
     error = errors[0]
     place = list(error["loc"])
@@ -99,21 +101,21 @@ def sentence_of(errors: Sequence[Mapping[str, Any]], path: str) -> tuple[str, st
     same = [other for other in errors if list(other["loc"][:1]) == place[:1]]
     if error["type"] == "extra_forbidden" and len(place) == 1:
         near = difflib.get_close_matches(top, known_fields(path), n=1, cutoff=0.6)
-        name = shown(top, quoted=False)
+        name = quote_value(top, quoted=False)
         return f"{name}: no such field; " + (f"did you mean '{near[0]}'?" if near else "leave it out"), name
-    name = ".".join(shown(str(part), quoted=False) for part in place if not _is_tag(str(part)))
+    name = ".".join(quote_value(str(part), quoted=False) for part in place if not _is_tag(str(part)))
     if error["type"] == "extra_forbidden":
         return f"{name}: no such field; leave it out", top
     if error["type"] == "none_required" and len(same) == 1:
         return f"{name}: is not supported; leave it out", top
     if error["type"] == "missing":
         return f"{'.'.join(map(str, place))}: is missing", top
-    if len(same) > 1 and top in WANTED:
-        return f"{top}: wants {WANTED[top]}", top
+    if len(same) > 1 and top in EXPECTED:
+        return f"{top}: wants {EXPECTED[top]}", top
     wanted = str(error["msg"])
     for word, ours in WORDS.items():
         wanted = wanted.replace(word, ours)
-    return f"{name}: {wanted}; found {shown(error.get('input'))}", top
+    return f"{name}: {wanted}; found {quote_value(error.get('input'))}", top
 
 
 def _is_tag(part: str) -> bool:
@@ -121,7 +123,7 @@ def _is_tag(part: str) -> bool:
     return "[" in part or part in ("str", "int", "float", "bool")
 
 
-def shown(value: Any, *, quoted: bool = True) -> str:
+def quote_value(value: Any, *, quoted: bool = True) -> str:
     """A value short enough for a sentence, in characters that can be printed."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"

@@ -1,4 +1,4 @@
-"""Flight: the texts of one HTTP request on their way through the scheduler."""
+"""InFlightRequest: the texts of one HTTP request on their way through the scheduler."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastapi import Request as HttpRequest
 from starlette.types import Receive
 
 from textmill.errors import TextmillError
-from textmill.generation.requests import Done, Full, Request
-from textmill.generation.text_chunks import Entry, Part
-from textmill.server.error_replies import Refusal
+from textmill.generation.requests import Done, QueueFull, Request
+from textmill.generation.text_chunks import Entry, TextChunk
+from textmill.server.error_replies import HttpError
 from textmill.server.service import Service
 
-Event = tuple[int, Part]
+Event = tuple[int, TextChunk]
 """A text's place among those of its request, and what has come of it."""
 QUIET = 15.0
 """Seconds without an event after which the model is looked at, and a streaming client is told that the line still lives."""
@@ -31,14 +31,14 @@ class Text:
     entries: list[Entry] = field(default_factory=list)
     done: Done | None = None
 
-    def add(self, part: Part) -> None:
+    def add(self, part: TextChunk) -> None:
         """Take in what the scheduler delivered."""
         self.text += part.text
         self.entries += part.entries
         self.done = part.done
 
 
-class Flight:
+class InFlightRequest:
     """Texts that were submitted together."""
 
     def __init__(self, service: Service) -> None:
@@ -62,7 +62,7 @@ class Flight:
             self.cancel()
             raise
 
-    def _take(self, place: int, part: Part) -> None:
+    def _take(self, place: int, part: TextChunk) -> None:
         self._events.append((place, part))
         self._wake()
 
@@ -88,8 +88,8 @@ class Flight:
                 self.ended += sum(part.done is not None for _, part in come)
                 if come:
                     self._last = time.monotonic()
-                elif quiet and (trouble := self._service.trouble()):
-                    raise broken_refusal(trouble)
+                elif quiet and (problem := self._service.problem()):
+                    raise broken_model_error(problem)
                 if come or quiet:
                     yield come
         finally:
@@ -118,42 +118,42 @@ class Flight:
         return time.monotonic() - self.begun
 
 
-def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> Flight:
+def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> InFlightRequest:
     """Submit the texts of a request; a full queue, a stopping server or an impossible wish is refused."""
     if service.stopping:
-        raise stopping_refusal()
-    if trouble := service.trouble():
-        raise broken_refusal(trouble)
-    flight = Flight(service)
+        raise stopping_error()
+    if problem := service.problem():
+        raise broken_model_error(problem)
+    flight = InFlightRequest(service)
     try:
         flight.submit(requests, service.config.seconds, streamed)
-    except Full:
-        raise (stopping_refusal() if service.stopping else full_refusal(service)) from None
+    except QueueFull:
+        raise (stopping_error() if service.stopping else queue_full_error(service)) from None
     except TextmillError as error:
-        if trouble := service.trouble():  # since a moment ago
-            raise broken_refusal(trouble) from None
-        raise (stopping_refusal() if service.stopping else Refusal(400, str(error))) from None
+        if problem := service.problem():  # since a moment ago
+            raise broken_model_error(problem) from None
+        raise (stopping_error() if service.stopping else HttpError(400, str(error))) from None
     return flight
 
 
-def full_refusal(service: Service) -> Refusal:
+def queue_full_error(service: Service) -> HttpError:
     """What a full server says."""
     service.metrics.refused += 1
     wait = service.wait_of()
-    return Refusal(429, f"the server is full; try again in {wait} s", code="queue_full", retry_after=wait)
+    return HttpError(429, f"the server is full; try again in {wait} s", code="queue_full", retry_after=wait)
 
 
-def stopping_refusal() -> Refusal:
+def stopping_error() -> HttpError:
     """What a stopping server says."""
-    return Refusal(503, "the server is stopping; ask another, or again later", code="stopping", retry_after=10)
+    return HttpError(503, "the server is stopping; ask another, or again later", code="stopping", retry_after=10)
 
 
-def broken_refusal(trouble: str) -> Refusal:
+def broken_model_error(problem: str) -> HttpError:
     """What a server says whose model does not work."""
-    return Refusal(503, trouble, code="model_broken")
+    return HttpError(503, problem, code="model_broken")
 
 
-async def finish(service: Service, http: HttpRequest, flight: Flight) -> list[Text]:
+async def finish(service: Service, http: HttpRequest, flight: InFlightRequest) -> list[Text]:
     """The whole texts; a client that leaves before ends them."""
     texts = [Text() for _ in flight.numbers]
     gone = asyncio.create_task(left(http.receive))
@@ -164,7 +164,7 @@ async def finish(service: Service, http: HttpRequest, flight: Flight) -> list[Te
                 texts[place].add(part)
         if flight.ended < len(flight.numbers):
             service.metrics.left += 1
-            raise Refusal(499, "the client left", code="client_left")
+            raise HttpError(499, "the client left", code="client_left")
     finally:
         gone.cancel()
         if flight.ended < len(flight.numbers):
@@ -184,17 +184,17 @@ def _refuse_ended(service: Service, texts: list[Text]) -> None:
     for text in texts:
         assert text.done is not None
         if text.done.reason == "error":
-            raise Refusal(500, text.done.message or "the model failed; the server's log says how", code="model_error")
+            raise HttpError(500, text.done.message or "the model failed; the server's log says how", code="model_error")
         if text.done.reason == "timeout":
             service.metrics.timeouts += 1
         if not text.done.tokens and text.done.reason == "cancelled":
-            raise stopping_refusal()
+            raise stopping_error()
         if not text.done.tokens and text.done.reason == "timeout":
             wait = service.wait_of()
             told = (
                 f"no token came within the {service.config.seconds:g} s that a request may take; try again in {wait} s"
             )
-            raise Refusal(429, told, code="timeout", retry_after=wait)
+            raise HttpError(429, told, code="timeout", retry_after=wait)
 
 
 def texts_of(come: Sequence[Event]) -> Iterator[tuple[int, Text]]:

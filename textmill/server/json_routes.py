@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from textmill.server.error_replies import SENTENCES, Refusal, reply_of, sentence_of
+from textmill.server.error_replies import STATUS_MESSAGES, HttpError, describe_validation_error, error_response
 from textmill.server.request_models import BODIES, Body
 
 Endpoint = Callable[[Any, Request], Awaitable[Response]]
 
 
-class Posted(APIRoute):
+class JsonRoute(APIRoute):
     """A route whose endpoint is given the body and the request, in this order."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -30,8 +30,8 @@ class Posted(APIRoute):
         """Read what was sent and answer it."""
         raw = await _whole(http.receive)
         if not raw or not _is_json(Headers(scope=http.scope).get("content-type", "")):
-            raise Refusal(400, sentence_of([{"type": "missing", "loc": ()}], self.path)[0])
-        response: Response = await self.endpoint(body_of(raw, self.path), http)
+            raise HttpError(400, describe_validation_error([{"type": "missing", "loc": ()}], self.path)[0])
+        response: Response = await self.endpoint(parse_body(raw, self.path), http)
         return response
 
 
@@ -39,16 +39,16 @@ def post(routes: APIRouter, path: str) -> Callable[[Endpoint], Endpoint]:
     """Have a router take bodies at a path."""
 
     def add(endpoint: Endpoint) -> Endpoint:
-        routes.add_api_route(path, endpoint, methods=["POST"], response_model=None, route_class_override=Posted)
+        routes.add_api_route(path, endpoint, methods=["POST"], response_model=None, route_class_override=JsonRoute)
         return endpoint
 
     return add
 
 
-class Bodies:
+class JsonDispatcher:
     """Takes a posted body to its route: FastAPI's own way there costs more than all that is done for a text in front of the model."""
 
-    def __init__(self, app: ASGIApp, routes: Iterable[Posted]) -> None:
+    def __init__(self, app: ASGIApp, routes: Iterable[JsonRoute]) -> None:
         self.app, self.routes = app, {route.path: route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,8 +58,8 @@ class Bodies:
             return await self.app(scope, receive, send)
         try:
             response = await route.answer(Request(scope, receive, send))
-        except Refusal as refusal:
-            response = reply_of(refusal)
+        except HttpError as refusal:
+            response = error_response(refusal)
         await response(scope, receive, send)
 
 
@@ -69,7 +69,7 @@ async def _whole(receive: Receive) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refusal(400, SENTENCES[400])
+            raise HttpError(400, STATUS_MESSAGES[400])
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
@@ -81,7 +81,7 @@ def _is_json(told: str) -> bool:
     return kind == "application" and (rest == "json" or rest.endswith("+json"))
 
 
-def body_of(raw: bytes, path: str) -> Body:
+def parse_body(raw: bytes, path: str) -> Body:
     """A body as its route wants it. What is wrong is looked for by Python's own reader, which says where, and takes every encoding."""
     shape = BODIES[path]
     try:
@@ -91,9 +91,9 @@ def body_of(raw: bytes, path: str) -> Body:
     try:
         return shape.model_validate(json.loads(raw))
     except json.JSONDecodeError as error:
-        raise Refusal(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise HttpError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except ValidationError as error:
-        message, field = sentence_of(error.errors(include_url=False), path)
-        raise Refusal(400, message, field=field) from None
+        message, field = describe_validation_error(error.errors(include_url=False), path)
+        raise HttpError(400, message, field=field) from None
     except (ValueError, RecursionError):  # no UTF-8, a number of thousands of digits, lists in lists in lists
-        raise Refusal(400, SENTENCES[400]) from None
+        raise HttpError(400, STATUS_MESSAGES[400]) from None

@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 
 from textmill.errors import TextmillError, warn
-from textmill.generation.messages import settle
+from textmill.generation.messages import tune_interpreter
 from textmill.server.app import new_app
-from textmill.server.connections import Connection, Crowd
+from textmill.server.connections import Connection, ConnectionPool
 from textmill.server.service import Service
 
 BACKLOG = 2048
@@ -30,11 +30,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self.service, self.trouble = service, ""
+        self.service, self.problem = service, ""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, finish what runs, end the rest with a word."""
-        self.trouble, self.service.stopping = self.service.trouble(), True
+        self.problem, self.service.stopping = self.service.problem(), True
         closing = asyncio.create_task(asyncio.to_thread(self.service.scheduler.close, self.service.config.grace))
         await self._close_door(sockets or [])
         await super().shutdown(sockets)
@@ -75,7 +75,7 @@ def _last_at(door: socket.socket) -> list[socket.socket]:
 def run(service: Service, listening: socket.socket) -> str:
     """Serve on a bound socket until SIGTERM or ctrl-C; what was wrong with the model then, empty: nothing."""
     serve = service.config
-    protocol: Any = partial(Connection, Crowd(serve.connections, serve.reading, service.metrics))
+    protocol: Any = partial(Connection, ConnectionPool(serve.connections, serve.reading, service.metrics))
     listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -89,7 +89,7 @@ def run(service: Service, listening: socket.socket) -> str:
         )
     step = f" at step {service.step:,}" if service.step else ""
     print(f"{service.name}{step} answers at http://{shown}:{port}/ ; ctrl-C stops", flush=True)
-    settle()
+    tune_interpreter()
     # uvicorn raises the signal again once it has stopped, which would end the process as if it had been killed.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -97,7 +97,7 @@ def run(service: Service, listening: socket.socket) -> str:
     with suppress(KeyboardInterrupt):
         server.run([listening])
     print("stopped", flush=True)
-    return server.trouble
+    return server.problem
 
 
 def bind(host: str, port: int) -> socket.socket:

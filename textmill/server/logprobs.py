@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from textmill.generation.text_chunks import Entry
-from textmill.server.token_text import Pieces
+from textmill.server.token_text import TokenTexts
 
 LEAST = -9999.0
 """What is told for a token that cannot come: JSON has no infinity."""
@@ -26,7 +26,9 @@ class Offsets:
         return place
 
 
-def completion_logprobs(pieces: Pieces, entries: Iterable[Entry], asked: int, offsets: Offsets) -> dict[str, list[Any]]:
+def completion_logprobs(
+    pieces: TokenTexts, entries: Iterable[Entry], asked: int, offsets: Offsets
+) -> dict[str, list[Any]]:
     """The lists of /v1/completions: a place in each for every token."""
     told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for id_, logprob, top in entries:
@@ -37,7 +39,7 @@ def completion_logprobs(pieces: Pieces, entries: Iterable[Entry], asked: int, of
     return told
 
 
-def _by_text(pieces: Pieces, chances: Iterable[tuple[int, float]]) -> dict[str, float]:
+def _by_text(pieces: TokenTexts, chances: Iterable[tuple[int, float]]) -> dict[str, float]:
     """Log-probabilities by the token's text; where two tokens have one text, the second is told by its id."""
     told: dict[str, float] = {}
     for id_, chance in dict(chances).items():
@@ -46,7 +48,7 @@ def _by_text(pieces: Pieces, chances: Iterable[tuple[int, float]]) -> dict[str, 
     return told
 
 
-def chat_logprobs(pieces: Pieces, entries: Iterable[Entry], asked: int) -> dict[str, Any]:
+def chat_logprobs(pieces: TokenTexts, entries: Iterable[Entry], asked: int) -> dict[str, Any]:
     """The list of /v1/chat/completions: an object for every token."""
     content = []
     for id_, logprob, top in entries:
@@ -55,7 +57,7 @@ def chat_logprobs(pieces: Pieces, entries: Iterable[Entry], asked: int) -> dict[
     return {"content": content, "refusal": None}
 
 
-def _chat_token(pieces: Pieces, id_: int, logprob: float) -> dict[str, Any]:
+def _chat_token(pieces: TokenTexts, id_: int, logprob: float) -> dict[str, Any]:
     return {"token": pieces.text_of(id_), "logprob": _finite(logprob), "bytes": list(pieces.bytes_of(id_))}
 
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from textmill.generation.messages import sayable
-from textmill.server.error_replies import Refusal, bug_refusal, reply_of, shown
-from textmill.server.in_flight import full_refusal, stopping_refusal
+from textmill.generation.messages import replace_surrogates
+from textmill.server.error_replies import HttpError, error_response, internal_error, quote_value
+from textmill.server.in_flight import queue_full_error, stopping_error
 from textmill.server.service import Service
 
 OPEN = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
@@ -34,7 +34,7 @@ WRITE = json.JSONEncoder(ensure_ascii=False).encode
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
-class Account:
+class RequestLog:
     """Counts requests and writes a line about each, without prompts unless asked."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -59,7 +59,7 @@ class Account:
             await self.app(scope, receive, noting)
         except Exception:
             if not status:
-                await reply_of(bug_refusal())(scope, receive, noting)
+                await error_response(internal_error())(scope, receive, noting)
             raise
         finally:
             path = scope["path"] if scope["path"] in PLACES else "other"
@@ -76,10 +76,10 @@ class Account:
                     *words,
                 ]
             )
-            print(sayable(line), file=sys.stderr, flush=True)
+            print(replace_surrogates(line), file=sys.stderr, flush=True)
 
 
-class Guard:
+class AccessControl:
     """Lets in who may: the right host name, no page of another site, the right key."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -93,10 +93,10 @@ class Guard:
             if scope["path"] not in OPEN:
                 refusal = refusal or self._site(headers) or self._key(headers) or self._full(scope["path"])
             if refusal:
-                return await reply_of(refusal)(scope, receive, send)
+                return await error_response(refusal)(scope, receive, send)
         await self.app(scope, receive, send)
 
-    def _host(self, headers: Headers) -> Refusal | None:
+    def _host(self, headers: Headers) -> HttpError | None:
         """A server of this machine only answers to this machine's names, so that no name elsewhere can be pointed at it."""
         host = headers.get("host", "")
         name = host.rsplit("]", 1)[0].lstrip("[") if "[" in host else host.split(":")[0]
@@ -107,32 +107,34 @@ class Guard:
             or name in self.service.config.hosts
         ):
             return None
-        return Refusal(403, f"the host name {shown(name)} is not this server's; add it to serve.hosts", code="host")
+        return HttpError(
+            403, f"the host name {quote_value(name)} is not this server's; add it to serve.hosts", code="host"
+        )
 
-    def _site(self, headers: Headers) -> Refusal | None:
+    def _site(self, headers: Headers) -> HttpError | None:
         allowed = self.service.config.origins
         if headers.get("sec-fetch-site") != "cross-site" or "*" in allowed or headers.get("origin") in allowed:
             return None
-        return Refusal(403, "a page of another site asks; add its origin to serve.origins if it may", code="origin")
+        return HttpError(403, "a page of another site asks; add its origin to serve.origins if it may", code="origin")
 
-    def _key(self, headers: Headers) -> Refusal | None:
+    def _key(self, headers: Headers) -> HttpError | None:
         if self.service.key is None:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.service.key.encode()):
             return None
         told = "the key is wrong" if given else "a key is needed"
-        return Refusal(401, f"{told}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
+        return HttpError(401, f"{told}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
 
-    def _full(self, path: str) -> Refusal | None:
+    def _full(self, path: str) -> HttpError | None:
         """A full server says so before it reads the body, and so does one that stops: refusing must cost less than asking."""
         if path not in TEXTS:
             return None
         if self.service.stopping:
-            return stopping_refusal()
+            return stopping_error()
         stats = self.service.scheduler.stats()
         return (
-            full_refusal(self.service)
+            queue_full_error(self.service)
             if stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"]
             else None
         )
@@ -163,7 +165,7 @@ class BodyLimit:
             return await self.app(scope, receive, send)
         told = Headers(scope=scope).get("content-length", "0")
         if not told.isascii() or not told.isdigit() or len(told) > 18 or int(told) > self.most:
-            return await reply_of(self._refusal())(scope, receive, send)
+            return await error_response(self._refusal())(scope, receive, send)
         found, whole = 0, False
 
         async def counting() -> Message:
@@ -179,7 +181,7 @@ class BodyLimit:
 
         await self.app(scope, counting, send)
 
-    def _refusal(self) -> Refusal:
-        return Refusal(
+    def _refusal(self) -> HttpError:
+        return HttpError(
             413, f"the body is larger than the server's limit of {self.most:,} bytes; send less", code="body_too_large"
         )

@@ -1,4 +1,4 @@
-"""Remote: the scheduler in a process of its own, so that the model and the clients do not share one interpreter."""
+"""RemoteScheduler: the scheduler in a process of its own, so that the model and the clients do not share one interpreter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError, Told, warn
-from textmill.generation.messages import Line, Outbox, new_lines, packed_request, part_of
-from textmill.generation.requests import Done, Full, Request, hung, served_room_of
-from textmill.generation.text_chunks import Deliver, Part
+from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair, pack_request, unpack_chunk
+from textmill.generation.requests import Done, QueueFull, Request, describe_hang, max_new_tokens_served
+from textmill.generation.text_chunks import Deliver, TextChunk
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2
@@ -26,19 +26,24 @@ SILENT = 2.0
 """Seconds without a word from the model's process from which on they count as time of its step."""
 
 
-class Remote:
+class RemoteScheduler:
     """Stands for a scheduler that works in another process: counts what was asked, and gives everyone one end whatever happens there."""
 
     def __init__(
-        self, line: Line, process: subprocess.Popen[bytes], tokenizer: TextTokenizer, positions: int, serve: ServeConfig
+        self,
+        line: MessageSocket,
+        process: subprocess.Popen[bytes],
+        tokenizer: TextTokenizer,
+        positions: int,
+        serve: ServeConfig,
     ) -> None:
         self.vocab, self.positions, self.tokenizer = tokenizer.vocab, positions, tokenizer
         self.slots, self.queue, self.process = serve.slots, serve.queue, process
-        self._line, self._orders = line, Outbox(line)
+        self._line, self._orders = line, SendQueue(line)
         self._change = threading.Lock()
         self._flying: dict[int, Deliver] = {}
         self._requests = self._tokens = self._cancelled = 0
-        self._heard, self._stuck, self._trouble = time.monotonic(), 0.0, ""
+        self._heard, self._stuck, self._problem = time.monotonic(), 0.0, ""
         self._closing = self._over = False
         self._reader = threading.Thread(target=self._read, name="textmill-texts", daemon=True)
         self._reader.start()
@@ -46,21 +51,21 @@ class Remote:
     def submit(self, request: Request, deliver: Deliver, deadline: float | None = None, streamed: bool = False) -> int:
         """Queue a request; its number. `deliver` is called from a thread of ours for each part, the last of which has the end.
 
-        `deadline` is a time of `time.monotonic()`. Raises Full, or TextmillError for what cannot be done.
+        `deadline` is a time of `time.monotonic()`. Raises QueueFull, or TextmillError for what cannot be done.
         """
-        served_room_of(request, self.positions, self.vocab)
+        max_new_tokens_served(request, self.positions, self.vocab)
         with self._change:
             if self._closing:
                 raise TextmillError("the server is closing; ask again when it is back")
             if self._over:
-                raise TextmillError(self._trouble)
+                raise TextmillError(self._problem)
             if len(self._flying) >= self.slots + self.queue:
-                raise Full
+                raise QueueFull
             self._requests += 1
             number = self._requests
             self._flying[number] = deliver
         seconds = None if deadline is None else deadline - time.monotonic()
-        self._orders.put(["submit", number, packed_request(request), seconds, streamed])
+        self._orders.put(["submit", number, pack_request(request), seconds, streamed])
         return number
 
     def cancel(self, number: int) -> None:
@@ -77,14 +82,14 @@ class Remote:
                 "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
             }  # fmt: skip
 
-    def trouble(self, patience: float) -> str:
+    def problem(self, patience: float) -> str:
         """What is wrong with the model, in words; empty: nothing. A step may take `patience` seconds."""
         with self._change:
             silent = time.monotonic() - self._heard
             stuck = self._stuck + (silent if silent > SILENT else 0.0)
             if self._closing:
                 return ""
-            return self._trouble or (hung(stuck) if stuck > patience else "")
+            return self._problem or (describe_hang(stuck) if stuck > patience else "")
 
     def close(self, grace: float) -> None:
         """Take nothing more; what was taken may finish within so many seconds and is ended then. No process is left behind."""
@@ -102,16 +107,16 @@ class Remote:
                 self._take(*self._line.receive())
         self._end()
 
-    def _take(self, tokens: int, cancelled: int, stuck: float, trouble: str, parts: list[list[Any]]) -> None:
-        come = [part_of(part) for part in parts]
+    def _take(self, tokens: int, cancelled: int, stuck: float, problem: str, parts: list[list[Any]]) -> None:
+        come = [unpack_chunk(part) for part in parts]
         with self._change:
-            self._tokens, self._cancelled, self._stuck, self._trouble = tokens, cancelled, stuck, trouble
+            self._tokens, self._cancelled, self._stuck, self._problem = tokens, cancelled, stuck, problem
             self._heard = time.monotonic()
             readers = [(self._flying.pop if part.done else self._flying.get)(number, None) for number, part in come]
         for deliver, (number, part) in zip(readers, come, strict=True):
             self._tell(number, deliver, part)
 
-    def _tell(self, number: int, deliver: Deliver | None, part: Part) -> None:
+    def _tell(self, number: int, deliver: Deliver | None, part: TextChunk) -> None:
         """Hand over what there is; one who cannot take it is taken for gone."""
         try:
             if deliver is not None:
@@ -128,12 +133,12 @@ class Remote:
             self._over, left = True, self._flying
             self._flying = {}
             if not self._closing:
-                self._trouble = f"the model's process has died ({code}); restart the server"
-        done = Done("cancelled", 0, "") if self._closing else Done("error", 0, "", self._trouble)
+                self._problem = f"the model's process has died ({code}); restart the server"
+        done = Done("cancelled", 0, "") if self._closing else Done("error", 0, "", self._problem)
         if not self._closing:
-            warn(self._trouble)
+            warn(self._problem)
         for number, deliver in left.items():
-            self._tell(number, deliver, Part("", done=done))
+            self._tell(number, deliver, TextChunk("", done=done))
 
 
 def ended(process: subprocess.Popen[bytes]) -> str:
@@ -146,10 +151,10 @@ def ended(process: subprocess.Popen[bytes]) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def open_remote(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> Remote:
+def open_remote_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> RemoteScheduler:
     """A checkpoint in the memory of a process of its own, ready for requests; what it refuses is refused here."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
-    line, theirs = new_lines()
+    line, theirs = new_socket_pair()
     # What this process can import, and nothing that happens to lie in the folder it was started in.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
@@ -178,7 +183,7 @@ def open_remote(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig
     if "refused" in told:
         process.wait()
         raise TextmillError(told["refused"])
-    return Remote(line, process, tokenizer, told["positions"], serve)
+    return RemoteScheduler(line, process, tokenizer, told["positions"], serve)
 
 
 def _unopened(process: subprocess.Popen[bytes]) -> TextmillError:

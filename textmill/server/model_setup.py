@@ -9,7 +9,7 @@ from pathlib import Path
 from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.model_process import open_remote
+from textmill.server.model_process import open_remote_scheduler
 from textmill.server.service import Scheduler, Service
 from textmill.tokens.chat_template import open_template
 
@@ -19,9 +19,11 @@ SHORTEST = 8
 Open = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
 
 
-def open_service(config: RunConfig, step: WhichStep = "latest", open_scheduler: Open = open_remote) -> Service:
+def open_service(
+    config: RunConfig, step: WhichStep = "latest", open_scheduler: Open = open_remote_scheduler
+) -> Service:
     """The service of a config: the model, in a process of its own unless `open_scheduler` puts it elsewhere, and all a request needs."""
-    serve, key = config.serve, open_key(config.serve)
+    serve, key = config.serve, read_api_key(config.serve)
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
     scheduler = open_scheduler(checkpoint, config.engine, serve)
@@ -39,7 +41,7 @@ def name_of(checkpoint: Checkpoint) -> str:
     return parts[0].name if parts else "model"
 
 
-def open_key(serve: ServeConfig) -> str | None:
+def read_api_key(serve: ServeConfig) -> str | None:
     """The API key from the file or the environment; None: no key is asked."""
     if serve.key_file is None:
         key, where = os.environ.get(KEY), f"the environment's {KEY}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from textmill.config import SampleConfig
 from textmill.generation.requests import Request
-from textmill.server.error_replies import Refusal, shown
+from textmill.server.error_replies import HttpError, quote_value
 from textmill.server.request_models import ChatBody, CompletionBody, Sampling
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -43,8 +43,8 @@ class Prompt:
 def check_model(service: Service, name: str | None) -> None:
     """Refuse a model that is not here."""
     if name is not None and name != service.name:
-        message = f"model: {shown(name)} is not here; this server has '{service.name}'"
-        raise Refusal(404, message, field="model", code="model_not_found")
+        message = f"model: {quote_value(name)} is not here; this server has '{service.name}'"
+        raise HttpError(404, message, field="model", code="model_not_found")
 
 
 async def encode(service: Service, text: str, field: str = "prompt") -> list[int]:
@@ -62,7 +62,7 @@ def check_pairs(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Refusal(
+        raise HttpError(
             400, f"{field}: holds half of a character pair; send it as UTF-8 text", field=field.partition(".")[0]
         ) from None
 
@@ -83,7 +83,7 @@ async def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
     else:
         given = list(body.prompt)  # type: ignore[arg-type]
     if not given:
-        raise Refusal(400, "prompt: is empty; give one text or one token at least", field="prompt")
+        raise HttpError(400, "prompt: is empty; give one text or one token at least", field="prompt")
     _check_count(service, len(given) * (body.n or 1))
     return [await prompt_of(service, one) for one in given]
 
@@ -97,7 +97,7 @@ async def prompt_of(service: Service, given: str | list[int], field: str = "prom
         prompt = Prompt(given, tuple(ids or [tokenizer.end]), tokenizer, not ids)
     else:
         if not given:
-            raise Refusal(400, f"{field}: is an empty list; give one token at least", field=field)
+            raise HttpError(400, f"{field}: is an empty list; give one token at least", field=field)
         _check_room(service, len(given), field)
         check_ids(service, given, field)
         prompt = Prompt(None, tuple(given), tokenizer)
@@ -108,14 +108,14 @@ async def prompt_of(service: Service, given: str | list[int], field: str = "prom
 def _check_room(service: Service, found: int, field: str) -> None:
     if found > service.longest_prompt:
         message = f"{field}: {found:,} tokens, with room for {service.longest_prompt:,}; send a shorter one"
-        raise Refusal(400, message, field=field, code="context_length_exceeded")
+        raise HttpError(400, message, field=field, code="context_length_exceeded")
 
 
 def check_length(service: Service, characters: int, field: str) -> None:
     """Refuse a text that cannot fit whatever its tokens are, before the work of finding them."""
     if characters > service.longest_text:
         message = f"{field}: {characters:,} characters, which {service.longest_prompt:,} tokens cannot hold; send a shorter one"
-        raise Refusal(400, message, field=field, code="context_length_exceeded")
+        raise HttpError(400, message, field=field, code="context_length_exceeded")
 
 
 def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
@@ -123,21 +123,27 @@ def check_ids(service: Service, ids: Sequence[int], field: str) -> None:
     vocab = service.scheduler.vocab
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         strange = next(id_ for id_ in ids if not 0 <= id_ < vocab)
-        raise Refusal(400, f"{field}: {shown(strange)} is no token id; they go from 0 to {vocab - 1}", field=field)
+        raise HttpError(
+            400, f"{field}: {quote_value(strange)} is no token id; they go from 0 to {vocab - 1}", field=field
+        )
 
 
 def _check_count(service: Service, count: int) -> None:
     most = min(service.config.max_choices, service.config.slots + service.config.queue)
     if count > most:
-        raise Refusal(400, f"n: {shown(count)} texts in one request, prompts times n; {most} at most", field="n")
+        raise HttpError(
+            400, f"n: {quote_value(count)} texts in one request, prompts times n; {most} at most", field="n"
+        )
 
 
 def completion_requests(service: Service, body: CompletionBody, prompts: Sequence[Prompt]) -> list[Request]:
     """What the scheduler is asked for a completion: each prompt n times."""
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise Refusal(400, "best_of: choosing among more texts than n is not supported; leave it out", field="best_of")
+        raise HttpError(
+            400, "best_of: choosing among more texts than n is not supported; leave it out", field="best_of"
+        )
     if body.stream and body.echo and body.logprobs is not None:
-        raise Refusal(
+        raise HttpError(
             400,
             "stream: the log-probabilities of an echoed prompt are not streamed; leave out stream, or echo",
             field="stream",
@@ -153,10 +159,10 @@ def chat_requests(service: Service, body: ChatBody, prompt: Prompt, stop_ids: Se
     """What the scheduler is asked for an answer: the conversation n times."""
     _check_count(service, body.n or 1)
     if body.top_logprobs is not None and not body.logprobs:
-        raise Refusal(400, "top_logprobs: wants logprobs to be true", field="top_logprobs")
+        raise HttpError(400, "top_logprobs: wants logprobs to be true", field="top_logprobs")
     both = body.max_completion_tokens is not None and body.max_tokens is not None
     if both and body.max_completion_tokens != body.max_tokens:
-        raise Refusal(400, "max_tokens: differs from max_completion_tokens; send one of them", field="max_tokens")
+        raise HttpError(400, "max_tokens: differs from max_completion_tokens; send one of them", field="max_tokens")
     sample = sample_of(service, body, body.max_completion_tokens or body.max_tokens)
     top = max(body.top_logprobs or 0, 1) if body.logprobs else 0
     return _each(service, body, sample, [prompt], top, False, stop_ids)
@@ -200,11 +206,15 @@ def sample_of(service: Service, body: Sampling, max_tokens: int | None) -> Sampl
             said[name] = max(said[name], LEAST)
     most = service.config.max_tokens
     if max_tokens is not None and max_tokens > most:
-        raise Refusal(400, f"max_tokens: {shown(max_tokens)} is above the server's limit of {most}", field="max_tokens")
+        raise HttpError(
+            400, f"max_tokens: {quote_value(max_tokens)} is above the server's limit of {most}", field="max_tokens"
+        )
     said["max_tokens"] = max_tokens or min(service.sample.max_tokens, most)
     least = said.get("min_tokens", 0)
     if least > said["max_tokens"]:
-        raise Refusal(400, f"min_tokens: {shown(least)} is above max_tokens, {said['max_tokens']}", field="min_tokens")
+        raise HttpError(
+            400, f"min_tokens: {quote_value(least)} is above max_tokens, {said['max_tokens']}", field="min_tokens"
+        )
     said["min_tokens"] = least or min(service.sample.min_tokens, said["max_tokens"])
     said["seed"] = random.getrandbits(62) if body.seed is None else body.seed % 2**63
     return service.sample.model_copy(update={**said, "prompt": None, "count": 1})
@@ -213,14 +223,14 @@ def sample_of(service: Service, body: Sampling, max_tokens: int | None) -> Sampl
 def _stops(service: Service, body: Sampling) -> tuple[str, ...]:
     given = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(given) > service.config.max_stops:
-        raise Refusal(400, f"stop: {len(given)} texts; {service.config.max_stops} at most", field="stop")
+        raise HttpError(400, f"stop: {len(given)} texts; {service.config.max_stops} at most", field="stop")
     for text in given:
         if not text:
-            raise Refusal(
+            raise HttpError(
                 400, "stop: holds an empty text, which would end every text at once; leave it out", field="stop"
             )
         if len(text) > LONG_STOP:
-            raise Refusal(400, f"stop: a text of {len(text)} characters; {LONG_STOP} at most", field="stop")
+            raise HttpError(400, f"stop: a text of {len(text)} characters; {LONG_STOP} at most", field="stop")
         check_pairs(text, "stop")
     return tuple(dict.fromkeys(given))
 
@@ -228,13 +238,13 @@ def _stops(service: Service, body: Sampling) -> tuple[str, ...]:
 def _biases(service: Service, body: Sampling) -> tuple[tuple[int, float], ...]:
     given = body.logit_bias or {}
     if len(given) > MANY_BIASES:
-        raise Refusal(400, f"logit_bias: {len(given)} tokens; {MANY_BIASES} at most", field="logit_bias")
+        raise HttpError(400, f"logit_bias: {len(given)} tokens; {MANY_BIASES} at most", field="logit_bias")
     biases: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise Refusal(
+            raise HttpError(
                 400,
-                f"logit_bias: {shown(key)} is no token id; give ids, from 0 to {service.scheduler.vocab - 1}",
+                f"logit_bias: {quote_value(key)} is no token id; give ids, from 0 to {service.scheduler.vocab - 1}",
                 field="logit_bias",
             )
         check_ids(service, [int(key)], "logit_bias")

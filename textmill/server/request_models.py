@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-WANTED = {
+EXPECTED = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text or a list of texts",
     "logprobs": "a whole number from 0 to 20 (completions) or true or false (chat)",

@@ -12,9 +12,9 @@ from fastapi.responses import JSONResponse, Response
 
 from textmill.server.chat_replies import ChatReply, chat_prompt, stop_ids_of
 from textmill.server.completion_replies import CompletionReply
-from textmill.server.error_replies import Refusal
-from textmill.server.in_flight import Flight, finish, start
-from textmill.server.json_routes import Posted, post
+from textmill.server.error_replies import HttpError
+from textmill.server.in_flight import InFlightRequest, finish, start
+from textmill.server.json_routes import JsonRoute, post
 from textmill.server.request_checks import (
     LONG_TEXT,
     chat_requests,
@@ -34,12 +34,12 @@ WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 
 
-def new_routes(service: Service) -> tuple[APIRouter, list[Posted]]:
+def new_routes(service: Service) -> tuple[APIRouter, list[JsonRoute]]:
     """The routes of one service, and those among them that take a body."""
     routes = APIRouter()
     _add_texts(routes, service)
     _add_tokens(routes, service)
-    return routes, [route for route in routes.routes if isinstance(route, Posted)]
+    return routes, [route for route in routes.routes if isinstance(route, JsonRoute)]
 
 
 def _add_texts(routes: APIRouter, service: Service) -> None:
@@ -67,7 +67,7 @@ def _add_texts(routes: APIRouter, service: Service) -> None:
     async def generate(http: Request, sentence: str | None = None) -> Response:
         """Continue a sentence, or answer it where the model was trained on conversations; settings are the server's."""
         if sentence is None:
-            raise Refusal(400, "sentence: is missing; ask /generate?sentence=TEXT", field="sentence")
+            raise HttpError(400, "sentence: is missing; ask /generate?sentence=TEXT", field="sentence")
         return await _generate(service, http, sentence)
 
 
@@ -77,7 +77,7 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
         """The tokens of a text."""
         text = body.prompt if body.text is None else body.text
         if text is None or (body.text is not None and body.prompt is not None):
-            raise Refusal(400, "text: is missing, or there is a prompt too; give one of them", field="text")
+            raise HttpError(400, "text: is missing, or there is a prompt too; give one of them", field="text")
         parts = [text] if body.prompt is None else service.pieces.parts_of(text)
         ids = [
             id_ for part in parts for id_ in ([part] if isinstance(part, int) else await encode(service, part, "text"))
@@ -121,7 +121,7 @@ def _told(service: Service, ids: list[int]) -> bytes:
 
 
 async def _answer(
-    service: Service, http: Request, flight: Flight, reply: CompletionReply | ChatReply, streamed: bool
+    service: Service, http: Request, flight: InFlightRequest, reply: CompletionReply | ChatReply, streamed: bool
 ) -> Response:
     def account() -> None:
         service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, flight.seconds())

@@ -12,13 +12,13 @@ from textmill.config import SampleConfig, ServeConfig
 from textmill.generation.requests import Request
 from textmill.generation.text_chunks import Deliver
 from textmill.server.metrics import Metrics
-from textmill.server.token_text import Pieces
-from textmill.server.wakeup import Mail
+from textmill.server.token_text import TokenTexts
+from textmill.server.wakeup import WakeupQueue
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
 class Scheduler(Protocol):
-    """What the server asks of the model's side: `server.remote.Remote`, or `generation.parts.InParts` in the same process."""
+    """What the server asks of the model's side: `server.remote.RemoteScheduler`, or `generation.parts.ChunkingScheduler` in the same process."""
 
     vocab: int
     positions: int
@@ -36,7 +36,7 @@ class Scheduler(Protocol):
         """What runs, waits and was done."""
         ...
 
-    def trouble(self, patience: float) -> str:
+    def problem(self, patience: float) -> str:
         """What is wrong with the model; empty: nothing."""
         ...
 
@@ -72,14 +72,14 @@ class Service:
     key: str | None = None
     stopping: bool = False
     metrics: Metrics = field(default_factory=Metrics)
-    mail: Mail = field(default_factory=Mail)
+    mail: WakeupQueue = field(default_factory=WakeupQueue)
     created: int = field(default_factory=lambda: int(time.time()))
-    pieces: Pieces = field(init=False)
+    pieces: TokenTexts = field(init=False)
     longest_text: float = field(init=False)
     """Characters that a prompt can have at all: the longest token, as often as there is room."""
 
     def __post_init__(self) -> None:
-        self.pieces, inner = Pieces(self.scheduler.tokenizer), self.scheduler.tokenizer.inner
+        self.pieces, inner = TokenTexts(self.scheduler.tokenizer), self.scheduler.tokenizer.inner
         # A normalizer may take characters away before they become tokens.
         longest = math.inf if inner.normalizer else max(map(len, inner.get_vocab()))
         self.longest_text = self.longest_prompt * longest
@@ -98,9 +98,9 @@ class Service:
             "limits": {"max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt},
         }  # fmt: skip
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """What is wrong with the model, in words; empty: nothing."""
-        return self.scheduler.trouble(self.config.patience)
+        return self.scheduler.problem(self.config.patience)
 
     def wait_of(self) -> int:
         """Seconds after which a refused client may try again: what waits, at the rate of the last requests."""

@@ -12,8 +12,8 @@ from fastapi import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
-from textmill.server.error_replies import Refusal, tree_of
-from textmill.server.in_flight import Event, Flight, left
+from textmill.server.error_replies import HttpError, error_body
+from textmill.server.in_flight import Event, InFlightRequest, left
 from textmill.server.service import Service
 
 STALLED = 60.0
@@ -31,7 +31,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: Service, flight: Flight, head: Tree, begin: Iterable[Tree], step: Callable[[list[Event]], Iterable[Tree]],
+        self, service: Service, flight: InFlightRequest, head: Tree, begin: Iterable[Tree], step: Callable[[list[Event]], Iterable[Tree]],
         end: Callable[[], Iterable[Tree]],
     ) -> None:  # fmt: skip
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -79,17 +79,17 @@ class EventStream(Response):
                     first = False
                     self.service.metrics.first.add(self.flight.seconds())
                 await put(_lines(self.step(come), self.head) + _lines(self._troubles(come)))
-        except Refusal as refusal:
-            await put(_lines([tree_of(refusal.status, refusal.message, code=refusal.code)]))
+        except HttpError as refusal:
+            await put(_lines([error_body(refusal.status, refusal.message, code=refusal.code)]))
         await put(_lines(self.end(), self.head) + b"data: [DONE]\n\n", more=False)
 
     def _troubles(self, come: list[Event]) -> Iterable[Tree]:
         """What a client must know besides the text: the model failed, or the server is stopping."""
         for done in [part.done for _, part in come if part.done is not None]:
             if done.reason == "error":
-                yield tree_of(500, done.message or "the model failed; the server's log says how", code="model_error")
+                yield error_body(500, done.message or "the model failed; the server's log says how", code="model_error")
             elif done.reason == "cancelled":
-                yield tree_of(503, "the server is stopping; the text was ended early", code="stopping")
+                yield error_body(503, "the server is stopping; the text was ended early", code="stopping")
             elif done.reason == "timeout":
                 self.service.metrics.timeouts += 1
 

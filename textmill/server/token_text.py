@@ -1,4 +1,4 @@
-"""Pieces: single tokens as text and as bytes, for replies that tell them one by one."""
+"""TokenTexts: single tokens as text and as bytes, for replies that tell them one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class Pieces:
+class TokenTexts:
     """A tokenizer's single tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Mail: how what a thread delivers comes to the event loop, which is woken once for all that has come."""
+"""WakeupQueue: how what a thread delivers comes to the event loop, which is woken once for all that has come."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from textmill.generation.text_chunks import Part
+from textmill.generation.text_chunks import TextChunk
 
-Take = Callable[[Part], None]
+Take = Callable[[TextChunk], None]
 
 
-class Mail:
+class WakeupQueue:
     """Parts of texts on their way from the scheduler's thread to those who wait in the event loop."""
 
     def __init__(self) -> None:
-        self._come, self._rung = deque[tuple[Take, Part]](), False
+        self._come, self._rung = deque[tuple[Take, TextChunk]](), False
 
-    def put(self, loop: asyncio.AbstractEventLoop, take: Take, part: Part) -> None:
+    def put(self, loop: asyncio.AbstractEventLoop, take: Take, part: TextChunk) -> None:
         """Have the loop call `take` with a part; from any thread."""
         # First the part, then the flag, as the loop reads them the other way round.
         self._come.append((take, part))
