@@ -14,18 +14,18 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from textmill.checkpoints.folders import steps_of
-from textmill.corpus.conversations import turns_of
-from textmill.corpus.shards import shards_of
+from textmill.corpus.conversations import turns_from_json
+from textmill.corpus.shards import list_shards
 
 
 def questions_of(root: Path, count: int) -> list[str]:
     """The first turns of the user in the valid split."""
     rows = [
         row
-        for path in shards_of(root / "corpus", "valid")
+        for path in list_shards(root / "corpus", "valid")
         for row in pq.read_table(path).column("messages").to_pylist()
     ]
-    return [next(text for role, text in turns_of(row) if role == "user") for row in rows[:count]]
+    return [next(text for role, text in turns_from_json(row) if role == "user") for row in rows[:count]]
 
 
 def answer(tokenizer: Any, model: Any, question: str, longest: int) -> tuple[str, bool]:

@@ -17,10 +17,15 @@ from typing import Any
 
 from textmill.config import CorpusConfig
 from textmill.corpus.clean import RULES, Cleaner, clean
-from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
-from textmill.corpus.clean.languages import language_of
+from textmill.corpus.clean.filters import (
+    character_fractions,
+    repeated_line_fraction,
+    repeated_ngram_fraction,
+    split_words,
+)
+from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.sentences import split_sentences
-from textmill.corpus.sources import shipped
+from textmill.corpus.sources import bundled_corpora
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LANGUAGES = ("en", "ko", "tr", "zh")
@@ -32,7 +37,7 @@ def texts_of(language: str, size: int) -> list[str]:
     """About `size` bytes of documents, taken over the whole file."""
     path = SHARED / f"{language}.jsonl.xz"
     if not path.is_file():
-        return [block for block in shipped()["tinyshakespeare"].read_text(encoding="utf-8").split("\n\n\n")]
+        return [block for block in bundled_corpora()["tinyshakespeare"].read_text(encoding="utf-8").split("\n\n\n")]
     texts, held = [], 0
     with lzma.open(path, "rt", encoding="utf-8") as stream:
         for number, line in enumerate(stream):
@@ -61,9 +66,9 @@ def ours() -> dict[str, Callable[[str], Any]]:
     basic, web = Cleaner(CorpusConfig()), Cleaner(CorpusConfig(preset="web"))
     return {
         "default rules": basic.clean, "web preset": web.clean, **RULES,
-        "symbols, digits": shares_of, "words": words_of, "repeated lines": repeated_lines,
-        "repetition": lambda text: (repeated_lines(text), repeated_grams(words_of(text))),
-        "language": language_of, "sentences": split_sentences,
+        "symbols, digits": character_fractions, "words": split_words, "repeated lines": repeated_line_fraction,
+        "repetition": lambda text: (repeated_line_fraction(text), repeated_ngram_fraction(split_words(text))),
+        "language": detect_language, "sentences": split_sentences,
     }  # fmt: skip
 
 
@@ -81,7 +86,7 @@ def main(megabytes: int = 4) -> None:
         print(f"{name:<22}" + "".join(f"{mb:8.1f}" for mb, _ in mine) + note, flush=True)
     for language in LANGUAGES if SHARED.is_dir() else ():
         sample = [text for text in texts[language] if len(text) > 20][:500]
-        right = sum(language_of(clean(text, ["spaces"]))[0] == language for text in sample)
+        right = sum(detect_language(clean(text, ["spaces"]))[0] == language for text in sample)
         print(f"language of {language}: {right} of {len(sample)} documents right")
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from textmill.config import CorpusConfig
 from textmill.corpus.clean import Cleaner
-from textmill.corpus.dedup.minhash import bands_for
+from textmill.corpus.dedup.minhash import choose_bands
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "en.jsonl.xz"
 CUT = 20_000
@@ -220,7 +220,7 @@ def compare_cleaning(place: Path, python: str | None) -> None:
 
 def compare_near(place: Path, texts: Path, total: float, workers: int, python: str | None) -> None:
     """MB/s of near-deduplication with the same sketches."""
-    bands, rows = bands_for(THRESHOLD)
+    bands, rows = choose_bands(THRESHOLD)
     print(
         f"near-duplicates, {total:.1f} MB, {workers} workers, shingles of {WORDS} words, {bands} bands of {rows} values"
     )

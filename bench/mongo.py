@@ -86,7 +86,7 @@ def measure(db: Any, config: Path, truth: list[str], seconds: float) -> None:
     """The three ways, each answer checked."""
     index, dice = open_index(config), random.Random(1)
     assert len(index) == len(truth)
-    firsts = {one.collection: one for one in index.bounds}
+    firsts = {one.collection: one for one in index.collection_ranges}
 
     def one() -> int:
         stretch = firsts[dice.choice(NAMES)]
@@ -107,7 +107,7 @@ def measure(db: Any, config: Path, truth: list[str], seconds: float) -> None:
     scanned = len(truth) / (time.perf_counter() - begin)
     rows = [
         ("find_one", single, ""),
-        ("random batches", batched, f"batches of {BATCH}, $in of {index.portion.size}"),
+        ("random batches", batched, f"batches of {BATCH}, $in of {index.query_size.size}"),
         (
             "the same, bare",
             most,

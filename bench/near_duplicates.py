@@ -27,7 +27,7 @@ from textmill.config import RunConfig
 from textmill.corpus.dedup.clusters import Clusters
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import read_texts, shards_of
+from textmill.corpus.shards import list_shards, read_texts
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LANGUAGES = ("en", "ko", "tr", "zh")
@@ -133,11 +133,11 @@ def measure(texts: list[str], kept: Iterable[str], threshold: float) -> Measured
     members = clusters.members()
     sizes: dict[int, int] = {}
     for number in members:
-        sizes[clusters.of(number)] = sizes.get(clusters.of(number), 0) + 1
+        sizes[clusters.find(number)] = sizes.get(clusters.find(number), 0) + 1
     stayed: dict[int, int] = {}
     total = 0
     for text in kept:
-        root = clusters.of(numbers[text][0])
+        root = clusters.find(numbers[text][0])
         stayed[root] = stayed.get(root, 0) + 1
         total += 1
     right = sum(min(size - stayed.get(root, 0), size - 1) for root, size in sizes.items())
@@ -170,7 +170,7 @@ def truth(documents: int = 10_000, threshold: float = 0.8) -> None:
         start = time.perf_counter()
         folder = prepared(Path(place, "texts"), Path(place), 2, dedup_threshold=threshold)
         seconds = time.perf_counter() - start
-        shards = [shard for split in SPLITS for shard in shards_of(folder, split)]
+        shards = [shard for split in SPLITS for shard in list_shards(folder, split)]
         kept = chain.from_iterable(batch for shard in shards for batch in read_texts(shard))
         found = measure(texts, kept, threshold)
     print(f"{len(texts):,} documents, threshold {threshold}: {found.wanted:,} copies, {found.dropped:,} dropped")

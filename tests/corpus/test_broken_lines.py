@@ -14,7 +14,7 @@ import zstandard
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 
 LINES = 200_000
 EVERY = 100
@@ -105,7 +105,7 @@ def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worke
     }  # fmt: skip
     assert len(texts) == fates["kept"]
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
-    found = [row for split in SPLITS for path in shards_of(folder, split) for row in read_documents(path)]
+    found = [row for split in SPLITS for path in list_shards(folder, split) for row in read_documents(path)]
     assert {row.text for row in found if row.source == "texts/lines.jsonl"} == texts
     assert {row.text for row in found if row.source == "texts/wide.jsonl"} == {"geniş", "넓다"}
     for kind in ("gz", "zst"):

@@ -13,7 +13,7 @@ from textmill.config import RunConfig
 from textmill.corpus.clean import RULES
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 
 GOOD = "The mill by the river had been silent for years when the two brothers came back to open its doors."
 TEXTS = [
@@ -38,7 +38,7 @@ def made(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[str, Any],
     out = prepare(
         RunConfig.model_validate({"folder": str(folder / "out"), "corpus": settings, "runner": {"workers": 1}})
     )
-    kept = [row.text for split in SPLITS for path in shards_of(out, split) for row in read_documents(path)]
+    kept = [row.text for split in SPLITS for path in list_shards(out, split) for row in read_documents(path)]
     return json.loads((out / "account.json").read_text()), kept
 
 

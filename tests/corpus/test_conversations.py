@@ -13,10 +13,10 @@ import pytest
 
 from textmill.cli import main
 from textmill.config import RunConfig
-from textmill.corpus.conversations import canonical, conversation_of, turns_of
+from textmill.corpus.conversations import read_conversation, turns_from_json, turns_to_json
 from textmill.corpus.prepare import prepare
-from textmill.corpus.records import Unreadable
-from textmill.corpus.shards import read_documents, read_texts, shards_of
+from textmill.corpus.records import UnreadableRecord
+from textmill.corpus.shards import list_shards, read_documents, read_texts
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 
@@ -46,9 +46,9 @@ SHAPED: list[tuple[str, dict[str, Any], tuple[tuple[str, str], ...]]] = [
 
 @pytest.mark.parametrize(("shape", "record", "turns"), SHAPED)
 def test_every_shape_is_read_and_recognised(shape: str, record: dict[str, Any], turns: Any) -> None:
-    assert conversation_of(record, shape) == turns
-    assert conversation_of(record, "auto") == turns
-    assert tuple(turns_of(canonical(turns))) == turns
+    assert read_conversation(record, shape) == turns
+    assert read_conversation(record, "auto") == turns
+    assert tuple(turns_from_json(turns_to_json(turns))) == turns
 
 
 @pytest.mark.parametrize(
@@ -76,26 +76,26 @@ def test_every_shape_is_read_and_recognised(shape: str, record: dict[str, Any], 
     ],
 )
 def test_what_is_no_conversation_is_said(shape: str, record: Any, said: str) -> None:
-    with pytest.raises(Unreadable, match=said):
-        conversation_of(record, shape)
+    with pytest.raises(UnreadableRecord, match=said):
+        read_conversation(record, shape)
 
 
 def test_fields_of_other_names() -> None:
-    assert conversation_of({"dialog": [{"role": "user", "content": "x"}]}, "messages", "dialog") == (("user", "x"),)
-    assert conversation_of({"frage": "x", "antwort": "y"}, "pairs", "frage+antwort") == (
+    assert read_conversation({"dialog": [{"role": "user", "content": "x"}]}, "messages", "dialog") == (("user", "x"),)
+    assert read_conversation({"frage": "x", "antwort": "y"}, "pairs", "frage+antwort") == (
         ("user", "x"),
         ("assistant", "y"),
     )
-    with pytest.raises(Unreadable, match="names no question and answer"):
-        conversation_of({"frage": "x"}, "pairs", "frage+antwort")
+    with pytest.raises(UnreadableRecord, match="names no question and answer"):
+        read_conversation({"frage": "x"}, "pairs", "frage+antwort")
 
 
 def prepared(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple[str, str]]]:
     config = RunConfig.model_validate(
         {"folder": str(folder / "out"), "corpus": {"sources": sources, "split": [1, 0, 0], **corpus}}
     )
-    shards = shards_of(prepare(config), "train")
-    found = [turns_of(row) for path in shards for row in pq.read_table(path).column("messages").to_pylist()]
+    shards = list_shards(prepare(config), "train")
+    found = [turns_from_json(row) for path in shards for row in pq.read_table(path).column("messages").to_pylist()]
     assert found == [list(document.turns or ()) for path in shards for document in read_documents(path)]
     return found
 
@@ -126,7 +126,10 @@ def test_through_prepare_from_every_format(kind: str, tmp_path: Path) -> None:
         ["no answer", ""],
     ]
     assert [
-        text for path in shards_of(tmp_path / "out" / "corpus", "train") for batch in read_texts(path) for text in batch
+        text
+        for path in list_shards(tmp_path / "out" / "corpus", "train")
+        for batch in read_texts(path)
+        for text in batch
     ] == ["\n".join(text for _, text in turns) for turns in found]
     account = read_json(tmp_path / "out" / "corpus" / "account.json")
     assert (account["records"], account["kept"]) == (3, 3)

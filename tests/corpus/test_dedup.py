@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from textmill.config import CorpusConfig
 from textmill.corpus import passes
 from textmill.corpus.dedup import clusters as dedup
-from textmill.corpus.dedup.clusters import keep_masks, least_members, stay_of_clusters
-from textmill.corpus.passes import Work, read_piece
-from textmill.corpus.sources import find_sources, pieces_of
+from textmill.corpus.dedup.clusters import exact_keep_masks, keep_one_per_cluster, smallest_members
+from textmill.corpus.passes import ChunkTask, clean_chunk
+from textmill.corpus.sources import find_sources, split_into_chunks
 
 # Few different halves, so that rows often agree in one half only.
 HALF = st.sampled_from([bytes(8), b"\x00" * 7 + b"\x01", b"\xff" * 8, b"\x01" + bytes(7)])
@@ -36,13 +36,13 @@ def test_first_in_order_stays(shards: list[list[bytes]]) -> None:
     expected = []
     for shard in shards:
         expected.append([row not in seen and not seen.add(row) for row in shard])  # type: ignore[func-returns-value]
-    assert [mask.tolist() for mask in keep_masks([array_of(shard) for shard in shards])] == expected
+    assert [mask.tolist() for mask in exact_keep_masks([array_of(shard) for shard in shards])] == expected
 
 
 def test_many() -> None:
     numbers = np.random.default_rng(7).integers(0, 50_000, 200_000).astype(np.uint64)
     rows = np.stack([numbers * np.uint64(0x9E3779B97F4A7C15), numbers], axis=1).view(np.uint8).reshape(-1, 16)
-    (mask,) = keep_masks([rows])
+    (mask,) = exact_keep_masks([rows])
     assert sorted(np.flatnonzero(mask)) == sorted(np.unique(numbers, return_index=True)[1])
 
 
@@ -56,7 +56,7 @@ def test_clusters_of_pairs_that_come_in_blocks(blocks: list[list[tuple[int, int]
     for pair in (pair for block in blocks for pair in block):
         touched = [group for group in groups if group & set(pair)]
         groups = [group for group in groups if not group & set(pair)] + [set().union(*touched)]
-    least = least_members(15, (np.array(block) for block in blocks))
+    least = smallest_members(15, (np.array(block) for block in blocks))
     assert least.tolist() == [min(group) for number in range(15) for group in groups if number in group]
 
 
@@ -72,7 +72,7 @@ def test_who_stays(pieces: list[list[tuple[int, int, int]]]) -> None:
         (np.array([row[1] for row in piece], np.int64), np.array([row[2] for row in piece], np.int8))
         for piece in pieces
     ]
-    stays = stay_of_clusters(np.array(least, np.uint32), given_to)
+    stays = keep_one_per_cluster(np.array(least, np.uint32), given_to)
     best = {
         min((row[2] > 0, -row[1], number) for number, row in enumerate(rows) if row[0] == cluster)[2]
         for cluster, _, _ in rows
@@ -92,7 +92,7 @@ def peak_of(function: Callable[[], Any]) -> int:
 def test_memory_of_clusters_is_a_few_bytes_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many documents, every one the copy of another: at most 24 bytes each beyond a block."""
     count, pieces = 300_000, 15
-    monkeypatch.setattr(dedup, "BLOCK", 1 << 14)
+    monkeypatch.setattr(dedup, "BLOCK_DOCUMENTS", 1 << 14)
     numbers = np.arange(count).reshape(pieces, -1)
     blocks = (np.stack((part, part ^ 1), axis=1) for half in numbers for part in np.split(half, 10))
     sizes = ((np.ones(len(part), np.int64), np.zeros(len(part), np.int8)) for part in numbers)
@@ -100,15 +100,15 @@ def test_memory_of_clusters_is_a_few_bytes_a_document(monkeypatch: pytest.Monkey
 
     def work() -> None:
         nonlocal least
-        least = least_members(count, blocks)
-        assert stay_of_clusters(least, sizes).sum() == count // 2
+        least = smallest_members(count, blocks)
+        assert keep_one_per_cluster(least, sizes).sum() == count // 2
 
     assert peak_of(work) < 24 * count
 
 
 def test_memory_of_reading_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be cut is one piece however long it is."""
-    monkeypatch.setattr(passes, "HELD", 1 << 14)
+    monkeypatch.setattr(passes, "BUFFER_CHARACTERS", 1 << 14)
     monkeypatch.setattr("textmill.corpus.shards.GROUP_BYTES", 1 << 14)
     peaks = []
     for count in (10, 9_000, 18_000):  # what is imported is counted for the first
@@ -117,8 +117,8 @@ def test_memory_of_reading_does_not_grow(tmp_path: Path, monkeypatch: pytest.Mon
         with gzip.open(folder / "texts.jsonl.gz", "wt") as stream:
             stream.writelines(json.dumps({"text": f"{number:500}"}) + "\n" for number in range(count))
         config = CorpusConfig(sources=[str(folder / "texts.jsonl.gz")])
-        (piece,) = pieces_of(find_sources(config.sources), config.documents)
-        work = Work(piece, config, folder)
-        peaks.append(peak_of(lambda work=work: read_piece(work)))  # type: ignore[misc]
-        assert len(work.digests()) == count
+        (piece,) = split_into_chunks(find_sources(config.sources), config.documents)
+        work = ChunkTask(piece, config, folder)
+        peaks.append(peak_of(lambda work=work: clean_chunk(work)))  # type: ignore[misc]
+        assert len(work.read_digests()) == count
     assert peaks[2] < peaks[1] + 9_000 * 16

@@ -13,12 +13,17 @@ import pytest
 
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.clean import Cleaner
-from textmill.corpus.clean.cleaner import check_needs
-from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
-from textmill.corpus.clean.languages import language_of
+from textmill.corpus.clean.cleaner import check_packages
+from textmill.corpus.clean.filters import (
+    character_fractions,
+    repeated_line_fraction,
+    repeated_ngram_fraction,
+    split_words,
+)
+from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.clean.urls import is_blocked, registered_name
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 TEXTS = {
@@ -73,33 +78,33 @@ def test_ordinary_text_is_kept(language: str) -> None:
 
 
 def test_language_of_long_text_looks_at_three_places() -> None:
-    assert language_of(TEXTS["ko"] * 50)[0] == "ko"
-    assert language_of(TEXTS["en"] * 3 + "\n" + TEXTS["en"] * 100 + TEXTS["zh"])[0] == "en"
-    assert language_of("")[1] <= 1
+    assert detect_language(TEXTS["ko"] * 50)[0] == "ko"
+    assert detect_language(TEXTS["en"] * 3 + "\n" + TEXTS["en"] * 100 + TEXTS["zh"])[0] == "en"
+    assert detect_language("")[1] <= 1
 
 
 def test_shares_are_the_same_with_and_without_ascii() -> None:
     text = "a1, b2! c3? (d4)"
-    plain, wide = shares_of(text), shares_of(text.replace("a", "ä"))
+    plain, wide = character_fractions(text), character_fractions(text.replace("a", "ä"))
     assert plain == wide
     assert plain.digits == pytest.approx(4 / 13)
     assert plain.symbols == pytest.approx(5 / 13)
-    assert shares_of("").symbols == 0
+    assert character_fractions("").symbols == 0
 
 
 def test_words() -> None:
-    assert words_of("bir iki  üç\n네 다섯") == ["bir", "iki", "üç", "네", "다섯"]
-    assert words_of("GPT是 语言model。カナ") == ["GPT", "是", "语", "言", "model。", "カ", "ナ"]
+    assert split_words("bir iki  üç\n네 다섯") == ["bir", "iki", "üç", "네", "다섯"]
+    assert split_words("GPT是 语言model。カナ") == ["GPT", "是", "语", "言", "model。", "カ", "ナ"]
 
 
 def test_repetition_in_numbers() -> None:
-    assert repeated_lines("ab\ncd\nab\nef") == pytest.approx(2 / 8)
-    assert repeated_lines("") == 0
+    assert repeated_line_fraction("ab\ncd\nab\nef") == pytest.approx(2 / 8)
+    assert repeated_line_fraction("") == 0
     once = [f"w{number}" for number in range(10, 30)]
-    assert repeated_grams(once) == 0
-    assert repeated_grams(once + once[:10]) == pytest.approx(1 / 3)
-    assert repeated_grams(once + once[:9]) == 0
-    assert repeated_grams(["x"] * 8) == 0
+    assert repeated_ngram_fraction(once) == 0
+    assert repeated_ngram_fraction(once + once[:10]) == pytest.approx(1 / 3)
+    assert repeated_ngram_fraction(once + once[:9]) == 0
+    assert repeated_ngram_fraction(["x"] * 8) == 0
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,7 @@ def test_url_is_seen_whether_it_is_kept_or_not(
     corpus = {"sources": [name], "block_domains": ["bad.com"], "keep_fields": keep, "split": [1.0, 0.0, 0.0]}
     folder = prepare(RunConfig.model_validate({"folder": "out", "corpus": corpus, "runner": {"workers": 1}}))
     found = [
-        (document.text, document.meta) for shard in shards_of(folder, "train") for document in read_documents(shard)
+        (document.text, document.meta) for shard in list_shards(folder, "train") for document in read_documents(shard)
     ]
     assert found == [("kept", '{"url": "https://good.org/a"}' if keep else None), ("no address", None)]
     assert json.loads((folder / "account.json").read_text())["dropped"] == {"url": 1}
@@ -174,8 +179,8 @@ def test_url_is_seen_whether_it_is_kept_or_not(
 def test_what_is_missing_is_said_at_the_door(
     settings: dict[str, Any], module: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_needs(CorpusConfig(**settings))
+    check_packages(CorpusConfig(**settings))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(TextmillError, match=message):
-        check_needs(CorpusConfig(**settings))
-    check_needs(CorpusConfig())
+        check_packages(CorpusConfig(**settings))
+    check_packages(CorpusConfig())

@@ -20,8 +20,8 @@ from textmill.config import CorpusConfig
 from textmill.corpus import sources, streams
 from textmill.corpus.document import Document
 from textmill.corpus.formats import json as json_format
-from textmill.corpus.records import Bad, read_records
-from textmill.corpus.sources import find_sources, pieces_of
+from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.sources import find_sources, split_into_chunks
 
 NIKL = {
     "id": "N1", "metadata": {"title": "모음"},
@@ -33,21 +33,21 @@ NIKL = {
 }  # fmt: skip
 
 
-def read(path: Path, data: bytes | str | None = None, **settings: Any) -> list[Document | Bad]:
+def read(path: Path, data: bytes | str | None = None, **settings: Any) -> list[Document | BadRecord]:
     if data is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data.encode() if isinstance(data, str) else data)
     config = CorpusConfig(**settings)
     return [
         record
-        for piece in pieces_of(find_sources([str(path)]), config.documents)
+        for piece in split_into_chunks(find_sources([str(path)]), config.documents)
         for record in read_records(piece, config)
     ]
 
 
-def told(found: list[Document | Bad]) -> list[tuple[str, str]]:
+def told(found: list[Document | BadRecord]) -> list[tuple[str, str]]:
     """(place, text), the reason of a bad record in place of its text."""
-    return [(one.place, "! " + one.reason) if isinstance(one, Bad) else (one.id, one.text) for one in found]
+    return [(one.place, "! " + one.reason) if isinstance(one, BadRecord) else (one.id, one.text) for one in found]
 
 
 # text_key
@@ -79,14 +79,14 @@ def test_joined_matches(tmp_path: Path) -> None:
         "value 1, document[2]",
     ]
     assert told(found)[0][1] == "첫째 / 둘째"
-    assert isinstance(found[1], Bad)  # an element with a part that cannot be read is not half a document
+    assert isinstance(found[1], BadRecord)  # an element with a part that cannot be read is not half a document
 
 
 def test_several_fields(tmp_path: Path) -> None:
     rows = '{"title": "A", "body": "b", "url": "u"}\n{"body": "only"}\n{"title": null}\n{"title": 3, "body": "b"}\n'
     found = read(tmp_path / "a.jsonl", rows, text_key="title+body", keep_fields=["url", "gone"])
     assert [text for _, text in told(found)][:2] == ["A\nb", "only"]
-    assert [type(one) for one in found] == [Document, Document, Bad, Bad]
+    assert [type(one) for one in found] == [Document, Document, BadRecord, BadRecord]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"url": "u"}', None]
     assert told(read(tmp_path / "b.jsonl", rows, text_key="title+body", join=": "))[0][1] == "A: b"
 
@@ -116,8 +116,8 @@ def test_inner_fields_and_lists_of_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("block", [2, 7, 1 << 18])
 def test_json_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, block: int) -> None:
-    monkeypatch.setattr(json_format, "BLOCK", block)
-    monkeypatch.setattr(streams, "BLOCK", block)
+    monkeypatch.setattr(json_format, "BUFFER_BYTES", block)
+    monkeypatch.setattr(streams, "BUFFER_BYTES", block)
     rows = [{"text": f'{number} [{{\\" 가', "n": [1.5e10, -3, True, None]} for number in range(30)]
     found = read(tmp_path / "a.json", json.dumps(rows, indent=indent))
     assert told(found) == [(f"item {number}", row["text"]) for number, row in enumerate(rows)]
@@ -132,7 +132,7 @@ JSON = st.recursive(
 @given(st.lists(JSON, max_size=5), st.integers(1, 40), st.booleans())
 def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: bool) -> None:
     data = json.dumps(values, ensure_ascii=ascii).encode(errors="surrogatepass") + b"\n17 "
-    before, json_format.BLOCK = json_format.BLOCK, block
+    before, json_format.BUFFER_BYTES = json_format.BUFFER_BYTES, block
     try:
         scanner = json_format._Scanner(io.BufferedReader(io.BytesIO(data), block))
         assert scanner.peek() == "["
@@ -140,7 +140,7 @@ def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: boo
         assert scanner.value() == 17
         assert scanner.peek() == ""
     finally:
-        json_format.BLOCK = before
+        json_format.BUFFER_BYTES = before
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_long_lists_stay_flat(tmp_path: Path) -> None:
         path = tmp_path / "a.json"
         path.write_text(head + ",\n".join([element] * 5_000) + tail)
         key = "paragraph[].form" if head == "[" else "document[].paragraph[].form"
-        (piece,) = pieces_of(find_sources([str(path)]), "section")
+        (piece,) = split_into_chunks(find_sources([str(path)]), "section")
         tracemalloc.start()
         try:
             assert sum(1 for _ in read_records(piece, CorpusConfig(text_key=key))) == 5_000
@@ -232,10 +232,10 @@ def table(count: int = 1000) -> pa.Table:
 
 @pytest.mark.parametrize("piece", [1, 4000, 1 << 30])
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(sources, "PIECE", piece)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", piece)
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=100)
-    assert len(pieces_of(find_sources([str(path)]), "section")) == {1: 10, 1 << 30: 1}.get(piece, 5)
+    assert len(split_into_chunks(find_sources([str(path)]), "section")) == {1: 10, 1 << 30: 1}.get(piece, 5)
     found = read(path, keep_fields=["url"])
     assert told(found) == [(f"row {number}", f"satır {number}") for number in range(1000)]
     assert found[7].meta == '{"url": "u7"}'  # type: ignore[union-attr]
@@ -272,7 +272,7 @@ def test_parquet_damage_inside(tmp_path: Path) -> None:
     start = group.data_page_offset
     data[start : start + group.total_compressed_size] = b"\xee" * group.total_compressed_size
     found = read(path, bytes(data))
-    assert [one.place for one in found if isinstance(one, Bad)] == ["row 250"]
+    assert [one.place for one in found if isinstance(one, BadRecord)] == ["row 250"]
     assert [one.id for one in found if isinstance(one, Document)] == [
         f"row {row}" for row in range(1000) if not 250 <= row < 500
     ]
@@ -285,14 +285,14 @@ def test_arrow(tmp_path: Path, kind: str) -> None:
         writer.write_table(table(), max_chunksize=100)
     assert told(read(path)) == [(f"row {number}", f"satır {number}") for number in range(1000)]
     *before, bad = read(path, path.read_bytes()[:-2000])
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert told(before) == [(f"row {number}", f"satır {number}") for number in range(len(before))]
     assert len(before) > (500 if kind == "stream" else -1)
 
 
 def test_compressed_from_outside_is_refused(tmp_path: Path) -> None:
-    assert sources.format_named("a.parquet.gz") is None
-    assert sources.format_named("A.JSONL.GZ") == "jsonl"
+    assert sources.format_from_name("a.parquet.gz") is None
+    assert sources.format_from_name("A.JSONL.GZ") == "jsonl"
 
 
 # Wikipedia
@@ -355,7 +355,7 @@ def test_mediawiki_breaks_off(tmp_path: Path) -> None:
     whole = dump([(number, 0, f"T{number}", "söz " * 30, False) for number in range(1, 200)])
     *before, bad = read(tmp_path / "a.xml", whole[: whole.index("<id>150<") + 30])
     assert [place for place, _ in told(before)] == [f"page {number}" for number in range(1, 150)]
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.place == "after page 149"
     assert read(tmp_path / "b.xml", "") == []
     ((place, text),) = told(read(tmp_path / "c.xml", "no xml at all"))
@@ -365,7 +365,7 @@ def test_mediawiki_breaks_off(tmp_path: Path) -> None:
 def test_mediawiki_stays_flat(tmp_path: Path) -> None:
     path = tmp_path / "a.xml"
     path.write_text(dump([(number, 0, f"T{number}", "word " * 300, False) for number in range(3000)]))
-    (piece,) = pieces_of(find_sources([str(path)]), "section")
+    (piece,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
         assert sum(1 for _ in read_records(piece, CorpusConfig())) == 3000

@@ -28,8 +28,8 @@ from textmill.corpus.mongo import server as mongo_server
 from textmill.corpus.mongo import writing as mongo_write
 from textmill.corpus.mongo.collections import open_index, read_range
 from textmill.corpus.prepare import prepare
-from textmill.corpus.records import Bad
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.records import BadRecord
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 
@@ -76,12 +76,12 @@ def test_random_batches_come_in_the_order_asked(world: World) -> None:
 def test_questions_grow_as_long_as_the_server_gets_faster(
     speeds: dict[int, float], tried: list[int], best: int
 ) -> None:
-    portion, sizes = mongo.Portion(), []
+    portion, sizes = mongo.QuerySize(), []
     for _ in range(20):
         sizes.append(portion.size)
         portion.learn(speeds[portion.size])
     assert sizes == tried + [best] * (20 - len(tried))
-    for _ in range(mongo.LEARNT - 20):
+    for _ in range(mongo.RELEARN_BATCHES - 20):
         portion.learn(speeds[portion.size])
     assert portion.size == tried[0]  # sought anew
 
@@ -100,7 +100,7 @@ def test_ranges_together_are_everything_once(world: World) -> None:
 def test_server_killed_in_the_middle_of_a_scan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (process := world.process):
         pytest.skip("a named server is not ours to kill")
-    monkeypatch.setattr(mongo, "BLOCK", 100)
+    monkeypatch.setattr(mongo, "SCAN_BLOCK", 100)
     seen: list[str] = []
     for number, row in enumerate(read_range(world.config, 0, len(TRUTH), CorpusConfig())):
         if number in (500, 3333):
@@ -121,15 +121,15 @@ def test_holes_stale_counts_and_a_missing_index_are_said(world: World, capsys: p
     assert "odd: 3 of 20 positions hold no document" in said
     assert "meta_info says 20 documents, the collection has 17" in said
     assert "no index on idx" in said
-    assert "index_by_idx" in said
+    assert "create_idx_indexes" in said
     assert forms(index[2:6]) == ["odd 2", None, None, "odd 5"]
     assert index.batch([11, 12])[0] is None
     assert [row["idx"] for row in index] == [idx for idx in range(20) if idx not in (3, 4, 11)]
     world.db["unnumbered"].insert_many([{"idx": 0, "form": "a"}, {"form": "b"}, {"form": "c"}])
     open_index(world.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
     assert "2 of 3 documents have no idx of their own" in capsys.readouterr().err
-    mongo_write.index_by_idx(path)
-    assert mongo_write.mend_meta_info(path) == {"odd": 17}
+    mongo_write.create_idx_indexes(path)
+    assert mongo_write.fix_meta_info(path) == {"odd": 17}
     capsys.readouterr()
     open_index(path)
     assert capsys.readouterr().err.count("\n") == 1  # only the holes are left
@@ -153,13 +153,13 @@ def test_text_fields(world: World) -> None:
         "",
         None,
     ]
-    assert isinstance(found[3], Bad)
+    assert isinstance(found[3], BadRecord)
     assert "found ['q', 'a']; set corpus.text_key" in found[3].reason
     by_key = list(read_range(path, 0, 7, CorpusConfig(text_key="body")))
     assert [row.text for row in by_key if isinstance(row, Document)] == ["other"]
     talks = list(read_range(path, 0, 7, CorpusConfig(chat="pairs")))
     assert [row.turns for row in talks if isinstance(row, Document)] == [(("user", "hi"), ("assistant", "ho"))]
-    assert next(row.reason for row in talks if isinstance(row, Bad)).startswith(
+    assert next(row.reason for row in talks if isinstance(row, BadRecord)).startswith(
         "no question and answer in ['filt_text', 'form']"
     )
     named = list(read_range(path, 0, 7, CorpusConfig(chat="pairs", text_key="form+filt_text")))
@@ -193,15 +193,15 @@ def test_loading_is_whole_after_a_kill(world: World, tmp_path: Path, monkeypatch
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_text("".join(json.dumps({"text": f"a {number}"}) + "\n" for number in range(95)) + "not json\n\n[1]\n")
     second.write_text("".join(json.dumps({"text": f"b {number}"}) + "\n" for number in range(30)))
-    monkeypatch.setattr(mongo_write, "BLOCK", 10)
+    monkeypatch.setattr(mongo_write, "WRITE_BLOCK", 10)
     real, calls = mongo_write._insert, []
 
-    def insert(collection: Any, rows: list[Any], field: str) -> int:
+    def insert(db: Any, collection: str, rows: list[Any], field: str) -> int:
         calls.append(len(rows))
         if len(calls) == 4:
-            real(collection, rows[:5], field)
+            real(db, collection, rows[:5], field)
             raise Killed
-        return real(collection, rows, field)
+        return real(db, collection, rows, field)
 
     monkeypatch.setattr(mongo_write, "_insert", insert)
     with pytest.raises(Killed):
@@ -253,7 +253,7 @@ SECRET = "mongodb://mill%40er:s3cr%2Ft@nowhere.invalid:27999,127.0.0.1:1/admin?a
 def test_no_part_of_the_connection_string_is_said(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mongo_server, "PATIENCE", 0.1)
+    monkeypatch.setattr(mongo_server, "DEFAULT_MAX_OUTAGE", 0.1)
     path = tmp_path / "db_config.json"
     path.write_text(
         json.dumps({"MONGO_CONNECTION_STRING": address, "MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"]})
@@ -286,7 +286,7 @@ def test_missing_package_is_told_at_the_door(root: Path) -> None:
 def test_prepare_reads_the_collections_and_writes_no_address(world: World, tmp_path: Path) -> None:
     corpus = CorpusConfig(sources=[f"mongo:{world.config}"], split=[1.0])
     folder = prepare(RunConfig(folder=str(tmp_path), corpus=corpus, runner=LocalRunner(workers=1)))
-    found = [document for path in shards_of(folder, "train") for document in read_documents(path)]
+    found = [document for path in list_shards(folder, "train") for document in read_documents(path)]
     assert [document.text for document in found] == TRUTH
     assert json.loads((folder / "account.json").read_text())["records"] == len(TRUTH)
     host = world.address.partition("://")[2]

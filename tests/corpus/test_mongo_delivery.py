@@ -18,9 +18,9 @@ pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mong
 
 from tests.support.mongo_process import World, open_world
 from textmill.cli import main
-from textmill.corpus.mongo import export as deliveries
+from textmill.corpus.mongo import export
 from textmill.corpus.mongo import writing as mongo_write
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 SIZE = 2000
@@ -82,7 +82,7 @@ def test_written_back_and_loaded_once(
     assert [row["idx"] for row in loaded] == list(range(kept))
     assert sorted(row["filt_text"] for row in loaded) == sorted(filter(None, texts))
     for split in ("train", "valid", "test"):
-        shards = [document for path in shards_of(folder, split) for document in read_documents(path)]
+        shards = [document for path in list_shards(folder, split) for document in read_documents(path)]
         assert [(row["filt_text"], row["place"]) for row in loaded if row["split"] == split] == [
             (one.text, one.id) for one in shards
         ]
@@ -107,7 +107,7 @@ def test_written_back_and_loaded_once(
 
 SCRIPT = """
 import sys
-from textmill.corpus import mongo_write
+from textmill.corpus.mongo import writing as mongo_write
 mongo_write.BLOCK = 100
 from textmill.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -203,13 +203,13 @@ def test_documents_that_are_gone_are_counted(
     monkeypatch.setenv("TEXTMILL_MONGO", world.address)
     world.fill("leaving", [f"leaving {idx}" for idx in range(50)])
     path = world.write_config("leaving.json", COLLECTIONS=["leaving"])
-    real = deliveries.deliver
+    real = export.export_to_mongo
 
     def lose_one(*rest: Any) -> None:
         world.db["leaving"].delete_one({"idx": 9})
         real(*rest)
 
-    monkeypatch.setattr(deliveries, "deliver", lose_one)
+    monkeypatch.setattr(export, "export_to_mongo", lose_one)
     words = [f"folder={tmp_path}", f"corpus.sources=mongo:{path}", "corpus.mongo_write_back=true", "runner.workers=1"]
     assert main(["prepare", "quickstart", *words]) == 0
     assert "49 written, 1 gone, 0 emptied; 49 changed now" in capsys.readouterr().out

@@ -78,7 +78,7 @@ def test_server_that_stops_answering_is_asked_again(
         world.fill("web", [f"web {idx}" for idx in range(600)])
         address = f"{world.address}/?socketTimeoutMS=500&serverSelectionTimeoutMS=500"
         path = world.write_config("db_config.json", COLLECTIONS=["web"], MONGO_CONNECTION_STRING=address)
-        monkeypatch.setattr(mongo, "BLOCK", 50)
+        monkeypatch.setattr(mongo, "SCAN_BLOCK", 50)
         seen: list[str] = []
 
         def told(said: str) -> None:

@@ -25,12 +25,12 @@ from bench.near_duplicates import measure, truth_set
 from textmill.config import RunConfig
 from textmill.corpus.dedup import candidates, shingles
 from textmill.corpus.dedup import near_duplicates as near
-from textmill.corpus.dedup.candidates import bands_of, find_pairs, merge_pairs
-from textmill.corpus.dedup.clusters import Clusters, keep_masks
-from textmill.corpus.dedup.minhash import RECALL, VALUES, band_hashes, bands_for, recall_at, sketch
+from textmill.corpus.dedup.candidates import find_candidate_pairs, merge_pairs, plan_band_tasks
+from textmill.corpus.dedup.clusters import Clusters, exact_keep_masks
+from textmill.corpus.dedup.minhash import MAX_SKETCH_SIZE, MIN_RECALL, band_hashes, choose_bands, recall_at, sketch
 from textmill.corpus.dedup.shingles import distinct, jaccard, shingle, shingle_set
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.counters import mix
 from textmill.errors import TextmillError
 
@@ -74,15 +74,15 @@ def test_white_space_is_pythons() -> None:
 def test_a_long_text_is_shingled_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"söz{number}" for number in range(3000))
     whole = shingle_set(text, "characters", 5)
-    monkeypatch.setattr(shingles, "STRETCH", 1000)
+    monkeypatch.setattr(shingles, "SEGMENT_CHARACTERS", 1000)
     assert jaccard(whole, shingle_set(text, "characters", 5)) > 0.99
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
 def test_bands_are_chosen_for_recall(threshold: float) -> None:
-    bands, rows = bands_for(threshold)
-    assert recall_at(threshold, bands, rows) >= RECALL
-    assert bands * rows <= VALUES
+    bands, rows = choose_bands(threshold)
+    assert recall_at(threshold, bands, rows) >= MIN_RECALL
+    assert bands * rows <= MAX_SKETCH_SIZE
 
 
 def two_sets(size: int, similarity: float, dice: np.random.Generator) -> tuple[Any, Any, float]:
@@ -106,12 +106,12 @@ def test_sketches_agree_as_often_as_sets(size: int) -> None:
 
 @pytest.mark.parametrize(("threshold", "size"), [(0.8, 30), (0.8, 1000), (0.5, 200)])
 def test_pairs_at_the_threshold_meet_in_a_band(threshold: float, size: int) -> None:
-    bands, rows = bands_for(threshold)
+    bands, rows = choose_bands(threshold)
     dice, pairs = np.random.default_rng(3), 300
     sets = [part for _ in range(pairs) for part in two_sets(size, threshold, dice)[:2]]
     found = band_hashes(np.concatenate(sets), np.full(2 * pairs, size), bands, rows)
     missed = int((~(found[::2] == found[1::2]).any(axis=1)).sum())
-    assert missed <= pairs * (1 - RECALL) + 4 * np.sqrt(pairs * (1 - RECALL)) + 1
+    assert missed <= pairs * (1 - MIN_RECALL) + 4 * np.sqrt(pairs * (1 - MIN_RECALL)) + 1
 
 
 def test_a_sketch_does_not_depend_on_its_neighbours() -> None:
@@ -132,11 +132,11 @@ def test_all_pairs_of_all_bands(
     """In buckets that are not crowded: every pair, each once, in order, however little memory there is."""
     folder = tmp_path_factory.mktemp("bands")
     for number, rows in enumerate(pieces):
-        np.array(rows, np.uint64).reshape(-1, 2).T.tofile(candidates.band_path(folder, number))
+        np.array(rows, np.uint64).reshape(-1, 2).T.tofile(candidates.band_hashes_path(folder, number))
     everything = [row for rows in pieces for row in rows]
-    bands = bands_of(folder, [len(rows) for rows in pieces], 2, memory)
+    bands = plan_band_tasks(folder, [len(rows) for rows in pieces], 2, memory)
     for band in bands:
-        find_pairs(band)
+        find_candidate_pairs(band)
     count = merge_pairs(bands, folder / "pairs", folder / "marks")
     wanted = [
         (one, other)
@@ -146,11 +146,11 @@ def test_all_pairs_of_all_bands(
     linked = {(pair >> 32, pair & (2**32 - 1)) for pair in np.fromfile(folder / "pairs", np.uint64).tolist()}
     assert count == len(linked)
     assert linked <= set(wanted)
-    if len(everything) <= 2 * candidates.LINKS:
+    if len(everything) <= 2 * candidates.BUCKET_LINKS:
         assert linked == set(wanted)
     assert Clusters(linked).members() == Clusters(wanted).members()
-    assert {Clusters(linked).of(number) for number in range(len(everything))} == {
-        Clusters(wanted).of(n) for n in range(len(everything))
+    assert {Clusters(linked).find(number) for number in range(len(everything))} == {
+        Clusters(wanted).find(n) for n in range(len(everything))
     }
     marks = np.fromfile(folder / "marks", np.uint8)
     assert np.flatnonzero(marks).tolist() == sorted({number for pair in linked for number in pair})
@@ -158,12 +158,12 @@ def test_all_pairs_of_all_bands(
 
 def test_merging_goes_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = np.random.default_rng(5)
-    dice.integers(0, 40, (3, 500)).astype(np.uint64).tofile(candidates.band_path(tmp_path, 0))
-    bands = bands_of(tmp_path, [500], 3, 1 << 20)
+    dice.integers(0, 40, (3, 500)).astype(np.uint64).tofile(candidates.band_hashes_path(tmp_path, 0))
+    bands = plan_band_tasks(tmp_path, [500], 3, 1 << 20)
     for band in bands:
-        find_pairs(band)
+        find_candidate_pairs(band)
     merge_pairs(bands, tmp_path / "whole", tmp_path / "marks")
-    monkeypatch.setattr(candidates, "BLOCK", 10)
+    monkeypatch.setattr(candidates, "MERGE_PAIRS", 10)
     merge_pairs(bands, tmp_path / "pairs", tmp_path / "marks")
     assert (tmp_path / "pairs").read_bytes() == (tmp_path / "whole").read_bytes() != b""
 
@@ -180,7 +180,7 @@ def test_clusters(pairs: list[tuple[int, int]], dice: random.Random) -> None:
     shuffled = [pair[:: dice.choice((1, -1))] for pair in dice.sample(pairs, len(pairs))]
     clusters = Clusters(shuffled)
     assert clusters.members() == sorted({number for pair in pairs for number in pair})
-    assert all(clusters.of(number) == min(group) for group in groups for number in group)
+    assert all(clusters.find(number) == min(group) for group in groups for number in group)
 
 
 @given(
@@ -190,7 +190,7 @@ def test_clusters(pairs: list[tuple[int, int]], dice: random.Random) -> None:
 def test_of_exact_copies_one_in_train_stays(shards: list[list[tuple[int, int]]], memory: int) -> None:
     rows = [np.array([[value] * 16 for value, _ in shard], np.uint8).reshape(-1, 16) for shard in shards]
     sides = [np.array([side for _, side in shard], np.int8) for shard in shards]
-    masks = np.concatenate(keep_masks(rows, sides, memory))
+    masks = np.concatenate(exact_keep_masks(rows, sides, memory))
     everything = [pair for shard in shards for pair in shard]
     best = {
         value: min((side > 0, place) for place, (one, side) in enumerate(everything) if one == value)[1]
@@ -216,7 +216,7 @@ def config_of(folder: str = "out", workers: int = 1, **corpus: Any) -> RunConfig
 def kept_of(folder: Path, split: str | None = None) -> Iterator[str]:
     for side in ("train", "valid", "test"):
         if split in (None, side):
-            for shard in shards_of(folder, side):  # type: ignore[arg-type]
+            for shard in list_shards(folder, side):  # type: ignore[arg-type]
                 yield from (document.text for document in read_documents(shard))
 
 
@@ -256,8 +256,8 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
         content(prepare(config_of("two", workers=2, sources=["texts/2.jsonl", "texts/0.jsonl", "texts/1.jsonl"])))
         == one
     )
-    monkeypatch.setattr(candidates, "ROW", 100_000)
-    monkeypatch.setattr(candidates, "TOGETHER", 1000)
+    monkeypatch.setattr(candidates, "SORT_BYTES_PER_DOCUMENT", 100_000)
+    monkeypatch.setattr(candidates, "MAX_TASK_HASHES", 1000)
     monkeypatch.setattr(near, "BLOCK_DOCUMENTS", 7)
     assert content(prepare(config_of("little", dedup_memory=1))) == one
 

@@ -21,7 +21,7 @@ from textmill.corpus import prepare as prepare_module
 from textmill.corpus import sources
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 LINES = [
@@ -48,7 +48,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def documents(folder: Path) -> dict[str, list[Document]]:
-    return {split: [row for path in shards_of(folder, split) for row in read_documents(path)] for split in SPLITS}
+    return {split: [row for path in list_shards(folder, split) for row in read_documents(path)] for split in SPLITS}
 
 
 def test_account(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_workers_order_and_pieces_do_not_matter(world: Path, monkeypatch: pytest
     shuffled = ["texts/turkish.txt", "texts/*.jsonl", "texts/korean.txt", "./texts/english.txt"]
     assert content(prepare(config_of("shuffled", words=shuffled))) == one
     whole = documents(world / "one" / "corpus")
-    monkeypatch.setattr(sources, "PIECE", 40)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 40)
     assert documents(prepare(config_of("pieces"))) == whole
 
 

@@ -11,7 +11,7 @@ from textmill.corpus import shards
 from textmill.corpus.document import SPLITS
 from textmill.corpus.prepare import prepare
 from textmill.corpus.reader import open_corpus
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 
@@ -23,7 +23,7 @@ def folder(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_document_by_position(folder: Path) -> None:
-    wanted = [document for split in SPLITS for path in shards_of(folder, split) for document in read_documents(path)]
+    wanted = [document for split in SPLITS for path in list_shards(folder, split) for document in read_documents(path)]
     corpus = open_corpus(folder)
     assert len(corpus) == len(wanted) > 40
     assert [corpus[place] for place in range(len(corpus))] == wanted == list(corpus)
@@ -36,7 +36,7 @@ def test_every_document_by_position(folder: Path) -> None:
 
 
 def test_a_split_may_be_empty(folder: Path) -> None:
-    for path in shards_of(folder, "test"):
+    for path in list_shards(folder, "test"):
         path.unlink()
     assert len(open_corpus(folder, "test")) == 0
     with pytest.raises(TextmillError, match="the stage before has not been run"):

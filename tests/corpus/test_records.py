@@ -16,24 +16,24 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records, sources
 from textmill.corpus.document import Document
 from textmill.corpus.formats import text as text_format
-from textmill.corpus.records import Bad, read_records
-from textmill.corpus.sources import find_sources, pieces_of
+from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.sources import find_sources, split_into_chunks
 
 TEXT = st.text(st.sampled_from("ab가é𝄞 \t\n\n\r"), max_size=400)
 
 
-def read(path: Path, data: bytes, **settings: Any) -> list[Document | Bad]:
+def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]:
     path.write_bytes(data)
     config = CorpusConfig(**settings)
     return [
         record
-        for piece in pieces_of(find_sources([str(path)]), config.documents)
+        for piece in split_into_chunks(find_sources([str(path)]), config.documents)
         for record in read_records(piece, config)
     ]
 
 
-def texts(found: list[Document | Bad]) -> list[str]:
-    assert not [record for record in found if isinstance(record, Bad)]
+def texts(found: list[Document | BadRecord]) -> list[str]:
+    assert not [record for record in found if isinstance(record, BadRecord)]
     return [record.text for record in found if isinstance(record, Document)]
 
 
@@ -80,19 +80,19 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_bad_line(tmp_path: Path, line: bytes, reason: str) -> None:
     good = b'{"text": "good"}\n'
     found = read(tmp_path / "a.jsonl", good + line + b"\n" + good)
-    assert [type(record) for record in found] == [Document, Bad, Document]
+    assert [type(record) for record in found] == [Document, BadRecord, Document]
     bad = found[1]
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert reason in bad.reason
     assert (bad.place, bad.raw) == ("line 2", (line + b"\n")[:1000])
     assert str(bad).startswith(f"{tmp_path / 'a.jsonl'}:2: ")
 
 
 def test_line_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_RECORD", 50)
-    monkeypatch.setattr(records, "BLOCK", 7)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 50)
+    monkeypatch.setattr(records, "READ_BYTES", 7)
     found = read(tmp_path / "a.txt", b"x" * 50 + b"\n" + b"a\n" + b"y" * 30 + b"\n" + b"z" * 51, documents="line")
-    assert [type(record) for record in found] == [Bad, Document, Document, Bad]
+    assert [type(record) for record in found] == [BadRecord, Document, Document, BadRecord]
     assert "51 bytes, and 50 are the most" in str(found[0])
     assert found[3].place == "line 4"  # type: ignore[union-attr]
 
@@ -111,7 +111,7 @@ def test_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts(read(tmp_path / "a.md", b"\xef\xbb\xbfa\n\n\nb", documents="file")) == ["a\n\n\nb"]
     (bad,) = read(tmp_path / "a.txt", b"ok \x80", documents="file")
     assert "a.txt, file: not UTF-8: byte 0x80 at 3; if the file has another encoding" in str(bad)
-    monkeypatch.setattr(records, "MAX_RECORD", 3)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 3)
     assert "set corpus.documents=section" in str(read(tmp_path / "a.txt", b"long", documents="file")[0])
 
 
@@ -134,7 +134,7 @@ def test_sections(tmp_path: Path) -> None:
 def test_bad_bytes_spoil_one_section(tmp_path: Path) -> None:
     data = b"\n\n".join([b"a" * 150, b"b" * 75 + b"\xff" + b"b" * 75, b"c" * 150, b"\0" * 150])
     found = read(tmp_path / "a.txt", data, section=100)
-    assert [type(record) for record in found] == [Document, Bad, Document, Bad]
+    assert [type(record) for record in found] == [Document, BadRecord, Document, BadRecord]
     assert "a.txt, section 2: not UTF-8: byte 0xff at 75; " in str(found[1])
     assert "NUL" in str(found[3])
 
@@ -143,12 +143,12 @@ def test_empty_file(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt", b"") == read(tmp_path / "a.txt", b" \n\n") == read(tmp_path / "a.jsonl", b"") == []
 
 
-def stretches(data: bytes, limits: tuple[int, int, int], block: int) -> list[str]:
-    before, records.BLOCK = records.BLOCK, block
+def split_text(data: bytes, limits: tuple[int, int, int], block: int) -> list[str]:
+    before, records.READ_BYTES = records.READ_BYTES, block
     try:
-        return list(text_format.stretches(io.BufferedReader(io.BytesIO(data)), *limits))
+        return list(text_format.split_text(io.BufferedReader(io.BytesIO(data)), *limits))
     finally:
-        records.BLOCK = before
+        records.READ_BYTES = before
 
 
 LIMITS = st.sampled_from([(1, 8, 16), (5, 10, 20), (20, 40, 80), (1, 1, 1)])
@@ -157,20 +157,20 @@ LIMITS = st.sampled_from([(1, 8, 16), (5, 10, 20), (20, 40, 80), (1, 1, 1)])
 @given(TEXT, LIMITS)
 @example("a\n\r\n\rb", (1, 8, 16))
 def test_cutting_loses_no_letter(text: str, limits: tuple[int, int, int]) -> None:
-    found = stretches(text.encode(), limits, 3)
+    found = split_text(text.encode(), limits, 3)
     assert "".join("".join(found).split()) == "".join(text.split())
     assert all(one.strip() and len(one) <= limits[2] for one in found)
 
 
 @given(st.one_of(TEXT.map(str.encode), st.binary(max_size=200)), LIMITS, st.integers(1, 70))
 def test_block_size_does_not_matter(data: bytes, limits: tuple[int, int, int], block: int) -> None:
-    assert stretches(data, limits, block) == stretches(data, limits, 10_000)
+    assert split_text(data, limits, block) == split_text(data, limits, 10_000)
 
 
 @given(TEXT, TEXT, LIMITS)
 def test_appending_changes_the_last_at_most(text: str, more: str, limits: tuple[int, int, int]) -> None:
-    before = stretches(text.encode(), limits, 10)
-    after = stretches((text + more).encode(), limits, 10)
+    before = split_text(text.encode(), limits, 10)
+    after = split_text((text + more).encode(), limits, 10)
     assert after[: max(len(before) - 1, 0)] == before[:-1]
 
 
@@ -178,11 +178,11 @@ def test_appending_changes_the_last_at_most(text: str, more: str, limits: tuple[
 def test_pieces_read_like_the_whole(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], piece: int) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
     whole = read(path, b"\n".join(lines), documents="line")
-    before, sources.PIECE = sources.PIECE, piece
+    before, sources.CHUNK_BYTES = sources.CHUNK_BYTES, piece
     try:
         assert read(path, b"\n".join(lines), documents="line") == whole
     finally:
-        sources.PIECE = before
+        sources.CHUNK_BYTES = before
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_pieces_read_like_the_whole(tmp_path_factory: pytest.TempPathFactory, li
 def test_memory_stays_flat(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(line * (8_000_000 // len(line)))
-    (piece,) = pieces_of(find_sources([str(path)]), "section")
+    (piece,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
         count = sum(1 for _ in read_records(piece, CorpusConfig(section=1000)))

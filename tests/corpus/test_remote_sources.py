@@ -22,22 +22,22 @@ from textmill.config.load import anchor
 from textmill.corpus.document import Document
 from textmill.corpus.formats import mongo as mongo_format
 from textmill.corpus.prepare import prepare
-from textmill.corpus.records import Bad, read_records
-from textmill.corpus.sources import find_sources, names_wherever, pieces_of, state_of
+from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.sources import find_sources, portable_names, source_state, split_into_chunks
 from textmill.errors import TextmillError
 
 LINES = [f"{number} satır" for number in range(200)]
 DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
 
 
-def read(words: list[str], corpora: str | None = None, **settings: Any) -> list[Document | Bad]:
+def read(words: list[str], corpora: str | None = None, **settings: Any) -> list[Document | BadRecord]:
     config = CorpusConfig(**settings)
     found = find_sources(words, corpora=corpora)
-    return [record for piece in pieces_of(found, config.documents) for record in read_records(piece, config)]
+    return [record for piece in split_into_chunks(found, config.documents) for record in read_records(piece, config)]
 
 
-def texts(found: list[Document | Bad]) -> list[str]:
-    assert not [record for record in found if isinstance(record, Bad)], found
+def texts(found: list[Document | BadRecord]) -> list[str]:
+    assert not [record for record in found if isinstance(record, BadRecord)], found
     return [record.text for record in found if isinstance(record, Document)]
 
 
@@ -56,11 +56,11 @@ def test_memory_urls() -> None:
         assert names == [f"memory:///here/{name}" for name in ("a.jsonl.gz", "c.parquet", "deep/b.jsonl")]
         assert [source.name for source in find_sources(["memory://here/*.gz"])] == names[:1]
         (source,) = find_sources(["memory://here/deep/b.jsonl"])
-        before = state_of(source)
+        before = source_state(source)
         assert before.bytes == len(DATA)
         files.pipe("/here/deep/b.jsonl", DATA)
-        assert state_of(source) != before
-        assert names_wherever([source]) == [source.name]
+        assert source_state(source) != before
+        assert portable_names([source]) == [source.name]
         for word, message in [
             ("memory://here/notes.bin", "does not tell a format"),
             ("memory://gone.txt", "nothing at 'memory://gone.txt'"),
@@ -143,7 +143,7 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"hf:{tmp_path / 'set'}"
     assert texts(read([f"{name}::train"])) == LINES
     (source,) = find_sources([f"{name}::train"])
-    assert names_wherever([source]) == [f"{name}::train"]
+    assert portable_names([source]) == [f"{name}::train"]
     assert len(find_sources([name])) == 2
     with pytest.raises(TextmillError, match=r"did not give it .*check the name"):
         find_sources([f"{name}::gone"])
@@ -160,42 +160,42 @@ def test_hub_name_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 # MongoDB
 
 
-class Stretch(NamedTuple):
+class CollectionRange(NamedTuple):
     size: int
 
 
-BOUNDS = (Stretch(30), Stretch(220))
+BOUNDS = (CollectionRange(30), CollectionRange(220))
 
 
 @pytest.fixture
 def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
     def read_range(
         path: str, start: int, stop: int, config: CorpusConfig, bounds: Any, text_key: Any
-    ) -> Iterator[Document | Bad]:
+    ) -> Iterator[Document | BadRecord]:
         assert path.endswith("db_config.json")
         assert bounds == BOUNDS
         for number in range(start, stop):
             yield (
-                Bad("c", f"idx {number}", "gone", b"")
+                BadRecord("c", f"idx {number}", "gone", b"")
                 if number == 3
                 else Document(f"document {number}", "c", f"idx {number}")
             )
 
     fake = types.ModuleType("textmill.corpus.mongo.collections")
-    fake.open_index = lambda path: types.SimpleNamespace(bounds=BOUNDS, close=lambda: None)  # type: ignore[attr-defined]
+    fake.open_index = lambda path: types.SimpleNamespace(collection_ranges=BOUNDS, close=lambda: None)  # type: ignore[attr-defined]
     fake.read_range = read_range  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "textmill.corpus.mongo.collections", fake)
-    monkeypatch.setattr(mongo_format, "state_of", lambda source: (250, "mark"))
-    monkeypatch.setattr(mongo_format, "DOCUMENTS", 100)
+    monkeypatch.setattr(mongo_format, "collection_state", lambda source: (250, "mark"))
+    monkeypatch.setattr(mongo_format, "DOCUMENTS_PER_CHUNK", 100)
 
 
 def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["mongo:conf/db_config.json"]
-    pieces = pieces_of(find_sources(words), "section")
+    pieces = split_into_chunks(find_sources(words), "section")
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 100), (100, 200), (200, 250)]
     found = read(words)
-    assert [one.place if isinstance(one, Bad) else one.id for one in found] == [
+    assert [one.place if isinstance(one, BadRecord) else one.id for one in found] == [
         f"idx {number}" for number in range(250)
     ]
     config = RunConfig.model_validate({"folder": "out", "corpus": {"sources": words}, "runner": {"workers": 1}})
@@ -210,7 +210,7 @@ def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch
 def test_mongo_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textmill.corpus.mongo.collections", None)
     with pytest.raises(TextmillError, match=r"'mongo:x.json' needs pymongo .*pip install 'textmill\[mongo\]'"):
-        pieces_of(find_sources(["mongo:x.json"]), "section")
+        split_into_chunks(find_sources(["mongo:x.json"]), "section")
 
 
 # Named corpora

@@ -13,14 +13,14 @@ from textmill.corpus import shards
 from textmill.corpus.document import Document
 from textmill.corpus.shards import (
     SCHEMA,
-    group_bytes,
-    group_rows,
+    count_group_bytes,
+    count_group_rows,
+    list_shards,
     new_shard,
     read_documents,
     read_groups,
     read_texts,
     shard_name,
-    shards_of,
 )
 from textmill.errors import TextmillError
 
@@ -46,7 +46,7 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(read_documents(path)) == documents(2350)
     batches = list(read_texts(path))
     assert [text for batch in batches for text in batch] == [document.text for document in documents(2350)]
-    assert max(map(len, batches)) <= shards.BATCH
+    assert max(map(len, batches)) <= shards.BATCH_ROWS
     assert pq.ParquetFile(path).num_row_groups == 5
 
 
@@ -68,12 +68,12 @@ def test_order_of_shards(tmp_path: Path) -> None:
     for number in [100_000, 2, 10]:
         (tmp_path / shard_name("valid", number)).touch()
     (tmp_path / shard_name("train", 0)).touch()
-    assert [path.name for path in shards_of(tmp_path, "valid")] == [
+    assert [path.name for path in list_shards(tmp_path, "valid")] == [
         "valid-00002.parquet",
         "valid-00010.parquet",
         "valid-100000.parquet",
     ]
-    assert shards_of(tmp_path, "test") == []
+    assert list_shards(tmp_path, "test") == []
 
 
 def test_half_written_is_not_there(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_groups_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shards, "GROUP_ROWS", 200)
     rows = documents(500)
     write(tmp_path / "a.parquet", rows)
-    assert group_rows(tmp_path / "a.parquet") == [200, 200, 100]
+    assert count_group_rows(tmp_path / "a.parquet") == [200, 200, 100]
     sizes = [sum(len(row.text.encode()) for row in rows[start : start + 200]) for start in (0, 200, 400)]
-    assert all(found > size for found, size in zip(group_bytes(tmp_path / "a.parquet"), sizes, strict=True))
+    assert all(found > size for found, size in zip(count_group_bytes(tmp_path / "a.parquet"), sizes, strict=True))
     middle, last = read_groups(tmp_path / "a.parquet", [1, 2], ["text", "id"])
     assert middle.column("text").to_pylist() == [row.text for row in rows[200:400]]
     assert last.column("id").to_pylist() == [row.id for row in rows[400:]]
-    (few,) = read_groups(tmp_path / "a.parquet", [1], ["text"], most=3)
+    (few,) = read_groups(tmp_path / "a.parquet", [1], ["text"], max_rows=3)
     assert few.column(0).to_pylist() == [row.text for row in rows[200:203]]
     with pytest.raises(TextmillError, match="not a shard of ours"):
         next(read_groups(tmp_path / "a.parquet", [0], ["body"]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from textmill.corpus import sources
-from textmill.corpus.sources import find_sources, names_wherever, pieces_of
+from textmill.corpus.sources import find_sources, portable_names, split_into_chunks
 from textmill.errors import TextmillError
 
 
@@ -92,9 +92,9 @@ def test_not_found(tree: Path, words: list[str], message: str | None) -> None:
 
 
 def test_names_do_not_tell_where_the_project_stands(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = names_wherever(find_sources(["deep", "a.txt", "tinyshakespeare"]))
+    here = portable_names(find_sources(["deep", "a.txt", "tinyshakespeare"]))
     monkeypatch.chdir(tree / "deep")
-    assert sorted(here) == sorted(names_wherever(find_sources([str(tree / "deep"), "../a.txt", "tinyshakespeare"])))
+    assert sorted(here) == sorted(portable_names(find_sources([str(tree / "deep"), "../a.txt", "tinyshakespeare"])))
     assert sorted(here) == ["a.txt", "deep/c.TXT", "deep/er/d.ndjson", "tinyshakespeare"]
 
 
@@ -103,12 +103,12 @@ def test_names_do_not_tell_where_the_project_stands(tree: Path, monkeypatch: pyt
 def test_pieces_are_whole_lines(tree: Path, monkeypatch: pytest.MonkeyPatch, piece: int, end: bytes) -> None:
     lines = [b"%d" % number * (number % 5) for number in range(60)]
     (tree / "b.jsonl").write_bytes(b"\n".join(lines) + end)
-    monkeypatch.setattr(sources, "PIECE", piece)
-    monkeypatch.setattr(sources, "BLOCK", 3)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", piece)
+    monkeypatch.setattr(sources, "READ_BYTES", 3)
     data, stop = (tree / "b.jsonl").read_bytes(), 0
-    for number, one in enumerate(pieces_of(find_sources(["b.jsonl"]), "section")):
+    for number, one in enumerate(split_into_chunks(find_sources(["b.jsonl"]), "section")):
         assert (one.number, one.start) == (number, stop)
-        assert one.first == 1 + data[: one.start].count(b"\n")
+        assert one.first_record == 1 + data[: one.start].count(b"\n")
         assert one.start == 0 or data[one.start - 1 : one.start] == b"\n"
         stop = one.stop
     assert stop == len(data)
@@ -116,9 +116,9 @@ def test_pieces_are_whole_lines(tree: Path, monkeypatch: pytest.MonkeyPatch, pie
 
 
 def test_text_is_cut_only_where_a_line_is_a_document(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE", 4)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 4)
     (tree / "a.txt").write_text("1\n" * 20)
-    assert len(pieces_of(find_sources(["a.txt"]), "section")) == 1
+    assert len(split_into_chunks(find_sources(["a.txt"]), "section")) == 1
     assert (
-        len(pieces_of(find_sources(["a.txt"]), "line")) == 7
+        len(split_into_chunks(find_sources(["a.txt"]), "line")) == 7
     )  # a cut at a line's end after 4 bytes takes one more line

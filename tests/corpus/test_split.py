@@ -8,31 +8,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from textmill.corpus.document import SPLITS
-from textmill.corpus.split import declared_sides, digest_of, side_of, sides_of
+from textmill.corpus.split import assign_split, assign_splits, declared_splits, text_digest
 from textmill.errors import TextmillError
 
 TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("  \t\nab")))
 
 
 def rows(texts: list[str]) -> np.ndarray:
-    return np.frombuffer(b"".join(map(digest_of, texts)), np.uint8).reshape(-1, 16)
+    return np.frombuffer(b"".join(map(text_digest, texts)), np.uint8).reshape(-1, 16)
 
 
 def test_digest_never_changes() -> None:
     """As `b2sum -l 128` has it of the normalised text."""
-    assert digest_of("The mill stands.").hex() == "37fafa2904bd7c572bd81eccb887c6f3"
-    assert digest_of("한국어 \n\n İstanbul").hex() == "78ed8e88c55da7708f9d7c9a356ddb79"
+    assert text_digest("The mill stands.").hex() == "37fafa2904bd7c572bd81eccb887c6f3"
+    assert text_digest("한국어 \n\n İstanbul").hex() == "78ed8e88c55da7708f9d7c9a356ddb79"
 
 
 @pytest.mark.parametrize("same", ["a b c", " a  b\nc ", "a\t\tb\r\n\x0b\x0cc\n"])
 def test_digest_looks_past_white_space(same: str) -> None:
-    assert digest_of(same) == digest_of("a b c")
+    assert text_digest(same) == text_digest("a b c")
 
 
 def test_digest_tells_apart() -> None:
     different = ["a b", "ab", "A b", "a b c", "a\u3000b", "e", "é", ""]
-    assert len({digest_of(text) for text in different}) == len(different)
-    assert digest_of("e\u0301") == digest_of("é")
+    assert len({text_digest(text) for text in different}) == len(different)
+    assert text_digest("e\u0301") == text_digest("é")
 
 
 @given(TEXT)
@@ -42,20 +42,20 @@ def test_digest_against_the_plain_definition(text: str) -> None:
     import unicodedata
 
     plain = re.sub("[ \t\n\r\x0b\x0c]+", " ", unicodedata.normalize("NFC", text)).strip(" ")
-    assert digest_of(text) == hashlib.blake2b(plain.encode(), digest_size=16).digest()
-    assert digest_of(unicodedata.normalize("NFC", text), composed=True) == digest_of(text)
+    assert text_digest(text) == hashlib.blake2b(plain.encode(), digest_size=16).digest()
+    assert text_digest(unicodedata.normalize("NFC", text), is_nfc=True) == text_digest(text)
 
 
 @given(st.lists(TEXT, min_size=1), st.sampled_from([[90.0, 5.0, 5.0], [1.0, 1.0, 1.0], [949.0, 50.0, 1.0]]))
 def test_one_and_many_agree(texts: list[str], shares: list[float]) -> None:
-    assert [SPLITS[side] for side in sides_of(rows(texts), shares)] == [
-        side_of(digest_of(text), shares) for text in texts
+    assert [SPLITS[side] for side in assign_splits(rows(texts), shares)] == [
+        assign_split(text_digest(text), shares) for text in texts
     ]
 
 
 @pytest.mark.parametrize("shares", [[90.0, 5.0, 5.0], [949.0, 50.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
 def test_shares(shares: list[float]) -> None:
-    counts = np.bincount(sides_of(rows([f"document {number}" for number in range(20_000)]), shares), minlength=3)
+    counts = np.bincount(assign_splits(rows([f"document {number}" for number in range(20_000)]), shares), minlength=3)
     for count, share in zip(counts, shares, strict=True):
         wanted = 20_000 * share / sum(shares)
         assert abs(count - wanted) <= 5 * np.sqrt(wanted)
@@ -63,8 +63,8 @@ def test_shares(shares: list[float]) -> None:
 
 def test_all_in_train() -> None:
     edge = np.array([[255] * 16, [0] * 16], np.uint8)
-    assert sides_of(edge, [1.0, 0.0, 0.0]).tolist() == [0, 0]
-    assert sides_of(edge, [1.0, 1.0, 0.0]).tolist() == [1, 0]
+    assert assign_splits(edge, [1.0, 0.0, 0.0]).tolist() == [0, 0]
+    assert assign_splits(edge, [1.0, 1.0, 0.0]).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_all_in_train() -> None:
 def test_sides_are_declared_by_file_folder_and_pattern(word: str, named: list[int]) -> None:
     names = ["data/a.jsonl", "data/held/b.jsonl", "data/held/c.txt", "database/x.jsonl"]
     for prefix in ("", "../", "/elsewhere/"):
-        assert declared_sides([prefix + name for name in names], {word: "test"}) == [
+        assert declared_splits([prefix + name for name in names], {word: "test"}) == [
             "test" if place in named else None for place in range(4)
         ]
 
@@ -90,4 +90,4 @@ def test_sides_are_declared_by_file_folder_and_pattern(word: str, named: list[in
 @pytest.mark.parametrize("word", ["", ".", "atabase", "b", "data/*.txt"])
 def test_a_side_of_no_source_is_refused(word: str) -> None:
     with pytest.raises(TextmillError, match="no source is"):
-        declared_sides(["data/a.jsonl"], {word: "test"})
+        declared_splits(["data/a.jsonl"], {word: "test"})

@@ -20,8 +20,8 @@ import zstandard
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import Bad, read_records
-from textmill.corpus.sources import find_sources, pieces_of
+from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.sources import find_sources, split_into_chunks
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress, "bz2": bz2.compress, "xz": partial(lzma.compress, preset=0), "zst": zstandard.ZstdCompressor().compress,
@@ -31,18 +31,18 @@ DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
 KINDS = pytest.mark.parametrize("kind", list(COMPRESS))
 
 
-def read(path: Path, data: bytes, **settings: Any) -> list[Document | Bad]:
+def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]:
     path.write_bytes(data)
     config = CorpusConfig(**settings)
     return [
         record
-        for piece in pieces_of(find_sources([str(path)]), config.documents)
+        for piece in split_into_chunks(find_sources([str(path)]), config.documents)
         for record in read_records(piece, config)
     ]
 
 
-def texts(found: list[Document | Bad]) -> list[str]:
-    assert not [record for record in found if isinstance(record, Bad)], found
+def texts(found: list[Document | BadRecord]) -> list[str]:
+    assert not [record for record in found if isinstance(record, BadRecord)], found
     return [record.text for record in found if isinstance(record, Document)]
 
 
@@ -66,7 +66,7 @@ def test_breaking_off_keeps_what_came_before(tmp_path: Path, kind: str, share: f
     packed = COMPRESS[kind](DATA)
     data = packed[: int(len(packed) * share)]
     *before, bad = read(tmp_path / f"a.jsonl.{kind}", data)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.place == (f"after line {len(before)}" if before else "beginning")
     assert "breaks off" in bad.reason
     assert texts(before) == LINES[: len(before)]
@@ -88,7 +88,7 @@ def test_a_flipped_byte(tmp_path: Path, kind: str) -> None:
     packed = bytearray(COMPRESS[kind](DATA))
     packed[len(packed) // 2] ^= 0xFF
     found = read(tmp_path / f"a.jsonl.{kind}", bytes(packed))
-    assert any(isinstance(record, Bad) for record in found) or kind == "zst"  # its checksum is an option
+    assert any(isinstance(record, BadRecord) for record in found) or kind == "zst"  # its checksum is an option
 
 
 @KINDS
@@ -99,7 +99,7 @@ def test_nothing_inside(tmp_path: Path, kind: str) -> None:
 @KINDS
 def test_not_what_its_name_says(tmp_path: Path, kind: str) -> None:
     (bad,) = read(tmp_path / f"a.txt.{kind}", b"plain words " * 100)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.place == "beginning"
 
 
@@ -113,7 +113,7 @@ def test_sections_and_files(tmp_path: Path, kind: str) -> None:
     assert texts(plain) == texts(packed)
     assert texts(read(tmp_path / f"a.md.{kind}", COMPRESS[kind](data), documents="file")) == [data.decode()]
     *before, bad = read(tmp_path / f"a.txt.{kind}", COMPRESS[kind](data)[:-20], section=200)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert texts(before) == texts(plain)[: len(before)]
 
 
@@ -125,7 +125,7 @@ def test_memory_stays_flat(tmp_path: Path, kind: str) -> None:
             b"".join(b'{"text": "%d ' % number + os.urandom(500).hex().encode() + b'"}\n' for number in range(10_000))
         )
     )
-    (piece,) = pieces_of(find_sources([str(path)]), "section")
+    (piece,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
         assert sum(1 for _ in read_records(piece, CorpusConfig())) == 10_000

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from textmill.corpus.wiki_markup import HIDDEN, plain_text
+from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, wikitext_to_plain
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ from textmill.corpus.wiki_markup import HIDDEN, plain_text
     ],
 )
 def test_plain_text(wikitext: str, plain: str) -> None:
-    assert plain_text(wikitext) == plain
+    assert wikitext_to_plain(wikitext) == plain
 
 
 def test_the_names_of_a_language() -> None:
-    assert plain_text("[[Datei:x.jpg|klein]]Wort", {*HIDDEN, "datei"}) == "Wort"
+    assert wikitext_to_plain("[[Datei:x.jpg|klein]]Wort", {*HIDDEN_PREFIXES, "datei"}) == "Wort"
 
 
 SIGNS = ["{{", "}}", "\n{|", "\n|}", "[[", "]]", "|", "<ref>", "</ref>", "<!--", "-->", "\n", "==", "a ", "File:"]
@@ -47,7 +47,7 @@ SIGNS = ["{{", "}}", "\n{|", "\n|}", "[[", "]]", "|", "<ref>", "</ref>", "<!--",
 
 @given(st.lists(st.sampled_from(SIGNS)).map("".join))
 def test_any_text(text: str) -> None:
-    plain_text(text)
+    wikitext_to_plain(text)
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_any_text(text: str) -> None:
 )
 def test_broken_pages_take_no_time(part: str) -> None:
     start = time.process_time()
-    plain_text(part * 20_000)
+    wikitext_to_plain(part * 20_000)
     assert time.process_time() - start < 2

@@ -16,7 +16,7 @@ import pytest
 from textmill.config import LocalRunner
 from textmill.errors import TextmillError
 from textmill.runners import Runner, open_runner
-from textmill.runners.on_local import WINDOW, usable_cores
+from textmill.runners.on_local import SHARDS_PER_WORKER, usable_cores
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -81,7 +81,7 @@ def test_shards_are_taken_as_needed(runner: Runner, jobs: Any) -> None:
     results = runner.map(jobs.double, endless())
     assert [next(results) for _ in range(5)] == [0, 2, 4, 6, 8]
     results.close()  # type: ignore[attr-defined]
-    assert len(taken) <= 5 + 2 * WINDOW
+    assert len(taken) <= 5 + 2 * SHARDS_PER_WORKER
 
 
 def test_one_worker_is_this_process(jobs: Any) -> None:

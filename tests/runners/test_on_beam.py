@@ -76,7 +76,7 @@ def test_a_bundle_tried_again_does_not_do_a_finished_shard_twice(jobs: Any, tmp_
 
 @pytest.mark.slow
 def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_beam, "GRACE", 2.0)
+    monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
     assert list(runner.map(jobs.die_once, [(number, str(tmp_path)) for number in range(6)])) == list(range(6))
     assert (tmp_path / "died-2").exists()
     assert list((tmp_path / "shared").iterdir()) == []
@@ -84,7 +84,7 @@ def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_worker_killed_before_it_begins_is_replaced(jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_beam, "GRACE", 2.0)
+    monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
     runner = open_runner(BeamRunner(options=PROCESSES, folder=str(tmp_path / "shared")))
     assert list(runner.map(jobs.DieOnArrival(str(tmp_path)), range(6))) == [0, 2, 4, 6, 8, 10]
     assert (tmp_path / "died-on-arrival").exists()
@@ -92,13 +92,13 @@ def test_worker_killed_before_it_begins_is_replaced(jobs: Any, tmp_path: Path, m
 
 
 def test_shard_that_always_kills_is_named(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_beam, "TRIES", 1)
+    monkeypatch.setattr(on_beam, "MAX_PIPELINES", 1)
     with pytest.raises(TextmillError, match=r"runner: a worker died .*; \d was not done"):
         list(open_runner(BeamRunner()).map(jobs.die_always, [3, 5]))
 
 
 def test_shards_are_taken_a_wave_at_a_time(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_beam, "WAVE", 4)
+    monkeypatch.setattr(on_beam, "SHARDS_PER_PIPELINE", 4)
     taken = []
 
     def shards() -> Any:

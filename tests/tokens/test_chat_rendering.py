@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.config.chat import TEMPLATES
-from textmill.corpus.conversations import turns_of
+from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.document import Turn
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
@@ -244,7 +244,7 @@ def test_the_store_holds_ids_and_what_is_asked(chat_lines: Path) -> None:
     manifest = open_manifest(folder)
     for split in ("train", "valid", "test"):
         rows = [
-            turns_of(text)
+            turns_from_json(text)
             for path in sorted(corpus.glob(f"{split}-*"))
             for text in pq.read_table(path).column("messages").to_pylist()
         ]

@@ -17,7 +17,7 @@ from textmill.cli import main
 from textmill.config import BeamRunner, LocalRunner, RunConfig
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
-from textmill.corpus.shards import read_texts, shards_of
+from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
 from textmill.storage.files import faults_of, read_json
 from textmill.tokens import features as features_module
@@ -158,7 +158,7 @@ def test_rows_of_a_corpus_open_in_datasets(life: Path) -> None:
         found = datasets.Dataset.from_parquet([str(path) for path in paths], cache_dir=str(life / "cache"))
         documents = [
             tokenizer.encode(text)
-            for path in shards_of(life / "corpus", split)
+            for path in list_shards(life / "corpus", split)
             for texts in read_texts(path)
             for text in texts
         ]

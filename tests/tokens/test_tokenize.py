@@ -13,7 +13,7 @@ from textmill.config import RunConfig
 from textmill.corpus import shards
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.prepare import prepare
-from textmill.corpus.shards import read_documents, shards_of
+from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 from textmill.storage.stages import open_manifest
 from textmill.tokens import tokenize as verb
@@ -56,7 +56,7 @@ def made(config: RunConfig) -> Path:
 
 
 def documents(root: str, split: Any) -> list[Document]:
-    return [row for path in shards_of(Path(root) / "corpus", split) for row in read_documents(path)]
+    return [row for path in list_shards(Path(root) / "corpus", split) for row in read_documents(path)]
 
 
 def reference(root: str) -> Tokenizer:

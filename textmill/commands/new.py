@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from textmill.config.presets import TRAIN_PRESETS
-from textmill.corpus.source import INSIDE, Source
-from textmill.corpus.sources import find_sources, shipped, state_of
-from textmill.corpus.streams import Broken, open_stream
+from textmill.corpus.source import SELF_COMPRESSED, Source
+from textmill.corpus.sources import bundled_corpora, find_sources, source_state
+from textmill.corpus.streams import BrokenStream, open_stream
 from textmill.devices import open_device
 from textmill.errors import TextmillError
 from textmill.storage.files import write_text
@@ -56,7 +56,7 @@ def new(folder: str, text: str | None, settings: list[str]) -> Path:
     if path.exists():
         raise TextmillError(f"{path}: there already; change it, or name another folder")
     sources = find_sources([text], skip=[Path(folder) / name for name in ("corpus", "tokenizer", "tokens", "run")])
-    total = sum(state_of(source).bytes for source in sources)
+    total = sum(source_state(source).bytes for source in sources)
     if not total:
         raise TextmillError(f"{text}: {len(sources)} files and not a byte in them; name files with text")
     draft = _draft(total, _wide_share(sources))
@@ -77,12 +77,12 @@ def _wide_share(sources: list[Source]) -> float:
 
 
 def _head(source: Source, count: int) -> bytes:
-    if source.format in (*INSIDE, "mongo"):
+    if source.format in (*SELF_COMPRESSED, "mongo"):
         return b""  # its bytes are not the text's
     try:
         with open_stream(source.address) as stream:
             return stream.read1(count)
-    except Broken:
+    except BrokenStream:
         return b""
 
 
@@ -129,7 +129,9 @@ def _rates(draft: Draft) -> list[Row]:
 
 def _yaml(folder: str, text: str, sources: list[Source], total: int, draft: Draft) -> str:
     named = (
-        text if text in shipped() and not os.path.exists(text) else os.path.relpath(os.path.expanduser(text), folder)
+        text
+        if text in bundled_corpora() and not os.path.exists(text)
+        else os.path.relpath(os.path.expanduser(text), folder)
     )
     minutes, often = max(1, round(draft.minutes)), max(20, round(draft.steps / 50) * 10)
     head = f"""\

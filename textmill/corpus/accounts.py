@@ -13,40 +13,40 @@ from textmill.storage.files import shown
 Counts = dict[str, Any]
 
 
-def account(
+def build_account(
     names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[dict[str, int]], written: Sequence[Counts]
 ) -> Counts:
     """Add up what became of every record of every piece: its source in `names`, the copies that went, by kind, in `duplicates`."""
     by_source: dict[str, Counts] = {}
     by_split: dict[str, Counts] = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in SPLITS}
-    for name, counts, copies, splits in zip(names, read, duplicates, written, strict=True):
+    for name, counts, duplicate_counts, splits in zip(names, read, duplicates, written, strict=True):
         kept = sum(split["documents"] for split in splits.values())
-        dropped = Counter(counts["dropped"]) + Counter(copies)
-        _add(by_source.setdefault(name, _nothing()), {**counts, "kept": kept, "dropped": dropped})
+        dropped = Counter(counts["dropped"]) + Counter(duplicate_counts)
+        _add(by_source.setdefault(name, _empty_counts()), {**counts, "kept": kept, "dropped": dropped})
         for split, amounts in splits.items():
             for key in by_split[split]:
                 by_split[split][key] += amounts[key]
-    total = _nothing()
-    for one in by_source.values():
-        _add(total, one)
+    total = _empty_counts()
+    for counts_to_add in by_source.values():
+        _add(total, counts_to_add)
     assert total["records"] == total["kept"] + sum(total["dropped"].values()) + total["quarantined"], (
         f"a record is lost: {total}"
     )
     return {**total, "by_split": by_split, "by_source": by_source}
 
 
-def _nothing() -> Counts:
+def _empty_counts() -> Counts:
     return {"records": 0, "kept": 0, "changed": {}, "dropped": {}, "quarantined": 0}
 
 
-def _add(total: Counts, one: Counts) -> None:
+def _add(total: Counts, counts_to_add: Counts) -> None:
     for key in ("records", "kept", "quarantined"):
-        total[key] += one[key]
+        total[key] += counts_to_add[key]
     for key in ("changed", "dropped"):
-        total[key] = dict(sorted((Counter(total[key]) + Counter(one[key])).items()))
+        total[key] = dict(sorted((Counter(total[key]) + Counter(counts_to_add[key])).items()))
 
 
-def describe(counts: Counts, folder: Path, shares: Sequence[float]) -> list[str]:
+def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> list[str]:
     """The account as lines for a person, with advice where a split came out empty."""
     rules = {
         key: ", ".join(f"{rule} {number:,}" for rule, number in counts[key].items()) for key in ("changed", "dropped")
@@ -67,10 +67,10 @@ def describe(counts: Counts, folder: Path, shares: Sequence[float]) -> list[str]
     lines += [f"  {name:<12}{number:>14,}  {note}".rstrip() for name, number, note in rows]
     if rules["changed"]:
         lines.insert(3, f"  {'changed':<28}{rules['changed']}")
-    for split, share in zip(SPLITS, shares, strict=True):
-        if share and not counts["by_split"][split]["documents"]:
+    for split, ratio in zip(SPLITS, ratios, strict=True):
+        if ratio and not counts["by_split"][split]["documents"]:
             lines.append(
-                f"{split} is empty: {_plural(counts['kept'], 'document')} are too few for its share of {share / sum(shares):.1%}; "
+                f"{split} is empty: {_plural(counts['kept'], 'document')} are too few for its share of {ratio / sum(ratios):.1%}; "
                 f"make more and smaller ones with a smaller corpus.section or corpus.documents=block, or raise its share in corpus.split"
             )
     return lines

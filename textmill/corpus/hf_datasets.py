@@ -11,31 +11,31 @@ from textmill.corpus.source import Source
 from textmill.errors import TextmillError
 
 
-def sources_of(word: str) -> Iterator[Source]:
+def find_hf_sources(entry: str) -> Iterator[Source]:
     """`hf:NAME[:CONFIG][:SPLIT]`: fetched once by the library, read from its cache; without a split, all of them."""
-    name, _, rest = word.removeprefix("hf:").partition(":")
+    name, _, rest = entry.removeprefix("hf:").partition(":")
     config, _, split = rest.partition(":")
     if not name or not re.fullmatch(r"[\w.-]*", split):
         raise TextmillError(
-            f"corpus.sources: '{word}' is not understood; say hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT with a whole split"
+            f"corpus.sources: '{entry}' is not understood; say hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT with a whole split"
         )
-    for part, dataset in sorted(_load(word, name, config, split).items()):
+    for split_name, dataset in sorted(_load(entry, name, config, split).items()):
         files = [file["filename"] for file in dataset.cache_files]
         for number, path in enumerate(files):
-            whole = f"hf:{name}:{config}:{part}"
-            yield Source(whole if len(files) == 1 else f"{whole}:{number}", os.path.abspath(path), "arrow")
+            source_name = f"hf:{name}:{config}:{split_name}"
+            yield Source(source_name if len(files) == 1 else f"{source_name}:{number}", os.path.abspath(path), "arrow")
 
 
-def _load(word: str, name: str, config: str, split: str) -> dict[str, Any]:
+def _load(entry: str, name: str, config: str, split: str) -> dict[str, Any]:
     try:
         import datasets
     except ImportError:
-        raise TextmillError(f"corpus.sources: '{word}' needs datasets; run: pip install 'textmill[hf]'") from None
+        raise TextmillError(f"corpus.sources: '{entry}' needs datasets; run: pip install 'textmill[hf]'") from None
     try:
         found = datasets.load_dataset(name, config or None, split=split or None)
     except Exception as error:  # offline, unknown, gated, a script: each its own kind
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TextmillError(
-            f"corpus.sources: {word}: the hub did not give it ({said}); check the name, its config and split, and the network"
+            f"corpus.sources: {entry}: the hub did not give it ({reason}); check the name, its config and split, and the network"
         ) from None
-    return {split: found} if split else {str(part): found[part] for part in found}
+    return {split: found} if split else {str(split_name): found[split_name] for split_name in found}

@@ -15,14 +15,14 @@ KEYS = ("sources", "text_key")
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCorpus:
     """What a name stands for."""
 
     sources: list[str]
     text_key: str | None
 
 
-def open_corpora(path: str | None) -> dict[str, Named]:
+def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
     """The corpora of a file, by name; their paths are relative to it."""
     if path is None:
         return {}
@@ -32,32 +32,32 @@ def open_corpora(path: str | None) -> dict[str, Named]:
         raise TextmillError(f"corpus.corpora: {path}: not readable ({str(error).splitlines()[0]})") from None
     if not isinstance(tree, dict):
         raise TextmillError(f"{path}: found a {type(tree).__name__}; it is 'name:' lines with 'sources: [...]' below")
-    return {str(name): _named(path, str(name), value) for name, value in tree.items()}
+    return {str(name): _parse_corpus(path, str(name), value) for name, value in tree.items()}
 
 
-def _named(path: str, name: str, value: object) -> Named:
+def _parse_corpus(path: str, name: str, value: object) -> NamedCorpus:
     if isinstance(value, str | list):
         value = {"sources": value}
     if not isinstance(value, dict) or "sources" not in value or set(value) - set(KEYS):
         found = sorted(map(str, value)) if isinstance(value, dict) else value
         raise TextmillError(f"{path}: {name}: found {found}; give it 'sources', and 'text_key' if it has its own")
-    words = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
+    entries = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
     key = value.get("text_key")
     if (
-        not isinstance(words, list)
-        or not words
-        or not all(isinstance(word, str) for word in words)
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(entry, str) for entry in entries)
         or not isinstance(key, str | None)
     ):
         raise TextmillError(f"{path}: {name}: 'sources' is a list of texts, 'text_key' a text")
-    return Named([_beside(path, word) for word in words], key)
+    return NamedCorpus([_resolve_entry(path, entry) for entry in entries], key)
 
 
-def _beside(path: str, word: str) -> str:
+def _resolve_entry(path: str, entry: str) -> str:
     """A path that is relative to the file; names and URLs are left alone."""
-    if word.startswith("mongo:"):
-        return "mongo:" + os.path.join(os.path.dirname(path), os.path.expanduser(word.removeprefix("mongo:")))
-    if "://" in word or word.startswith("hf:"):
-        return word
-    full = os.path.join(os.path.dirname(path), os.path.expanduser(word))
-    return full if os.path.exists(full) or glob.has_magic(word) or os.sep in word or "." in word else word
+    if entry.startswith("mongo:"):
+        return "mongo:" + os.path.join(os.path.dirname(path), os.path.expanduser(entry.removeprefix("mongo:")))
+    if "://" in entry or entry.startswith("hf:"):
+        return entry
+    full_path = os.path.join(os.path.dirname(path), os.path.expanduser(entry))
+    return full_path if os.path.exists(full_path) or glob.has_magic(entry) or os.sep in entry or "." in entry else entry

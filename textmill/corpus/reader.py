@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.corpus.document import SPLITS, Document, Split
-from textmill.corpus.shards import open_shard, read_documents, shards_of
+from textmill.corpus.shards import list_shards, open_shard, read_documents
 from textmill.storage.stages import open_manifest
 
-GROUPS_HELD = 4
+CACHED_GROUPS = 4
 
 
 class Corpus(Sequence[Document]):
@@ -29,11 +29,11 @@ class Corpus(Sequence[Document]):
                 for group in range(shard.num_row_groups):
                     self._groups.append((path, group))
                     rows.append(shard.metadata.row_group(group).num_rows)
-        self._ends: NDArray[np.int64] = np.cumsum(rows, dtype=np.int64)
-        self._rows = lru_cache(maxsize=GROUPS_HELD)(self._read)
+        self._group_ends: NDArray[np.int64] = np.cumsum(rows, dtype=np.int64)
+        self._cached_columns = lru_cache(maxsize=CACHED_GROUPS)(self._read_columns)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._group_ends[-1]) if len(self._group_ends) else 0
 
     @overload
     def __getitem__(self, index: int) -> Document: ...
@@ -41,19 +41,19 @@ class Corpus(Sequence[Document]):
     def __getitem__(self, index: slice) -> list[Document]: ...
     def __getitem__(self, index: int | slice) -> Document | list[Document]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = index + len(self) if index < 0 else index
-        if not 0 <= place < len(self):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
             raise IndexError(f"document {index} of {len(self):,}")
-        group = int(np.searchsorted(self._ends, place, side="right"))
-        row = place - (int(self._ends[group - 1]) if group else 0)
-        return Document(*(column[row].as_py() for column in self._rows(group)))
+        group = int(np.searchsorted(self._group_ends, position, side="right"))
+        row = position - (int(self._group_ends[group - 1]) if group else 0)
+        return Document(*(column[row].as_py() for column in self._cached_columns(group)))
 
     def __iter__(self) -> Iterator[Document]:
         for path in self.shards:
             yield from read_documents(path)
 
-    def _read(self, group: int) -> list[Any]:
+    def _read_columns(self, group: int) -> list[Any]:
         path, number = self._groups[group]
         with open_shard(path) as shard:
             table = shard.read_row_group(number, columns=["text", "source", "id"], use_threads=False)
@@ -64,4 +64,4 @@ def open_corpus(folder: Path | str, split: Split | None = None) -> Corpus:
     """The prepared corpus in a folder: one split of it, or all of them one after the other."""
     folder = Path(folder)
     open_manifest(folder)
-    return Corpus([path for one in ([split] if split else SPLITS) for path in shards_of(folder, one)])
+    return Corpus([path for one in ([split] if split else SPLITS) for path in list_shards(folder, one)])

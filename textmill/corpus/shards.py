@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from textmill.corpus.conversations import turns_of
+from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.document import Document, Split
 from textmill.errors import TextmillError
 from textmill.storage.files import writing
@@ -20,7 +20,7 @@ CHAT_SCHEMA = SCHEMA.append(pa.field("messages", pa.string()))
 """Of conversations the turns besides, as JSON."""
 GROUP_BYTES = 16 << 20
 GROUP_ROWS = 1 << 16
-BATCH = 1024
+BATCH_ROWS = 1024
 
 
 def shard_name(split: Split, number: int) -> str:
@@ -28,7 +28,7 @@ def shard_name(split: Split, number: int) -> str:
     return f"{split}-{number:05d}.parquet"
 
 
-def shards_of(folder: Path, split: Split) -> list[Path]:
+def list_shards(folder: Path, split: Split) -> list[Path]:
     """A split's shards in canonical order; none when the split is empty."""
     found = folder.glob(f"{split}-*.parquet")
     return sorted(found, key=lambda path: (len(path.name), path.name))
@@ -40,7 +40,7 @@ def read_documents(path: Path) -> Iterator[Document]:
         for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             fields = dict(zip(batch.schema.names, row, strict=True))
             messages = fields.pop("messages", None)
-            yield Document(**fields, turns=tuple(turns_of(messages)) if messages else None)
+            yield Document(**fields, turns=tuple(turns_from_json(messages)) if messages else None)
 
 
 def read_texts(path: Path) -> Iterator[list[str]]:
@@ -49,27 +49,29 @@ def read_texts(path: Path) -> Iterator[list[str]]:
         yield batch.column(0).to_pylist()
 
 
-def group_rows(path: Path) -> list[int]:
+def count_group_rows(path: Path) -> list[int]:
     """How many rows each group of a shard has."""
     with open_shard(path) as shard:
         return [shard.metadata.row_group(group).num_rows for group in range(shard.num_row_groups)]
 
 
-def group_bytes(path: Path) -> list[int]:
+def count_group_bytes(path: Path) -> list[int]:
     """How many bytes each group of a shard has in memory."""
     with open_shard(path) as shard:
         return [shard.metadata.row_group(group).total_byte_size for group in range(shard.num_row_groups)]
 
 
-def read_groups(path: Path, groups: Iterable[int], columns: list[str], most: int | None = None) -> Iterator[pa.Table]:
+def read_groups(
+    path: Path, groups: Iterable[int], columns: list[str], max_rows: int | None = None
+) -> Iterator[pa.Table]:
     """Columns of some groups of a shard, a table a group, each column in one piece; `most`: only so many rows of each."""
     with open_shard(path) as shard:
         _check_columns(path, shard, columns)
         for group in groups:
-            if most is None:
+            if max_rows is None:
                 yield shard.read_row_group(group, columns, use_threads=False).combine_chunks()
             else:
-                batches = shard.iter_batches(most, [group], columns, use_threads=False)
+                batches = shard.iter_batches(max_rows, [group], columns, use_threads=False)
                 yield pa.Table.from_batches([next(batches)])
 
 
@@ -94,15 +96,17 @@ def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
     except FileNotFoundError:
         raise TextmillError(f"{path}: no such file; make the corpus with: textmill prepare") from None
     except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TextmillError(f"{path}: damaged ({first}); make the corpus anew with: textmill prepare --force") from None
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TextmillError(
+            f"{path}: damaged ({first_line}); make the corpus anew with: textmill prepare --force"
+        ) from None
 
 
 def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
     with open_shard(path) as shard:
         names = _check_columns(path, shard, columns)
         yield from shard.iter_batches(
-            batch_size=BATCH, columns=[name for name in columns if name in names], use_threads=False
+            batch_size=BATCH_ROWS, columns=[name for name in columns if name in names], use_threads=False
         )
 
 
@@ -123,24 +127,24 @@ class ShardWriter:
 
     def __init__(self, writer: pq.ParquetWriter) -> None:
         self.writer = writer
-        self.held: list[pa.Table] = []
+        self.pending: list[pa.Table] = []
 
     def add(self, table: pa.Table) -> None:
         """Write these rows after those before."""
         if table.num_rows:
-            self.held.append(table)
+            self.pending.append(table)
             if (
-                sum(one.nbytes for one in self.held) >= GROUP_BYTES
-                or sum(one.num_rows for one in self.held) >= GROUP_ROWS
+                sum(one.nbytes for one in self.pending) >= GROUP_BYTES
+                or sum(one.num_rows for one in self.pending) >= GROUP_ROWS
             ):
                 self.flush()
 
     def flush(self) -> None:
         """End the row group."""
-        if self.held:
-            table = pa.concat_tables(self.held).combine_chunks()
+        if self.pending:
+            table = pa.concat_tables(self.pending).combine_chunks()
             self.writer.write_table(table, row_group_size=max(table.num_rows, 1))
-            self.held = []
+            self.pending = []
 
 
 @contextmanager

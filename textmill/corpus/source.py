@@ -14,13 +14,13 @@ FORMATS = {
     ".parquet": "parquet", ".arrow": "arrow", ".xml": "mediawiki",
 }  # fmt: skip
 EXTENSIONS = f"{', '.join(FORMATS)}, the files of WikiExtractor, and these with {', '.join(COMPRESSIONS)}"
-INSIDE = ("parquet", "arrow")
+SELF_COMPRESSED = ("parquet", "arrow")
 """Formats that are compressed inside, and not from outside."""
 WIKI_FILE = re.compile(r"wiki_\d+")
 """WikiExtractor's own names, which have no extension."""
 
 
-Range = tuple[int, int, int]
+ChunkRange = tuple[int, int, int]
 """Start, stop, and the number of the first record."""
 
 
@@ -35,9 +35,9 @@ class Source:
     format: str
     text_key: str | None = None
     """Its own `corpus.text_key`, where a named corpus says one."""
-    bounds: tuple[Any, ...] = ()
+    collection_ranges: tuple[Any, ...] = ()
     """Of a MongoDB index: where each collection began and ended when it was looked at."""
-    raw: bool = False
+    read_original: bool = False
     """Of a MongoDB index: cleaned text goes back there, so what an earlier cleaning left is not read."""
 
     @property
@@ -47,25 +47,25 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourceChunk:
     """A stretch of one source: the whole file, or whole lines, row groups or documents of it."""
 
     number: int
     source: Source
     start: int
     stop: int
-    first: int = 1
+    first_record: int = 1
     """The number of its first line or row."""
-    whole: bool = True
+    is_entire_source: bool = True
     """Whether it is all of the source."""
 
     def __repr__(self) -> str:
         return f"{self.source.name} (bytes {self.start:,} to {self.stop:,})"
 
 
-def format_named(name: str) -> str | None:
+def format_from_name(name: str) -> str | None:
     """The format that a file's name tells; None: not one that is read."""
     stem = os.path.basename(name).lower()
     plain = next((stem.removesuffix(end) for end in COMPRESSIONS if stem.endswith(end)), stem)
     found = "wiki" if WIKI_FILE.fullmatch(plain) else FORMATS.get(os.path.splitext(plain)[1])
-    return None if found in INSIDE and plain != stem else found
+    return None if found in SELF_COMPRESSED and plain != stem else found

@@ -11,52 +11,52 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from textmill.corpus.named_corpora import Named, open_corpora
-from textmill.corpus.source import EXTENSIONS, Piece, Range, Source, format_named
-from textmill.corpus.streams import is_plain, is_remote
+from textmill.corpus.named_corpora import NamedCorpus, read_corpora_file
+from textmill.corpus.source import EXTENSIONS, ChunkRange, Source, SourceChunk, format_from_name
+from textmill.corpus.streams import is_remote, is_splittable
 from textmill.errors import TextmillError
 
-PIECE = 64 << 20
+CHUNK_BYTES = 64 << 20
 """Bytes of a file of lines that are read at a time; the output's shards follow it, whatever the number of workers."""
-BLOCK = 1 << 20
+READ_BYTES = 1 << 20
 
 
 def find_sources(
-    words: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None, raw: bool = False
+    entries: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None, read_original: bool = False
 ) -> list[Source]:
     """Every file that the words name, each once, sorted by name; folders in `skip` (our own output) are not looked into.
 
     `corpora` is a file of named corpora; `raw`: read MongoDB's documents as they were before any cleaning."""
-    if not words:
+    if not entries:
         raise TextmillError(
             f"corpus.sources: nothing there; name files, globs or folders of {EXTENSIONS}, "
-            f"or a corpus that comes with textmill: {', '.join(shipped())}"
+            f"or a corpus that comes with textmill: {', '.join(bundled_corpora())}"
         )
-    skipped, named = [os.path.realpath(folder) for folder in skip], open_corpora(corpora)
+    skipped_folders, corpora_by_name = [os.path.realpath(folder) for folder in skip], read_corpora_file(corpora)
     found: dict[str, Source] = {}
-    for word in words:
-        sources = sorted(_named_sources(word, skipped, named), key=lambda source: source.name)
+    for entry in entries:
+        sources = sorted(_expand_entry(entry, skipped_folders, corpora_by_name), key=lambda source: source.name)
         if not sources:
-            raise TextmillError(f"corpus.sources: no file to read in '{word}'; textmill reads {EXTENSIONS}")
+            raise TextmillError(f"corpus.sources: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
         for source in sources:
-            source = replace(source, raw=raw and source.format == "mongo")
+            source = replace(source, read_original=read_original and source.format == "mongo")
             real = source.address if is_remote(source.address) else os.path.realpath(source.address)
-            other = found.get(real, source)
-            if source.text_key != other.text_key:
+            earlier = found.get(real, source)
+            if source.text_key != earlier.text_key:
                 raise TextmillError(
-                    f"{source.name}: named twice, with the text in '{source.text_key}' and in '{other.text_key}'; take one out"
+                    f"{source.name}: named twice, with the text in '{source.text_key}' and in '{earlier.text_key}'; take one out"
                 )
-            found[real] = min(source, other, key=lambda one: one.name)
+            found[real] = min(source, earlier, key=lambda one: one.name)
     return sorted(found.values(), key=lambda source: source.name)
 
 
-def shipped() -> dict[str, Path]:
+def bundled_corpora() -> dict[str, Path]:
     """The corpora that come with textmill, by name."""
     folder = Path(str(resources.files("textmill"))) / "corpora"
     return {path.stem: path for path in sorted(folder.glob("*.txt"))}
 
 
-def names_wherever(sources: Sequence[Source]) -> list[str]:
+def portable_names(sources: Sequence[Source]) -> list[str]:
     """Names that stay the same when the whole project, or the user, stands in another folder."""
     full = {
         source: os.path.abspath(source.path)
@@ -67,105 +67,115 @@ def names_wherever(sources: Sequence[Source]) -> list[str]:
     return [os.path.relpath(full[source], common) if source in full else source.name for source in sources]
 
 
-def format_of(source: Source) -> Any:
+def format_module(source: Source) -> Any:
     """The module that reads a source's format."""
     return import_module(f"textmill.corpus.formats.{source.format}")
 
 
 @dataclass(frozen=True)
-class State:
+class SourceState:
     """What tells that a source has changed; a `mark` stands in for the checksum of what is not on this machine."""
 
     bytes: int
     mtime_ns: int
-    mark: str | None
+    fingerprint: str | None
 
 
-def state_of(source: Source) -> State:
+def source_state(source: Source) -> SourceState:
     """A file's length and time; a URL's size and ETag or date; a Mongo index's positions and a mark of some documents."""
     if source.format == "mongo":
-        size, mark = format_of(source).state_of(source)
-        return State(size, 0, mark)
+        size, fingerprint = format_module(source).collection_state(source)
+        return SourceState(size, 0, fingerprint)
     if is_remote(source.address):
-        size, mark = import_module("textmill.corpus.remote_files").state_of(source.address)
-        return State(size, 0, mark)
+        size, fingerprint = import_module("textmill.corpus.remote_files").remote_state(source.address)
+        return SourceState(size, 0, fingerprint)
     state = source.path.stat()
-    return State(state.st_size, state.st_mtime_ns, None)
+    return SourceState(state.st_size, state.st_mtime_ns, None)
 
 
-def pieces_of(sources: Sequence[Source], documents: str) -> list[Piece]:
+def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[SourceChunk]:
     """All pieces in canonical order; where a format cannot be cut, a piece is a whole file."""
-    pieces: list[Piece] = []
+    chunks: list[SourceChunk] = []
     for source in sources:
-        cut = getattr(format_of(source), "ranges", None)
-        found = cut(source, documents) if cut else None
-        ranges = list(found) if found is not None else [(0, state_of(source).bytes, 1)]
+        find_ranges = getattr(format_module(source), "ranges", None)
+        found = find_ranges(source, document_unit) if find_ranges else None
+        ranges = list(found) if found is not None else [(0, source_state(source).bytes, 1)]
         for start, stop, first in ranges:
-            pieces.append(Piece(len(pieces), source, start, stop, first, whole=len(ranges) == 1))
-    return pieces
+            chunks.append(SourceChunk(len(chunks), source, start, stop, first, is_entire_source=len(ranges) == 1))
+    return chunks
 
 
-def _named_sources(word: str, skipped: list[str], named: dict[str, Named]) -> Iterator[Source]:
-    if word not in named:
-        yield from _files_of(word, skipped, list(named))
+def _expand_entry(entry: str, skipped_folders: list[str], corpora_by_name: dict[str, NamedCorpus]) -> Iterator[Source]:
+    if entry not in corpora_by_name:
+        yield from _find_files(entry, skipped_folders, list(corpora_by_name))
         return
-    for inner in named[word].sources:
-        for source in _files_of(inner, skipped, []):
-            yield replace(source, text_key=named[word].text_key)
+    for inner in corpora_by_name[entry].sources:
+        for source in _find_files(inner, skipped_folders, []):
+            yield replace(source, text_key=corpora_by_name[entry].text_key)
 
 
-def _files_of(word: str, skipped: list[str], named: list[str]) -> Iterable[Source]:
-    if word.startswith("mongo:"):
-        return import_module("textmill.corpus.formats.mongo").sources_of(word)  # type: ignore[no-any-return]
-    if word.startswith("hf:"):
-        return import_module("textmill.corpus.hf_datasets").sources_of(word)  # type: ignore[no-any-return]
-    if is_remote(word) and not word.startswith("file://"):
-        return import_module("textmill.corpus.remote_files").sources_of(word)  # type: ignore[no-any-return]
-    path = os.path.expanduser(word.removeprefix("file://"))
+def _find_files(entry: str, skipped_folders: list[str], corpora_by_name: list[str]) -> Iterable[Source]:
+    if entry.startswith("mongo:"):
+        return import_module("textmill.corpus.formats.mongo").find_mongo_sources(entry)  # type: ignore[no-any-return]
+    if entry.startswith("hf:"):
+        return import_module("textmill.corpus.hf_datasets").find_hf_sources(entry)  # type: ignore[no-any-return]
+    if is_remote(entry) and not entry.startswith("file://"):
+        return import_module("textmill.corpus.remote_files").find_remote_sources(entry)  # type: ignore[no-any-return]
+    path = os.path.expanduser(entry.removeprefix("file://"))
     if os.path.isdir(path):
-        return _files_in(path, skipped)
+        return _walk_folder(path, skipped_folders)
     if os.path.exists(path):
-        return [_source(path)]
+        return [_new_source(path)]
     if glob.has_magic(path):
         matches = glob.glob(path, recursive=True)
         if not matches:
             raise TextmillError(
-                f"corpus.sources: nothing matches '{word}'; check the pattern ('**' reaches folders below)"
+                f"corpus.sources: nothing matches '{entry}'; check the pattern ('**' reaches folders below)"
             )
-        return [_source(match) for match in matches if os.path.isfile(match) and not _inside(match, skipped)]
-    if word in shipped():
-        return [Source(word, str(shipped()[word]), "text")]
-    names = [*named, *shipped()]
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    own = f"your corpora: {', '.join(named)}; " if named else ""
-    advice = (
-        f"did you mean '{near[0]}'?" if near else f"{own}the corpora that come with textmill: {', '.join(shipped())}"
-    )
-    raise TextmillError(f"corpus.sources: no file, folder or corpus '{word}'; {advice}")
-
-
-def _files_in(folder: str, skipped: list[str]) -> Iterator[Source]:
-    for place, folders, files in os.walk(folder, followlinks=False):
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and not _inside(os.path.join(place, name), skipped)
+        return [
+            _new_source(match) for match in matches if os.path.isfile(match) and not _is_inside(match, skipped_folders)
         ]
-        saved = (
+    if entry in bundled_corpora():
+        return [Source(entry, str(bundled_corpora()[entry]), "text")]
+    names = [*corpora_by_name, *bundled_corpora()]
+    close_matches = difflib.get_close_matches(entry, names, n=1, cutoff=0.5)
+    user_corpora = f"your corpora: {', '.join(corpora_by_name)}; " if corpora_by_name else ""
+    advice = (
+        f"did you mean '{close_matches[0]}'?"
+        if close_matches
+        else f"{user_corpora}the corpora that come with textmill: {', '.join(bundled_corpora())}"
+    )
+    raise TextmillError(f"corpus.sources: no file, folder or corpus '{entry}'; {advice}")
+
+
+def _walk_folder(folder: str, skipped_folders: list[str]) -> Iterator[Source]:
+    for folder_path, folders, files in os.walk(folder, followlinks=False):
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not _is_inside(os.path.join(folder_path, name), skipped_folders)
+        ]
+        is_saved_dataset = (
             "state.json" in files and "dataset_info.json" in files
         )  # by the datasets library: its JSON files hold no text
         for name in files:
-            found = format_named(name)
-            if found and not name.startswith(".") and (found == "arrow" if saved else name != "dataset_dict.json"):
-                yield _source(os.path.join(place, name))
+            found = format_from_name(name)
+            if (
+                found
+                and not name.startswith(".")
+                and (found == "arrow" if is_saved_dataset else name != "dataset_dict.json")
+            ):
+                yield _new_source(os.path.join(folder_path, name))
 
 
-def _inside(path: str, folders: list[str]) -> bool:
+def _is_inside(path: str, folders: list[str]) -> bool:
     real = os.path.realpath(path)
     return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
 
 
-def _source(path: str) -> Source:
+def _new_source(path: str) -> Source:
     name = os.path.normpath(path)
-    if (found := format_named(name)) is None:
+    if (found := format_from_name(name)) is None:
         extension = os.path.splitext(name)[1].lower()
         raise TextmillError(
             f"{name}: cannot read '{extension or 'a file without extension'}'; textmill reads {EXTENSIONS}"
@@ -175,25 +185,25 @@ def _source(path: str) -> Source:
     return Source(name, name, found)
 
 
-def line_ranges(source: Source) -> Iterator[Range] | None:
+def line_ranges(source: Source) -> Iterator[ChunkRange] | None:
     """Whole lines, about PIECE bytes each; None: the file can only be read from its beginning."""
-    return _line_ranges(source.path, source.path.stat().st_size) if is_plain(source.address) else None
+    return _line_ranges(source.path, source.path.stat().st_size) if is_splittable(source.address) else None
 
 
-def _line_ranges(path: Path, size: int) -> Iterator[Range]:
+def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:
     """Cut a file of lines about every PIECE bytes, at a line's end: (start, stop, number of its first line)."""
-    if size <= PIECE:
+    if size <= CHUNK_BYTES:
         yield 0, size, 1
         return
     with open(path, "rb") as stream:
         start, first = 0, 1
         while start < size:
             lines = 0
-            while stream.tell() < min(start + PIECE, size) and (
-                block := stream.read(min(BLOCK, start + PIECE - stream.tell()))
+            while stream.tell() < min(start + CHUNK_BYTES, size) and (
+                block := stream.read(min(READ_BYTES, start + CHUNK_BYTES - stream.tell()))
             ):
                 lines += block.count(b"\n")
-            while (rest := stream.readline(BLOCK)) and not rest.endswith(b"\n"):
+            while (rest := stream.readline(READ_BYTES)) and not rest.endswith(b"\n"):
                 pass
             stop = min(stream.tell(), size)
             if stop <= start:

@@ -14,59 +14,59 @@ from numpy.typing import NDArray
 from textmill.corpus.document import SPLITS, Split
 from textmill.errors import TextmillError
 
-DIGEST = 16
+DIGEST_BYTES = 16
 _TO_SPACE = bytes.maketrans(b"\t\n\r\x0b\x0c", b" " * 5)
 
 
-def digest_of(text: str, *, composed: bool = False) -> bytes:
+def text_digest(text: str, *, is_nfc: bool = False) -> bytes:
     """128 bits of the normalised text: NFC (`composed`: it is that already), every run of ASCII white space one space, none at the ends."""
-    if not composed and not text.isascii():
+    if not is_nfc and not text.isascii():
         text = unicodedata.normalize("NFC", text)
     data = text.encode().translate(_TO_SPACE)
     if b"  " in data:
         parts = [part.strip() for part in data.split(b"  ")]
         data = b" ".join([part for part in parts if part])
-    return hashlib.blake2b(data.strip(), digest_size=DIGEST).digest()
+    return hashlib.blake2b(data.strip(), digest_size=DIGEST_BYTES).digest()
 
 
-def sides_of(digests: NDArray[np.uint8], shares: Sequence[float]) -> NDArray[np.int8]:
+def assign_splits(digests: NDArray[np.uint8], ratios: Sequence[float]) -> NDArray[np.int8]:
     """For each row of 16 bytes its place in SPLITS."""
     head = np.ascontiguousarray(digests[:, :8]).view(">u8").reshape(-1) >> 1
-    return np.searchsorted(_bounds(shares), head.astype(np.uint64), side="right").astype(np.int8)
+    return np.searchsorted(_split_bounds(ratios), head.astype(np.uint64), side="right").astype(np.int8)
 
 
-def side_of(digest: bytes, shares: Sequence[float]) -> Split:
+def assign_split(digest: bytes, ratios: Sequence[float]) -> Split:
     """The split of one document."""
-    return SPLITS[int(sides_of(np.frombuffer(digest, np.uint8).reshape(1, DIGEST), shares)[0])]
+    return SPLITS[int(assign_splits(np.frombuffer(digest, np.uint8).reshape(1, DIGEST_BYTES), ratios)[0])]
 
 
-def declared_sides(names: Sequence[str], sides: Mapping[str, Split]) -> list[Split | None]:
+def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> list[Split | None]:
     """The side on which each source stands as a whole, where `corpus.sides` says so by its name, its folder or a pattern."""
-    for word in sides:
-        if not any(_named_by(name, word) for name in names):
-            raise TextmillError(f"corpus.sides: no source is '{word}' or matches it; found {list(names)[:5]}")
-    found: list[Split | None] = []
+    for pattern in declarations:
+        if not any(_matches(name, pattern) for name in names):
+            raise TextmillError(f"corpus.sides: no source is '{pattern}' or matches it; found {list(names)[:5]}")
+    splits: list[Split | None] = []
     for name in names:
-        declared = {side: word for word, side in sides.items() if _named_by(name, word)}
+        declared = {split: pattern for pattern, split in declarations.items() if _matches(name, pattern)}
         if len(declared) > 1:
             raise TextmillError(
-                f"corpus.sides: '{name}' is declared {' and '.join(f'{side} by {word!r}' for side, word in declared.items())}"
+                f"corpus.sides: '{name}' is declared {' and '.join(f'{split} by {pattern!r}' for split, pattern in declared.items())}"
             )
-        found.append(next(iter(declared), None))
-    return found
+        splits.append(next(iter(declared), None))
+    return splits
 
 
-def _named_by(name: str, word: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     """Held against the end of the name, or of a folder above: the file that says `sides` may stand elsewhere than the user."""
     path = PurePath(name)
-    return bool(PurePath(word).name) and any(one.match(word) for one in (path, *path.parents))
+    return bool(PurePath(pattern).name) and any(candidate.match(pattern) for candidate in (path, *path.parents))
 
 
-def _bounds(shares: Sequence[float]) -> NDArray[np.uint64]:
+def _split_bounds(ratios: Sequence[float]) -> NDArray[np.uint64]:
     """Where valid and test begin among 63-bit numbers; 63, so that 'all of it' still fits 64."""
-    whole = sum(map(Fraction, shares), Fraction(0))
-    bounds, total = [], Fraction(0)
-    for share in shares[:-1]:
-        total += Fraction(share)
-        bounds.append(int(total / whole * 2**63))
+    total_ratio = sum(map(Fraction, ratios), Fraction(0))
+    bounds, running_total = [], Fraction(0)
+    for ratio in ratios[:-1]:
+        running_total += Fraction(ratio)
+        bounds.append(int(running_total / total_ratio * 2**63))
     return np.array(bounds, dtype=np.uint64)

@@ -16,12 +16,12 @@ import pyarrow as pa
 from textmill.corpus.source import COMPRESSIONS
 from textmill.errors import TextmillError
 
-BLOCK = 1 << 18
-MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
-WIDE = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+BUFFER_BYTES = 1 << 18
+UTF16_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+UTF32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
-class Broken(Exception):
+class BrokenStream(Exception):
     """Why a stream cannot be read further; everything before was delivered."""
 
 
@@ -38,10 +38,10 @@ def stored_name(address: str) -> str:
 def open_raw(address: str) -> BinaryIO:
     """The bytes as they are stored, on this machine or behind a URL."""
     if not is_remote(address):
-        return open(address, "rb", buffering=BLOCK)
+        return open(address, "rb", buffering=BUFFER_BYTES)
     from textmill.corpus.remote_files import open_url  # only a URL costs these imports
 
-    return io.BufferedReader(_Blocks(_Remote(open_url(address), address).read1), BLOCK)
+    return io.BufferedReader(_BlockStream(_RemoteReader(open_url(address), address).read1), BUFFER_BYTES)
 
 
 def open_seekable(address: str) -> Any:
@@ -58,48 +58,48 @@ def open_stream(address: str) -> io.BufferedReader:
     raw = cast(io.BufferedReader, open_raw(address))
     kind = next((end for end in COMPRESSIONS if stored_name(address).endswith(end)), None)
     if kind and raw.peek(1):
-        raw = io.BufferedReader(_Blocks(_decompressed(raw, kind, address), raw), BLOCK)
+        raw = io.BufferedReader(_BlockStream(_open_decompressor(raw, kind, address), raw), BUFFER_BYTES)
     head = raw.peek(4)[:4]
-    if head in WIDE:
-        raise Broken("it looks like UTF-32; convert the file to UTF-8")
-    if (encoding := MARKS.get(head[:2])) is not None:
+    if head in UTF32_MARKS:
+        raise BrokenStream("it looks like UTF-32; convert the file to UTF-8")
+    if (encoding := UTF16_MARKS.get(head[:2])) is not None:
         raw.read(2)
-        raw = io.BufferedReader(_Blocks(_Transcoder(raw, encoding).read1, raw), BLOCK)
+        raw = io.BufferedReader(_BlockStream(_Utf16Transcoder(raw, encoding).read1, raw), BUFFER_BYTES)
     return raw
 
 
-def is_plain(address: str) -> bool:
+def is_splittable(address: str) -> bool:
     """Whether a file can be read from its middle: on this machine, not compressed, not UTF-16."""
     if is_remote(address) or stored_name(address).endswith(COMPRESSIONS):
         return False
     with open(address, "rb") as stream:
         head = stream.read(4)
-    return head not in WIDE and head[:2] not in MARKS
+    return head not in UTF32_MARKS and head[:2] not in UTF16_MARKS
 
 
-def _decompressed(raw: BinaryIO, kind: str, address: str) -> Callable[[int], bytes]:
+def _open_decompressor(raw: BinaryIO, kind: str, address: str) -> Callable[[int], bytes]:
     if kind == ".gz":
         return gzip.GzipFile(fileobj=raw).read1
     if kind == ".bz2":
         return bz2.BZ2File(raw).read1
     if kind == ".xz":
         return lzma.LZMAFile(raw).read1
-    return _Zstd(raw, address).read1
+    return _ZstdReader(raw, address).read1
 
 
-class _Blocks(io.RawIOBase):
+class _BlockStream(io.RawIOBase):
     """Blocks as a raw stream; what the data itself has wrong becomes Broken, what the disk has wrong stays an OSError."""
 
-    def __init__(self, read1: Callable[[int], bytes], below: BinaryIO | None = None) -> None:
-        self.read1, self.below = read1, below
-        self.fault: Broken | None = None
+    def __init__(self, read1: Callable[[int], bytes], underlying: BinaryIO | None = None) -> None:
+        self.read1, self.underlying = read1, underlying
+        self.error_found: BrokenStream | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self.fault is not None:
-            raise self.fault
+        if self.error_found is not None:
+            raise self.error_found
         filled = 0
         while filled < len(buffer):
             try:
@@ -107,9 +107,9 @@ class _Blocks(io.RawIOBase):
             except (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
-                self.fault = Broken(f"the stream breaks off: {str(error)[:1].lower()}{str(error)[1:]}")
+                self.error_found = BrokenStream(f"the stream breaks off: {str(error)[:1].lower()}{str(error)[1:]}")
                 if not filled:
-                    raise self.fault from None
+                    raise self.error_found from None
                 break
             if not block:
                 break
@@ -118,16 +118,16 @@ class _Blocks(io.RawIOBase):
         return filled
 
     def close(self) -> None:
-        if self.below is not None:
-            self.below.close()
+        if self.underlying is not None:
+            self.underlying.close()
         super().close()
 
 
-class _Zstd:
+class _ZstdReader:
     """Arrow's reader tells half a frame from a whole one, but keeps back what came just before the break: that is fetched again."""
 
     def __init__(self, raw: BinaryIO, address: str) -> None:
-        self.address, self.given, self.step = address, 0, 0
+        self.address, self.delivered, self.read_size = address, 0, 0
         self.stream = self._open(raw)
 
     def _open(self, raw: BinaryIO) -> Any:
@@ -135,38 +135,38 @@ class _Zstd:
 
     def read1(self, size: int) -> bytes:
         try:
-            block: bytes = self.stream.read(self.step or size)
+            block: bytes = self.stream.read(self.read_size or size)
         except OSError:
-            if self.step:
+            if self.read_size:
                 raise
-            self.step, self.stream = 1, self._open(open_raw(self.address))
-            left = self.given
+            self.read_size, self.stream = 1, self._open(open_raw(self.address))
+            left = self.delivered
             while left and (skipped := self.stream.read(min(left, 1 << 16))):
                 left -= len(skipped)
             return self.read1(size)
-        self.given += len(block)
+        self.delivered += len(block)
         return block
 
 
-class _Transcoder:
+class _Utf16Transcoder:
     """UTF-16 as UTF-8; half a surrogate pair passes, and spoils only the record it stands in."""
 
     def __init__(self, raw: io.BufferedReader, encoding: str) -> None:
         self.raw = raw
         self.decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
         self.ready = b""
-        self.last = False
+        self.at_end = False
 
     def read1(self, size: int) -> bytes:
-        while not self.ready and not self.last:
-            block = self.raw.read1(BLOCK)
-            self.last = not block
-            self.ready = self.decoder.decode(block, final=self.last).encode(errors="surrogatepass")
+        while not self.ready and not self.at_end:
+            block = self.raw.read1(BUFFER_BYTES)
+            self.at_end = not block
+            self.ready = self.decoder.decode(block, final=self.at_end).encode(errors="surrogatepass")
         part, self.ready = self.ready[:size], self.ready[size:]
         return part
 
 
-class _Remote:
+class _RemoteReader:
     """A remote file; a connection that fails is no damage of the data, and never becomes a quarantined record."""
 
     def __init__(self, stream: Any, url: str) -> None:

@@ -32,13 +32,13 @@ except ImportError:
 if TYPE_CHECKING:
     from textmill.config import BeamRunner
 
-WAVE = 10_000
+SHARDS_PER_PIPELINE = 10_000
 """Shards of one pipeline: enough for any cluster, few enough that endless shards can be mapped."""
 CODER = beam.coders.PickleCoder()
 """How Beam itself carries shards to a worker; results take the same form, in files that only one map ever sees."""
-TRIES = 3
+MAX_PIPELINES = 3
 """Pipelines for the shards of a wave when workers of this machine die under them; a cluster has its own rule."""
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds in which a pipeline that lost a worker may end by itself; Beam's direct runner would wait for ever."""
 
 
@@ -68,15 +68,15 @@ class PipelineRunner:
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
         """Results in the order of the shards; they come when a whole wave is through."""
         stream = iter(shards)
-        while wave := list(islice(stream, WAVE)):
-            yield from self._map_wave(function, wave)
+        while shard_batch := list(islice(stream, SHARDS_PER_PIPELINE)):
+            yield from self._map_batch(function, shard_batch)
 
-    def _map_wave(self, function: Callable[[Shard], Result], shards: list[Shard]) -> Iterator[Result]:
+    def _map_batch(self, function: Callable[[Shard], Result], shards: list[Shard]) -> Iterator[Result]:
         folder = self._new_folder()
         try:
-            failure = self._run(_Step(function, str(folder)), shards)
+            failure = self._run(_ShardStep(function, str(folder)), shards)
             for number, shard in enumerate(shards):
-                yield _outcome_of(folder, number, shard, failure)
+                yield _read_outcome(folder, number, shard, failure)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -90,42 +90,44 @@ class PipelineRunner:
                 f"runner.folder: {self.folder or tempfile.gettempdir()}: {error.strerror}; name another"
             ) from None
 
-    def _run(self, step: _Step, shards: list[Any]) -> str:
+    def _run(self, step: _ShardStep, shards: list[Any]) -> str:
         """Run pipelines until every shard has its outcome; what went wrong, or nothing."""
         failure = ""
-        for _ in range(TRIES):
+        for _ in range(MAX_PIPELINES):
             # Beam cannot encode every type; bytes it can.
-            todo = [
-                (number, CODER.encode(shard)) for number, shard in enumerate(shards) if not _done(step.folder, number)
+            pending = [
+                (number, CODER.encode(shard))
+                for number, shard in enumerate(shards)
+                if not _has_outcome(step.folder, number)
             ]
-            failure = _supervise(step, todo, list(self.options))
-            if failure != DIED or all(_done(step.folder, number) for number, _ in todo):
+            failure = _supervise(step, pending, list(self.options))
+            if failure != WORKER_DIED or all(_has_outcome(step.folder, number) for number, _ in pending):
                 break
         return failure
 
 
-DIED = "a worker died (killed, or out of memory?)"
-DEAD = "dead"
+WORKER_DIED = "a worker died (killed, or out of memory?)"
+DEAD_WORKER_FILE = "dead"
 """The file that says so when the worker itself left no trace."""
 
 
-def _supervise(step: _Step, todo: list[tuple[int, bytes]], options: list[str]) -> str:
+def _supervise(step: _ShardStep, pending: list[tuple[int, bytes]], options: list[str]) -> str:
     """One pipeline in a process of its own, which can be ended when it waits for a worker that is dead."""
     context = get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_run_pipeline, args=(step, todo, options, reader))
+    process = context.Process(target=_run_pipeline, args=(step, pending, options, reader))
     failure = Path(step.folder) / "failure"
     process.start()
     try:
-        lost_at = 0.0
+        lost_since = 0.0
         while process.is_alive():
             process.join(0.5)
-            lost_at = (lost_at or time.monotonic()) if _lost(step.folder, process) else 0.0
-            if lost_at and time.monotonic() - lost_at > GRACE:
-                return DIED
+            lost_since = (lost_since or time.monotonic()) if _has_lost_worker(step.folder, process) else 0.0
+            if lost_since and time.monotonic() - lost_since > GRACE_SECONDS:
+                return WORKER_DIED
         if failure.is_file():
             return failure.read_text(encoding="utf-8")
-        return DIED if process.exitcode else ""
+        return WORKER_DIED if process.exitcode else ""
     finally:
         writer.close()
         if process.is_alive():
@@ -133,30 +135,30 @@ def _supervise(step: _Step, todo: list[tuple[int, bytes]], options: list[str]) -
         process.join()
         reader.close()
         for path in Path(step.folder).glob("*.worker"):
-            _end(path)
+            _kill_worker(path)
         failure.unlink(missing_ok=True)
-        (Path(step.folder) / DEAD).unlink(missing_ok=True)
+        (Path(step.folder) / DEAD_WORKER_FILE).unlink(missing_ok=True)
 
 
 def _run_pipeline(
-    step: _Step, todo: list[tuple[int, bytes]], options: list[str], reader: connection.Connection
+    step: _ShardStep, pending: list[tuple[int, bytes]], options: list[str], reader: connection.Connection
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides what Ctrl-C means
     threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
-    threading.excepthook = partial(_note_death, step.folder)
+    threading.excepthook = partial(_record_worker_death, step.folder)
     logging.getLogger().setLevel(logging.ERROR)
     try:
         with beam.Pipeline(options=PipelineOptions(options)) as pipeline:
-            spread = pipeline | "shards" >> beam.Create(todo) | "spread" >> beam.Reshuffle()
+            spread = pipeline | "shards" >> beam.Create(pending) | "spread" >> beam.Reshuffle()
             spread | "work" >> beam.ParDo(step)
     except Exception as error:
-        (Path(step.folder) / "failure").write_text(_short(error), encoding="utf-8")
+        (Path(step.folder) / "failure").write_text(_summarise_error(error), encoding="utf-8")
 
 
-def _note_death(folder: str, _: object) -> None:
+def _record_worker_death(folder: str, _: object) -> None:
     """Beam's thread that waits for a worker ends in an error when the worker dies; it may have died before it could say that it lives."""
     if os.path.isdir(folder):
-        (Path(folder) / DEAD).touch()
+        (Path(folder) / DEAD_WORKER_FILE).touch()
 
 
 def _end_with_parent(reader: connection.Connection) -> None:
@@ -164,9 +166,9 @@ def _end_with_parent(reader: connection.Connection) -> None:
     os._exit(1)
 
 
-def _lost(folder: str, process: BaseProcess) -> bool:
+def _has_lost_worker(folder: str, process: BaseProcess) -> bool:
     """Whether a worker of this machine is gone that did not say goodbye, or never came so far as to say that it lives."""
-    if (Path(folder) / DEAD).exists():
+    if (Path(folder) / DEAD_WORKER_FILE).exists():
         return True
     for path in Path(folder).glob("*.worker"):
         host, _, pid = path.stem.rpartition("-")
@@ -183,7 +185,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _end(path: Path) -> None:
+def _kill_worker(path: Path) -> None:
     """End a worker of this machine that its pipeline left behind."""
     host, _, pid = path.stem.rpartition("-")
     path.unlink(missing_ok=True)
@@ -191,7 +193,7 @@ def _end(path: Path) -> None:
         os.kill(int(pid), signal.SIGKILL)
 
 
-class _Step(beam.DoFn):  # type: ignore[misc]
+class _ShardStep(beam.DoFn):  # type: ignore[misc]
     """One shard in a worker: its outcome goes to a file that appears whole or not at all."""
 
     def __init__(self, function: Callable[[Any], Any], folder: str) -> None:
@@ -201,56 +203,56 @@ class _Step(beam.DoFn):  # type: ignore[misc]
     def setup(self) -> None:
         """Say that this worker lives: Beam does not notice when one of its own processes dies."""
         if os.path.isdir(self.folder):
-            self._mark().touch()
+            self._worker_file().touch()
 
     def teardown(self) -> None:
         """Say goodbye."""
-        self._mark().unlink(missing_ok=True)
+        self._worker_file().unlink(missing_ok=True)
 
-    def _mark(self) -> Path:
+    def _worker_file(self) -> Path:
         return Path(self.folder) / f"{socket.gethostname()}-{os.getpid()}.worker"
 
     def process(self, numbered: tuple[int, bytes]) -> None:
         """Do the shard, unless a bundle that Beam tries again has done it before."""
         number, shard = numbered
-        if _place(self.folder, number, "result").is_file():
+        if _outcome_path(self.folder, number, "result").is_file():
             return
         try:
             result = self.function(CODER.decode(shard))
         except TextmillError as error:  # the user's mistake: trying again mends nothing, and the caller tells of it
-            _keep(self.folder, number, "error", error)
+            _write_outcome(self.folder, number, "error", error)
             return
         except Exception as error:
-            _keep(self.folder, number, "error", error)
+            _write_outcome(self.folder, number, "error", error)
             raise  # Beam may try it again; what the last try says counts
-        _keep(self.folder, number, "result", result)
+        _write_outcome(self.folder, number, "result", result)
 
 
-def _place(folder: str | Path, number: int, kind: str) -> Path:
+def _outcome_path(folder: str | Path, number: int, kind: str) -> Path:
     return Path(folder) / f"{number:05d}.{kind}"
 
 
-def _done(folder: str, number: int) -> bool:
-    return _place(folder, number, "result").is_file() or _place(folder, number, "error").is_file()
+def _has_outcome(folder: str, number: int) -> bool:
+    return _outcome_path(folder, number, "result").is_file() or _outcome_path(folder, number, "error").is_file()
 
 
-def _keep(folder: str, number: int, kind: str, outcome: Any) -> None:
+def _write_outcome(folder: str, number: int, kind: str, outcome: Any) -> None:
     if not os.path.isdir(folder):
         raise OSError(f"runner.folder: {folder} is not there on this worker; name one that every worker reaches")
     temporary = Path(folder) / f"{number:05d}.tmp-{uuid4().hex}"
     temporary.write_bytes(CODER.encode(outcome))
-    os.replace(temporary, _place(folder, number, kind))
+    os.replace(temporary, _outcome_path(folder, number, kind))
 
 
-def _outcome_of(folder: Path, number: int, shard: Any, failure: str) -> Any:
+def _read_outcome(folder: Path, number: int, shard: Any, failure: str) -> Any:
     """The result of a shard; an error of its function is raised as it was."""
-    if (path := _place(folder, number, "result")).is_file():
+    if (path := _outcome_path(folder, number, "result")).is_file():
         return CODER.decode(path.read_bytes())
-    if (path := _place(folder, number, "error")).is_file():
+    if (path := _outcome_path(folder, number, "error")).is_file():
         raise CODER.decode(path.read_bytes())
-    if failure == DIED:
+    if failure == WORKER_DIED:
         raise TextmillError(
-            f"runner: {DIED}, {TRIES} times; {shard!r} was not done; give the machine more memory, or take that input out"
+            f"runner: {WORKER_DIED}, {MAX_PIPELINES} times; {shard!r} was not done; give the machine more memory, or take that input out"
         )
     if failure:
         raise TextmillError(
@@ -261,7 +263,7 @@ def _outcome_of(folder: Path, number: int, shard: Any, failure: str) -> Any:
     )
 
 
-def _short(error: Exception) -> str:
+def _summarise_error(error: Exception) -> str:
     """The last line of an error: Beam's messages carry whole tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:500]}" if lines else type(error).__name__

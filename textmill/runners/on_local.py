@@ -20,13 +20,13 @@ from textmill.runners import Result, Shard
 if TYPE_CHECKING:  # each worker imports this file, and the config takes longer than all the rest
     from textmill.config import LocalRunner
 
-PULSE = 1.0
+POLL_SECONDS = 1.0
 """Seconds after which the main thread, which alone hears signals, looks up from its waiting."""
-WINDOW = 4
+SHARDS_PER_WORKER = 4
 """Shards in flight for each worker: enough to keep all busy behind a slow one, few enough for any number of shards."""
-CRASHES_TOGETHER = 2
+MAX_POOL_CRASHES = 2
 """Crashes of the whole pool before the shards in flight go one at a time, so that the guilty one is known."""
-CRASHES_ALONE = 2
+MAX_SOLO_CRASHES = 2
 """Crashes of one shard on its own before it is given up."""
 
 
@@ -51,35 +51,35 @@ class ProcessRunner:
     """Maps over shards with `workers` processes; one worker, or one shard before there are any, is this process itself."""
 
     workers: int
-    _kept: _Pool | None = field(default=None, init=False, repr=False)
+    _idle_pool: _Pool | None = field(default=None, init=False, repr=False)
     """The processes between two maps, which none of the two uses."""
-    _open: bool = field(default=False, init=False, repr=False)
+    _keep_pool: bool = field(default=False, init=False, repr=False)
 
     def __enter__(self) -> Self:
         """From here on the processes of one map are kept for the next: to start one takes a second."""
-        self._open = True
+        self._keep_pool = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open = False
-        if self._kept:
-            self._kept.stop()
-        self._kept = None
+        self._keep_pool = False
+        if self._idle_pool:
+            self._idle_pool.stop()
+        self._idle_pool = None
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
         """Results in the order of the shards, each as soon as it and all before it are there."""
         stream = iter(shards)
         first = list(islice(stream, min(self.workers, 2)))
-        if not first or (len(first) == 1 and not self._kept):
+        if not first or (len(first) == 1 and not self._idle_pool):
             yield from map(function, chain(first, stream))
             return
-        pool, self._kept = self._kept or _Pool(self.workers), None
-        crew = _Crew(function, self.workers, pool)
-        yield from crew.work(chain(first, stream))
-        if self._open and not self._kept:
-            self._kept = crew.pool
+        pool, self._idle_pool = self._idle_pool or _Pool(self.workers), None
+        shard_map = _ShardMap(function, self.workers, pool)
+        yield from shard_map.results(chain(first, stream))
+        if self._keep_pool and not self._idle_pool:
+            self._idle_pool = shard_map.pool
         else:
-            crew.pool.finish()
+            shard_map.pool.finish()
 
 
 @dataclass
@@ -88,26 +88,26 @@ class _Task(Generic[Shard, Result]):
     future: Future[Result]
 
 
-class _Crew(Generic[Shard, Result]):
+class _ShardMap(Generic[Shard, Result]):
     """One map: the shards in flight, and what to do when a worker dies under them; at its end the pool is left to the caller."""
 
     def __init__(self, function: Callable[[Shard], Result], workers: int, pool: _Pool) -> None:
         self.function, self.workers = function, workers
-        self.waiting: deque[_Task[Shard, Result]] = deque()
+        self.in_flight: deque[_Task[Shard, Result]] = deque()
         self.crashes = 0
         self.suspects = 0  # how many of the shards at the front were in flight when the pool last broke
         self.pool = pool
 
-    def work(self, shards: Iterator[Shard]) -> Iterator[Result]:
+    def results(self, shards: Iterator[Shard]) -> Iterator[Result]:
         try:
             while self._fill(shards):
                 try:
-                    result = _heard(self.waiting[0].future)
+                    result = _wait_for_result(self.in_flight[0].future)
                 except BrokenProcessPool:
-                    self._start_again()
+                    self._restart_pool()
                     continue
-                self.waiting.popleft()
-                self._clear_one()
+                self.in_flight.popleft()
+                self._clear_front_shard()
                 yield result
         except BaseException:  # also when the caller wants no more
             self.pool.stop()
@@ -115,42 +115,42 @@ class _Crew(Generic[Shard, Result]):
 
     def _fill(self, shards: Iterator[Shard]) -> bool:
         if not self.suspects:
-            for shard in islice(shards, WINDOW * self.workers - len(self.waiting)):
-                self.waiting.append(_Task(shard, self.pool.submit(self.function, shard)))
-        return bool(self.waiting)
+            for shard in islice(shards, SHARDS_PER_WORKER * self.workers - len(self.in_flight)):
+                self.in_flight.append(_Task(shard, self.pool.submit(self.function, shard)))
+        return bool(self.in_flight)
 
-    def _start_again(self) -> None:
+    def _restart_pool(self) -> None:
         """A fresh pool for what was in flight; finished results are kept."""
         self.pool.stop()
         self.crashes += 1
-        if self.crashes >= CRASHES_TOGETHER + CRASHES_ALONE:
+        if self.crashes >= MAX_POOL_CRASHES + MAX_SOLO_CRASHES:
             raise TextmillError(
-                f"runner: the worker died on {self.waiting[0].shard!r}, also when that was all it did (killed, or out of memory?); "
+                f"runner: the worker died on {self.in_flight[0].shard!r}, also when that was all it did (killed, or out of memory?); "
                 f"give the machine more memory, or take that input out"
             )
-        self.pool = _Pool(self.workers if self.crashes < CRASHES_TOGETHER else 1)
-        self.suspects = len(self.waiting)
-        for task in self.waiting:
+        self.pool = _Pool(self.workers if self.crashes < MAX_POOL_CRASHES else 1)
+        self.suspects = len(self.in_flight)
+        for task in self.in_flight:
             if task.future.cancelled() or isinstance(task.future.exception(), BrokenProcessPool):
                 task.future = self.pool.submit(self.function, task.shard)
 
-    def _clear_one(self) -> None:
+    def _clear_front_shard(self) -> None:
         """The shard at the front came through; when all suspects did, the full pool is back."""
         if not self.suspects:
             return
         self.suspects -= 1
-        self.crashes = min(self.crashes, CRASHES_TOGETHER)
+        self.crashes = min(self.crashes, MAX_POOL_CRASHES)
         if not self.suspects:
-            if self.crashes == CRASHES_TOGETHER:
+            if self.crashes == MAX_POOL_CRASHES:
                 self.pool.finish()
                 self.pool = _Pool(self.workers)
             self.crashes = 0
 
 
-def _heard(future: Future[Result]) -> Result:
+def _wait_for_result(future: Future[Result]) -> Result:
     """A shard's result; ctrl-C is heard on the way even when the system gave the signal to another thread, which wakes no one."""
     while not future.done():
-        wait([future], timeout=PULSE)
+        wait([future], timeout=POLL_SECONDS)
     return future.result()
 
 

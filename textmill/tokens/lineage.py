@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from textmill.corpus.shards import group_rows, new_shard, read_groups
+from textmill.corpus.shards import count_group_rows, new_shard, read_groups
 
 SCHEMA = pa.schema([("source", pa.string()), ("id", pa.string())])
 
@@ -34,7 +34,7 @@ class LineageWriter:
 
     def add_file(self, path: Path) -> None:
         """Add all rows of another lineage."""
-        for table in read_groups(path, range(len(group_rows(path))), SCHEMA.names):
+        for table in read_groups(path, range(len(count_group_rows(path))), SCHEMA.names):
             self._shard.add(table)
 
     def __enter__(self) -> LineageWriter:
@@ -51,7 +51,7 @@ class Lineage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._ends = np.cumsum(group_rows(path), dtype=np.int64)
+        self._ends = np.cumsum(count_group_rows(path), dtype=np.int64)
         self._group = lru_cache(maxsize=1)(self._read)
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from textmill.corpus.conversations import turns_of
+from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.shards import read_groups
 from textmill.storage.files import read_json, write_bytes, write_json
 from textmill.tokens.chat_rendering import Form as ChatForm
@@ -169,7 +169,7 @@ def _encode_one_by_one(texts: list[str], form: Form, encoder: Encoder) -> tuple[
 def _encode(texts: list[str], form: Form, encoder: Encoder) -> Encoded:
     """Encode documents, their lines, or conversations; a sequence without ids is left out, as Megatron does."""
     if form.chat is not None:
-        made = render([turns_of(text) for text in texts], form.chat, encoder)
+        made = render([turns_from_json(text) for text in texts], form.chat, encoder)
         return Encoded(made.ids, made.lengths, np.ones(len(texts), np.int64), made.asked)
     if form.level == "document":
         ids, lengths = encoder.encode(texts)

@@ -12,7 +12,7 @@ import numpy as np
 
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS, Split
-from textmill.corpus.shards import group_bytes, read_groups, shards_of
+from textmill.corpus.shards import count_group_bytes, list_shards, read_groups
 from textmill.errors import TextmillError, warn
 from textmill.runners import open_runner
 from textmill.storage.files import account_of, read_json, remove_folder, shown, write_bytes
@@ -127,7 +127,7 @@ def _encode_all(config: RunConfig, folder: Path) -> tuple[Pieces, dict[Piece, Fa
         print(f"tokenize: with {reference.name}, the slow way, because of {FAST}: {doubt}")
     else:
         pieces = _pieces(config, folder, tokenizer, FAST)
-        shards = [shard for split in SPLITS for shard in shards_of(config.folder_of("corpus"), split)]
+        shards = [shard for split in SPLITS for shard in list_shards(config.folder_of("corpus"), split)]
         with ThreadPoolExecutor(1) as thread:
             verdict = thread.submit(_compare, config.folder_of("tokenizer"), reference, shards)
             facts = _run(config, pieces, verdict)
@@ -160,8 +160,8 @@ def _pieces(config: RunConfig, folder: Path, tokenizer: TextTokenizer, encoder: 
     return {
         split: [
             Piece(shard, groups, parts / f"{shard.stem}-{groups.start:05d}", *opened, form)
-            for shard in shards_of(config.folder_of("corpus"), split)
-            for groups in _spans(group_bytes(shard))
+            for shard in list_shards(config.folder_of("corpus"), split)
+            for groups in _spans(count_group_bytes(shard))
         ]
         for split in SPLITS
     }
@@ -186,13 +186,13 @@ def _spans(sizes: list[int]) -> Iterator[range]:
 
 def _samples(shards: list[Path]) -> Iterator[Sample]:
     """Stretches of documents from places spread evenly over the corpus, the same at every run."""
-    places = [(shard, group) for shard in shards for group in range(len(group_bytes(shard)))]
+    places = [(shard, group) for shard in shards for group in range(len(count_group_bytes(shard)))]
     least, most = SAMPLED
     wanted = min(max(sum(shard.stat().st_size for shard in shards) // 1000, least), most)
     count = min(len(places), max(1, wanted // (ROWS * WINDOW)))
     for number in range(count):
         shard, group = places[number * len(places) // count]
-        (table,) = read_groups(shard, [group], COLUMNS, most=ROWS)
+        (table,) = read_groups(shard, [group], COLUMNS, max_rows=ROWS)
         for row, (text, source, name) in enumerate(zip(*(column.to_pylist() for column in table.columns), strict=True)):
             start = (len(text) - WINDOW) * row // ROWS if len(text) > WINDOW else 0
             yield Sample(f"{source}, {name},", text[start : start + WINDOW])

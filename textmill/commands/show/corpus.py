@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 
 from textmill.commands.show.shares import show_shares
 from textmill.config import RunConfig
-from textmill.corpus.clean.languages import language_of
+from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.document import SPLITS
 from textmill.corpus.reader import Corpus, open_corpus
-from textmill.corpus.shards import open_shard, shards_of
+from textmill.corpus.shards import list_shards, open_shard
 from textmill.counters import uniform_at
 from textmill.storage.files import read_json, shown
 
@@ -60,7 +60,7 @@ def _lengths(folder: Path) -> dict[str, int]:
     """How many documents have how many characters, in powers of four."""
     counts: Counter[int] = Counter()
     for split in SPLITS:
-        for path in shards_of(folder, split):
+        for path in list_shards(folder, split):
             with open_shard(path) as shard:
                 for batch in shard.iter_batches(columns=["text"], use_threads=False):
                     lengths = np.maximum(pc.utf8_length(batch.column(0)).to_numpy(zero_copy_only=False), 1)
@@ -88,5 +88,5 @@ def _scripts(texts: list[str]) -> dict[str, int]:
 
 def _languages(texts: list[str]) -> dict[str, int]:
     """Documents by the code of their language."""
-    found = (language_of(text) for text in texts)
+    found = (detect_language(text) for text in texts)
     return dict(Counter(language if score >= SURE else "unclear" for language, score in found).most_common())

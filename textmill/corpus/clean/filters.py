@@ -11,49 +11,51 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-GRAM = 10
+NGRAM_WORDS = 10
 """Words of a run that counts as repeated."""
 
-_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
 """Kana and Han: scripts without spaces, in which each character counts as a word."""
-_HAS_ALONE = re.compile(f"[{_ALONE}]")
-_WORD = re.compile(f"[{_ALONE}]|[^\\s{_ALONE}]+")
-_SPACES, _DIGITS, _SYMBOLS = (signs.encode() for signs in (string.whitespace, string.digits, string.punctuation))
+_HAS_UNSPACED = re.compile(f"[{_UNSPACED}]")
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
+_SPACE_BYTES, _DIGIT_BYTES, _SYMBOL_BYTES = (
+    characters.encode() for characters in (string.whitespace, string.digits, string.punctuation)
+)
 _BLANK, _DIGIT, _SYMBOL = 1, 2, 3
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_LAST = 0x20000
+_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_LAST_COUNTED = 0x20000
 """Above it stand Han characters and nothing that is counted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class CharacterFractions:
     """Of the characters that are not white space, which part is symbols (punctuation too) and which is digits."""
 
     symbols: float
     digits: float
 
 
-def shares_of(text: str) -> Shares:
+def character_fractions(text: str) -> CharacterFractions:
     """The shares of symbols and digits in a text of any script."""
     if text.isascii():
         data = text.encode()
-        whole = len(data.translate(None, _SPACES))
+        total = len(data.translate(None, _SPACE_BYTES))
         digits, symbols = (
-            len(data) - len(data.translate(None, _DIGITS)),
-            len(data) - len(data.translate(None, _SYMBOLS)),
+            len(data) - len(data.translate(None, _DIGIT_BYTES)),
+            len(data) - len(data.translate(None, _SYMBOL_BYTES)),
         )
     else:
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        counts = np.bincount(_kinds()[np.minimum(codes, _LAST)], minlength=4)
-        whole, digits, symbols = len(codes) - int(counts[_BLANK]), int(counts[_DIGIT]), int(counts[_SYMBOL])
-    return Shares(symbols / max(whole, 1), digits / max(whole, 1))
+        counts = np.bincount(_character_kinds()[np.minimum(codes, _LAST_COUNTED)], minlength=4)
+        total, digits, symbols = len(codes) - int(counts[_BLANK]), int(counts[_DIGIT]), int(counts[_SYMBOL])
+    return CharacterFractions(symbols / max(total, 1), digits / max(total, 1))
 
 
 @cache
-def _kinds() -> NDArray[np.uint8]:
+def _character_kinds() -> NDArray[np.uint8]:
     """For each character what it is counted as."""
-    kinds = np.zeros(_LAST + 1, np.uint8)
-    for code in range(_LAST):
+    kinds = np.zeros(_LAST_COUNTED + 1, np.uint8)
+    for code in range(_LAST_COUNTED):
         letter = chr(code)
         category = unicodedata.category(letter)
         if letter.isspace():
@@ -65,38 +67,38 @@ def _kinds() -> NDArray[np.uint8]:
     return kinds
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """What stands between white space; in scripts without it each character."""
-    if text.isascii() or not _HAS_ALONE.search(text):
+    if text.isascii() or not _HAS_UNSPACED.search(text):
         return text.split()
     return _WORD.findall(text)
 
 
-def repeated_lines(text: str) -> float:
+def repeated_line_fraction(text: str) -> float:
     """The share of characters in lines that stand earlier in the text."""
     lines = text.split("\n")
-    whole = sum(map(len, lines))
-    return 1 - sum(map(len, set(lines))) / whole if whole else 0.0
+    total = sum(map(len, lines))
+    return 1 - sum(map(len, set(lines))) / total if total else 0.0
 
 
-def repeated_grams(words: list[str]) -> float:
+def repeated_ngram_fraction(words: list[str]) -> float:
     """The share of characters in runs of ten words that stand earlier in the text."""
-    if len(words) <= GRAM:
+    if len(words) <= NGRAM_WORDS:
         return 0.0
     numbers = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
     ids = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
-    grams = np.zeros(len(words) - GRAM + 1, np.uint64)
-    for place in range(GRAM):  # a polynomial of the words' numbers; overflow is its modulus
-        grams *= _FACTOR
-        grams += ids[place : place + len(grams)]
-    ordered = np.sort(grams)
-    again = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    if not len(again):
+    ngrams = np.zeros(len(words) - NGRAM_WORDS + 1, np.uint64)
+    for position in range(NGRAM_WORDS):  # a polynomial of the words' numbers; overflow is its modulus
+        ngrams *= _HASH_FACTOR
+        ngrams += ids[position : position + len(ngrams)]
+    ordered = np.sort(ngrams)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(repeated):
         return 0.0
-    places = np.flatnonzero(again[np.minimum(np.searchsorted(again, grams), len(again) - 1)] == grams)
-    _, first = np.unique(grams[places], return_index=True)
-    seen = np.zeros(len(grams), np.int64)
-    seen[np.delete(places, first)] = 1
-    covered = np.convolve(seen, np.ones(GRAM, np.int64)) > 0
+    positions = np.flatnonzero(repeated[np.minimum(np.searchsorted(repeated, ngrams), len(repeated) - 1)] == ngrams)
+    _, first = np.unique(ngrams[positions], return_index=True)
+    is_repeat = np.zeros(len(ngrams), np.int64)
+    is_repeat[np.delete(positions, first)] = 1
+    is_covered = np.convolve(is_repeat, np.ones(NGRAM_WORDS, np.int64)) > 0
     lengths = np.fromiter(map(len, words), np.int64, len(words))
-    return float(lengths[covered].sum() / lengths.sum())
+    return float(lengths[is_covered].sum() / lengths.sum())

@@ -5,15 +5,17 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-PART = 400
+SAMPLE_CHARACTERS = 400
 """Characters of each of the three samples, from the beginning, middle and end, that stand for a long text."""
 
 
-def language_of(text: str) -> tuple[str, float]:
+def detect_language(text: str) -> tuple[str, float]:
     """The most likely language and how likely it is."""
-    if len(text) > 3 * PART:
-        middle = (len(text) - PART) // 2
-        text = " ".join([text[:PART], text[middle : middle + PART], text[-PART:]])
+    if len(text) > 3 * SAMPLE_CHARACTERS:
+        middle = (len(text) - SAMPLE_CHARACTERS) // 2
+        text = " ".join(
+            [text[:SAMPLE_CHARACTERS], text[middle : middle + SAMPLE_CHARACTERS], text[-SAMPLE_CHARACTERS:]]
+        )
     found = _detector().detect(text.replace("\n", " "))
     return (found[0]["lang"], float(found[0]["score"])) if found else ("", 0.0)
 

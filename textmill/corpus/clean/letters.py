@@ -35,17 +35,17 @@ def drop_controls(text: str) -> str:
     return _CONTROL.sub("", text.replace("\x00", " "))
 
 
-def compose(text: str) -> str:
+def to_nfc(text: str) -> str:
     """Unicode's NFC form: a letter and its marks are one character where there is one."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
-def make_compatible(text: str) -> str:
+def to_nfkc(text: str) -> str:
     """Unicode's NFKC form: NFC, and ligatures, circled and full-width signs become plain ones."""
     return text if text.isascii() else unicodedata.normalize("NFKC", text)
 
 
-def show_invisibles(text: str) -> str:
+def replace_invisibles(text: str) -> str:
     """Soft hyphens, zero-width spaces and word joiners go; no-break and other odd spaces become a space; joiners of scripts stay."""
     if text.isascii():
         return text
@@ -65,7 +65,7 @@ def plain_punctuation(text: str) -> str:
     return text
 
 
-def narrow(text: str) -> str:
+def to_half_width(text: str) -> str:
     """Full-width letters, digits, signs and the ideographic space become ASCII."""
     if text.isascii() or not _WIDE.search(text):
         return text

@@ -8,7 +8,7 @@ _URL_LINE = re.compile(
     r"^[^\S\n]*+<?(?:https?://|ftp://|www\.)[^\s<>]++>?[^\S\n]*+(?:\n|\Z)", re.MULTILINE | re.IGNORECASE
 )
 
-LONGEST = 120
+MAX_BOILERPLATE_CHARACTERS = 120
 """Characters of a line that can be boilerplate."""
 _PHRASES = r"""
   (?:skip|jump)\ to\ (?:the\ )?(?:main\ )?(?:content|navigation) | all\ rights\ reserved
@@ -46,7 +46,7 @@ def drop_boilerplate(text: str) -> str:
     row, which begins with |, stays.
     """
     lines = text.split("\n")
-    kept = [line for line in lines if not line or len(line) > LONGEST or not is_boilerplate(line)]
+    kept = [line for line in lines if not line or len(line) > MAX_BOILERPLATE_CHARACTERS or not is_boilerplate(line)]
     return text if len(kept) == len(lines) else "\n".join(kept)
 
 

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Sequence
 
-ROUNDS = 8
+MAX_NESTING = 8
 """How deep tags and entities may hide in one another; beyond it their signs go one and all."""
 
 _BLOCKS = (
@@ -56,10 +56,10 @@ def break_at_markers(text: str, markers: Sequence[str] = ("<n>",)) -> str:
 
 def strip_html(text: str) -> str:
     """Entities become their signs; scripts, comments and the tags that HTML knows go, tags of blocks leaving a line end."""
-    for _ in range(ROUNDS):
+    for _ in range(MAX_NESTING):
         before = text
         if "<" in text:
-            text = _TAG.sub("", _BLOCK.sub("\n", _cut_hidden(text)))
+            text = _TAG.sub("", _BLOCK.sub("\n", _remove_hidden(text)))
         if "&" in text:
             text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
         if text == before:
@@ -67,21 +67,21 @@ def strip_html(text: str) -> str:
     return text.replace("<", "").replace("&", "")
 
 
-def _cut_hidden(text: str) -> str:
+def _remove_hidden(text: str) -> str:
     """The text with a line end for each comment, script and style; one that is never closed is left to the rule for tags."""
     parts: list[str] = []
     unclosed: set[str] = set()
-    done = kept = 0
+    done = copied = 0
     while opening := _OPENING.search(text, done):
         name, done = (opening[1] or "").lower(), opening.end()
         if name in unclosed:
             continue
         if closing := _CLOSINGS[name].search(text, done):
-            parts += [text[kept : opening.start()], "\n"]
-            done = kept = closing.end()
+            parts += [text[copied : opening.start()], "\n"]
+            done = copied = closing.end()
         else:
             unclosed.add(name)  # looking again each time would take the square of the text's length
-    return "".join([*parts, text[kept:]]) if parts else text
+    return "".join([*parts, text[copied:]]) if parts else text
 
 
 def mask_emails(text: str) -> str:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from textmill.corpus.clean.letters import (
-    compose,
     drop_controls,
-    make_compatible,
-    narrow,
     plain_punctuation,
-    show_invisibles,
+    replace_invisibles,
+    to_half_width,
+    to_nfc,
+    to_nfkc,
     trim_spaces,
     unify_newlines,
 )  # fmt: skip
@@ -27,11 +27,11 @@ RULES: dict[str, Rule] = {
     "html": strip_html,
     "newlines": unify_newlines,
     "controls": drop_controls,
-    "unicode": compose,
-    "compatibility": make_compatible,
-    "invisibles": show_invisibles,
+    "unicode": to_nfc,
+    "compatibility": to_nfkc,
+    "invisibles": replace_invisibles,
     "punctuation": plain_punctuation,
-    "width": narrow,
+    "width": to_half_width,
     "dsgpt2": only_korean,
     "emails": mask_emails,
     "phones": mask_phones,
@@ -43,30 +43,30 @@ RULES: dict[str, Rule] = {
 read before it is taken for a tag, entities may be controls, controls that are newlines are saved before controls go, a mark
 meets its letter only when the control between them is gone, and lines are judged when they are what they will be."""
 
-ONCE = frozenset({"newlines", "controls", "unicode", "spaces"})
+SINGLE_PASS_RULES = frozenset({"newlines", "controls", "unicode", "spaces"})
 """Rules that, alone among themselves, never leave work for one another."""
-ROUNDS = 10
+MAX_ROUNDS = 10
 """More than any text has needed."""
 
 
 def clean(
-    text: str, rules: Collection[str], changed: Counter[str] | None = None, own: Mapping[str, Rule] | None = None
+    text: str, rules: Collection[str], changed: Counter[str] | None = None, overrides: Mapping[str, Rule] | None = None
 ) -> str:
     """The text after these rules, in the order of RULES however they are named, and again until none finds work.
 
     `changed` counts each rule that changed the text once; `own` has the rules that are set otherwise than in RULES.
     """
-    functions = [(name, (own or {}).get(name, function)) for name, function in RULES.items() if name in rules]
-    touched: set[str] = set()
-    for _ in range(1 if ONCE.issuperset(rules) else ROUNDS):
+    functions = [(name, (overrides or {}).get(name, function)) for name, function in RULES.items() if name in rules]
+    changed_by: set[str] = set()
+    for _ in range(1 if SINGLE_PASS_RULES.issuperset(rules) else MAX_ROUNDS):
         start = text
         for name, function in functions:
             after = function(text)
             if after is not text and after != text:
-                touched.add(name)
+                changed_by.add(name)
                 text = after
         if text is start or text == start:
             break
     if changed is not None:
-        changed.update(touched)
+        changed.update(changed_by)
     return text

@@ -9,22 +9,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.corpus.dedup.clusters import parts_of
+from textmill.corpus.dedup.clusters import count_partitions
 from textmill.corpus.dedup.shingles import Hashes
 from textmill.storage.files import write_bytes, writing
 
-LINKS = 8
+BUCKET_LINKS = 8
 """In a bucket of more than twice so many, a document is held only against the first ones and those right before it."""
-TOGETHER = 1 << 20
+MAX_TASK_HASHES = 1 << 20
 """Hashes, over all bands, that one process sorts without cutting them up."""
-ROW = 96
+SORT_BYTES_PER_DOCUMENT = 96
 """Bytes that a document takes while a band is sorted."""
-BLOCK = 1 << 20
+MERGE_PAIRS = 1 << 20
 """Pairs that are merged at a time, about."""
 
 
 @dataclass(frozen=True)
-class Bands:
+class BandTask:
     """Some bands over all documents, or a part of them: the documents whose hash leaves `part` when divided by `parts`."""
 
     folder: Path
@@ -32,11 +32,11 @@ class Bands:
     """Documents of each piece."""
     first: int
     stop: int
-    part: int
-    parts: int
+    partition: int
+    partitions: int
 
     def __repr__(self) -> str:
-        return f"bands {self.first} to {self.stop - 1}, part {self.part} of {self.parts}"
+        return f"bands {self.first} to {self.stop - 1}, part {self.partition} of {self.partitions}"
 
     @property
     def size(self) -> int:
@@ -46,46 +46,46 @@ class Bands:
     @property
     def path(self) -> Path:
         """Where the pairs stand, sorted."""
-        return self.folder / f"band-{self.first:03d}-{self.stop:03d}.{self.part}of{self.parts}.pairs"
+        return self.folder / f"band-{self.first:03d}-{self.stop:03d}.{self.partition}of{self.partitions}.pairs"
 
 
-def bands_of(folder: Path, counts: Sequence[int], bands: int, memory: int) -> list[Bands]:
+def plan_band_tasks(folder: Path, counts: Sequence[int], bands: int, memory: int) -> list[BandTask]:
     """The work of finding all pairs, so cut that each part fits into `memory`; few documents are searched for several bands at a time."""
-    parts = parts_of(sum(counts), ROW, memory)
-    several = max(TOGETHER // max(sum(counts), 1), 1)
-    firsts = range(0, bands, several)
+    partitions = count_partitions(sum(counts), SORT_BYTES_PER_DOCUMENT, memory)
+    bands_per_task = max(MAX_TASK_HASHES // max(sum(counts), 1), 1)
+    firsts = range(0, bands, bands_per_task)
     return [
-        Bands(folder, tuple(counts), first, min(first + several, bands), part, parts)
+        BandTask(folder, tuple(counts), first, min(first + bands_per_task, bands), partition, partitions)
         for first in firsts
-        for part in range(parts)
+        for partition in range(partitions)
     ]
 
 
-def find_pairs(bands: Bands) -> int:
+def find_candidate_pairs(bands: BandTask) -> int:
     """Write the pairs of documents that agree in one of these bands; how many there are."""
     if not bands.path.is_file():
-        found = [_pairs_of(*_read_band(bands, band)) for band in range(bands.first, bands.stop)]
+        found = [_pairs_in_buckets(*_read_band(bands, band)) for band in range(bands.first, bands.stop)]
         write_bytes(bands.path, [np.unique(np.concatenate(found)).tobytes()])
     return bands.path.stat().st_size // 8
 
 
-def band_path(folder: Path, piece: int) -> Path:
+def band_hashes_path(folder: Path, chunk: int) -> Path:
     """The band hashes of a piece's documents, band after band."""
-    return folder / f"{piece:05d}.bands"
+    return folder / f"{chunk:05d}.bands"
 
 
-def _read_band(bands: Bands, band: int) -> tuple[Hashes, NDArray[np.uint64]]:
+def _read_band(bands: BandTask, band: int) -> tuple[Hashes, NDArray[np.uint64]]:
     hashes, numbers, start = [], [], 0
-    for piece, count in enumerate(bands.counts):
-        here = np.fromfile(band_path(bands.folder, piece), np.uint64, count, offset=band * count * 8)
-        chosen = np.flatnonzero(here % np.uint64(bands.parts) == bands.part)
-        hashes.append(here[chosen])
-        numbers.append((chosen + start).astype(np.uint64))
+    for chunk, count in enumerate(bands.counts):
+        band_values = np.fromfile(band_hashes_path(bands.folder, chunk), np.uint64, count, offset=band * count * 8)
+        selected = np.flatnonzero(band_values % np.uint64(bands.partitions) == bands.partition)
+        hashes.append(band_values[selected])
+        numbers.append((selected + start).astype(np.uint64))
         start += count
     return np.concatenate(hashes), np.concatenate(numbers)
 
 
-def _pairs_of(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _pairs_in_buckets(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Pairs within each bucket as (first << 32 | second), first < second, sorted: all of a small bucket, links of a large one."""
     order = np.argsort(hashes, kind="stable")
     hashes, numbers = hashes[order], numbers[order]
@@ -95,38 +95,38 @@ def _pairs_of(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]
     members = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
     firsts = np.repeat(starts, sizes)
     found = [np.zeros(0, np.uint64)]
-    for step in range(LINKS):
+    for step in range(BUCKET_LINKS):
         for others in (firsts + step, members - 1 - step):
-            real = (others >= firsts) & (others < members)
-            found.append(numbers[others[real]] << np.uint64(32) | numbers[members[real]])
+            is_valid = (others >= firsts) & (others < members)
+            found.append(numbers[others[is_valid]] << np.uint64(32) | numbers[members[is_valid]])
     return np.unique(np.concatenate(found))
 
 
-def merge_pairs(bands: list[Bands], path: Path, marks: Path) -> int:
+def merge_pairs(bands: list[BandTask], path: Path, marks_path: Path) -> int:
     """One sorted file of all different pairs, and a file with a byte for each document that is 1 where it is in a pair."""
-    if path.is_file() and marks.is_file():
+    if path.is_file() and marks_path.is_file():
         return path.stat().st_size // 8
-    marked = np.zeros(sum(bands[0].counts), dtype=np.uint8)
+    is_in_pair = np.zeros(sum(bands[0].counts), dtype=np.uint8)
     with writing(path) as stream:
-        for pairs in _merged(bands):
+        for pairs in _merge_sorted(bands):
             stream.write(pairs.tobytes())
-            marked[(pairs >> np.uint64(32)).astype(np.int64)] = 1
-            marked[(pairs & np.uint64(2**32 - 1)).astype(np.int64)] = 1
-    write_bytes(marks, [marked.tobytes()])
+            is_in_pair[(pairs >> np.uint64(32)).astype(np.int64)] = 1
+            is_in_pair[(pairs & np.uint64(2**32 - 1)).astype(np.int64)] = 1
+    write_bytes(marks_path, [is_in_pair.tobytes()])
     return path.stat().st_size // 8
 
 
-def _merged(bands: list[Bands]) -> Iterator[NDArray[np.uint64]]:
+def _merge_sorted(bands: list[BandTask]) -> Iterator[NDArray[np.uint64]]:
     """All pairs in order, each once: whatever is not above the least of the blocks' last ones is whole."""
-    left = {band.path: band.path.stat().st_size // 8 for band in bands if band.path.stat().st_size}
-    blocks = {path: np.zeros(0, np.uint64) for path in left}
-    each = max(BLOCK // max(len(left), 1), 1)
+    remaining = {band.path: band.path.stat().st_size // 8 for band in bands if band.path.stat().st_size}
+    blocks = {path: np.zeros(0, np.uint64) for path in remaining}
+    pairs_per_read = max(MERGE_PAIRS // max(len(remaining), 1), 1)
     while blocks:
         for path in list(blocks):
             if not len(blocks[path]):
                 size = path.stat().st_size // 8
-                blocks[path] = np.fromfile(path, np.uint64, each, offset=(size - left[path]) * 8)
-                left[path] -= len(blocks[path])
+                blocks[path] = np.fromfile(path, np.uint64, pairs_per_read, offset=(size - remaining[path]) * 8)
+                remaining[path] -= len(blocks[path])
                 if not len(blocks[path]):
                     del blocks[path]
         if not blocks:

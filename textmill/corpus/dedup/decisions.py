@@ -12,44 +12,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import CorpusConfig
-from textmill.corpus.dedup.candidates import bands_of, find_pairs, merge_pairs
-from textmill.corpus.dedup.clusters import keep_masks, least_members, stay_of_clusters
-from textmill.corpus.dedup.minhash import bands_for
+from textmill.corpus.dedup.candidates import find_candidate_pairs, merge_pairs, plan_band_tasks
+from textmill.corpus.dedup.clusters import exact_keep_masks, keep_one_per_cluster, smallest_members
+from textmill.corpus.dedup.minhash import choose_bands
 from textmill.corpus.dedup.near_duplicates import (
-    HELD,
-    PAIR,
-    PAIRS,
-    Confirm,
-    Spill,
+    CACHE_BYTES,
+    PAIR_DTYPE,
+    PAIRS_PER_TASK,
+    ConfirmTask,
+    ShingleTask,
     confirm_pairs,
-    sketch_piece,
-    spill_sets,
+    sketch_chunk,
+    write_shingle_sets,
 )
 from textmill.corpus.document import SPLITS, Split
-from textmill.corpus.passes import Work
+from textmill.corpus.passes import ChunkTask
 from textmill.corpus.shards import open_shard
 from textmill.corpus.source import Source
-from textmill.corpus.split import sides_of
+from textmill.corpus.split import assign_splits
 from textmill.errors import TextmillError
 from textmill.storage.files import write_bytes
 
-Run = Callable[[Callable[[Any], Any], Sequence[Any], str, str], list[Any]]
+RunTasks = Callable[[Callable[[Any], Any], Sequence[Any], str, str], list[Any]]
 """Maps a function over shards and shows the progress: function, shards, what to call it, unit of a shard's size."""
-SHOWN = 100
+SHOWN_PAIRS = 100
 """Pairs of near-duplicates that are written for a person to look at."""
-BEGINNING = 200
+PREVIEW_CHARACTERS = 200
 """Characters of each text that are shown there."""
-FEW = 64
+PREVIEW_BATCH = 64
 """Documents that are read at a time to show some."""
-MOST = 2**32
+MAX_DOCUMENTS = 2**32
 """Documents that near-duplicates are sought among."""
 
 
 @dataclass(frozen=True)
-class Fates:
+class Decisions:
     """Of each piece, in order."""
 
-    sides: list[NDArray[np.int8]]
+    splits: list[NDArray[np.int8]]
     """For each cleaned document its place in SPLITS; -1: a copy that goes."""
     dropped: list[dict[str, int]]
     """How many went as what."""
@@ -57,142 +57,154 @@ class Fates:
     """The first pairs of near-duplicates."""
 
 
-def decide_fates(
-    works: Sequence[Work], declared: Mapping[Source, Split | None], config: CorpusConfig, run: Run
-) -> Fates:
+def decide_documents(
+    tasks: Sequence[ChunkTask], declared: Mapping[Source, Split | None], config: CorpusConfig, run: RunTasks
+) -> Decisions:
     """Sides by hash or as declared; then exact copies go, then near ones."""
-    sides = [_sides(work, declared[work.piece.source]) for work in works]
+    splits = [_assign_splits(task, declared[task.chunk.source]) for task in tasks]
     if config.dedup == "none":
-        return Fates(sides, [{} for _ in works], [])
+        return Decisions(splits, [{} for _ in tasks], [])
     memory = config.dedup_memory << 20
-    keep = keep_masks(_Digests(works), sides if any(declared.values()) else None, memory)
+    keep = exact_keep_masks(_LazyDigests(tasks), splits if any(declared.values()) else None, memory)
     dropped = [{"duplicate": int((~mask).sum())} for mask in keep]
-    for side, mask in zip(sides, keep, strict=True):
-        side[~mask] = -1
+    for split, mask in zip(splits, keep, strict=True):
+        split[~mask] = -1
     if config.dedup == "exact":
-        return Fates(sides, dropped, [])
-    for work, mask in zip(works, keep, strict=True):
-        write_bytes(work.path("exact"), [mask.tobytes()])
-    confirmed = _near_pairs(works, config, run)
-    numbering = _Numbering(works, [int(mask.sum()) for mask in keep])
-    stays = _staying(confirmed, numbering, keep, sides)
-    for piece, (start, stop) in enumerate(pairwise(numbering.starts.tolist())):
-        rows = np.flatnonzero(keep[piece])[~stays[start:stop]]
-        sides[piece][rows] = -1
+        return Decisions(splits, dropped, [])
+    for task, mask in zip(tasks, keep, strict=True):
+        write_bytes(task.path("exact"), [mask.tobytes()])
+    confirmed = _find_near_duplicates(tasks, config, run)
+    numbering = _DocumentNumbers(tasks, [int(mask.sum()) for mask in keep])
+    kept = _choose_kept(confirmed, numbering, keep, splits)
+    for chunk, (start, stop) in enumerate(pairwise(numbering.starts.tolist())):
+        rows = np.flatnonzero(keep[chunk])[~kept[start:stop]]
+        splits[chunk][rows] = -1
         if len(rows):
-            dropped[piece]["near_duplicate"] = len(rows)
-    return Fates(sides, dropped, list(_shown(_first_pairs(confirmed), numbering, keep, stays)))
+            dropped[chunk]["near_duplicate"] = len(rows)
+    return Decisions(splits, dropped, list(_preview_pairs(_first_pairs(confirmed), numbering, keep, kept)))
 
 
-def _sides(work: Work, declared: Split | None) -> NDArray[np.int8]:
-    digests = work.digests()
+def _assign_splits(task: ChunkTask, declared: Split | None) -> NDArray[np.int8]:
+    digests = task.read_digests()
     return (
-        sides_of(digests, work.config.split)
+        assign_splits(digests, task.config.split)
         if declared is None
         else np.full(len(digests), SPLITS.index(declared), np.int8)
     )
 
 
-class _Digests(Sequence[NDArray[np.uint8]]):
+class _LazyDigests(Sequence[NDArray[np.uint8]]):
     """The digests of all pieces, read when asked for, so that they never are in memory all at once."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.works = works
+    def __init__(self, tasks: Sequence[ChunkTask]) -> None:
+        self.tasks = tasks
 
     def __len__(self) -> int:
-        return len(self.works)
+        return len(self.tasks)
 
     @overload
     def __getitem__(self, index: int) -> NDArray[np.uint8]: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[NDArray[np.uint8]]: ...
     def __getitem__(self, index: int | slice) -> NDArray[np.uint8] | Sequence[NDArray[np.uint8]]:
-        return _Digests(self.works[index]) if isinstance(index, slice) else self.works[index].digests()
+        return _LazyDigests(self.tasks[index]) if isinstance(index, slice) else self.tasks[index].read_digests()
 
 
-class _Numbering:
+class _DocumentNumbers:
     """Documents that are no exact copies, numbered through all pieces."""
 
-    def __init__(self, works: Sequence[Work], counts: Sequence[int]) -> None:
-        self.works = works
+    def __init__(self, tasks: Sequence[ChunkTask], counts: Sequence[int]) -> None:
+        self.tasks = tasks
         self.starts = np.cumsum([0, *counts])
 
-    def by_piece(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def by_chunk(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """(piece, places there) of sorted numbers, pieces without any left out."""
-        for piece, part in enumerate(np.split(numbers, np.searchsorted(numbers, self.starts[1:-1]))):
+        for chunk, part in enumerate(np.split(numbers, np.searchsorted(numbers, self.starts[1:-1]))):
             if len(part):
-                yield piece, part - self.starts[piece]
+                yield chunk, part - self.starts[chunk]
 
 
-def _near_pairs(works: Sequence[Work], config: CorpusConfig, run: Run) -> list[Path]:
+def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run: RunTasks) -> list[Path]:
     """Files of pairs of near-duplicates that join all that belong together."""
-    folder, memory = works[0].folder / "work", config.dedup_memory << 20
-    counts = run(sketch_piece, works, "prepare: sketch for near-duplicates", "bytes")
-    if sum(counts) > MOST:
+    folder, memory = tasks[0].folder / "work", config.dedup_memory << 20
+    counts = run(sketch_chunk, tasks, "prepare: sketch for near-duplicates", "bytes")
+    if sum(counts) > MAX_DOCUMENTS:
         raise TextmillError(
-            f"corpus.dedup: near-duplicates are sought among {MOST:,} documents at most; found {sum(counts):,}"
+            f"corpus.dedup: near-duplicates are sought among {MAX_DOCUMENTS:,} documents at most; found {sum(counts):,}"
         )
-    bands = bands_of(folder, counts, bands_for(config.dedup_threshold)[0], memory)
-    run(find_pairs, bands, "prepare: find candidates", "documents")
+    bands = plan_band_tasks(folder, counts, choose_bands(config.dedup_threshold)[0], memory)
+    run(find_candidate_pairs, bands, "prepare: find candidates", "documents")
     pairs = merge_pairs(bands, folder / "pairs", folder / "marks")
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     run(
-        spill_sets,
-        [Spill(work, start) for work, start in zip(works, starts, strict=True)],
+        write_shingle_sets,
+        [ShingleTask(task, start) for task, start in zip(tasks, starts, strict=True)],
         "prepare: shingle candidates",
         "bytes",
     )
-    limits = config.dedup_threshold, min(memory, HELD)
-    tasks = [Confirm(folder, tuple(counts), number, pairs, *limits) for number in range(-(-pairs // PAIRS))]
-    run(confirm_pairs, tasks, "prepare: confirm candidates", "pairs")
-    return [task.path for task in tasks]
+    limits = config.dedup_threshold, min(memory, CACHE_BYTES)
+    confirm_tasks = [
+        ConfirmTask(folder, tuple(counts), number, pairs, *limits) for number in range(-(-pairs // PAIRS_PER_TASK))
+    ]
+    run(confirm_pairs, confirm_tasks, "prepare: confirm candidates", "pairs")
+    return [confirm_task.path for confirm_task in confirm_tasks]
 
 
-def _staying(
+def _choose_kept(
     confirmed: Sequence[Path],
-    numbering: _Numbering,
+    numbering: _DocumentNumbers,
     keep: Sequence[NDArray[np.bool_]],
-    sides: Sequence[NDArray[np.int8]],
+    splits: Sequence[NDArray[np.int8]],
 ) -> NDArray[np.bool_]:
     """For each document that is no exact copy whether it stays."""
-    pairs = (np.fromfile(path, PAIR) for path in confirmed)
+    pairs = (np.fromfile(path, PAIR_DTYPE) for path in confirmed)
     blocks = (np.stack((block["first"], block["second"]), axis=1).astype(np.int64) for block in pairs)
-    lengths = (np.fromfile(work.path("lengths"), np.int64) for work in numbering.works)
-    standing = (side[mask] for side, mask in zip(sides, keep, strict=True))
-    return stay_of_clusters(least_members(int(numbering.starts[-1]), blocks), zip(lengths, standing, strict=True))
+    lengths = (np.fromfile(task.path("lengths"), np.int64) for task in numbering.tasks)
+    kept_splits = (split[mask] for split, mask in zip(splits, keep, strict=True))
+    return keep_one_per_cluster(
+        smallest_members(int(numbering.starts[-1]), blocks), zip(lengths, kept_splits, strict=True)
+    )
 
 
 def _first_pairs(confirmed: Sequence[Path]) -> NDArray[Any]:
-    found = np.zeros(0, PAIR)
+    found = np.zeros(0, PAIR_DTYPE)
     for path in confirmed:
-        if len(found) < SHOWN:
-            found = np.concatenate((found, np.fromfile(path, PAIR, SHOWN - len(found))))
+        if len(found) < SHOWN_PAIRS:
+            found = np.concatenate((found, np.fromfile(path, PAIR_DTYPE, SHOWN_PAIRS - len(found))))
     return found
 
 
-def _shown(
-    pairs: NDArray[Any], numbering: _Numbering, keep: Sequence[NDArray[np.bool_]], stays: NDArray[np.bool_]
+def _preview_pairs(
+    pairs: NDArray[Any], numbering: _DocumentNumbers, keep: Sequence[NDArray[np.bool_]], kept: NDArray[np.bool_]
 ) -> Iterator[dict[str, Any]]:
     numbers = np.unique(np.concatenate((pairs["first"], pairs["second"]))).astype(np.int64)
-    told: dict[int, dict[str, Any]] = {}
-    for piece, places in numbering.by_piece(numbers):
-        work = numbering.works[piece]
-        rows = _rows(work.path("parquet"), np.flatnonzero(keep[piece])[places])
-        for place, (text, where) in zip(places.tolist(), rows, strict=True):
-            number = place + int(numbering.starts[piece])
-            told[number] = {"file": work.piece.source.name, "place": where, "kept": bool(stays[number]), "text": text}
+    previews: dict[int, dict[str, Any]] = {}
+    for chunk, positions in numbering.by_chunk(numbers):
+        task = numbering.tasks[chunk]
+        rows = _read_previews(task.path("parquet"), np.flatnonzero(keep[chunk])[positions])
+        for position, (text, location) in zip(positions.tolist(), rows, strict=True):
+            number = position + int(numbering.starts[chunk])
+            previews[number] = {
+                "file": task.chunk.source.name,
+                "place": location,
+                "kept": bool(kept[number]),
+                "text": text,
+            }
     for first, second, similarity in pairs.tolist():
-        yield {"jaccard": round(similarity, 4), "first": told[first], "second": told[second]}
+        yield {"jaccard": round(similarity, 4), "first": previews[first], "second": previews[second]}
 
 
-def _rows(path: Path, wanted: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
+def _read_previews(path: Path, wanted_documents: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
     """The beginning and the place of some documents of a piece; few are looked at a time, since this process does it."""
-    done = 0
+    rows_read = 0
     with open_shard(path) as cleaned:
-        for batch in cleaned.iter_batches(FEW, columns=["text", "id"], use_threads=False):
-            here = wanted[(wanted >= done) & (wanted < done + batch.num_rows)] - done
-            done += batch.num_rows
-            for place in here.tolist():
-                yield batch.column(0)[place].as_py()[:BEGINNING], batch.column(1)[place].as_py()
-            if done > wanted[-1]:
+        for batch in cleaned.iter_batches(PREVIEW_BATCH, columns=["text", "id"], use_threads=False):
+            wanted_rows = (
+                wanted_documents[(wanted_documents >= rows_read) & (wanted_documents < rows_read + batch.num_rows)]
+                - rows_read
+            )
+            rows_read += batch.num_rows
+            for position in wanted_rows.tolist():
+                yield batch.column(0)[position].as_py()[:PREVIEW_CHARACTERS], batch.column(1)[position].as_py()
+            if rows_read > wanted_documents[-1]:
                 break

@@ -10,25 +10,31 @@ from numpy.typing import NDArray
 from textmill.corpus.dedup.shingles import Hashes
 from textmill.counters import mix
 
-RECALL = 0.995
+MIN_RECALL = 0.995
 """The chance that two documents exactly at the threshold agree in a band; those above it have a better one."""
-VALUES = 256
+MAX_SKETCH_SIZE = 256
 """At most so many values in a sketch: more rows a band mean fewer candidates that are none."""
-TURNS = 16
+MAX_ROUNDS = 16
 """Turns in which every shingle is thrown into one place; what is empty then is filled place by place."""
 EMPTY = np.uint64(2**64 - 1)
 _STEP = 0x9E3779B97F4A7C15
-_AT_ONCE = 1 << 20
+_MAX_HASHES_AT_ONCE = 1 << 20
 
 
-def bands_for(threshold: float) -> tuple[int, int]:
+def choose_bands(threshold: float) -> tuple[int, int]:
     """Bands and rows in a band: as many rows as RECALL at this Jaccard similarity allows within VALUES."""
-    for rows in range(VALUES, 1, -1):
-        miss = 1 - threshold**rows
-        bands = 1 if miss <= 0 else math.ceil(math.log(1 - RECALL) / math.log(miss)) if miss < 1 else VALUES
-        if rows * bands <= VALUES:
+    for rows in range(MAX_SKETCH_SIZE, 1, -1):
+        miss_probability = 1 - threshold**rows
+        bands = (
+            1
+            if miss_probability <= 0
+            else math.ceil(math.log(1 - MIN_RECALL) / math.log(miss_probability))
+            if miss_probability < 1
+            else MAX_SKETCH_SIZE
+        )
+        if rows * bands <= MAX_SKETCH_SIZE:
             return bands, rows
-    return math.ceil(math.log(1 - RECALL) / math.log(1 - threshold)), 1
+    return math.ceil(math.log(1 - MIN_RECALL) / math.log(1 - threshold)), 1
 
 
 def recall_at(similarity: float, bands: int, rows: int) -> float:
@@ -39,10 +45,10 @@ def recall_at(similarity: float, bands: int, rows: int) -> float:
 def band_hashes(hashes: Hashes, counts: NDArray[np.int64], bands: int, rows: int) -> Hashes:
     """A row of hashes, one a band, for each document; its shingles stand in `hashes`, `counts` of them."""
     values = sketch(hashes, counts, bands * rows).reshape(len(counts), bands, rows)
-    folded = np.zeros((len(counts), bands), dtype=np.uint64)
+    combined = np.zeros((len(counts), bands), dtype=np.uint64)
     for row in range(rows):
-        folded = mix(folded + values[:, :, row])
-    return folded
+        combined = mix(combined + values[:, :, row])
+    return combined
 
 
 def sketch(hashes: Hashes, counts: NDArray[np.int64], size: int) -> Hashes:
@@ -53,33 +59,33 @@ def sketch(hashes: Hashes, counts: NDArray[np.int64], size: int) -> Hashes:
     """
     values = np.full((len(counts), size), EMPTY)
     rows = np.arange(len(counts))
-    for turn in range(TURNS):
-        thrown = mix(hashes + np.uint64(turn * _STEP % 2**64)) if turn else hashes
-        place = ((thrown >> np.uint64(32)) * np.uint64(size) >> np.uint64(32)).astype(np.int64)
-        place += np.repeat(np.arange(0, len(rows) * size, size), counts)
-        fresh = np.full(len(rows) * size, EMPTY)
-        np.minimum.at(fresh, place, thrown)
-        here = values[rows]
-        here = np.where(here == EMPTY, fresh.reshape(here.shape), here)
-        values[rows] = here
-        wanting = (here == EMPTY).any(axis=1)
-        hashes, rows, counts = hashes[np.repeat(wanting, counts)], rows[wanting], counts[wanting]
+    for round_number in range(MAX_ROUNDS):
+        hashed = mix(hashes + np.uint64(round_number * _STEP % 2**64)) if round_number else hashes
+        slot = ((hashed >> np.uint64(32)) * np.uint64(size) >> np.uint64(32)).astype(np.int64)
+        slot += np.repeat(np.arange(0, len(rows) * size, size), counts)
+        minima = np.full(len(rows) * size, EMPTY)
+        np.minimum.at(minima, slot, hashed)
+        current = values[rows]
+        current = np.where(current == EMPTY, minima.reshape(current.shape), current)
+        values[rows] = current
+        is_unfinished = (current == EMPTY).any(axis=1)
+        hashes, rows, counts = hashes[np.repeat(is_unfinished, counts)], rows[is_unfinished], counts[is_unfinished]
         if not len(rows):
             return values
-    values[rows] = _fill(values[rows], hashes, counts)
+    values[rows] = _fill_empty(values[rows], hashes, counts)
     return values
 
 
-def _fill(values: Hashes, hashes: Hashes, counts: NDArray[np.int64]) -> Hashes:
+def _fill_empty(values: Hashes, hashes: Hashes, counts: NDArray[np.int64]) -> Hashes:
     """Every place that is still empty takes the least of all shingles, hashed anew for that place."""
     starts = np.cumsum(counts) - counts
-    documents, places = np.nonzero(values == EMPTY)
-    work = np.cumsum(counts[documents])
-    for part in np.split(np.arange(len(documents)), np.flatnonzero(np.diff(work // _AT_ONCE)) + 1):
-        lengths = counts[documents[part]]
+    documents, slots = np.nonzero(values == EMPTY)
+    task = np.cumsum(counts[documents])
+    for batch in np.split(np.arange(len(documents)), np.flatnonzero(np.diff(task // _MAX_HASHES_AT_ONCE)) + 1):
+        lengths = counts[documents[batch]]
         first = np.cumsum(lengths) - lengths
-        index = np.repeat(starts[documents[part]] - first, lengths) + np.arange(int(lengths.sum()))
-        salts = mix((places[part] + TURNS).astype(np.uint64) * np.uint64(_STEP))
-        mixed = mix(hashes[index] ^ np.repeat(salts, lengths))
-        values[documents[part], places[part]] = np.minimum.reduceat(mixed, first)
+        index = np.repeat(starts[documents[batch]] - first, lengths) + np.arange(int(lengths.sum()))
+        salts = mix((slots[batch] + MAX_ROUNDS).astype(np.uint64) * np.uint64(_STEP))
+        rehashed = mix(hashes[index] ^ np.repeat(salts, lengths))
+        values[documents[batch], slots[batch]] = np.minimum.reduceat(rehashed, first)
     return values

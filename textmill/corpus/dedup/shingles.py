@@ -13,7 +13,7 @@ from textmill.counters import mix
 
 Unit = Literal["characters", "words"]
 Hashes = NDArray[np.uint64]
-STRETCH = 1 << 20
+SEGMENT_CHARACTERS = 1 << 20
 """Characters of a document that are shingled at a time; shingles across such a border, n-1 in a million, are left out."""
 
 _BASE = 0xD6E8FEB86659FD93
@@ -24,22 +24,22 @@ def shingle(texts: Sequence[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[n
 
     A text that is shorter than n is one shingle. Normalised means: NFC, case folded, every run of white space one space.
     """
-    points, lengths = _normalised(texts)
+    points, lengths = _normalise(texts)
     if unit == "words":
         units, lengths = _words(points, lengths)
     else:
         units = points.astype(np.uint64)
-    units, lengths = _padded(units, lengths, n)
+    units, lengths = _pad(units, lengths, n)
     ends = np.cumsum(lengths)
-    inside = np.ones(len(units), dtype=np.bool_)
-    for back in range(1, n):
-        inside[ends - back] = False
-    return mix(_windows(units, n)[inside[: len(units) - n + 1]]), lengths - (n - 1)
+    is_inside = np.ones(len(units), dtype=np.bool_)
+    for distance in range(1, n):
+        is_inside[ends - distance] = False
+    return mix(_hash_windows(units, n)[is_inside[: len(units) - n + 1]]), lengths - (n - 1)
 
 
 def shingle_set(text: str, unit: Unit, n: int) -> Hashes:
     """The different shingles of one text, sorted; a long text is taken a stretch at a time."""
-    parts = [text[start : start + STRETCH] for start in range(0, max(len(text), 1), STRETCH)]
+    parts = [text[start : start + SEGMENT_CHARACTERS] for start in range(0, max(len(text), 1), SEGMENT_CHARACTERS)]
     if len(parts) == 1:
         return distinct(shingle(parts, unit, n)[0])
     return distinct(np.concatenate([distinct(shingle([part], unit, n)[0]) for part in parts]))
@@ -53,26 +53,26 @@ def distinct(hashes: Hashes) -> Hashes:
     return hashes[first]
 
 
-def jaccard(one: Hashes, other: Hashes) -> float:
+def jaccard(first_set: Hashes, second_set: Hashes) -> float:
     """The share of the shingles of two sets that both have."""
-    both = np.concatenate((one, other))
-    both.sort(kind="stable")  # two sorted runs: this merges them
-    common = int(np.count_nonzero(both[1:] == both[:-1]))
-    return common / (len(both) - common)
+    merged = np.concatenate((first_set, second_set))
+    merged.sort(kind="stable")  # two sorted runs: this merges them
+    common = int(np.count_nonzero(merged[1:] == merged[:-1]))
+    return common / (len(merged) - common)
 
 
-def _normalised(texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def _normalise(texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """The code points of all texts without anything between them, and each one's length."""
     folded = [_fold(text) for text in texts]
     lengths = np.array([len(text) + 1 for text in folded], dtype=np.int64)
     # A line end after each text: of the white space at a text's end and this one, the first stays, and goes at last.
     points = np.frombuffer("".join([text + "\n" for text in folded]).encode("utf-32-le", "surrogatepass"), np.uint32)
-    space = _is_space(points)
+    is_space = _is_space(points)
     keep = np.ones(len(points), dtype=np.bool_)
-    np.logical_not(space[1:] & space[:-1], out=keep[1:])
-    keep[0] = not space[0]
+    np.logical_not(is_space[1:] & is_space[:-1], out=keep[1:])
+    keep[0] = not is_space[0]
     lengths = np.add.reduceat(keep, np.cumsum(lengths) - lengths, dtype=np.int64)
-    points = np.where(space, np.uint32(32), points)[keep]
+    points = np.where(is_space, np.uint32(32), points)[keep]
     last = np.zeros(len(points), dtype=np.bool_)
     last[np.cumsum(lengths)[lengths > 0] - 1] = True
     return points[~last], np.maximum(lengths - 1, 0)
@@ -84,32 +84,32 @@ def _fold(text: str) -> str:
 
 def _is_space(points: NDArray[np.uint32]) -> NDArray[np.bool_]:
     """What `str.isspace` calls white space; below 0 the unsigned differences are large."""
-    space = (points - np.uint32(0x09) <= 4) | (points - np.uint32(0x1C) <= 4)
+    is_space = (points - np.uint32(0x09) <= 4) | (points - np.uint32(0x1C) <= 4)
     if points.max(initial=0) > 0x7E:
-        space |= (points == 0xA0) | (points == 0x3000) | (points == 0x85) | (points == 0x1680)
-        space |= (
+        is_space |= (points == 0xA0) | (points == 0x3000) | (points == 0x85) | (points == 0x1680)
+        is_space |= (
             (points - np.uint32(0x2000) <= 0xA)
             | (points - np.uint32(0x2028) <= 1)
             | (points == 0x202F)
             | (points == 0x205F)
         )
-    return space
+    return is_space
 
 
 def _words(points: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
     """A hash for each word, that is, for what stands between spaces, and how many words each text has."""
     ends = np.cumsum(lengths)
-    letter, first = points != 32, np.zeros(len(points), dtype=np.bool_)
-    first[1:] = ~letter[:-1]
+    is_letter, first = points != 32, np.zeros(len(points), dtype=np.bool_)
+    first[1:] = ~is_letter[:-1]
     first[(ends - lengths)[lengths > 0]] = True
-    so_far = np.concatenate(([0], np.cumsum(first)))
-    points, starts = points[letter], np.flatnonzero(first[letter])
-    place = np.arange(1, len(points) + 1) - np.repeat(starts, np.diff(np.append(starts, len(points))))
-    hashes = mix(points.astype(np.uint64) + (place.astype(np.uint64) << np.uint64(32)))
-    return np.add.reduceat(hashes, starts) if len(starts) else hashes, so_far[ends] - so_far[ends - lengths]
+    words_before = np.concatenate(([0], np.cumsum(first)))
+    points, starts = points[is_letter], np.flatnonzero(first[is_letter])
+    position = np.arange(1, len(points) + 1) - np.repeat(starts, np.diff(np.append(starts, len(points))))
+    hashes = mix(points.astype(np.uint64) + (position.astype(np.uint64) << np.uint64(32)))
+    return np.add.reduceat(hashes, starts) if len(starts) else hashes, words_before[ends] - words_before[ends - lengths]
 
 
-def _padded(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDArray[np.int64]]:
+def _pad(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDArray[np.int64]]:
     """Zeros after each text that is shorter than n, so that it has n."""
     missing = np.maximum(n - lengths, 0)
     if missing.any():
@@ -117,14 +117,14 @@ def _padded(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, 
     return units, lengths + missing
 
 
-def _windows(units: Hashes, n: int) -> Hashes:
+def _hash_windows(units: Hashes, n: int) -> Hashes:
     """At each place the n units from there on as one number: a polynomial, made by doubling."""
-    whole, width, base = units, 1, _BASE
+    windows, width, base = units, 1, _BASE
     for bit in bin(n)[3:]:
         # (window of width) then (window of width) gives one of twice the width
-        whole = whole[:-width] * np.uint64(base) + whole[width:]
+        windows = windows[:-width] * np.uint64(base) + windows[width:]
         width, base = 2 * width, base * base % 2**64
         if bit == "1":
-            whole = whole[: len(units) - width] * np.uint64(_BASE) + units[width:]
+            windows = windows[: len(units) - width] * np.uint64(_BASE) + units[width:]
             width, base = width + 1, base * _BASE % 2**64
-    return whole
+    return windows

@@ -10,19 +10,19 @@ import pyarrow as pa
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.formats.parquet import batch_records
-from textmill.corpus.records import Bad
-from textmill.corpus.source import Piece
-from textmill.corpus.streams import Broken, open_seekable
-from textmill.corpus.text_fields import fields_of
+from textmill.corpus.records import BadRecord
+from textmill.corpus.source import SourceChunk
+from textmill.corpus.streams import BrokenStream, open_seekable
+from textmill.corpus.text_fields import parse_text_key
 
 MAGIC = b"ARROW1"
 """The beginning of a file with a footer; one without is a stream."""
 
 
-def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """The rows of all batches."""
-    fields, row = fields_of(piece.source, config), 0
-    with open_seekable(piece.source.address) as stream:
+    fields, row = parse_text_key(chunk.source, config), 0
+    with open_seekable(chunk.source.address) as stream:
         for batch in _batches(stream):
             names = batch.schema.names
             yield from batch_records(
@@ -45,6 +45,6 @@ def _batches(stream: Any) -> Iterator[Any]:
             with pa.ipc.open_stream(stream) as batches:
                 yield from batches
     except (pa.ArrowException, OSError) as error:
-        raise Broken(
+        raise BrokenStream(
             f"no Arrow file, or only a part of one: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None

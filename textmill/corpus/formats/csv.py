@@ -8,21 +8,28 @@ from collections.abc import Iterator
 from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW, Bad, Unreadable, lines_of, not_utf8, refuse_long
-from textmill.corpus.source import Piece
+from textmill.corpus.records import (
+    RAW_BYTES,
+    BadRecord,
+    UnreadableRecord,
+    check_line_length,
+    describe_encoding_error,
+    read_lines,
+)
+from textmill.corpus.source import SourceChunk
 from textmill.corpus.streams import stored_name
-from textmill.corpus.text_fields import fields_of
+from textmill.corpus.text_fields import parse_text_key
 
 
-def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """Rows by the names of the header; one with more or fewer fields than the header is bad, never guessed at."""
-    fields, lines = fields_of(piece.source, config), _Lines(piece)
-    tabs = ".tsv" in stored_name(piece.source.address).rpartition("/")[2]
-    csv.field_size_limit(records.MAX_RECORD)
+    fields, lines = parse_text_key(chunk.source, config), _LineReader(chunk)
+    tabs = ".tsv" in stored_name(chunk.source.address).rpartition("/")[2]
+    csv.field_size_limit(records.MAX_RECORD_BYTES)
     rows = csv.reader(lines, delimiter="\t" if tabs else ",", strict=True)
     header: list[str] | None = None
     while True:
-        lines.begin()
+        lines.start_row()
         try:
             row = next(rows)
             if not row:
@@ -31,36 +38,36 @@ def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
                 header = [_text(name).strip() for name in row]
                 continue
             if len(row) != len(header):
-                raise Unreadable(f"found {len(row)} fields; the header has {len(header)}: {header[:12]}")
+                raise UnreadableRecord(f"found {len(row)} fields; the header has {len(header)}: {header[:12]}")
             value = {name: _text(field) for name, field in zip(header, row, strict=True)}
         except StopIteration:
             return
         except csv.Error as error:
-            yield Bad(piece.source.name, lines.place, f"not CSV: {error}", lines.raw)
-        except Unreadable as error:
-            yield Bad(piece.source.name, lines.place, str(error)[:RAW], lines.raw)
+            yield BadRecord(chunk.source.name, lines.place, f"not CSV: {error}", lines.raw)
+        except UnreadableRecord as error:
+            yield BadRecord(chunk.source.name, lines.place, str(error)[:RAW_BYTES], lines.raw)
         else:
             yield from fields.documents(value, lines.place, lines.raw)
 
 
-class _Lines:
+class _LineReader:
     """Lines as the csv module takes them, with the place and the bytes of the row at hand."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.lines = lines_of(piece)
-        self.place, self.raw, self.fresh = "line 1", b"", True
+    def __init__(self, chunk: SourceChunk) -> None:
+        self.lines = read_lines(chunk)
+        self.place, self.raw, self.at_row_start = "line 1", b"", True
 
-    def begin(self) -> None:
-        self.fresh = True
+    def start_row(self) -> None:
+        self.at_row_start = True
 
-    def __iter__(self) -> _Lines:
+    def __iter__(self) -> _LineReader:
         return self
 
     def __next__(self) -> str:
         number, line, length = next(self.lines)
-        if self.fresh:
-            self.place, self.raw, self.fresh = f"line {number}", line[:RAW], False
-        refuse_long(length)
+        if self.at_row_start:
+            self.place, self.raw, self.at_row_start = f"line {number}", line[:RAW_BYTES], False
+        check_line_length(length)
         text = line.decode(errors="surrogateescape")
         return text.removeprefix("\ufeff") if number == 1 else text
 
@@ -70,5 +77,7 @@ def _text(field: str) -> str:
         field.encode()
     except UnicodeEncodeError as error:
         raw = field.encode(errors="surrogateescape")
-        raise Unreadable(not_utf8(raw, ord(field[error.start]) & 0xFF, len(field[: error.start].encode()))) from None
+        raise UnreadableRecord(
+            describe_encoding_error(raw, ord(field[error.start]) & 0xFF, len(field[: error.start].encode()))
+        ) from None
     return field

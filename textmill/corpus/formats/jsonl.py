@@ -7,47 +7,47 @@ from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW, Bad, Unreadable, decoded, lines_of, refuse_long
-from textmill.corpus.source import Piece, Range, Source
+from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
+from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.corpus.sources import line_ranges
-from textmill.corpus.text_fields import Fields, fields_of
+from textmill.corpus.text_fields import TextFields, parse_text_key
 
 
-def ranges(source: Source, documents: str) -> Iterator[Range] | None:
+def ranges(source: Source, documents: str) -> Iterator[ChunkRange] | None:
     """Whole lines."""
     return line_ranges(source)
 
 
-def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """A record a line; a blank line has no field and is empty text."""
-    fields = fields_of(piece.source, config)
-    for number, line, length in lines_of(piece):
+    fields = parse_text_key(chunk.source, config)
+    for number, line, length in read_lines(chunk):
         yield from line_records(line, length, f"line {number}", fields)
 
 
-def line_records(line: bytes, length: int, place: str, fields: Fields) -> Iterator[Document | Bad]:
+def line_records(line: bytes, length: int, place: str, fields: TextFields) -> Iterator[Document | BadRecord]:
     """The documents of one line."""
     try:
-        refuse_long(length)
-        text = decoded(line)
+        check_line_length(length)
+        text = decode_utf8(line)
         if text.isspace() or not text:
             yield Document("", fields.source, place)
             return
-        value = parsed(text)
-    except Unreadable as error:
-        yield Bad(fields.source, place, str(error)[:RAW], line[:RAW])
+        value = parse_json(text)
+    except UnreadableRecord as error:
+        yield BadRecord(fields.source, place, str(error)[:RAW_BYTES], line[:RAW_BYTES])
         return
     yield from fields.documents(value, place, line)
 
 
-def parsed(text: str) -> object:
+def parse_json(text: str) -> object:
     """A JSON value, or the reason why it is none."""
     try:
         value: object = json.loads(text)
     except RecursionError:
-        raise Unreadable("JSON nested too deep") from None
+        raise UnreadableRecord("JSON nested too deep") from None
     except json.JSONDecodeError as error:
-        raise Unreadable(f"not JSON: {error.msg} at column {min(error.pos, len(text.rstrip())) + 1}") from None
+        raise UnreadableRecord(f"not JSON: {error.msg} at column {min(error.pos, len(text.rstrip())) + 1}") from None
     except ValueError as error:  # a number of more digits than Python reads
-        raise Unreadable(f"not JSON: {error}") from None
+        raise UnreadableRecord(f"not JSON: {error}") from None
     return value

@@ -10,52 +10,54 @@ from typing import Any
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
-from textmill.corpus.records import Bad
-from textmill.corpus.source import Piece, Range, Source
+from textmill.corpus.records import BadRecord
+from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.errors import TextmillError
 
-DOCUMENTS = 100_000
+DOCUMENTS_PER_CHUNK = 100_000
 """Documents of a piece."""
 PREFIX = "mongo:"
 
 
-def sources_of(word: str) -> list[Source]:
+def find_mongo_sources(entry: str) -> list[Source]:
     """The index that a word names, with its bounds as they are now: what is added later moves nothing and is not read."""
-    source = Source(word, os.path.expanduser(word.removeprefix(PREFIX)), "mongo")
-    index = _module(source, "collections").open_index(source.address)
+    source = Source(entry, os.path.expanduser(entry.removeprefix(PREFIX)), "mongo")
+    index = _import_mongo(source, "collections").open_index(source.address)
     index.close()
-    return [replace(source, bounds=index.bounds)]
+    return [replace(source, collection_ranges=index.collection_ranges)]
 
 
-def ranges(source: Source, documents: str) -> Iterator[Range]:
+def ranges(source: Source, documents: str) -> Iterator[ChunkRange]:
     """Ranges of the index."""
     size = _size(source)
-    yield from ((start, min(start + DOCUMENTS, size), start) for start in range(0, max(size, 1), DOCUMENTS))
-
-
-def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
-    """The documents of a range."""
-    source = piece.source
-    yield from _module(source, "collections").read_range(
-        source.address, piece.start, piece.stop, config, source.bounds, source.text_key
+    yield from (
+        (start, min(start + DOCUMENTS_PER_CHUNK, size), start) for start in range(0, max(size, 1), DOCUMENTS_PER_CHUNK)
     )
 
 
-def state_of(source: Source) -> tuple[int, str]:
+def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
+    """The documents of a range."""
+    source = chunk.source
+    yield from _import_mongo(source, "collections").read_range(
+        source.address, chunk.start, chunk.stop, config, source.collection_ranges, source.text_key
+    )
+
+
+def collection_state(source: Source) -> tuple[int, str]:
     """The number of positions, and a mark of what stands there."""
-    bounds = _module(source, "snapshot")
+    snapshot = _import_mongo(source, "snapshot")
     server = import_module("textmill.corpus.mongo.server").open_server(source.address)
     try:
-        return _size(source), bounds.mark_of(server, source.bounds, source.raw)
+        return _size(source), snapshot.fingerprint_collections(server, source.collection_ranges, source.read_original)
     finally:
         server.close()
 
 
 def _size(source: Source) -> int:
-    return sum(one.size for one in source.bounds)
+    return sum(collection_range.size for collection_range in source.collection_ranges)
 
 
-def _module(source: Source, name: str) -> Any:
+def _import_mongo(source: Source, name: str) -> Any:
     try:
         return import_module(f"textmill.corpus.mongo.{name}")
     except ImportError as error:

@@ -12,76 +12,81 @@ import pyarrow.parquet as pq
 from textmill.config import CorpusConfig
 from textmill.corpus import sources
 from textmill.corpus.document import Document
-from textmill.corpus.records import RAW, Bad
-from textmill.corpus.source import Piece, Range, Source
-from textmill.corpus.streams import Broken, open_seekable
-from textmill.corpus.text_fields import Fields, fields_of
+from textmill.corpus.records import RAW_BYTES, BadRecord
+from textmill.corpus.source import ChunkRange, Source, SourceChunk
+from textmill.corpus.streams import BrokenStream, open_seekable
+from textmill.corpus.text_fields import TextFields, parse_text_key
 
-BATCH = 1024
+BATCH_ROWS = 1024
 
 
-def ranges(source: Source, documents: str) -> Iterator[Range] | None:
+def ranges(source: Source, documents: str) -> Iterator[ChunkRange] | None:
     """Row groups, about PIECE bytes of them; None: the file cannot be read at all."""
     try:
         with _open(source) as file:
-            return iter(_cuts(file.metadata))
-    except Broken:
+            return iter(_row_group_ranges(file.metadata))
+    except BrokenStream:
         return None
 
 
-def _cuts(metadata: Any) -> list[Range]:
-    cuts, start, at, first, row = [], 0, 0, 0, 0
+def _row_group_ranges(metadata: Any) -> list[ChunkRange]:
+    ranges_found, start, at, first, row = [], 0, 0, 0, 0
     for group in range(metadata.num_row_groups):
         at += metadata.row_group(group).total_byte_size
         row += metadata.row_group(group).num_rows
-        if at - start >= sources.PIECE or group == metadata.num_row_groups - 1:
-            cuts.append((start, at, first))
+        if at - start >= sources.CHUNK_BYTES or group == metadata.num_row_groups - 1:
+            ranges_found.append((start, at, first))
             start, first = at, row
-    return cuts or [(0, 0, 0)]
+    return ranges_found or [(0, 0, 0)]
 
 
-def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """The rows of a piece's row groups; a damaged group is one bad record, and the next one is read."""
-    fields = fields_of(piece.source, config)
-    with _open(piece.source) as file:
+    fields = parse_text_key(chunk.source, config)
+    with _open(chunk.source) as file:
         columns, at, row = fields.columns(file.schema_arrow.names), 0, 0
         for group in range(file.num_row_groups):
-            facts = file.metadata.row_group(group)
-            at, row, done = at + facts.total_byte_size, row + facts.num_rows, row
-            if not piece.whole and not piece.start < at <= piece.stop:
+            group_metadata = file.metadata.row_group(group)
+            at, row, next_row = at + group_metadata.total_byte_size, row + group_metadata.num_rows, row
+            if not chunk.is_entire_source and not chunk.start < at <= chunk.stop:
                 continue
             try:
                 for batch in file.iter_batches(
-                    batch_size=BATCH, row_groups=[group], columns=columns or None, use_threads=False
+                    batch_size=BATCH_ROWS, row_groups=[group], columns=columns or None, use_threads=False
                 ):
-                    yield from batch_records(batch, fields, done, file.schema_arrow.names)
-                    done += batch.num_rows
+                    yield from batch_records(batch, fields, next_row, file.schema_arrow.names)
+                    next_row += batch.num_rows
             except (pa.ArrowException, OSError) as error:
-                yield Bad(
-                    piece.source.name, f"row {done}", f"damaged from here to row {row}: {_first_line(error)}"[:RAW], b""
+                yield BadRecord(
+                    chunk.source.name,
+                    f"row {next_row}",
+                    f"damaged from here to row {row}: {_first_line(error)}"[:RAW_BYTES],
+                    b"",
                 )
 
 
-def batch_records(batch: Any, fields: Fields, first: int, names: list[str]) -> Iterator[Document | Bad]:
+def batch_records(batch: Any, fields: TextFields, first: int, names: list[str]) -> Iterator[Document | BadRecord]:
     """A record a row; a table without the column is bad in every row, so that each is counted."""
     if not fields.columns(names) or (not fields.chat and not set(fields.columns(names)) & _text_columns(fields)):
         texts = [one.name for one in batch.schema if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)]
         reason = f"no column '{fields.key}'; found {names[:12]}" + (
             f"; set corpus.text_key={texts[0]}" if texts else ""
         )
-        yield from (Bad(fields.source, f"row {first + index}", reason[:RAW], b"") for index in range(batch.num_rows))
+        yield from (
+            BadRecord(fields.source, f"row {first + index}", reason[:RAW_BYTES], b"") for index in range(batch.num_rows)
+        )
         return
     for index, row in enumerate(_rows(batch)):
         if isinstance(row, str):
-            yield Bad(fields.source, f"row {first + index}", row, b"")
+            yield BadRecord(fields.source, f"row {first + index}", row, b"")
         else:
             yield from fields.documents(
-                row, f"row {first + index}", str(row)[:RAW].encode(errors="replace") if row else b""
+                row, f"row {first + index}", str(row)[:RAW_BYTES].encode(errors="replace") if row else b""
             )
 
 
-def _text_columns(fields: Fields) -> set[str]:
-    paths = [fields.lists[0]] if fields.lists else list(fields.leaves)
+def _text_columns(fields: TextFields) -> set[str]:
+    paths = [fields.list_paths[0]] if fields.list_paths else list(fields.text_paths)
     return {fields.key} | {word for path in paths if path for word in (".".join(path), path[0])}
 
 
@@ -103,7 +108,7 @@ def _open(source: Source) -> Iterator[Any]:
         try:
             file = pq.ParquetFile(stream)
         except (pa.ArrowException, OSError) as error:
-            raise Broken(f"no Parquet file, or only a part of one: {_first_line(error)}") from None
+            raise BrokenStream(f"no Parquet file, or only a part of one: {_first_line(error)}") from None
         with file:
             yield file
     finally:

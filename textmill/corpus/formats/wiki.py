@@ -10,56 +10,56 @@ from textmill.config import CorpusConfig
 from textmill.corpus import records
 from textmill.corpus.document import Document
 from textmill.corpus.formats import jsonl
-from textmill.corpus.records import RAW, Bad, Unreadable, decoded, lines_of, refuse_long
-from textmill.corpus.source import Piece
-from textmill.corpus.text_fields import Fields, fields_of
+from textmill.corpus.records import RAW_BYTES, BadRecord, UnreadableRecord, check_line_length, decode_utf8, read_lines
+from textmill.corpus.source import SourceChunk
+from textmill.corpus.text_fields import TextFields, parse_text_key
 
 _START = re.compile(rb"\s*<doc( [^>]*)>\s*")
-_FACT = re.compile(r'(\w+)="([^"]*)"')
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
-def read(piece: Piece, config: CorpusConfig) -> Iterator[Document | Bad]:
+def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """Pages with the fields id, url, title and text; the title is kept as metadata where nothing else is asked for."""
-    fields = fields_of(piece.source, config, keep=("title",))
+    fields = parse_text_key(chunk.source, config, kept_fields=("title",))
     page: _Page | None = None
-    for number, line, length in lines_of(piece):
-        bare = line.strip()
-        if page is None and bare.startswith(b"{"):
+    for number, line, length in read_lines(chunk):
+        stripped = line.strip()
+        if page is None and stripped.startswith(b"{"):
             yield from jsonl.line_records(line, length, f"line {number}", fields)
         elif page is None and (start := _START.fullmatch(line)):
             page = _Page(number, start[1])
         elif page is None:
-            if bare:
-                yield Bad(piece.source.name, f"line {number}", "text outside of a <doc> block", line[:RAW])
-        elif bare == b"</doc>":
+            if stripped:
+                yield BadRecord(chunk.source.name, f"line {number}", "text outside of a <doc> block", line[:RAW_BYTES])
+        elif stripped == b"</doc>":
             yield from page.documents(fields)
             page = None
         else:
             page.add(line, length)
     if page is not None:
-        yield Bad(piece.source.name, f"line {page.number}", "a <doc> block without its end", page.head)
+        yield BadRecord(chunk.source.name, f"line {page.number}", "a <doc> block without its end", page.head)
 
 
 class _Page:
     """A block that is being read."""
 
     def __init__(self, number: int, head: bytes) -> None:
-        self.number, self.head, self.size = number, head[:RAW], 0
+        self.number, self.head, self.size = number, head[:RAW_BYTES], 0
         self.lines: list[bytes] = []
 
     def add(self, line: bytes, length: int) -> None:
         self.size += length
-        if self.size <= records.MAX_RECORD:
+        if self.size <= records.MAX_RECORD_BYTES:
             self.lines.append(line)
 
-    def documents(self, fields: Fields) -> Iterator[Document | Bad]:
+    def documents(self, fields: TextFields) -> Iterator[Document | BadRecord]:
         place = f"line {self.number}"
         try:
-            refuse_long(self.size)
-            page = {name: html.unescape(value) for name, value in _FACT.findall(decoded(self.head))}
-            page["text"] = html.unescape(decoded(b"".join(self.lines)))
+            check_line_length(self.size)
+            page = {name: html.unescape(value) for name, value in _ATTRIBUTE.findall(decode_utf8(self.head))}
+            page["text"] = html.unescape(decode_utf8(b"".join(self.lines)))
             place = f"page {page['id']}" if "id" in page else place
-        except Unreadable as error:
-            yield Bad(fields.source, place, str(error), self.head)
+        except UnreadableRecord as error:
+            yield BadRecord(fields.source, place, str(error), self.head)
             return
         yield from fields.documents(page, place, self.head)

