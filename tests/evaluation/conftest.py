@@ -1,4 +1,4 @@
-"""A small run with its tokens, as the chain would leave it: corpus of three languages, tokenizer, stores, checkpoint."""
+"""A small run as `textmill run` leaves it: tokens of three languages, a tokenizer and one checkpoint."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.fixture
 def new_store(tmp_path: Path) -> MakeStore:
-    """Makes a store of ids, one document."""
+    """Writes a token store of one document."""
 
     def make(ids: list[int]) -> TokenStore:
         with StoreWriter(tmp_path / "some", np.dtype(np.uint16)) as writer:
@@ -88,7 +88,7 @@ def _write_tokens(folder: Path, tokenizer: TextTokenizer) -> None:
 
 @pytest.fixture(scope="session")
 def life(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> Path:
-    """The folder of one model's life: tokens and a run of one checkpoint."""
+    """A project folder: tokens, and a run with one checkpoint."""
     folder = tmp_path_factory.mktemp("life")
     _write_tokens(folder / "tokens", tokenizer)
     shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=24, vocab=tokenizer.vocab, end=tokenizer.end)
@@ -109,7 +109,7 @@ def checkpoint(life: Path) -> Checkpoint:
 
 @pytest.fixture
 def config(life: Path) -> RunConfig:
-    """Measures the valid split on the plainest engine."""
+    """Measures the valid split on the CPU in fp32."""
     return RunConfig(
         folder=str(life), engine=TorchEngine(device="cpu", precision="fp32"), evaluate=EvaluateConfig(batch=4)
     )

@@ -1,4 +1,4 @@
-"""The counting models equal slow ones made of dictionaries, and their chances sum to one."""
+"""The baselines equal slow ones made of dictionaries, and their probabilities sum to one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from textmill.errors import TextmillError
 from textmill.evaluation import baselines
-from textmill.evaluation.baselines import count, losses_of
+from textmill.evaluation.baselines import count, sum_losses
 from textmill.tokens.index_formats import Index
 from textmill.tokens.store import TokenStore
 
@@ -44,40 +44,40 @@ def slow_losses(train: list[int], valid: list[int]) -> dict[str, float]:
 
 @settings(max_examples=150, deadline=None)
 @given(streams, streams, st.integers(1, 9))
-def test_losses_are_those_of_dictionaries(train: list[int], valid: list[int], block: int) -> None:
+def test_losses_equal_those_of_dictionaries(train: list[int], valid: list[int], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(baselines, "BLOCK", block)
         counts = count(store_of(train), vocab=VOCAB, first=FIRST)
-        found = losses_of(counts, store_of(valid), first=FIRST)
+        found = sum_losses(counts, store_of(valid), first=FIRST)
     assert found == pytest.approx(slow_losses(train, valid), rel=1e-12)
 
 
 @settings(max_examples=100, deadline=None)
 @given(streams)
-def test_the_chances_after_any_token_sum_to_one(train: list[int]) -> None:
+def test_probabilities_after_any_token_sum_to_one(train: list[int]) -> None:
     counts = count(store_of(train), vocab=VOCAB, first=FIRST)
     every = np.arange(VOCAB)
     assert counts.unigram(every).sum() == pytest.approx(1, abs=1e-12)
     for before in range(VOCAB):
-        chances = counts.bigram(np.full(VOCAB, before), every)
-        assert chances.sum() == pytest.approx(1, abs=1e-12)
-        assert (chances > 0).all()
+        probabilities = counts.bigram(np.full(VOCAB, before), every)
+        assert probabilities.sum() == pytest.approx(1, abs=1e-12)
+        assert (probabilities > 0).all()
 
 
-def test_no_more_than_the_most_is_counted() -> None:
-    counts = count(store_of([1, 2, 3, 4, 5]), vocab=VOCAB, first=FIRST, most=3)
+def test_at_most_the_limit_is_counted() -> None:
+    counts = count(store_of([1, 2, 3, 4, 5]), vocab=VOCAB, first=FIRST, limit=3)
     assert counts.counted == 3
     assert counts.tokens_V.tolist() == [0, 1, 1, 1, 0, 0, 0]
 
 
-def test_a_vocabulary_of_two_million_needs_no_square() -> None:
+def test_a_vocabulary_of_two_million_fits_in_memory() -> None:
     vocab = 2_000_000
     counts = count(store_of([vocab - 1, vocab - 2, vocab - 1, vocab - 2, 5]), vocab=vocab, first=0)
-    chances = counts.bigram(np.array([vocab - 1]), np.array([vocab - 2]))
+    probabilities = counts.bigram(np.array([vocab - 1]), np.array([vocab - 2]))
     unigram = 3 / (5 + vocab)
-    assert chances[0] == pytest.approx((2 + unigram) / 3)
+    assert probabilities[0] == pytest.approx((2 + unigram) / 3)
 
 
-def test_ids_beyond_the_vocabulary_are_refused(new_store: Callable[[list[int]], TokenStore]) -> None:
-    with pytest.raises(TextmillError, match="token ids from 1 to 9, the vocabulary has 7"):
+def test_ids_outside_the_vocabulary_raise_an_error(new_store: Callable[[list[int]], TokenStore]) -> None:
+    with pytest.raises(TextmillError, match="token ids from 1 to 9 found, the vocabulary has 7"):
         count(new_store([1, 9, 2]), vocab=VOCAB, first=FIRST)

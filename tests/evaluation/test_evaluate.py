@@ -1,4 +1,4 @@
-"""The verb: its figures, its table, what it keeps and what it refuses."""
+"""The command evaluate: its metrics, its table, the file it saves, and its errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from textmill.checkpoints.folders import Checkpoint, Snapshot, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.evaluation import evaluate
-from textmill.evaluation.metrics import figures_of, table_of
+from textmill.evaluation.metrics import compute_metrics, format_metrics
 from textmill.storage.files import read_json, write_json
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 
-def test_figures_of_a_known_loss() -> None:
-    figures = figures_of(80 * math.log(2), {"tokens": 10, "words": 5, "bytes": 40}, "x")
+def test_metrics_of_a_known_loss() -> None:
+    metrics = compute_metrics(80 * math.log(2), {"tokens": 10, "words": 5, "bytes": 40}, "x")
     wanted = {
         "loss": 8 * math.log(2),
         "token_perplexity": 256,
@@ -30,22 +30,22 @@ def test_figures_of_a_known_loss() -> None:
         "byte_perplexity": 4,
         "bits_per_byte": 2,
     }
-    assert figures == pytest.approx(wanted)
+    assert metrics == pytest.approx(wanted)
 
 
-def test_a_word_of_a_page_has_no_perplexity() -> None:
-    figures = figures_of(5000.0, {"tokens": 1000, "words": 1, "bytes": 3000}, "x")
-    assert figures["word_perplexity"] is None
-    assert "  -  " in table_of({"model": figures})
+def test_a_word_as_long_as_a_page_has_no_perplexity() -> None:
+    metrics = compute_metrics(5000.0, {"tokens": 1000, "words": 1, "bytes": 3000}, "x")
+    assert metrics["word_perplexity"] is None
+    assert "  -  " in format_metrics({"model": metrics})
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_refused(loss: float) -> None:
-    with pytest.raises(TextmillError, match="no measure"):
-        figures_of(loss, {"tokens": 10, "words": 5, "bytes": 40}, "x")
+def test_a_loss_that_is_not_finite_raises_an_error(loss: float) -> None:
+    with pytest.raises(TextmillError, match="not a finite number"):
+        compute_metrics(loss, {"tokens": 10, "words": 5, "bytes": 40}, "x")
 
 
-def test_the_result_is_printed_kept_and_consistent(
+def test_the_result_is_printed_saved_and_consistent(
     config: RunConfig, life: Path, documents: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = evaluate(config)
@@ -56,14 +56,14 @@ def test_the_result_is_printed_kept_and_consistent(
     text_bytes = sum(len(text.encode()) for text in documents["valid"])
     assert (result["documents"], result["bytes"]) == (12, text_bytes)
     for row in ("model", "unigram", "bigram"):
-        figures = result[row]
-        nats = figures["loss"] * result["tokens"]
-        assert figures["word_perplexity"] == pytest.approx(math.exp(nats / result["words"]))
-        assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes)
+        metrics = result[row]
+        nats = metrics["loss"] * result["tokens"]
+        assert metrics["word_perplexity"] == pytest.approx(math.exp(nats / result["words"]))
+        assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes)
     assert result["bigram"]["loss"] < result["unigram"]["loss"]
 
 
-def test_json_is_one_line_and_baselines_may_be_left_out(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_line_and_baselines_are_optional(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     plain = config.model_copy(update={"evaluate": EvaluateConfig(split="train", baselines=False, stride=5)})
     result = evaluate(plain, 123, as_json=True)
     assert json.loads(capsys.readouterr().out) == result
@@ -71,14 +71,12 @@ def test_json_is_one_line_and_baselines_may_be_left_out(config: RunConfig, capsy
     assert "unigram" not in result
 
 
-def test_the_window_is_the_length_of_training(config: RunConfig) -> None:
+def test_the_window_is_train_length(config: RunConfig) -> None:
     short = config.model_copy(update={"train": config.train.model_copy(update={"length": 8})})
     assert evaluate(short)["window"] == 8
 
 
-def test_a_model_from_elsewhere_keeps_its_folder_as_it_is(
-    config: RunConfig, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_nothing_is_written_into_a_bare_model_folder(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint.folder, bare, ignore=lambda *_: ["progress.json", "manifest.json"])
     before = sorted(tmp_path.rglob("*"))
@@ -92,12 +90,12 @@ def test_a_model_from_elsewhere_keeps_its_folder_as_it_is(
     assert result["model"] == pytest.approx(evaluate(config)["model"])
 
 
-def test_an_empty_split_names_another(config: RunConfig) -> None:
+def test_the_error_for_an_empty_split_names_another(config: RunConfig) -> None:
     with pytest.raises(TextmillError, match=r"test split is empty; .*evaluate\.split=train.*corpus\.split"):
         evaluate(config.model_copy(update={"evaluate": EvaluateConfig(split="test")}))
 
 
-def test_tokens_of_another_tokenizer_are_refused(config: RunConfig, life: Path, tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_raise_an_error(config: RunConfig, life: Path, tmp_path: Path) -> None:
     shutil.copytree(life / "tokens", tmp_path / "tokens")
     other: TextTokenizer = fit(iter([["another text"]]), TokenizerConfig(vocab=260))
     manifest = read_json(tmp_path / "tokens" / "manifest.json")
@@ -107,12 +105,12 @@ def test_tokens_of_another_tokenizer_are_refused(config: RunConfig, life: Path, 
         evaluate(config.model_copy(update={"tokens": tokens}))
 
 
-def test_a_stride_beyond_the_window_is_refused(config: RunConfig) -> None:
+def test_a_stride_above_the_window_raises_an_error(config: RunConfig) -> None:
     with pytest.raises(TextmillError, match=r"evaluate\.stride: 25"):
         evaluate(config.model_copy(update={"evaluate": EvaluateConfig(stride=25)}))
 
 
-def test_weights_that_are_no_numbers_are_refused(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_raise_an_error(config: RunConfig, checkpoint: Checkpoint, tmp_path: Path) -> None:
     weights = [
         (name, np.full_like(values, np.nan) if "ln_f" in name else values) for name, values in checkpoint.weights()
     ]
@@ -126,6 +124,14 @@ def test_weights_that_are_no_numbers_are_refused(config: RunConfig, checkpoint: 
     assert not (tmp_path / "evaluation").exists()
 
 
-def test_the_room_is_light_to_enter() -> None:
+def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, textmill.evaluation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"), [(["glue"], "unknown task 'glue'; choose from .*perplexity"), ([], "is empty; choose from")]
+)
+def test_task_names_are_checked_when_the_config_is_read(tasks: list[str], message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
+        EvaluateConfig(tasks=tasks)

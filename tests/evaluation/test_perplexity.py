@@ -1,11 +1,11 @@
-"""The summed loss equals one worked out from transformers' scores, and every token is asked once."""
+"""The summed loss of a token store equals one computed from transformers' logits; every token counts once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,65 +17,72 @@ from transformers import AutoModelForCausalLM
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.errors import TextmillError
-from textmill.evaluation import perplexity as module
-from textmill.evaluation.perplexity import perplexity
+from textmill.evaluation import scorer_torch
+from textmill.evaluation.scorer_torch import TorchScorer
 from textmill.models.nets_torch import open_net
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.windows import window_batches
 from textmill.tokens.index_formats import Index
 from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 CPU = torch.device("cpu")
 
 
+def scorer_of(checkpoint: Checkpoint, batch: int, dtype: torch.dtype = torch.float32) -> TorchScorer:
+    return TorchScorer(checkpoint, open_net(checkpoint.folder, CPU), open_tokenizer(checkpoint.tokenizer), batch, dtype)
+
+
 def reference(model: Any, ids: list[int], end: int, length: int, stride: int) -> float:
-    """The loss of a stream, token by token: each is scored in the first window that holds it."""
-    stream, total, asked = [end, *ids], 0.0, 0
+    """The loss of a stream, token by token: each is predicted in the first window that holds it."""
+    stream, total, predicted = [end, *ids], 0.0, 0
     start = 0
-    while asked < len(ids):
+    while predicted < len(ids):
         window = stream[start : start + length]
         with torch.no_grad():
-            chances = model(torch.tensor([window])).logits[0].double().log_softmax(-1)
-        for place in range(asked - start, min(length, len(ids) - start)):
-            total -= float(chances[place, ids[start + place]])
-            asked += 1
+            log_probabilities = model(torch.tensor([window])).logits[0].double().log_softmax(-1)
+        for place in range(predicted - start, min(length, len(ids) - start)):
+            total -= float(log_probabilities[place, ids[start + place]])
+            predicted += 1
         start += stride
     return total
 
 
 @pytest.mark.parametrize(("length", "stride"), [(24, 24), (24, 7), (16, 16), (16, 1), (10, 9)])
-def test_the_loss_is_that_of_transformers(checkpoint: Checkpoint, life: Path, length: int, stride: int) -> None:
+def test_the_loss_equals_that_of_transformers(checkpoint: Checkpoint, life: Path, length: int, stride: int) -> None:
     store = open_store(life / "tokens" / "valid")
-    net = open_net(checkpoint.folder, CPU)
+    scorer = scorer_of(checkpoint, 5)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
-    wanted = reference(model, store.ids.tolist(), net.shape.end, length, stride)
-    found = perplexity(net, store, length=length, stride=stride, batch=5, first=net.shape.end)
+    wanted = reference(model, store.ids.tolist(), scorer.tokenizer.end, length, stride)
+    found = scorer.sum_losses(store, length=length, stride=stride)
     assert found.tokens == store.tokens
     assert found.loss == pytest.approx(wanted, rel=1e-5)
 
 
-def test_blocks_of_scores_change_nothing(checkpoint: Checkpoint, life: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, store = open_net(checkpoint.folder, CPU), open_store(life / "tokens" / "valid")
-    whole = perplexity(net, store, length=24, stride=24, batch=16, first=net.shape.end)
-    monkeypatch.setattr(module, "LOGITS_AT_A_TIME", 7 * net.shape.padded_vocab)
-    parts = perplexity(net, store, length=24, stride=24, batch=1, first=net.shape.end)
-    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+def test_blocks_of_logits_give_the_same_loss(
+    checkpoint: Checkpoint, life: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(life / "tokens" / "valid")
+    at_once = scorer_of(checkpoint, 16).sum_losses(store, length=24, stride=24)
+    one_by_one = scorer_of(checkpoint, 1)
+    monkeypatch.setattr(scorer_torch, "MAX_LOGITS", 7 * one_by_one.net.shape.padded_vocab)
+    assert one_by_one.sum_losses(store, length=24, stride=24).loss == pytest.approx(at_once.loss, rel=1e-6)
 
 
-def test_bf16_is_near(checkpoint: Checkpoint, life: Path) -> None:
-    # A CPU without bf16 makes torch switch mkldnn off for the whole process; the other tests want it as it was.
+def test_bf16_is_close_to_fp32(checkpoint: Checkpoint, life: Path) -> None:
+    # A CPU without bf16 makes torch switch mkldnn off for the entire process; other tests need it on.
     with torch.backends.mkldnn.flags(enabled=True):
-        net, store = open_net(checkpoint.folder, CPU), open_store(life / "tokens" / "valid")
+        store = open_store(life / "tokens" / "valid")
         exact, near = (
-            perplexity(net, store, length=24, stride=24, batch=16, first=net.shape.end, precision=precision).loss
-            for precision in (torch.float32, torch.bfloat16)
+            scorer_of(checkpoint, 16, dtype).sum_losses(store, length=24, stride=24).loss
+            for dtype in (torch.float32, torch.bfloat16)
         )
         assert near == pytest.approx(exact, rel=2e-2)
         assert near != exact
 
 
-class Witness(nn.Module):
-    """A net that knows nothing and notes what it is asked: every token costs log of the vocabulary."""
+class UniformNet(nn.Module):
+    """A net that gives every token the same probability: each has the loss log(vocab)."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -88,6 +95,12 @@ class Witness(nn.Module):
         return torch.zeros(*x_NTE.shape[:-1], self.shape.vocab)
 
 
+def uniform_scorer(vocab: int, batch: int) -> TorchScorer:
+    net: Any = UniformNet(vocab)
+    no_checkpoint, tokenizer = cast(Checkpoint, None), cast(TextTokenizer, SimpleNamespace(end=0))
+    return TorchScorer(no_checkpoint, net, tokenizer, batch)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 20), st.data())
 def test_every_token_counts_once(tokens: int, length: int, data: st.DataObject) -> None:
@@ -96,13 +109,13 @@ def test_every_token_counts_once(tokens: int, length: int, data: st.DataObject) 
     index = Index(Path("some"), np.dtype(np.int64), np.array([tokens]), np.zeros(1, np.int64), 1, np.array([0, 1]))
     store = TokenStore(Path("some"), ids, index, 0, 1)
     batches = window_batches(store, length=length, stride=stride, batch=batch, first=0)
-    asked = np.concatenate([windows.labels[windows.labels != IGNORED] for windows in batches])
-    assert sorted(asked.tolist()) == ids.tolist()
-    found = perplexity(Witness(64), store, length=length, stride=stride, batch=batch, first=0)
+    predicted = np.concatenate([windows.labels[windows.labels != IGNORED] for windows in batches])
+    assert sorted(predicted.tolist()) == ids.tolist()
+    found = uniform_scorer(64, batch).sum_losses(store, length=length, stride=stride)
     assert found.tokens == tokens
     assert found.loss == pytest.approx(tokens * np.log(64))
 
 
-def test_ids_that_the_model_does_not_know_are_refused(new_store: Callable[[list[int]], TokenStore]) -> None:
-    with pytest.raises(TextmillError, match="token ids from 0 to 64, the model knows 64"):
-        perplexity(Witness(64), new_store([1, 2, 64]), length=8, stride=8, batch=1, first=0)
+def test_ids_outside_the_vocabulary_raise_an_error(new_store: Callable[[list[int]], TokenStore]) -> None:
+    with pytest.raises(TextmillError, match="token ids from 0 to 64 found, the model knows 64"):
+        uniform_scorer(64, 1).sum_losses(new_store([1, 2, 64]), length=8, stride=8)

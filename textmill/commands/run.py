@@ -10,8 +10,7 @@ from textmill.checkpoints.folders import steps_of
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.devices import open_device
-from textmill.evaluation import ROWS, evaluate
-from textmill.evaluation.metrics import table_of
+from textmill.evaluation import evaluate, format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.storage.files import read_json, shown, write_json
@@ -58,7 +57,7 @@ def run(config: RunConfig, force: Force = "no") -> Path:
         summary = {"asked": asked, "measured": measured, "texts": texts}
         write_json(folder / SUMMARY, summary)
     else:
-        _tell_again(summary)
+        _tell_again(config, summary)
     _what_next(config, checkpoint)
     return folder
 
@@ -98,10 +97,10 @@ def _summary_of(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     return summary if summary["asked"] == asked else None
 
 
-def _tell_again(summary: dict[str, Any]) -> None:
+def _tell_again(config: RunConfig, summary: dict[str, Any]) -> None:
     if (measured := summary["measured"]) is not None:
-        _headline(5, f"evaluate: done already, on the {measured['split']} split")
-        print(table_of({row: measured[row] for row in ROWS if row in measured}))
+        _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
+        print(format_tables(config.evaluate.tasks, measured))
     _headline(6, "generate: done already")
     for text in summary["texts"]:
         print(text)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from textmill.config.section import Section, how, place, source
+from textmill.errors import TextmillError
+
+TASKS = Path(__file__).parent.parent / "evaluation" / "tasks"
+
+
+def task_names() -> list[str]:
+    """The evaluation tasks: one file each."""
+    return sorted(path.stem for path in TASKS.glob("*.py") if path.stem != "__init__")
 
 
 class EvaluateConfig(Section):
     """How a model is measured."""
 
-    tasks: list[Literal["perplexity"]] = ["perplexity"]
-    """perplexity: token, word and byte perplexity and bits per byte of a split."""
+    tasks: list[str] = ["perplexity"]
+    """What to measure, each the name of a file in textmill/evaluation/tasks.
+    perplexity: token, word and byte perplexity and bits per byte of a split."""
     split: Literal["train", "valid", "test"] = "valid"
     """Which split is measured."""
     batch: int = how(16, ge=1)
@@ -22,6 +32,16 @@ class EvaluateConfig(Section):
     """How far a window is from the next; the window's length if not said. Below it, tokens are judged with more context."""
     baselines: bool = True
     """Also measure a unigram and a bigram model, counted on the train split."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: list[str]) -> list[str]:
+        known = task_names()
+        if not tasks:
+            raise TextmillError(f"evaluate.tasks: is empty; choose from {', '.join(known)}")
+        if unknown := [task for task in tasks if task not in known]:
+            raise TextmillError(f"evaluate.tasks: unknown task '{unknown[0]}'; choose from {', '.join(known)}")
+        return tasks
 
 
 class SampleConfig(Section):

@@ -1,81 +1,79 @@
-"""From a sum of losses to the figures that people compare, and the table that shows them."""
+"""Perplexities and bits per byte from a summed loss, and the table that shows them."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.storage.files import shown
 
 COLUMNS = {
     "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl", "bits_per_byte": "bits/byte",
 }  # fmt: skip
-LARGEST = math.log(1e15)
-"""Perplexities above e to this are not said: text without spaces has 'words' of a page."""
+MAX_MEAN_LOSS = math.log(1e15)
+"""A perplexity above e to this is left out: in text without spaces a "word" is as long as a page."""
 
 
-def figures_of(loss: float, counts: dict[str, int], who: str) -> dict[str, float | None]:
-    """Perplexities of a split from its summed loss in nats and its counts of tokens, and of words and bytes where they are known."""
+def compute_metrics(loss: float, counts: dict[str, int], model: str) -> dict[str, float | None]:
+    """Perplexities from the summed loss in nats and the number of tokens, and of words and bytes where they are known."""
     if not math.isfinite(loss):
         raise TextmillError(
-            f"{who}: its loss is {loss}, no measure; the weights are damaged or training diverged; use an earlier --step"
+            f"{model}: its loss is {loss}, not a finite number; the weights are damaged or training diverged; "
+            f"use an earlier --step"
         )
-    figures: dict[str, float | None] = {
+    metrics: dict[str, float | None] = {
         "loss": loss / counts["tokens"],
-        "token_perplexity": _exp(loss, counts["tokens"]),
+        "token_perplexity": _perplexity(loss, counts["tokens"]),
     }
     if "words" in counts:
-        figures["word_perplexity"] = _exp(loss, counts["words"])
+        metrics["word_perplexity"] = _perplexity(loss, counts["words"])
     if "bytes" in counts:
-        figures["byte_perplexity"] = _exp(loss, counts["bytes"])
-        figures["bits_per_byte"] = loss / counts["bytes"] / math.log(2) if counts["bytes"] else None
-    return figures
+        metrics["byte_perplexity"] = _perplexity(loss, counts["bytes"])
+        metrics["bits_per_byte"] = loss / counts["bytes"] / math.log(2) if counts["bytes"] else None
+    return metrics
 
 
-def _exp(loss: float, count: int) -> float | None:
-    return math.exp(loss / count) if count and loss / count < LARGEST else None
+def _perplexity(loss: float, count: int) -> float | None:
+    return math.exp(loss / count) if count and loss / count < MAX_MEAN_LOSS else None
 
 
-def table_of(rows: dict[str, dict[str, Any]]) -> str:
-    """Rows of figures as aligned text; a figure that none has gets no column."""
-    columns = {key: title for key, title in COLUMNS.items() if any(key in figures for figures in rows.values())}
+def format_metrics(rows: dict[str, dict[str, Any]]) -> str:
+    """Metrics as an aligned table; a metric that no row has gets no column."""
+    columns = {key: title for key, title in COLUMNS.items() if any(key in metrics for metrics in rows.values())}
     cells = [["", *columns.values()]] + [
-        [name, *(_spoken(figures[key]) for key in columns)] for name, figures in rows.items()
+        [name, *(_format_number(metrics[key]) for key in columns)] for name, metrics in rows.items()
     ]
-    named, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join([name.ljust(named), *map(str.rjust, row, widths)]) for name, *row in cells)
+    name_width, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, row, widths)]) for name, *row in cells)
 
 
-def _spoken(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.2f}" if value >= 100 else f"{value:.4f}"
 
 
-def protocol_of(result: dict[str, Any]) -> str:
-    """How the figures came about, in plain words."""
+def describe_windows(result: dict[str, Any]) -> str:
+    """How the losses of a split were measured, in a few sentences."""
     window, stride = result["window"], result["stride"]
     sizes = ", ".join(
         f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes") if name in result
     )
     lines = [
-        f"{shown(Path(result['checkpoint']))}, step {result['step']:,}, in {result['precision']} on {result['device']}.",
         f"Split {result['split']}: {sizes}.",
-        f"Every token is predicted once, in windows of {window:,} tokens that are {stride:,} apart and run across documents;"
-        + (f" all but the first {window:,} see at least {window - stride:,} tokens before them;" if stride < window else "")
-        + f" the very first token{' of each store' if result.get('stores', 1) > 1 else ''} is predicted from an end-of-text token.",
+        f"Every token is predicted once, in windows of {window:,} tokens that start every {stride:,} tokens and cross documents;"
+        + (f" all but the first {window:,} have at least {window - stride:,} tokens of context;" if stride < window else "")
+        + f" the first token{' of each store' if result.get('stores', 1) > 1 else ''} is predicted from an end-of-text token.",
     ]  # fmt: skip
     if "append_end" in result:
         lines.append(
             "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or bytes." if result["append_end"]
-            else "The tokens were made without end-of-text tokens between documents."
+            else "The tokens have no end-of-text tokens between documents."
         )  # fmt: skip
     if "words" in result:
-        lines.append("Words are what stands between white space; bytes are those of UTF-8.")
+        lines.append("Words are separated by white space; bytes are those of UTF-8.")
     else:
-        lines.append("How many words and bytes these tokens were made of is not known, so there is no figure for them.")
+        lines.append("The number of words and bytes of these tokens is not known, so there are no metrics for them.")
     if "counted" in result:
         part = f"the first {result['counted']:,} of" if result["counted"] < result["train_tokens"] else "all"
         counted = f"both counted on {part} {result['train_tokens']:,} train tokens"

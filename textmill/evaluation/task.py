@@ -1,0 +1,105 @@
+"""The two interfaces of evaluation: a Task measures something, the Scorer gives it the model's log-likelihoods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config import RunConfig
+from textmill.tokens.store import TokenStore
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+Result = dict[str, Any]
+"""What a task returns: plain values, written as JSON."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely the model finds one continuation after its context."""
+
+    log_likelihood: float
+    """The sum of the natural-log probabilities of the continuation's tokens."""
+    tokens: int
+    """How many tokens the continuation has."""
+    greedy: bool
+    """Whether every token of the continuation is the model's most likely next token."""
+
+
+@dataclass(frozen=True)
+class StoreLoss:
+    """The summed loss of a token store."""
+
+    loss: float
+    """In nats."""
+    tokens: int
+
+
+class Scorer(Protocol):
+    """One checkpoint, ready to score text. Which framework or model family it is does not matter to a task."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
+
+    @property
+    def positions(self) -> int:
+        """The longest input of the model, in tokens."""
+        ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def precision(self) -> str:
+        """The arithmetic it computes in, such as bfloat16."""
+        ...
+
+    @property
+    def device(self) -> str: ...
+
+    def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        """Score each (context, continuation), in the order given.
+
+        Both are encoded as one text, so that tokens are those of running text; spaces at the end of the context count
+        to the continuation. An empty context is the end-of-text token.
+        """
+        ...
+
+    def score_tokens(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+        """The same for token ids: `evaluate.batch` pairs at a time, of any lengths.
+
+        A context that is too long for the model loses its first tokens; a continuation that is too long is refused.
+        """
+        ...
+
+    def sum_losses(self, store: TokenStore, *, length: int, stride: int) -> StoreLoss:
+        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens."""
+        ...
+
+
+class Task(Protocol):
+    """One file in evaluation/tasks: these four functions at module level. `evaluate.tasks=[NAME]` runs NAME.py."""
+
+    def measure(self, scorer: Scorer, config: RunConfig) -> Result:
+        """Score the model and return the result.
+
+        The command adds the checkpoint, step, precision and device. Results of all tasks end in one dictionary, so a
+        task puts its numbers under its own name: `{"lambada": {"accuracy": 0.3}}`.
+        """
+        ...
+
+    def format_table(self, result: Result) -> str:
+        """The numbers as aligned text."""
+        ...
+
+    def describe_method(self, result: Result) -> str:
+        """How the numbers were measured: what a reader must know to compare them."""
+        ...
+
+    def result_name(self, config: RunConfig) -> str:
+        """What the result's file in RUN/evaluation is called after the step; usually the task's own name."""
+        ...

@@ -1,0 +1,112 @@
+"""Perplexity and bits per byte of one split, next to a unigram and a bigram model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from textmill.config import RunConfig
+from textmill.errors import TextmillError
+from textmill.evaluation.baselines import count, sum_losses
+from textmill.evaluation.metrics import compute_metrics, describe_windows, format_metrics
+from textmill.evaluation.task import Result, Scorer
+from textmill.storage.stages import open_manifest
+from textmill.tokens.splits import open_splits
+from textmill.tokens.store import TokenStore, open_store
+
+ROWS = ("model", "unigram", "bigram")
+
+
+@dataclass(frozen=True)
+class SplitTokens:
+    """The tokens of the measured split."""
+
+    stores: list[TokenStore]
+    train: list[TokenStore]
+    """What the baselines are counted on."""
+    counts: dict[str, int]
+    """Documents and tokens, and words and bytes where they are known."""
+    vocab: int
+    facts: dict[str, Any]
+    """How the tokens were made, as far as it changes the numbers."""
+
+
+def measure(scorer: Scorer, config: RunConfig) -> Result:
+    """Sum the loss of every token of `evaluate.split` and divide it by tokens, words and bytes."""
+    tokens = _open_used(scorer, config) if config.tokens.use else _open_made(scorer, config)
+    window = min(config.train.length or scorer.positions, scorer.positions)
+    stride = config.evaluate.stride or window
+    if stride > window:
+        raise TextmillError(
+            f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it"
+        )
+    loss = sum(scorer.sum_losses(store, length=window, stride=stride).loss for store in tokens.stores)
+    return {
+        "split": config.evaluate.split, **tokens.counts, "window": window, "stride": stride,
+        "precision": scorer.precision, "device": scorer.device, **tokens.facts,
+        "model": compute_metrics(loss, tokens.counts, str(scorer.checkpoint.folder)),
+        **(_measure_baselines(tokens, scorer.tokenizer.end) if config.evaluate.baselines else {}),
+    }  # fmt: skip
+
+
+def format_table(result: Result) -> str:
+    """A row for the model and for each baseline."""
+    return format_metrics({row: result[row] for row in ROWS if row in result})
+
+
+def describe_method(result: Result) -> str:
+    """Windows, counts and baselines."""
+    return describe_windows(result)
+
+
+def result_name(config: RunConfig) -> str:
+    """The split: each has its own file."""
+    return config.evaluate.split
+
+
+def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
+    """What `tokenize` wrote, after checking that the model can read it."""
+    folder, split, checkpoint = config.folder_of("tokens"), config.evaluate.split, scorer.checkpoint.folder
+    manifest = open_manifest(folder)
+    if manifest["tokenizer"] != scorer.tokenizer.fingerprint:
+        raise TextmillError(
+            f"{folder}: made with another tokenizer than that of {checkpoint}; tokenize for this model: "
+            f"tokenizer.use={checkpoint} with another tokenizer.folder and tokens.folder"
+        )
+    counts: dict[str, int] = manifest["splits"][split]
+    store = open_store(folder / split)
+    if not store.tokens:
+        filled = [name for name, one in manifest["splits"].items() if one["tokens"]]
+        raise _empty_split(folder, split, filled, " and run textmill prepare again with --force")
+    if store.tokens != counts["tokens"]:
+        raise TextmillError(
+            f"{folder}: its {split} split holds {store.tokens:,} tokens, its manifest says {counts['tokens']:,}; "
+            f"write it again with: textmill tokenize --force"
+        )
+    facts = {"append_end": bool(manifest["made_from"].get("tokens.append_end", True))}
+    return SplitTokens([store], [open_store(folder / "train")], counts, manifest["vocab"], facts)
+
+
+def _open_used(scorer: Scorer, config: RunConfig) -> SplitTokens:
+    """Existing tokens, one store after the other, whatever their weights; their words and bytes are not known."""
+    splits, split = open_splits(config, scorer.tokenizer), config.evaluate.split
+    stores = splits.of(split)
+    if not stores:
+        raise _empty_split("tokens.use", split, [name for name in splits.stores if splits.of(name)])
+    counts = {"documents": sum(map(len, stores)), "tokens": sum(store.tokens for store in stores)}
+    return SplitTokens(stores, splits.of("train"), counts, scorer.tokenizer.vocab, {"stores": len(stores)})
+
+
+def _empty_split(where: Path | str, split: str, filled: list[str], then: str = "") -> TextmillError:
+    return TextmillError(
+        f"{where}: its {split} split is empty; measure another (evaluate.split={filled[0] if filled else 'train'}), "
+        f"or give it a larger part in corpus.split{then}"
+    )
+
+
+def _measure_baselines(tokens: SplitTokens, first: int) -> Result:
+    seen = count(*tokens.train, vocab=tokens.vocab, first=first)
+    losses = sum_losses(seen, *tokens.stores, first=first)
+    metrics = {name: compute_metrics(loss, tokens.counts, f"the {name}") for name, loss in losses.items()}
+    return {**metrics, "counted": seen.counted, "train_tokens": sum(store.tokens for store in tokens.train)}
