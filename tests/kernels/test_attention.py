@@ -60,7 +60,7 @@ def test_torch_is_given_our_memory_where_it_takes_its_own(monkeypatch: pytest.Mo
         library.impl("_cudnn_attention_backward", makes, "CPU")
         whole = torch.zeros_like(qkv)
         parts, places = split(qkv, 4), split(whole, 4)
-        with attention_torch._Into(places):
+        with attention_torch._AllocateInto(places):
             found = outer(parts[0], *parts, *[parts[0]] * 2, *[torch.zeros(())] * 2, *[None] * 3, 5, 5, -0.0, True)
     assert [one.data_ptr() for one in found] == [place.data_ptr() for place in places]
     assert torch.equal(whole, 2 * qkv)
@@ -71,7 +71,7 @@ def test_what_is_constant_to_the_compiler_is_said_as_torch_says_it() -> None:
 
     torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
     assert vars(constant)
-    assert vars(constant).items() <= vars(attention_torch._is_cudnns).items()
+    assert vars(constant).items() <= vars(attention_torch._cudnn_supports).items()
 
 
 def test_an_engine_alone_does_not_load_the_compiler() -> None:
@@ -84,7 +84,7 @@ def test_an_engine_alone_does_not_load_the_compiler() -> None:
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_gradients_are_written_where_they_are_wanted(kind: torch.dtype) -> None:
     """Ours and torch's own in turns, for shapes that fill cuDNN's tiles and others; against attention written out in double precision."""
-    assert attention_torch._are_written(torch.device("cuda", 0), kind)
+    assert attention_torch._in_place_works(torch.device("cuda", 0), kind)
     step = torch.finfo(kind).eps
     for N, T, H, D in SHAPES:
         dice = torch.Generator("cuda").manual_seed(3)
@@ -99,7 +99,11 @@ def test_gradients_are_written_where_they_are_wanted(kind: torch.dtype) -> None:
         wanted.backward(dy.double())
         assert (y - wanted).norm() < 4 * step * wanted.norm()
         assert exact.grad is not None
-        for way in (attention_torch._written, attention_torch._joined, attention_torch._written):
+        for way in (
+            attention_torch._gradient_in_place,
+            attention_torch._gradient_joined,
+            attention_torch._gradient_in_place,
+        ):
             found = way(dy, qkv, y, logs, D)
             found, there = found if isinstance(found, tuple) else (found, True)
             assert there
@@ -111,9 +115,9 @@ def test_gradients_are_written_where_they_are_wanted(kind: torch.dtype) -> None:
 @by_cudnn
 def test_where_torch_does_not_let_us_they_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of its own that torch wrote to is noticed; of a shape that nothing else here has, since its plan is then torch's for good."""
-    monkeypatch.setattr(attention_torch, "_Into", lambda places: torch.no_grad())
+    monkeypatch.setattr(attention_torch, "_AllocateInto", lambda places: torch.no_grad())
     qkv, dy = (torch.randn(2, 320, width, device="cuda", dtype=torch.bfloat16) for width in (576, 192))
     given = dy, qkv, *attend(qkv, 64), 64
-    found, there = attention_torch._written(*given)
+    found, there = attention_torch._gradient_in_place(*given)
     assert not there
-    torch.testing.assert_close(found, attention_torch._joined(*given), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found, attention_torch._gradient_joined(*given), rtol=0.02, atol=0.02)

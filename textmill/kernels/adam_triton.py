@@ -1,4 +1,4 @@
-"""AdamW over many parameters in one Triton kernel: every number is read once, and gradients, which torch's kernel writes too, are not."""
+"""AdamW for many parameters in one Triton kernel; unlike torch's fused kernel it does not write the gradients back."""
 
 from __future__ import annotations
 
@@ -13,44 +13,73 @@ from textmill.kernels.require_triton import tl, triton
 from textmill.kernels.transfer_torch import on_device
 
 BLOCK, WARPS = 2048, 8
-"""Numbers that a program moves, and its warps."""
+"""Elements that one program updates, and its warps."""
 
 
 @triton.jit
-def _moved(weights, gradients, firsts, seconds, inside, over, step, root, shrink, share1, share2, epsilon):  # type: ignore[no-untyped-def]
-    gradient, weight = tl.load(gradients, mask=inside) * over, tl.load(weights, mask=inside)
+def _update_elements(  # type: ignore[no-untyped-def]
+    weights, gradients, firsts, seconds, inside, unscale, step, root, decay_factor, rate1, rate2, epsilon
+):
+    """One AdamW update; `rate1` and `rate2` are 1 - beta1 and 1 - beta2."""
+    gradient, weight = tl.load(gradients, mask=inside) * unscale, tl.load(weights, mask=inside)
     first, second = tl.load(firsts, mask=inside), tl.load(seconds, mask=inside)
-    first += (gradient - first) * share1
-    second += (gradient * gradient - second) * share2
-    tl.store(weights, weight * shrink - step * first / (tl.sqrt(second) * root + epsilon), mask=inside)
+    first += (gradient - first) * rate1
+    second += (gradient * gradient - second) * rate2
+    tl.store(weights, weight * decay_factor - step * first / (tl.sqrt(second) * root + epsilon), mask=inside)
     tl.store(firsts, first, mask=inside)
     tl.store(seconds, second, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
-    addresses, blocks, sizes, scale, skipped, corrections, count, lr, decay, share1, share2, epsilon, N: tl.constexpr
+def _update_block(  # type: ignore[no-untyped-def]
+    addresses, blocks, sizes, scale, skipped, corrections, count, lr, decay, rate1, rate2, epsilon, N: tl.constexpr
 ):
-    """A block of one parameter; what is skipped stays as it is."""
+    """Update one block of one parameter; do nothing if the step is skipped."""
     which, block = tl.load(blocks + tl.program_id(0) * 2), tl.load(blocks + tl.program_id(0) * 2 + 1)
     at, size = block * N + tl.arange(0, N), tl.load(sizes + which)
     weights, gradients = address(addresses, which) + at, address(addresses, count + which) + at
     firsts, seconds = address(addresses, 2 * count + which) + at, address(addresses, 3 * count + which) + at
-    over, step, root = 1 / tl.load(scale), lr / tl.load(corrections), 1 / tl.load(corrections + 1)
-    shrink = 1 - lr * decay
+    unscale, step, root = 1 / tl.load(scale), lr / tl.load(corrections), 1 / tl.load(corrections + 1)
+    decay_factor = 1 - lr * decay
     if tl.load(skipped) == 0:
-        if (block + 1) * N <= size:  # without a mask numbers come four at a time
-            _moved(weights, gradients, firsts, seconds, None, over, step, root, shrink, share1, share2, epsilon)
+        if (block + 1) * N <= size:  # unmasked loads are vectorised
+            _update_elements(
+                weights,
+                gradients,
+                firsts,
+                seconds,
+                None,
+                unscale,
+                step,
+                root,
+                decay_factor,
+                rate1,
+                rate2,
+                epsilon,
+            )
         else:
-            _moved(weights, gradients, firsts, seconds, at < size, over, step, root, shrink, share1, share2, epsilon)
+            _update_elements(
+                weights,
+                gradients,
+                firsts,
+                seconds,
+                at < size,
+                unscale,
+                step,
+                root,
+                decay_factor,
+                rate1,
+                rate2,
+                epsilon,
+            )
 
 
 class Places:
-    """What the device is told of a group: which block is of which parameter, and where these, their gradients and moments lie."""
+    """Device tables for a parameter group: which block belongs to which parameter, and the address of each tensor."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.known: tuple[int, ...] = ()
+        self.known_pointers: tuple[int, ...] = ()
 
     def move(
         self,
@@ -60,9 +89,10 @@ class Places:
         corrections: Tensor,
         rates: tuple[float, ...],
     ) -> None:
-        """One update of parameters by gradients over `scale`, with first and second moments; rates are lr, decay, 1 - betas and epsilon.
+        """One AdamW step. `tensors`: parameters, gradients (divided by `scale`), first and second moments.
 
-        `corrections` are 1 - beta^steps of the first moment, and the root of that of the second."""
+        `rates`: learning rate, weight decay, 1 - beta1, 1 - beta2, epsilon. `corrections`: the bias correction
+        1 - beta1^steps of the first moment, and the square root of that of the second."""
         device, sizes = tensors[0][0].device, [tensor.numel() for tensor in tensors[0]]
         if sizes != self.sizes:
             counts = [triton.cdiv(size, BLOCK) for size in sizes]
@@ -70,13 +100,13 @@ class Places:
                 [np.repeat(np.arange(len(sizes)), counts), np.concatenate([np.arange(count) for count in counts])], 1
             )
             self.sizes, self.tables = sizes, [on_device(table, device) for table in (blocks, np.array(sizes))]
-        found = tuple(tensor.data_ptr() for kind in tensors for tensor in kind)
-        if found != self.known:
-            self.known, self.addresses = found, on_device(found, device, torch.int64)
+        pointers = tuple(tensor.data_ptr() for kind in tensors for tensor in kind)
+        if pointers != self.known_pointers:
+            self.known_pointers, self.addresses = pointers, on_device(pointers, device, torch.int64)
         given = self.addresses, *self.tables, scale, skipped, corrections, len(sizes), *map(float, rates)
-        _move[(len(self.tables[0]),)](*given, N=BLOCK, num_warps=WARPS)
+        _update_block[(len(self.tables[0]),)](*given, N=BLOCK, num_warps=WARPS)
 
 
 def fit(tensors: Sequence[list[Tensor]]) -> bool:
-    """Whether the kernel can work on all of them where they lie."""
+    """True if the kernel can update all these tensors in place."""
     return all(fits(tensor) for kind in tensors for tensor in kind)

@@ -1,4 +1,4 @@
-"""What Triton's kernels are built with, and whether it is here: on a GPU without it the same work is done by torch's own."""
+"""Whether Triton kernels can be built on this machine; without them torch's own operations are the fallback."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 COMPILERS = ("gcc", "clang")
-"""What Triton builds the hosts' side of its kernels with, if CC names nothing else."""
+"""Compilers that Triton tries for its launcher code if CC is not set."""
 
 
 @cache
 def lacking() -> str:
-    """What there is not, and how it comes; nothing, if kernels can be built."""
+    """What is missing to build kernels, with how to install it; empty if nothing is missing."""
     if find_spec("triton") is None:
         return "Triton (it comes with torch's builds for GPUs on Linux)"
     if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):
         return "C compiler (install gcc)"
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
-    return "" if (headers / "Python.h").is_file() else f"Python.h in {headers} (install python3-dev or the like)"
+    return "" if (headers / "Python.h").is_file() else f"Python.h in {headers} (install python3-dev or similar)"

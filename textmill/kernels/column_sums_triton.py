@@ -1,4 +1,4 @@
-"""Sums down the columns of a small matrix in one Triton kernel: what the programs of another kernel have summed each for itself."""
+"""Column sums of a small matrix in one Triton kernel: adds up the partial sums that another kernel's programs wrote."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from textmill.kernels.require_triton import tl, triton
 
 ROWS, COLUMNS, WARPS = 256, 32, 8
-"""Rows that a program takes at a time, its columns, and its warps."""
+"""Rows that a program reads at a time, its columns, and its warps."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -26,7 +26,7 @@ def _sum(parts, out, rows, width, R: tl.constexpr, C: tl.constexpr):  # type: ig
 
 
 def summed(parts_PW: Tensor) -> Tensor:
-    """The sum of the rows, which are in fp32 and without gaps."""
+    """The sum over rows of a contiguous fp32 matrix."""
     rows, width = parts_PW.shape
     out_W = torch.empty(width, device=parts_PW.device)
     _sum[(triton.cdiv(width, COLUMNS),)](parts_PW, out_W, rows, width, R=ROWS, C=COLUMNS, num_warps=WARPS)

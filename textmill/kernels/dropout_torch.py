@@ -1,4 +1,4 @@
-"""Dropout as a hash of (seed, step, sample, site, position, channel): the same on any layout and after any resume."""
+"""Dropout as a hash of (seed, step, sample, site, position, channel): the same on any mesh and after any resume."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ def dropout_keys(seed: int, step: int, samples: NDArray[np.int64]) -> Tensor:
 
 
 def keys_in(keys_N: Tensor | None, layer: int) -> Tensor | None:
-    """A block's keys, with which it names its sites as all blocks do: from 1 on, where the net has counted 3 for each block before."""
+    """Keys for one block: with them every block numbers its dropout sites from 1 (there are 3 sites per block)."""
     return None if keys_N is None else keys_N + _signed(3 * layer * _PRIME % (1 << 32))
 
 
 def site_in(layer: int, site: int) -> int:
-    """What a block calls a site of the net, with its own keys."""
+    """A net-wide dropout site as numbered inside its block."""
     return site - 3 * layer
 
 
 def drop(
     x: Tensor, share: float, keys_N: Tensor | None, site: int, part: int = 0, columns: tuple[int, int] = (0, 1)
 ) -> Tensor:
-    """Zero a share of x [samples, ...] and scale up the rest; without keys nothing is dropped.
+    """Zero a fraction of x [samples, ...] and scale up the rest; no dropout without keys.
 
-    Where x is one of several equal parts along its second dimension, `part` says which, so that all of them drop as the whole would;
-    along its last dimension `columns` says which and of how many.
+    If x is one of several equal slices along its second dimension, `part` is the number of the slice, so that all
+    slices together drop what the full tensor would. `columns` is (number, count) of slices along the last dimension.
     """
     if keys_N is None or share == 0:
         return x
     count = x[0].numel()
-    places = torch.arange(part * count, (part + 1) * count, dtype=torch.int32, device=x.device).view(x.shape[1:])
+    counters = torch.arange(part * count, (part + 1) * count, dtype=torch.int32, device=x.device).view(x.shape[1:])
     if columns[1] > 1:
         width = x.shape[-1]
-        places = places + (places // width * (columns[1] - 1) + columns[0]) * width
+        counters = counters + (counters // width * (columns[1] - 1) + columns[0]) * width
     keys = _mix(keys_N + _signed(site * _PRIME % (1 << 32))).view(-1, *([1] * (x.dim() - 1)))
-    # Each key walks the counters with an odd stride of its own, so that no two keys give one pattern, shifted.
-    kept = (_mix(places * (keys | 1) + keys) >> 8 & 0xFFFFFF) >= int(share * (1 << 24))
-    return x * kept * (1 / (1 - share))
+    # Each key has its own odd stride, so that two keys never give shifted versions of one pattern.
+    keep = (_mix(counters * (keys | 1) + keys) >> 8 & 0xFFFFFF) >= int(share * (1 << 24))
+    return x * keep * (1 / (1 - share))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Matrix products in fp8 with a scale a row, and an MLP of them. Shapes in names: M rows, K summed over, N columns, F an MLP's inner width.
+"""fp8 matmuls with one scale per row, and an MLP built from them.
 
-The result and the inputs' gradient are fp8 products; the weights' gradient, whose sum runs over the rows, stays in bf16. Scales and
-roundings are plain operations: where the net is compiled, they become a part of the kernel that made the numbers. Those around a GELU,
-the widest, are a part of kernels of our own on a GPU, which read and write a row once.
+The output and the gradient of the inputs are fp8 matmuls; the gradient of the weights, which sums over rows, stays in
+bf16. Scaling and rounding are plain operations, which the compiler fuses into the kernel that produces the numbers.
+Around the GELU, the widest tensor, our own Triton kernels do it and read and write each row once.
+
+Shapes in names: M rows, K summed over, N columns, F inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -16,30 +18,30 @@ from torch import Tensor
 from textmill.kernels.matmul_torch import times
 
 try:
-    from textmill.kernels import gelu_fp8_triton as gelu8_triton
-except ImportError:  # no kernel can be built here
-    gelu8_triton = None  # type: ignore[assignment]
+    from textmill.kernels import gelu_fp8_triton
+except ImportError:  # Triton kernels cannot be built here
+    gelu_fp8_triton = None  # type: ignore[assignment]
 
 KIND = torch.float8_e4m3fn
-"""Three bits of mantissa for all: a scale a row leaves gradients no need of a wider range."""
+"""e4m3 for everything: with one scale per row gradients do not need the wider range of e5m2."""
 TINY = 1e-30
-"""A row of zeros has this for its greatest."""
+"""Lower bound of a row's maximum, so that a row of zeros has a scale."""
 MULTIPLE = 16
-"""Widths that fp8 products take divide by this."""
+"""fp8 matmuls need widths that are multiples of this."""
 
 
-Rows8 = tuple[Tensor, Tensor]
+QuantizedRows = tuple[Tensor, Tensor]
 """Rows in fp8 [M, K] and their scales [M, 1]."""
 
 
-def rows8(x_MK: Tensor) -> Rows8:
-    """Each row over its scale, rounded and laid row by row: the greatest number of a row becomes the greatest of the kind."""
+def rows8(x_MK: Tensor) -> QuantizedRows:
+    """Quantise to fp8: each row is scaled so that its largest magnitude becomes the largest fp8 number."""
     x_MK = x_MK.float()
     scale_M1 = x_MK.abs().amax(1, keepdim=True).clamp_min(TINY) / torch.finfo(KIND).max
     return (x_MK / scale_M1).to(KIND).contiguous(), scale_M1
 
 
-def product8(a: Rows8, b: Rows8) -> Tensor:
+def product8(a: QuantizedRows, b: QuantizedRows) -> Tensor:
     """a times b's transpose, in bf16."""
     (a_MK, a_M1), (b_NK, b_N1) = a, b
     return torch._scaled_mm(
@@ -76,8 +78,8 @@ class _MLP8(torch.autograd.Function):
 @torch.library.custom_op("textmill::bias_gelu8", mutates_args=())
 def bias_gelu8(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
     """GELU of h + bias, in h's precision and in fp8 with the rows' scales."""
-    if h_MF.is_cuda and gelu8_triton is not None:
-        return gelu8_triton.forward(h_MF, bias_F, tanh, KIND, TINY)
+    if h_MF.is_cuda and gelu_fp8_triton is not None:
+        return gelu_fp8_triton.forward(h_MF, bias_F, tanh, KIND, TINY)
     y_MF = F.gelu(h_MF.float() + bias_F.float(), approximate="tanh" if tanh else "none").to(h_MF.dtype)
     return y_MF, *rows8(y_MF)
 
@@ -87,12 +89,12 @@ def bias_gelu8_backward(
     dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradient of h, in its precision and in fp8 with the rows' scales, and in fp32 the bias's."""
-    if h_MF.is_cuda and gelu8_triton is not None:
-        return gelu8_triton.backward(dy_MF, h_MF, bias_F, tanh, KIND, TINY)
+    if h_MF.is_cuda and gelu_fp8_triton is not None:
+        return gelu_fp8_triton.backward(dy_MF, h_MF, bias_F, tanh, KIND, TINY)
     x_MF = h_MF.float() + bias_F.float()
-    slope_MF = torch.ops.aten.gelu_backward(dy_MF.float(), x_MF, approximate="tanh" if tanh else "none")
-    dx_MF = slope_MF.to(h_MF.dtype)
-    return dx_MF, *rows8(dx_MF), slope_MF.sum(0)
+    exact_MF = torch.ops.aten.gelu_backward(dy_MF.float(), x_MF, approximate="tanh" if tanh else "none")
+    dx_MF = exact_MF.to(h_MF.dtype)
+    return dx_MF, *rows8(dx_MF), exact_MF.sum(0)
 
 
 @bias_gelu8.register_fake

@@ -1,4 +1,4 @@
-"""A bias and GELU in one Triton kernel, and their gradients in another that sums the bias's on the way."""
+"""Bias + GELU in one Triton kernel, and its backward pass, which also sums the bias gradient, in another."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from textmill.kernels.column_sums_triton import summed
 from textmill.kernels.require_triton import tl, triton
 
 COLUMNS, ROWS, WARPS = 512, 4, 4
-"""A program's columns, the rows it takes at a time, and its warps."""
+"""Columns per program, rows per iteration, and warps."""
 PROGRAMS = 264
-"""Programs down the rows in the backward pass, each with a sum of its own."""
+"""Programs along the rows in the backward pass; each keeps its own column sums."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def phi_of(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Phi(x), by the tanh form as a logistic function or by erf, and its derivative.
+    """Phi(x), in the tanh form (written as a logistic function) or with erf, and its derivative.
 
-    Powers of 2 and a quotient that take what is too small for normal numbers for 0: fewer steps, and the sums do not see it."""
+    The fast exponential and division flush denormals to 0: fewer instructions, no visible effect on the result."""
     if TANH:
         x2 = x * x
         phi = libdevice.fast_dividef(1.0, 1 + libdevice.exp2(x * (-2.302208198144325 - 0.10294323460696038 * x2)))
-        slope = phi * (1 - phi) * (1.5957691216057308 + 0.2140644384766067 * x2)
+        derivative = phi * (1 - phi) * (1.5957691216057308 + 0.2140644384766067 * x2)
     else:
         phi = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        slope = 0.3989422804014327 * libdevice.exp2(-0.7213475204444817 * x * x)
-    return phi, slope
+        derivative = 0.3989422804014327 * libdevice.exp2(-0.7213475204444817 * x * x)
+    return phi, derivative
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,29 +43,29 @@ def _forward(x, bias, y, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl
 
 
 @triton.jit
-def _come(x, dy, row, rows, columns, width):  # type: ignore[no-untyped-def]
-    """Rows as they lie in memory."""
-    here, at = (row < rows)[:, None] & (columns < width)[None, :], row[:, None] * width + columns[None, :]
-    return tl.load(x + at, mask=here, other=0.0), tl.load(dy + at, mask=here, other=0.0)
+def _load_rows(x, dy, row, rows, columns, width):  # type: ignore[no-untyped-def]
+    """Load rows of x and dy."""
+    valid, at = (row < rows)[:, None] & (columns < width)[None, :], row[:, None] * width + columns[None, :]
+    return tl.load(x + at, mask=valid, other=0.0), tl.load(dy + at, mask=valid, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward(x, bias, dy, dx, sums, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Programs take turns row by row, so that together they go through memory from its beginning to its end."""
+    """Programs interleave rows, so that together they read memory from start to end."""
     columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = columns < width
     given = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([R, C], tl.float32)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    x_now, dy_now = _come(x, dy, row, rows, columns, width)
+    x_now, dy_now = _load_rows(x, dy, row, rows, columns, width)
     for _ in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
-        values, slopes = x_now.to(tl.float32) + given[None, :], dy_now.to(tl.float32)
-        here, at = (row < rows)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
-        row += tl.num_programs(0) * R  # the next are on their way while these are worked on
-        x_now, dy_now = _come(x, dy, row, rows, columns, width)
-        phi, slope = phi_of(values, TANH)
-        out = slopes * (phi + values * slope)
-        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=here)
+        values, upstream = x_now.to(tl.float32) + given[None, :], dy_now.to(tl.float32)
+        valid, at = (row < rows)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
+        row += tl.num_programs(0) * R  # prefetch the next rows
+        x_now, dy_now = _load_rows(x, dy, row, rows, columns, width)
+        phi, derivative = phi_of(values, TANH)
+        out = upstream * (phi + values * derivative)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=valid)
         total += out
     tl.store(sums + tl.program_id(0) * width + columns, tl.sum(total, 0), mask=inside)
 
@@ -102,15 +102,15 @@ def _(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, 
     return torch.empty_like(x_MF), torch.empty(x_MF.shape[1], device=x_MF.device)
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _save_inputs(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x_MF, bias_F, ctx.tanh = inputs
     ctx.save_for_backward(x_MF, bias_F)
 
 
-def _slopes(ctx, dy_MF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+def _autograd_backward(ctx, dy_MF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
     x_MF, bias_F = ctx.saved_tensors
     dx_MF, sums_F = bias_gelu_backward(dy_MF.contiguous(), x_MF, bias_F, ctx.tanh)
     return dx_MF, sums_F.to(bias_F.dtype), None
 
 
-bias_gelu.register_autograd(_slopes, setup_context=_keep)
+bias_gelu.register_autograd(_autograd_backward, setup_context=_save_inputs)

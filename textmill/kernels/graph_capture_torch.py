@@ -1,4 +1,4 @@
-"""Work recorded as a CUDA graph, in memory of its own."""
+"""CUDA graph capture with a private cuBLAS workspace."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextmanager
 def capturing(graph: Any, pool: Any) -> Iterator[None]:
-    """Record what is done meanwhile.
+    """Capture everything done inside the `with` block into `graph`.
 
-    cuBLAS takes its workspace anew inside, and gives it back after, so that it lies in the graph's own memory: torch's compiler gives back
-    all workspaces now and then, and a graph that had been recorded with one of those would work in memory that is another's.
+    The cuBLAS workspaces are cleared before and after, so that cuBLAS allocates its workspace from the graph's own memory
+    pool. Otherwise torch's compiler, which frees all workspaces now and then, would leave the graph with freed memory.
     """
     torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, pool=pool):

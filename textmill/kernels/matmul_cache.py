@@ -1,4 +1,4 @@
-"""Which way of making a product was the fastest on a card, kept in a file of the user's: trying them takes seconds of a first step."""
+"""A cache file with the fastest matmul algorithm per GPU and shape: trying them takes seconds of the first step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from textmill.errors import TextmillError
 from textmill.storage.files import locked, read_json, write_json
 
 NAME = "products-2.json"
-"""Another number where ways are found or tried otherwise."""
+"""The number changes when algorithms are searched or measured differently."""
 
 
 def place() -> Path:
-    """The file: in the folder for what can be made again, which XDG_CACHE_HOME moves elsewhere."""
+    """The cache file, under XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "textmill" / NAME
 
 
 def kept(card: str, form: str) -> bytes | None:
-    """The way that was chosen for a form on such a card, nothing if it was torch's own; None: there is no choice yet."""
+    """The algorithm chosen for a form on this GPU; empty: torch's own was fastest; None: not measured yet."""
     chosen = _read().get(card, {})
     try:
         return bytes.fromhex(chosen[form])
@@ -29,20 +29,20 @@ def kept(card: str, form: str) -> bytes | None:
 
 
 def keep(card: str, form: str, way: bytes) -> None:
-    """Note a choice beside those that other processes have noted; where nothing can be written or locked, nothing is."""
-    with suppress(OSError, RuntimeError, TextmillError):  # RuntimeError: the user has no home
+    """Add a choice to the file, under a lock; do nothing if the file cannot be written or locked."""
+    with suppress(OSError, RuntimeError, TextmillError):  # RuntimeError: no home directory
         place().parent.mkdir(parents=True, exist_ok=True)
         with locked(place().with_suffix(".lock"), None):
-            held = _read()
-            chosen = held.get(card)
-            held[card] = {**(chosen if isinstance(chosen, dict) else {}), form: way.hex()}
-            write_json(place(), held)
+            cached_choices = _read()
+            chosen = cached_choices.get(card)
+            cached_choices[card] = {**(chosen if isinstance(chosen, dict) else {}), form: way.hex()}
+            write_json(place(), cached_choices)
 
 
 def _read() -> dict[str, Any]:
-    """All that is kept; a file that is not there or damaged keeps nothing."""
+    """The file's content; empty if it is missing or damaged."""
     try:
-        held = read_json(place())
+        cached_choices = read_json(place())
     except (RuntimeError, TextmillError):
         return {}
-    return held if isinstance(held, dict) else {}
+    return cached_choices if isinstance(cached_choices, dict) else {}

@@ -1,6 +1,6 @@
-"""Queries, keys and values of a compiled net that trains: their gradients are joined, and the bias's summed, in one pass.
+"""QKV projection for compiled training: one backward pass joins the three gradients and sums the bias gradient.
 
-Shapes in names: N samples, T tokens, E width, H heads, D head width, M = N x T, F = H x 3 x D outputs, which stand by head.
+Shapes in names: N samples, T tokens, E width, H heads, D head width, M = N x T, F = H x 3 x D outputs, grouped by head.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from textmill.kernels.matmul_torch import linear
 
 try:
-    from textmill.kernels import qkv_triton as heads_triton
-except ImportError:  # no kernel can be built here
-    heads_triton = None  # type: ignore[assignment]
+    from textmill.kernels import qkv_triton
+except ImportError:  # Triton kernels cannot be built here
+    qkv_triton = None  # type: ignore[assignment]
 
 
 def split(qkv_NTF: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,8 +25,8 @@ def split(qkv_NTF: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def project(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [N, H, T, D] of a linear layer, whose products are chosen."""
-    qkv_NTF = linear(x_NTE, weight_FE, bias_F.detach())  # its gradient comes from the split
+    """Queries, keys and values [N, H, T, D] of a linear layer with tuned matmuls."""
+    qkv_NTF = linear(x_NTE, weight_FE, bias_F.detach())  # _Split computes its gradient
     parts: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv_NTF, bias_F, D)  # type: ignore[no-untyped-call]
     return parts
 
@@ -40,17 +40,17 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor, None]:
         (bias_F,) = ctx.saved_tensors
-        slope_MF, sums_F = join_heads(dq_NHTD, dk_NHTD, dv_NHTD)
-        return slope_MF.view(len(dq_NHTD), -1, len(bias_F)), sums_F.to(bias_F.dtype), None
+        dqkv_MF, sums_F = join_heads(dq_NHTD, dk_NHTD, dv_NHTD)
+        return dqkv_MF.view(len(dq_NHTD), -1, len(bias_F)), sums_F.to(bias_F.dtype), None
 
 
 @torch.library.custom_op("textmill::join_heads", mutates_args=())
 def join_heads(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of what the three were split from [M, F], and its sum over tokens in fp32."""
-    if dq_NHTD.is_cuda and heads_triton is not None:
-        return heads_triton.joined(dq_NHTD, dk_NHTD, dv_NHTD)
-    slope_MF = torch.stack([part.transpose(1, 2) for part in (dq_NHTD, dk_NHTD, dv_NHTD)], 3).flatten(2).flatten(0, 1)
-    return slope_MF, slope_MF.sum(0, dtype=torch.float32)
+    """The gradient of the joined QKV matrix [M, F], and its sum over tokens in fp32."""
+    if dq_NHTD.is_cuda and qkv_triton is not None:
+        return qkv_triton.joined(dq_NHTD, dk_NHTD, dv_NHTD)
+    dqkv_MF = torch.stack([part.transpose(1, 2) for part in (dq_NHTD, dk_NHTD, dv_NHTD)], 3).flatten(2).flatten(0, 1)
+    return dqkv_MF, dqkv_MF.sum(0, dtype=torch.float32)
 
 
 @join_heads.register_fake

@@ -1,4 +1,4 @@
-"""Gradients of queries, keys and values joined by one Triton kernel, which sums those of their bias on the way."""
+"""Joins the gradients of queries, keys and values in one Triton kernel, and sums the bias gradient."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from textmill.kernels.column_sums_triton import summed
 from textmill.kernels.require_triton import tl, triton
 
 COLUMNS, ROWS, WARPS = 128, 8, 4
-"""A program's columns of each of the three, the tokens it takes at a time, and its warps."""
+"""Columns per program (of each of Q, K, V), tokens per iteration, and warps."""
 PROGRAMS = 660
-"""Programs in all, each with sums of its own: as many as an H200 holds at a time, so that they end together."""
+"""Number of programs, each with its own sums: as many as an H200 runs at once, so that they end together."""
 
 
 @triton.jit
-def _come(of, row, here, tokens, h, d, by_n, by_h, by_t, by_d):  # type: ignore[no-untyped-def]
-    """Rows of one of the three as they lie in memory."""
+def _load_rows(of, row, valid, tokens, h, d, by_n, by_h, by_t, by_d):  # type: ignore[no-untyped-def]
+    """Load rows of one of the three, with any strides."""
     return tl.load(
         of + (row // tokens * by_n + row % tokens * by_t)[:, None] + (h * by_h + d * by_d)[None, :],
-        mask=here,
+        mask=valid,
         other=0.0,
     )
 
@@ -29,41 +29,41 @@ def _join(  # type: ignore[no-untyped-def]
     dq, dk, dv, out, sums, rows, tokens, width, qn, qh, qt, qd, kn, kh, kt, kd, vn, vh, vt, vd,
     D: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Programs take turns row by row, so that together they go through memory from its beginning to its end."""
+    """Programs interleave rows, so that together they read memory from start to end."""
     columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = (columns < width)[None, :]
     h, d = columns // D, columns % D
-    place = h * (3 * D) + d
+    target = h * (3 * D) + d
     total_q = tl.zeros([R, C], tl.float32)
     total_k = tl.zeros([R, C], tl.float32)
     total_v = tl.zeros([R, C], tl.float32)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    here = (row < rows)[:, None] & inside
-    q = _come(dq, row, here, tokens, h, d, qn, qh, qt, qd)
-    k = _come(dk, row, here, tokens, h, d, kn, kh, kt, kd)
-    v = _come(dv, row, here, tokens, h, d, vn, vh, vt, vd)
+    valid = (row < rows)[:, None] & inside
+    q = _load_rows(dq, row, valid, tokens, h, d, qn, qh, qt, qd)
+    k = _load_rows(dk, row, valid, tokens, h, d, kn, kh, kt, kd)
+    v = _load_rows(dv, row, valid, tokens, h, d, vn, vh, vt, vd)
     for _ in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
-        q_now, k_now, v_now, here_now = q, k, v, here
-        at = row[:, None] * (3 * width) + place[None, :]
-        row += tl.num_programs(0) * R  # the next are on their way while these are worked on
-        here = (row < rows)[:, None] & inside
-        q = _come(dq, row, here, tokens, h, d, qn, qh, qt, qd)
-        k = _come(dk, row, here, tokens, h, d, kn, kh, kt, kd)
-        v = _come(dv, row, here, tokens, h, d, vn, vh, vt, vd)
-        tl.store(out + at, q_now, mask=here_now)
-        tl.store(out + at + D, k_now, mask=here_now)
-        tl.store(out + at + 2 * D, v_now, mask=here_now)
+        q_now, k_now, v_now, valid_now = q, k, v, valid
+        at = row[:, None] * (3 * width) + target[None, :]
+        row += tl.num_programs(0) * R  # prefetch the next rows
+        valid = (row < rows)[:, None] & inside
+        q = _load_rows(dq, row, valid, tokens, h, d, qn, qh, qt, qd)
+        k = _load_rows(dk, row, valid, tokens, h, d, kn, kh, kt, kd)
+        v = _load_rows(dv, row, valid, tokens, h, d, vn, vh, vt, vd)
+        tl.store(out + at, q_now, mask=valid_now)
+        tl.store(out + at + D, k_now, mask=valid_now)
+        tl.store(out + at + 2 * D, v_now, mask=valid_now)
         total_q += q_now.to(tl.float32)
         total_k += k_now.to(tl.float32)
         total_v += v_now.to(tl.float32)
-    own = sums + tl.program_id(0) * (3 * width) + place
+    own = sums + tl.program_id(0) * (3 * width) + target
     tl.store(own, tl.sum(total_q, 0), mask=columns < width)
     tl.store(own + D, tl.sum(total_k, 0), mask=columns < width)
     tl.store(own + 2 * D, tl.sum(total_v, 0), mask=columns < width)
 
 
 def joined(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the projection's outputs [tokens, heads x 3 x head width], however the three lie in memory, and their sums in fp32."""
+    """The gradient of the projection's output [tokens, heads x 3 x head width], and its column sums in fp32."""
     N, H, T, D = dq_NHTD.shape
     rows, width = N * T, H * D
     out = dq_NHTD.new_empty(rows, 3 * width)

@@ -1,11 +1,11 @@
-"""Triton, where its kernels can be built; elsewhere this cannot be imported, as Triton itself where it is not installed."""
+"""Imports Triton, or raises ImportError if its kernels cannot be built on this machine."""
 
 from __future__ import annotations
 
 from textmill.kernels.availability import lacking
 
 if lacking():
-    raise ImportError(f"there is no {lacking()}")
+    raise ImportError(f"missing: {lacking()}")
 
 import triton
 import triton.language as tl

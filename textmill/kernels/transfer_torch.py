@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to a device, and back."""
+"""Copies between host and device that nobody waits for, through pinned memory."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ from torch import Tensor
 def on_device(
     values: np.ndarray[Any, Any] | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """An array or a list on a device; what a GPU has to do before is not waited for."""
+    """Copy an array or a list to a device, without waiting for earlier work of a GPU."""
     array = isinstance(values, np.ndarray)
     tensor = torch.from_numpy(np.ascontiguousarray(values)) if array else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class OnItsWay:
-    """A copy of a tensor for the host that nobody waits for until it is read, and then for no work that was begun after it."""
+    """An asynchronous copy of a tensor to the host; reading it waits for this copy only, not for later work."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._landed: Any = None
+        self._finished: Any = None
         self._host = tensor
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._landed.record()
+            self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._finished.record()
 
     @property
     def there(self) -> bool:
-        """Whether it has come."""
-        return self._landed is None or bool(self._landed.query())
+        """True if the copy has finished."""
+        return self._finished is None or bool(self._finished.query())
 
     def values(self) -> Any:
-        """Its numbers as a list."""
-        if self._landed is not None:
-            self._landed.synchronize()
+        """The values as a list; waits until the copy has finished."""
+        if self._finished is not None:
+            self._finished.synchronize()
         return self._host.tolist()
 
 
 class Room:
-    """Pinned host memory for float tensors, taken by a thread beside other work and left to torch, which gives it out again.
+    """Pinned host memory for float tensors, allocated by a thread in the background and kept by torch's allocator.
 
-    A GPU writes to it several times faster than it can be had: about a second goes for 1.5 GB, where the first save would wait for it."""
+    Allocating it is several times slower than copying to it (about a second for 1.5 GB), and the first save would wait."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._thread = threading.Thread(target=self._take, args=(sizes,), name="room")
+        self._thread = threading.Thread(target=self._allocate, args=(sizes,), name="pinned-buffers")
         self._thread.start()
 
     @staticmethod
-    def _take(sizes: Sequence[int]) -> None:
-        with suppress(RuntimeError):  # no more of it to be had
-            _ = [torch.empty(size, dtype=torch.float32, pin_memory=True) for size in sizes]  # all of it at a time
+    def _allocate(sizes: Sequence[int]) -> None:
+        with suppress(RuntimeError):  # out of pinned memory
+            _ = [
+                torch.empty(size, dtype=torch.float32, pin_memory=True) for size in sizes
+            ]  # all at once, so that torch keeps each
 
     def close(self) -> None:
-        """Wait until it is taken."""
+        """Wait until the memory is allocated."""
         self._thread.join()
