@@ -87,7 +87,7 @@ def main() -> None:
             open_checkpoint(next((Path(folder) / "run").glob("step-*"))), TorchEngine(device="cpu")
         )
     ids_N = torch.tensor([id_ for id_ in range(texts + 20) if id_ != tokenizer.end][-texts:])
-    batches.next_ids = lambda scores_NV, states, rules: ids_N[: len(states)]
+    batches.choose_next_ids = lambda scores_NV, states, rules: ids_N[: len(states)]
     requests = requests_of(texts, steps, tokenizer.vocab)
     print(
         f"{texts} texts: the batch {1e6 * min(alone(generator, requests, steps) for _ in range(3)):.0f} us a step",

@@ -17,7 +17,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import SampleConfig
 from textmill.generation import sampling
 from textmill.generation.generator import Generator
-from textmill.generation.incremental_text import BROKEN, StopStringFilter
+from textmill.generation.incremental_text import REPLACEMENT, StopStringFilter
 from textmill.generation.requests import Done, Request, Token
 
 LANGUAGES = {
@@ -122,9 +122,9 @@ def test_draws_follow_a_direct_computation(generator: Generator, theirs: Any, op
     )
     for id_ in SAID:
         first.add(id_)
-        first.number += 1
+        first.new_tokens += 1
     states = [dataclasses.replace(first, sample=one) for one in samples]
-    found = sampling.next_ids(scores.expand(DRAWS, -1), states, sampling.rules_of(states, scores.device))
+    found = sampling.choose_next_ids(scores.expand(DRAWS, -1), states, sampling.collect_rules(states, scores.device))
     counts = torch.bincount(found, minlength=tokenizer.vocab).double()
     wanted = direct(scores, option, prompt, tokenizer.end) * DRAWS
     assert counts[wanted == 0].sum() == 0
@@ -145,7 +145,7 @@ def test_streams_join_to_the_whole_for_five_hundred_texts(parrot_of: Callable[[s
         parrot = parrot_of(text)
         pieces = list(parrot.stream("", WHOLE))
         assert "".join(pieces) == text == parrot.sample("", WHOLE).text
-        assert not any(BROKEN in piece for piece in pieces)
+        assert not any(REPLACEMENT in piece for piece in pieces)
 
 
 def test_five_hundred_prompts_stream_what_they_give_whole(generator: Generator) -> None:

@@ -65,19 +65,19 @@ def answer_to(talk: Conversation, messages: list[Message], seed: int) -> str:
 
 
 def test_the_talk_so_far_is_seen_and_reset_forgets_it(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
-    talk.hear("Hi")
+    talk.handle_line("Hi")
     first = capsys.readouterr().out
-    talk.hear("And?")
+    talk.handle_line("And?")
     said = [message["content"] for message in talk.messages]
     assert said[::2] == ["Hi", "And?"]
     assert first == said[1] + "\n"
     assert said[1::2] == [answer_to(talk, talk.messages[:1], 3), answer_to(talk, talk.messages[:3], 4)]
-    talk.hear("/reset")
+    talk.handle_line("/reset")
     assert talk.messages == []
 
 
 def test_settings_are_changed_whole_or_not_at_all(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
-    talk.hear("/set temperature=0.5 top_k=3")
+    talk.handle_line("/set temperature=0.5 top_k=3")
     assert (talk.sample.temperature, talk.sample.top_k) == (0.5, 3)
     assert "temperature=0.5" in capsys.readouterr().out
     for bad, match in [
@@ -86,11 +86,11 @@ def test_settings_are_changed_whole_or_not_at_all(talk: Conversation, capsys: py
         ("/set cold", "section.key=value"),
     ]:
         with pytest.raises(TextmillError, match=match):
-            talk.hear(bad)
+            talk.handle_line(bad)
     assert (talk.sample.temperature, talk.sample.top_k) == (0.5, 3)
-    talk.hear("/what")
+    talk.handle_line("/what")
     assert "/reset" in capsys.readouterr().out
-    talk.hear("   ")
+    talk.handle_line("   ")
     assert talk.messages == []
 
 
@@ -98,12 +98,12 @@ def test_the_oldest_turns_are_forgotten_when_the_model_sees_no_more(
     talk: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(6):
-        talk.hear(f"number {number} of several")
-    assert "its oldest turns are forgotten" in capsys.readouterr().err
+        talk.handle_line(f"number {number} of several")
+    assert "dropped its oldest turns" in capsys.readouterr().err
     assert talk.messages[-2]["content"] == "number 5 of several"
     assert 2 <= len(talk.messages) < 12
     with pytest.raises(TextmillError, match="too long"):
-        talk.hear("물레방아 " * 60)
+        talk.handle_line("물레방아 " * 60)
 
 
 def test_a_model_without_a_template_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,12 +196,12 @@ def test_a_talk_on_a_terminal(model: Path, root: Path) -> None:
         screen.type("\x03")
         screen.wait_for(r"\[stopped\]\r\n> ")
         screen.type("/reset\n")
-        screen.wait_for("forgotten\r\n> ")
+        screen.wait_for("conversation cleared\r\n> ")
         screen.type("/set heat=1\n")
         screen.wait_for("no such key.*> ")
         # Ctrl-C at the prompt ends nothing, however often it is pressed.
         screen.wait_for("ctrl-D ends.*> ", typing="\x03" * 50)
-        screen.wait_for("forgotten.*> ", typing="/reset\n")
+        screen.wait_for("conversation cleared.*> ", typing="/reset\n")
         until = time.monotonic() + 300
         while screen.goes_on("\x04"):
             assert time.monotonic() < until, screen.shown
@@ -225,10 +225,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(talk.generator, "run", run)
-    talk.hear("Hi")
+    talk.handle_line("Hi")
     said = talk.messages[-1]["content"]
     assert said
     assert capsys.readouterr().out == f"{said} [stopped]\n"
     monkeypatch.undo()
-    talk.hear("More")
+    talk.handle_line("More")
     assert len(talk.messages) == 4

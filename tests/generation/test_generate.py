@@ -13,7 +13,7 @@ import pytest
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, SampleConfig, TorchEngine, TrainConfig
 from textmill.errors import TextmillError
-from textmill.generation import BETWEEN, BOLD, generate, samples_of
+from textmill.generation import BOLD, SEPARATOR, generate, sample_prompts
 from textmill.generation.generator import Generator
 
 SAMPLE = SampleConfig(prompt="The mill", max_tokens=12, count=3, seed=21)
@@ -40,7 +40,7 @@ def test_samples_go_plain_to_a_pipe(
 ) -> None:
     texts = generate(config)
     assert texts == generator.texts(["The mill"] * 3, SAMPLE)
-    assert capsys.readouterr().out == f"{BETWEEN}\n".join(
+    assert capsys.readouterr().out == f"{SEPARATOR}\n".join(
         f"The mill{text}" + ("" if text.endswith("\n") else "\n") for text in texts
     )
 
@@ -73,12 +73,12 @@ def test_a_file_of_prompts_gives_a_line_a_sample(
 @pytest.mark.parametrize(
     ("name", "content", "more", "match"),
     [
-        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}\n', {}, "a.jsonl:2: is no prompt"),
-        ("a.jsonl", b"[1\n", {}, "a.jsonl:1: is no prompt"),
-        ("a.txt", b"\xff\xfe", {}, "not readable"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}\n', {}, "a.jsonl:2: is not a prompt"),
+        ("a.jsonl", b"[1\n", {}, "a.jsonl:1: is not a prompt"),
+        ("a.txt", b"\xff\xfe", {}, "cannot be read"),
         ("a.txt", b"", {}, "is empty"),
-        ("a.txt", b"x", {"prompt": "y"}, "keep one"),
-        ("a.txt", None, {}, "not readable"),
+        ("a.txt", b"x", {"prompt": "y"}, "set one of them"),
+        ("a.txt", None, {}, "cannot be read"),
     ],
 )
 def test_a_file_that_holds_no_prompts_is_refused(
@@ -119,7 +119,7 @@ def test_a_terminal_without_prompt_is_asked_line_by_line(
 
 
 def test_fixed_prompts_of_a_checkpoint(checkpoint: Checkpoint, engine: TorchEngine, generator: Generator) -> None:
-    lines = samples_of(checkpoint, ["The mill", "물"], SAMPLE, engine)
+    lines = sample_prompts(checkpoint, ["The mill", "물"], SAMPLE, engine)
     assert [line["text"] for line in lines] == generator.texts(["The mill", "물"], SAMPLE)
     assert [(line["prompt"], line["seed"]) for line in lines] == [("The mill", 21), ("물", 22)]
 

@@ -20,7 +20,7 @@ from textmill.checkpoints.folders import Checkpoint, open_checkpoint
 from textmill.config import SampleConfig, TokenizerConfig, TorchEngine
 from textmill.errors import TextmillError
 from textmill.generation.generator import Generator, open_generator
-from textmill.generation.incremental_text import BROKEN, WindowTextDecoder, bytes_of, text_decoder_factory
+from textmill.generation.incremental_text import REPLACEMENT, WindowTextDecoder, read_token_bytes, text_decoder_factory
 from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -57,7 +57,7 @@ def test_the_greedy_continuation_is_that_of_transformers(
 def test_a_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:
     pieces = list(parrot_of(text).stream("", SampleConfig(max_tokens=1000)))
     assert "".join(pieces) == text
-    assert not any(BROKEN in piece for piece in pieces)
+    assert not any(REPLACEMENT in piece for piece in pieces)
     assert len(tokenizer.encode(text)) > len(pieces) or text == "plain"
 
 
@@ -67,7 +67,7 @@ def test_any_text_streams_whole(tokenizer: TextTokenizer, text: str) -> None:
     for stream in (WindowTextDecoder(tokenizer, [tokenizer.end]), text_decoder_factory(tokenizer)([tokenizer.end])):
         pieces = [stream.add(id_) for id_ in tokenizer.encode(text)]
         assert "".join([*pieces, stream.end()]) == text
-        assert BROKEN in text or not any(BROKEN in piece for piece in pieces)
+        assert REPLACEMENT in text or not any(REPLACEMENT in piece for piece in pieces)
 
 
 @settings(max_examples=100, deadline=None)
@@ -83,7 +83,7 @@ def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, 
 
 
 def test_the_bytes_of_every_token_are_those_that_the_library_decodes(tokenizer: TextTokenizer) -> None:
-    pieces = bytes_of(tokenizer)
+    pieces = read_token_bytes(tokenizer)
     assert pieces is not None
     assert [piece.decode("utf-8", "replace") for piece in pieces] == [
         tokenizer.decode([id_]) for id_ in range(tokenizer.vocab)
@@ -95,7 +95,7 @@ def test_the_bytes_of_every_token_are_those_that_the_library_decodes(tokenizer: 
 def test_other_tokenizers_are_decoded_by_the_library(kind: Any) -> None:
     texts = ["the mill stands by the river and the wheel turns " * 9]
     other = fit(iter([texts]), TokenizerConfig(kind=kind, vocab=300))
-    assert bytes_of(other) is None
+    assert read_token_bytes(other) is None
     stream = text_decoder_factory(other)(other.encode("the"))
     ids = other.encode(" mill stands by the river")
     assert "".join([*map(stream.add, ids), stream.end()]) == other.decode([*other.encode("the"), *ids])[3:]
@@ -111,7 +111,7 @@ def test_bytes_without_an_end_are_shown_when_the_text_is_over(parrot_of: ParrotO
     parrot = parrot_of("漢")
     cut = len(tokenizer.encode("漢")) - 1
     assert cut > 0
-    assert list(parrot.stream("", SampleConfig(max_tokens=cut))) == [BROKEN]
+    assert list(parrot.stream("", SampleConfig(max_tokens=cut))) == [REPLACEMENT]
 
 
 @pytest.mark.parametrize("text", ["end", ""])
@@ -185,7 +185,7 @@ def test_past_the_positions_the_last_half_stays_in_view(
 
 
 def test_a_prompt_longer_than_the_model_sees_is_refused_before_the_first_piece(generator: Generator) -> None:
-    with pytest.raises(TextmillError, match="the model sees 96"):
+    with pytest.raises(TextmillError, match="the model's context is 96"):
         generator.stream("x y z " * 100, GREEDY)
 
 

@@ -33,7 +33,7 @@ def column(*values: float) -> torch.Tensor:
 
 def states_of(
     seen: torch.Tensor, *samples: SampleConfig, number: int = 0, bias: tuple[tuple[int, float], ...] = ()
-) -> list[sampling.State]:
+) -> list[sampling.SamplingState]:
     """A state for each row of ids, the last `number` of them new."""
     states = []
     for row, sample in zip(seen.tolist(), samples * (len(seen) // len(samples)), strict=True):
@@ -41,17 +41,17 @@ def states_of(
         state = sampling.new_state(sample, prompt, ends=(END,), bias=bias, vocab=V, device=torch.device("cpu"))
         for id_ in new:
             state.add(id_)
-            state.number += 1
+            state.new_tokens += 1
         states.append(state)
     return states
 
 
-def shaped(logits: torch.Tensor, states: list[sampling.State]) -> torch.Tensor:
-    return sampling.shaped(logits, states, sampling.rules_of(states, logits.device))
+def shaped(logits: torch.Tensor, states: list[sampling.SamplingState]) -> torch.Tensor:
+    return sampling.apply_rules(logits, states, sampling.collect_rules(states, logits.device))
 
 
-def next_ids(logits: torch.Tensor, states: list[sampling.State]) -> list[int | None]:
-    found = sampling.next_ids(logits, states, sampling.rules_of(states, logits.device)).tolist()
+def next_ids(logits: torch.Tensor, states: list[sampling.SamplingState]) -> list[int | None]:
+    found = sampling.choose_next_ids(logits, states, sampling.collect_rules(states, logits.device)).tolist()
     return [None if id_ < 0 else id_ for id_ in found]
 
 
@@ -68,7 +68,7 @@ seeds = st.integers(0, 2**31)
 def test_repetition_penalty_is_that_of_transformers(seed: int, penalty: float) -> None:
     logits, seen = logits_of(seed)
     torch.testing.assert_close(
-        sampling.penalise(logits, seen_of(seen), column(penalty)),
+        sampling.apply_repetition_penalty(logits, seen_of(seen), column(penalty)),
         theirs.RepetitionPenaltyLogitsProcessor(penalty)(seen, logits),
     )
 
@@ -77,7 +77,10 @@ def test_repetition_penalty_is_that_of_transformers(seed: int, penalty: float) -
 @given(seeds, st.floats(0.05, 10.0))
 def test_temperature_is_that_of_transformers(seed: int, temperature: float) -> None:
     logits, seen = logits_of(seed)
-    same(sampling.cool(logits, column(temperature)), theirs.TemperatureLogitsWarper(temperature)(seen, logits))
+    same(
+        sampling.apply_temperature(logits, column(temperature)),
+        theirs.TemperatureLogitsWarper(temperature)(seen, logits),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -140,7 +143,7 @@ def test_choices_follow_the_probabilities() -> None:
     """Pearson's chi-square over 20,000 draws stays below its 99.9% point."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf"), 0.5, 3.0]])
     draws = 20_000
-    chosen = sampling.choose(
+    chosen = sampling.sample_ids(
         logits.expand(draws, -1), torch.tensor([uniform_at(99, number) for number in range(draws)], dtype=torch.double)
     )
     counts = torch.bincount(chosen, minlength=7).double()
@@ -153,8 +156,8 @@ def test_choices_follow_the_probabilities() -> None:
 
 def test_the_ends_of_the_line_are_possible_tokens() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
-    assert sampling.choose(logits, torch.zeros(1, dtype=torch.double)).tolist() == [1]
-    assert sampling.choose(logits, torch.tensor([1 - 2**-53], dtype=torch.double)).tolist() == [3]
+    assert sampling.sample_ids(logits, torch.zeros(1, dtype=torch.double)).tolist() == [1]
+    assert sampling.sample_ids(logits, torch.tensor([1 - 2**-53], dtype=torch.double)).tolist() == [3]
 
 
 MANY = [
@@ -204,10 +207,10 @@ def test_presence_and_frequency_count_the_new_text_only() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 10**6)), min_size=1, max_size=5))
 def test_the_numbers_of_a_batch_are_those_of_its_rows(pairs: list[tuple[int, int]]) -> None:
-    states = [sampling.State(SampleConfig(seed=seed), (END,), number=number) for seed, number in pairs]
-    uniforms = sampling.Uniforms(states, torch.device("cpu"))
+    states = [sampling.SamplingState(SampleConfig(seed=seed), (END,), new_tokens=number) for seed, number in pairs]
+    uniforms = sampling.UniformNumbers(states, torch.device("cpu"))
     for step in (0, 1, 15, 16, 40, 3):
-        ours = uniforms.of(states[0].number + step)
+        ours = uniforms.at(states[0].new_tokens + step)
         np.testing.assert_array_equal(ours.numpy(), [uniform_at(seed, number + step) for seed, number in pairs])
 
 
@@ -225,18 +228,23 @@ def test_a_row_of_scores_that_are_no_numbers_gives_none_and_leaves_the_others_al
 
 def test_the_kth_score_of_a_plain_draw_is_that_of_what_is_not_barred() -> None:
     """What the kernels are told of top_k, against numpy's sort; a row that asks for none has no least score."""
-    states = [sampling.State(SampleConfig(temperature=0.7, top_k=k, min_tokens=5), (3, 4)) for k in (5, 0, 40)]
+    states = [sampling.SamplingState(SampleConfig(temperature=0.7, top_k=k, min_tokens=5), (3, 4)) for k in (5, 0, 40)]
     rules, scores = (
-        sampling.rules_of(states, torch.device("cpu")),
+        sampling.collect_rules(states, torch.device("cpu")),
         torch.randn(3, 50, generator=torch.Generator().manual_seed(1)),
     )
-    assert rules.draw is not None
-    found = rules.draw.kth(scores, torch.tensor([[3, 4]] * 3))
+    assert rules.top_k_only is not None
+    found = rules.top_k_only.kth_logit(scores, torch.tensor([[3, 4]] * 3))
     assert found is not None
     left = np.sort(np.delete(scores.numpy(), [3, 4], 1), 1)[:, ::-1]
     assert found.tolist() == [left[0, 4], -np.inf, left[2, 39]]
     assert (
-        sampling.rules_of([*states, sampling.State(SampleConfig(temperature=0.0), (3,))], torch.device("cpu")).draw
+        sampling.collect_rules(
+            [*states, sampling.SamplingState(SampleConfig(temperature=0.0), (3,))], torch.device("cpu")
+        ).top_k_only
         is None
     )
-    assert sampling.rules_of([sampling.State(SampleConfig(top_p=0.9), (3,))], torch.device("cpu")).draw is None
+    assert (
+        sampling.collect_rules([sampling.SamplingState(SampleConfig(top_p=0.9), (3,))], torch.device("cpu")).top_k_only
+        is None
+    )

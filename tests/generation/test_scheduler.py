@@ -361,11 +361,11 @@ def test_no_slot_is_lost_after_five_hundred_cancelled_requests(generator: Genera
 def test_what_cannot_be_done_is_refused_at_once(generator: Generator, scheduler: Scheduler) -> None:
     for bad, match in [
         (Request((), LONG), "no tokens"),
-        (Request((10**6,), LONG), "is no token"),
-        (Request((1,), LONG, stop_ids=(-1,)), "is no token"),
-        (Request((1,), LONG, bias=((99999, 1.0),)), "is no token"),
-        (Request((1,) * 96, LONG), "the model sees 96"),
-        (Request((1,), SampleConfig(beams=2)), "beam search is not served"),
+        (Request((10**6,), LONG), "is not a token id"),
+        (Request((1,), LONG, stop_ids=(-1,)), "is not a token id"),
+        (Request((1,), LONG, bias=((99999, 1.0),)), "is not a token id"),
+        (Request((1,) * 96, LONG), "the model's context is 96"),
+        (Request((1,), SampleConfig(beams=2)), "the server has no beam search"),
     ]:
         with pytest.raises(TextmillError, match=match):
             scheduler.submit(bad, Reader())
@@ -383,7 +383,7 @@ def test_a_reader_that_fails_is_cancelled_and_the_others_go_on(
     reader = Reader()
     scheduler.submit(request(generator, sample=SampleConfig(max_tokens=3, min_tokens=3)), reader)
     assert reader.done().reason == "length"
-    assert "its reader failed (OSError)" in capsys.readouterr().err
+    assert "delivering its text failed (OSError)" in capsys.readouterr().err
 
 
 def test_a_model_that_fails_is_said_and_works_again(
@@ -430,7 +430,7 @@ def test_a_model_that_hangs_or_dies_is_said(generator: Generator, monkeypatch: p
     monkeypatch.setattr(scheduler._batch.slots, "decode", hang)
     assert scheduler.problem(0.01) == ""
     scheduler.submit(request(generator, sample=SampleConfig(max_tokens=2, min_tokens=2)), reader)
-    wait_for(lambda: "has not ended a step" in scheduler.problem(0.01))
+    wait_for(lambda: "has been in one step" in scheduler.problem(0.01))
     assert scheduler.problem(PATIENCE) == ""
     hung.set()
     assert reader.done().reason == "length"

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.cli import main
 from textmill.config import TokenizerConfig
-from textmill.generation import samples_of
+from textmill.generation import sample_prompts
 from textmill.tokens.vocabulary.tokenizer import fit
 from textmill.where import open_where, recipe_names, recipes_folder
 
@@ -74,7 +74,7 @@ def _answers_come_through_the_template(run: Path) -> None:
     assert main(["run", "chat-ko.yaml", *QUICK, "sample.prompt=5시에 뭐 해?"]) == 0
     (talk,) = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
     config = open_where("chat-ko.yaml", [*QUICK, "train.prompts=5시에 뭐 해?"]).config
-    (line,) = samples_of(open_checkpoint(run / "step-0000002"), config.train.prompts, config.sample, config.engine)
+    (line,) = sample_prompts(open_checkpoint(run / "step-0000002"), config.train.prompts, config.sample, config.engine)
     assert talk == f"<|user|>5시에 뭐 해?<|endoftext|><|assistant|>{line['text']}"
 
 

@@ -72,7 +72,7 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     assert (found["before"], found["after"]) == (200, [200, 200])
     for path in ("/health", "/ready"):
         assert found[path].status_code == 503
-        assert "has not ended a step" in found[path].json()["status"]
+        assert "has been in one step" in found[path].json()["status"]
     for name in ("whole", "next"):
         assert found[name].status_code == 503
         assert found[name].json()["error"]["code"] == "model_broken"

@@ -172,7 +172,7 @@ def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp
         url, [worker] = found[0], children_of(process.pid)
         os.kill(worker, signal.SIGSTOP)
         status = wait_for(lambda: (reply := httpx.get(f"{url}/health")).status_code == 503 and reply.json()["status"])
-        assert "has not ended a step" in status
+        assert "has been in one step" in status
         os.kill(worker, signal.SIGCONT)
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
         with ThreadPoolExecutor(4) as pool:

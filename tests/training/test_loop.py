@@ -196,14 +196,14 @@ def test_from_an_earlier_step_and_anew(root: Path) -> None:
 
 def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
     from textmill.checkpoints.folders import open_checkpoint
-    from textmill.generation import samples_of
+    from textmill.generation import sample_prompts
 
     run = root / "prompts"
     config = config_for(root, run, 10, 'train.prompts=["KING:", ""]', "sample.min_tokens=0", "sample.max_tokens=8")
     train(config)
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [(5, "KING:"), (5, ""), (10, "KING:"), (10, "")]
-    again = samples_of(open_checkpoint(run / "step-0000010"), ["KING:", ""], config.sample, config.engine)
+    again = sample_prompts(open_checkpoint(run / "step-0000010"), ["KING:", ""], config.sample, config.engine)
     assert [line["text"] for line in lines[2:]] == [line["text"] for line in again]
 
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from textmill.generation.incremental_text import StopStringFilter, Stream
+from textmill.generation.incremental_text import StopStringFilter, TextDecoder
 from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
-from textmill.generation.sampling import Rules, State, new_state, next_ids, rules_of
+from textmill.generation.sampling import SamplingRules, SamplingState, choose_next_ids, collect_rules, new_state
 from textmill.kernels.transfer_torch import OnItsWay, on_device
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -53,8 +53,8 @@ class Row:
     """New tokens at most."""
     ids: list[int]
     """The prompt and what is new."""
-    state: State
-    stream: Stream
+    state: SamplingState
+    stream: TextDecoder
     watch: StopStringFilter
     used: int = 0
     """Tokens whose keys and values are in the slot."""
@@ -111,7 +111,7 @@ class Batch:
     tokenizer: TextTokenizer
     positions: int
     """Tokens that the model sees."""
-    open_stream: Callable[[Sequence[int]], Stream]
+    open_stream: Callable[[Sequence[int]], TextDecoder]
     """Makes a text's stream from its prompt."""
     limit: int
     """Texts at a time; there may be more slots."""
@@ -119,7 +119,7 @@ class Batch:
     waiting: list[Row] = field(default_factory=list)
     ahead: bool = False
     """Ask for a text's next token before the last one is here: a GPU works while the host writes; a token comes one step later."""
-    _rules: Rules | None = None
+    _rules: SamplingRules | None = None
     _flight: InFlightRequest | None = None
 
     @property
@@ -172,7 +172,7 @@ class Batch:
     def _may_run_ahead(self) -> bool:
         """Whether the next token of every text can be asked for before the last one is known here."""
         return all(
-            row.state.number < row.room and row.used < self.positions and row.state.seen_V is None and row.state.said_V is None
+            row.state.new_tokens < row.room and row.used < self.positions and row.state.seen_V is None and row.state.counts_V is None
             for row in self.rows
         )  # fmt: skip
 
@@ -180,12 +180,12 @@ class Batch:
         """Ask for the next token of every text."""
         scores_NV = self.slots.decode(self._last_ids(), [row.used for row in self.rows])[:, : self.tokenizer.vocab]
         states = [row.state for row in self.rows]
-        self._rules = self._rules or rules_of(states, self.slots.device)
-        ids_N = next_ids(scores_NV, states, self._rules)
+        self._rules = self._rules or collect_rules(states, self.slots.device)
+        ids_N = choose_next_ids(scores_NV, states, self._rules)
         logs = self._logs(scores_NV, ids_N)
         for row in self.rows:
             row.used += 1
-            row.state.number += 1
+            row.state.new_tokens += 1
         return InFlightRequest(list(self.rows), ids_N, OnItsWay(ids_N), logs)
 
     def _last_ids(self) -> Tensor:

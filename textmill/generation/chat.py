@@ -1,4 +1,4 @@
-"""The verb chat: a talk with a model on the terminal; ctrl-C stops an answer, ctrl-D the program."""
+"""The chat command: a conversation with a model on the terminal."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from textmill.tokens.chat_template import Message, TalkTemplate
 if TYPE_CHECKING:
     from textmill.generation.generator import Generator
 
-HELP = "/reset forgets the talk, /set temperature=0.7 changes a setting, /set shows them, ctrl-C stops an answer, ctrl-D ends"
+HELP = (
+    "/reset forgets the conversation, /set temperature=0.7 changes a setting, /set shows all, "
+    "ctrl-C stops an answer, ctrl-D ends"
+)
 
 
 def chat(config: RunConfig, step: WhichStep = "latest") -> None:
-    """Conversation with a model until the input ends."""
+    """Chat with a model until the input ends."""
     checkpoint, template = open_chat_model(config, step)
-    from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
+    from textmill.generation.generator import open_generator  # imports torch, which is slow
 
     generator = open_generator(checkpoint, config.engine)
     with Terminal() as terminal:
-        talk = Conversation(generator, template, config, terminal)
+        conversation = Conversation(generator, template, config, terminal)
         if sys.stdin.isatty():
             print(f"{checkpoint.folder}: {HELP}")
         for line in terminal.lines():
             try:
-                talk.hear(line)
+                conversation.handle_line(line)
             except TextmillError as error:
                 warn(str(error))
 
 
 class Conversation:
-    """What was said so far, and how the model is to answer."""
+    """The messages so far, and the settings of the next answer."""
 
     def __init__(self, generator: Generator, template: TalkTemplate, config: RunConfig, terminal: Terminal) -> None:
         self.generator, self.template, self.config, self.terminal = generator, template, config, terminal
@@ -47,32 +50,32 @@ class Conversation:
 
     @property
     def sample(self) -> SampleConfig:
-        """The settings of the next answer; each has a seed of its own."""
+        """The settings of the next answer; each answer has its own seed."""
         sample = self.config.sample
         return sample.model_copy(update={"seed": sample.seed + self.answers, "slide": False})
 
-    def hear(self, line: str) -> None:
-        """Answer a line, or do what a command says."""
-        word, _, rest = line.strip().partition(" ")
-        if word == "/reset":
+    def handle_line(self, line: str) -> None:
+        """Answer a line, or run a command."""
+        command, _, rest = line.strip().partition(" ")
+        if command == "/reset":
             self.messages = []
-            print("forgotten")
-        elif word == "/set":
+            print("conversation cleared")
+        elif command == "/set":
             self._set(rest.split())
-        elif word.startswith("/"):
+        elif command.startswith("/"):
             print(HELP)
         elif line.strip():
             self._answer(line)
 
-    def _set(self, words: list[str]) -> None:
-        """Change settings of this talk; all of them or, when one is wrong, none."""
-        tree = tree_of([word if word.startswith("sample.") else f"sample.{word}" for word in words])
+    def _set(self, arguments: list[str]) -> None:
+        """Change settings of this conversation; if one is wrong, none is changed."""
+        tree = tree_of([one if one.startswith("sample.") else f"sample.{one}" for one in arguments])
         self.config = config_of(merged(self.config.model_dump(mode="json"), tree))
         hidden = {"prompt", "prompts", "count", "batch", "slide"}
         print(" ".join(f"{key}={value}" for key, value in self.config.sample.model_dump(exclude=hidden).items()))
 
     def _answer(self, line: str) -> None:
-        ids = self._ids_of([*self.messages, {"role": "user", "content": line}])
+        ids = self._render([*self.messages, {"role": "user", "content": line}])
         request = Request(tuple(ids), self.sample, tuple(self.sample.stop), tuple(self.template.stop_ids))
         self.answers += 1
         texts: list[str] = []
@@ -88,21 +91,21 @@ class Conversation:
         print(flush=True)
         self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": "".join(texts)}]
 
-    def _ids_of(self, messages: list[Message]) -> list[int]:
-        """The talk as the model wants it; turns that leave no room for an answer are forgotten, the oldest first."""
-        positions, forgotten = self.generator.positions, False
-        room = min(self.config.sample.max_tokens, positions // 4)
+    def _render(self, messages: list[Message]) -> list[int]:
+        """Return the conversation's token ids; drop the oldest turns until there is space for an answer."""
+        positions, dropped = self.generator.positions, False
+        space = max(min(self.config.sample.max_tokens, positions // 4), 1)
         while True:
             ids = list(self.template.render(messages, add_generation_prompt=True))
-            if len(ids) <= positions - max(room, 1):
+            if len(ids) <= positions - space:
                 break
             if len(messages) == 1:
-                found = (
-                    f"{len(ids):,} tokens; the model sees {positions:,} at a time, and an answer needs {max(room, 1)}"
+                raise TextmillError(
+                    f"your message is too long: {len(ids):,} tokens; the model's context is {positions:,}, and an "
+                    f"answer needs {space}; shorten the message"
                 )
-                raise TextmillError(f"what you said is too long: {found}; say it in less")
-            messages, forgotten = messages[2:], True
-        if forgotten:
+            messages, dropped = messages[2:], True
+        if dropped:
             self.messages = messages[:-1]
-            warn("the talk is longer than the model sees; its oldest turns are forgotten")
+            warn("the conversation is longer than the model's context; dropped its oldest turns")
         return ids

@@ -1,4 +1,4 @@
-"""A chat model's answers to single questions, through its template."""
+"""Answers single questions with a chat model, through its chat template."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from textmill.generation.generator import Generator, Sample
 
 QUESTIONS = 3
-"""Conversations that are looked up where nothing is asked."""
+"""Conversations taken from the valid split if there is no prompt."""
 
 
 def open_chat_model(config: RunConfig, step: WhichStep) -> tuple[Checkpoint, TalkTemplate]:
-    """The model that a config stands for, and the template it was finetuned with."""
+    """Return the checkpoint that a config names, and its chat template."""
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
     if template is None:
@@ -31,44 +31,42 @@ def open_chat_model(config: RunConfig, step: WhichStep) -> tuple[Checkpoint, Tal
 
 
 def answer(config: RunConfig, step: WhichStep = "latest") -> list[str]:
-    """Ask a chat model `sample.prompt`, or what the valid split asks first; print and return the talks, as the template writes them."""
-    from textmill.generation.generator import open_generator  # torch is loaded only when there is something to do
+    """Answer `sample.prompt`, or the first questions of the valid split; print and return question and answer."""
+    from textmill.generation.generator import open_generator  # imports torch, which is slow
 
     checkpoint, template = open_chat_model(config, step)
     prompt = config.sample.prompt
-    questions = (
-        [render_question(template, prompt)] * config.sample.count
-        if prompt
-        else list(read_questions(open_splits(config)))
-    )
+    if prompt:
+        questions = [render_question(template, prompt)] * config.sample.count
+    else:
+        questions = list(read_questions(open_splits(config)))
     generator = open_generator(checkpoint, config.engine)
-    found = answer_all(
-        generator, template, [generator.tokenizer.decode(ids) for ids in questions], questions, config.sample
-    )
-    talks = [one.prompt + one.text for one in found]
-    print("\n".join(talks), flush=True)
-    return talks
+    names = [generator.tokenizer.decode(ids) for ids in questions]
+    samples = answer_all(generator, template, names, questions, config.sample)
+    texts = [one.prompt + one.text for one in samples]
+    print("\n".join(texts), flush=True)
+    return texts
 
 
 def render_question(template: TalkTemplate, question: str) -> list[int]:
-    """The ids that ask a question and for its answer."""
+    """Return the token ids of a question and the start of its answer."""
     return template.render([{"role": "user", "content": question}], add_generation_prompt=True)
 
 
 def answer_all(
     generator: Generator, template: TalkTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig
 ) -> list[Sample]:  # fmt: skip
-    """The answer to each question, under its name; the seed counts up with the questions."""
+    """Answer each question; `names` become the samples' prompts. The seed counts up from question to question."""
     settings = [
         sample.model_copy(update={"seed": sample.seed + number, "slide": False}) for number in range(len(questions))
     ]
     stops, ends = tuple(sample.stop), tuple(template.stop_ids)
     requests = [Request(tuple(ids), one, stops, ends) for ids, one in zip(questions, settings, strict=True)]
-    return generator.sampled(names, requests, sample.batch)
+    return generator.complete(names, requests, sample.batch)
 
 
 def read_questions(splits: Splits) -> Iterator[list[int]]:
-    """How the first conversations of the valid split begin, up to the first answer; of the train split, where there is no other."""
+    """Yield the first conversations of the valid split, or of the train split, each up to its first answer."""
     stores = [store for split in ("valid", "train") for store in splits.of(split) if store.asked is not None][:1]
     for store in stores:
         for place in range(min(QUESTIONS, len(store))):

@@ -15,8 +15,8 @@ from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, precision_of
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event, Slots, slots_type
-from textmill.generation.beams import search
-from textmill.generation.incremental_text import Stream, text_decoder_factory
+from textmill.generation.beams import beam_search
+from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
 from textmill.generation.requests import Done, Request, max_new_tokens
 from textmill.models.nets_torch import Net, open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -40,7 +40,7 @@ class Generator:
         self.net, self.tokenizer = net, tokenizer
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.positions: int = net.shape.positions
-        self._streams: Callable[[Sequence[int]], Stream] | None = None
+        self._streams: Callable[[Sequence[int]], TextDecoder] | None = None
         self._kept: Slots | None = None
         self._cut_said = False
 
@@ -61,11 +61,11 @@ class Generator:
     def samples(self, prompts: list[str], sample: SampleConfig) -> list[Sample]:
         """What `texts` gives, with seeds and counts; `sample.batch` of them go through the net at a time."""
         settings = [sample.model_copy(update={"seed": sample.seed + place}) for place in range(len(prompts))]
-        return self.sampled(
+        return self.complete(
             prompts, [self.request_of(prompt, one) for prompt, one in zip(prompts, settings, strict=True)], sample.batch
         )
 
-    def sampled(self, prompts: list[str], requests: list[Request], together: int) -> list[Sample]:
+    def complete(self, prompts: list[str], requests: list[Request], together: int) -> list[Sample]:
         """What becomes of requests, each under the name of its prompt."""
         texts, counts = [""] * len(requests), [0] * len(requests)
         for place, event in self.run(requests, together):
@@ -88,7 +88,7 @@ class Generator:
             while True:
                 while (batch is None or batch.free) and (place := next(waiting, None)) is not None:
                     if requests[place].sample.beams > 1:
-                        yield place, search(self, requests[place], rooms[place])
+                        yield place, beam_search(self, requests[place], rooms[place])
                         continue
                     batch = batch or self.new_batch(min(together, len(requests)), length)
                     batch.add(place, requests[place], rooms[place])

@@ -1,4 +1,4 @@
-"""From ids to text as it becomes sure: whole characters, and nothing of what a stop string may yet take away."""
+"""Turns token ids into text one by one, and holds back incomplete characters and possible stop strings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tokenizers import pre_tokenizers
 from textmill.tokens.vocabulary.token_bytes import byte_signs
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Stream(Protocol):
-    """Ids in, text out as soon as it is sure."""
+class TextDecoder(Protocol):
+    """Receives token ids and returns text as soon as it cannot change any more."""
 
     tokens: int
 
@@ -25,95 +25,95 @@ class Stream(Protocol):
 
 
 class WindowTextDecoder:
-    """Ids in, text out as soon as it is sure: a character whose bytes are not all there yet is held back."""
+    """Works with every tokenizer: decodes the last few ids again, and holds back an incomplete character."""
 
     def __init__(self, tokenizer: TextTokenizer, context: list[int]) -> None:
         self.tokenizer, self.ids = tokenizer, list(context)
-        # Decoding begins a little before the new ids, since a tokenizer may write a first token otherwise than a later one.
-        self.start, self.said, self.tokens = 0, len(context), 0
+        # The window starts a little before the new ids, because a tokenizer may write the first token differently.
+        self.start, self.emitted, self.tokens = 0, len(context), 0
 
     def add(self, id_: int) -> str:
-        """The text that one more id settles; often none."""
+        """Return the text that one more id completes; often none."""
         self.ids.append(id_)
         self.tokens += 1
-        text = self._unsaid()
-        if not text or text.endswith(BROKEN):
+        text = self._new_text()
+        if not text or text.endswith(REPLACEMENT):
             return ""
-        self.start, self.said = self.said, len(self.ids)
+        self.start, self.emitted = self.emitted, len(self.ids)
         return text
 
     def end(self) -> str:
-        """What was held back; bytes that never became a character are shown as replacement characters."""
-        return self._unsaid()
+        """Return what was held back; bytes that form no character become replacement characters."""
+        return self._new_text()
 
-    def _unsaid(self) -> str:
-        before = self.tokenizer.decode(self.ids[self.start : self.said])
+    def _new_text(self) -> str:
+        before = self.tokenizer.decode(self.ids[self.start : self.emitted])
         return self.tokenizer.decode(self.ids[self.start :])[len(before) :]
 
 
 class ByteTextDecoder:
-    """The same for tokens that are bytes, many times as fast."""
+    """Works with byte-level tokenizers, and is many times as fast."""
 
-    def __init__(self, pieces: list[bytes], texts: list[str | None], context: Sequence[int]) -> None:
-        self.pieces, self.texts, self.tokens = pieces, texts, 0
+    def __init__(self, token_bytes: list[bytes], texts: list[str | None], context: Sequence[int]) -> None:
+        self.token_bytes, self.texts, self.tokens = token_bytes, texts, 0
         self.decoder: Any = codecs.getincrementaldecoder("utf-8")("replace")
-        # A prompt of ids may end within a character; four tokens hold the longest there is.
-        self.decoder.decode(b"".join(pieces[id_] for id_ in context[-4:]))
+        # A prompt of token ids may end within a character. A character has at most four bytes, so four tokens suffice.
+        self.decoder.decode(b"".join(token_bytes[id_] for id_ in context[-4:]))
 
     def add(self, id_: int) -> str:
-        """The text that one more id settles; often none."""
+        """Return the text that one more id completes; often none."""
         self.tokens += 1
-        whole = self.texts[id_]
-        text: str = self.decoder.decode(self.pieces[id_]) if whole is None or self.decoder.buffer else whole
+        complete = self.texts[id_]
+        text: str = self.decoder.decode(self.token_bytes[id_]) if complete is None or self.decoder.buffer else complete
         return text
 
     def end(self) -> str:
-        """What was held back, as replacement characters."""
+        """Return what was held back, as replacement characters."""
         text: str = self.decoder.decode(b"", final=True)
         return text
 
 
-def text_decoder_factory(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], Stream]:
-    """What makes a stream after a prompt's ids, the fastest that the tokenizer allows."""
-    pieces = bytes_of(tokenizer)
-    if pieces is None:
+def text_decoder_factory(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], TextDecoder]:
+    """Return a function from a prompt's ids to the fastest text decoder for this tokenizer."""
+    token_bytes = read_token_bytes(tokenizer)
+    if token_bytes is None:
         return lambda context: WindowTextDecoder(tokenizer, list(context))
-    texts = [_whole(piece) for piece in pieces]
-    return lambda context: ByteTextDecoder(pieces, texts, context)
+    texts = [_decode_or_none(one) for one in token_bytes]
+    return lambda context: ByteTextDecoder(token_bytes, texts, context)
 
 
-def _whole(piece: bytes) -> str | None:
-    """The text of bytes that are whole characters."""
+def _decode_or_none(raw: bytes) -> str | None:
+    """Decode bytes that are complete characters; None otherwise."""
     try:
-        return piece.decode()
+        return raw.decode()
     except UnicodeDecodeError:
         return None
 
 
-def bytes_of(tokenizer: TextTokenizer) -> list[bytes] | None:
-    """The bytes of each token, where a text is its tokens' bytes laid end to end: byte-level BPE."""
+def read_token_bytes(tokenizer: TextTokenizer) -> list[bytes] | None:
+    """Return each token's bytes if the tokenizer is byte-level BPE: a text is then its tokens' bytes joined."""
     if ((json.loads(tokenizer.inner.to_str())["decoder"]) or {}).get("type") != "ByteLevel":
         return None
     table, signs = byte_signs(), set(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [b""] * tokenizer.vocab
+    token_bytes = [b""] * tokenizer.vocab
     for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=True).items():
-        # A token with a sign that stands for no byte is written as it is.
-        pieces[id_] = bytes(table[sign] for sign in token) if signs.issuperset(token) else token.encode()
-    return pieces
+        # A token with a character outside the byte alphabet is written as it is.
+        token_bytes[id_] = bytes(table[sign] for sign in token) if signs.issuperset(token) else token.encode()
+    return token_bytes
 
 
 class StopStringFilter:
-    """Text in, text out up to the first stop string, wherever its pieces meet; what may be the beginning of one is held back."""
+    """Passes text through up to the first stop string, and holds back what may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops, self.held, self.hit = [stop for stop in stops if stop], "", False
 
     def add(self, text: str) -> str:
-        """The text that is sure now; `hit` says whether it was the last."""
+        """Return the text before a stop string; `hit` is true once one was found."""
         if not self.stops:
             return text
         text = self.held + text
-        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        found = [index for stop in self.stops if (index := text.find(stop)) >= 0]
         if found:
             self.held, self.hit = "", True
             return text[: min(found)]
@@ -122,11 +122,11 @@ class StopStringFilter:
         return text[: len(text) - keep]
 
     def end(self) -> str:
-        """What was held back in vain."""
+        """Return the held-back text: no stop string followed."""
         held, self.held = self.held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text that may be the beginning of a stop string."""
+    """Count the characters at the end of a text that may be the start of a stop string."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,4 +1,4 @@
-"""What is asked of a generator and what it answers, piece by piece."""
+"""A generation request, and the events that answer it: one Token per new token, then one Done."""
 
 from __future__ import annotations
 
@@ -10,79 +10,80 @@ from textmill.errors import TextmillError
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 TopTokens = tuple[tuple[int, float], ...]
-"""The likeliest tokens and their log-probabilities, the likeliest first."""
+"""The most likely tokens and their log-probabilities, the most likely first."""
 
 
 class QueueFull(Exception):
-    """The queue is full; come back later."""
+    """The queue is full; try again later."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A text to continue, and how."""
+    """A prompt to continue, and the sampling settings."""
 
     ids: tuple[int, ...]
-    """The prompt, at least one token."""
+    """The prompt's token ids, at least one."""
     sample: SampleConfig
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these."""
+    """Stop strings: the text ends before the first of them."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the text, besides the end-of-text token."""
+    """Tokens that end the text, in addition to the end-of-text token."""
     bias: tuple[tuple[int, float], ...] = ()
-    """What is added to the scores of tokens."""
+    """Logit bias: token ids and the numbers added to their logits."""
     logprobs: int = 0
-    """0: none; k: log-probabilities of each new token and of the k likeliest in its place."""
+    """0: no log-probabilities; k: those of each new token and of the k most likely tokens at its position."""
     echo: bool = False
-    """Also log-probabilities of the prompt's own tokens."""
+    """Also compute log-probabilities of the prompt's own tokens."""
 
 
 class Token(NamedTuple):
-    """One new token; log-probabilities are the model's own, before any rule of sampling."""
+    """One new token. Its log-probabilities are the model's own, before any sampling rule."""
 
     id: int
     text: str
-    """The text that this token settled; often none."""
+    """The text that this token completed; often empty."""
     logprob: float | None = None
     top: TopTokens = ()
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a request; nothing comes after it."""
+    """The last event of a request."""
 
     reason: FinishReason
     tokens: int
-    """New tokens; one that ended the text is not counted."""
+    """Number of new tokens, without the one that ended the text."""
     text: str
-    """What was held back until now."""
+    """Text that was held back until now."""
     message: str = ""
-    """What went wrong, when something did."""
+    """The error message, if there was an error."""
     prompt_logprobs: tuple[tuple[float | None, TopTokens], ...] = ()
-    """One for each token of the prompt, when asked; nothing stands before the first."""
+    """With `echo`: one entry per prompt token. The first has no log-probability."""
 
 
 def max_new_tokens(request: Request, positions: int, vocab: int) -> int:
-    """New tokens that are asked and fit after the prompt; what cannot be done is refused."""
-    length, asked = len(request.ids), request.sample.max_tokens
-    strange = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
-    if not request.ids or strange:
-        found = f"{strange[0]} is no token" if strange else "no tokens"
-        raise TextmillError(f"sample.prompt: {found}; give ids from 0 to {vocab - 1:,}, one at least")
-    if length > positions - min(asked, 1):
+    """Return how many new tokens the request allows and the context has space for; raise if it cannot be done."""
+    length, requested = len(request.ids), request.sample.max_tokens
+    unknown = [id_ for id_ in (*request.ids, *request.stop_ids, *dict(request.bias)) if not 0 <= id_ < vocab]
+    if not request.ids or unknown:
+        found = f"{unknown[0]} is not a token id" if unknown else "it has no tokens"
+        raise TextmillError(f"sample.prompt: {found}; give at least one id, from 0 to {vocab - 1:,}")
+    if length > positions - min(requested, 1):
         raise TextmillError(
-            f"sample.prompt: {length:,} tokens; the model sees {positions:,} at a time, one of them new; give {positions - 1:,} at most"
+            f"sample.prompt: {length:,} tokens; the model's context is {positions:,} tokens, at least one of them new; "
+            f"shorten the prompt to {positions - 1:,} tokens"
         )
     slides = request.sample.slide and request.sample.beams == 1
-    return asked if slides else min(asked, positions - length)
+    return requested if slides else min(requested, positions - length)
 
 
 def max_new_tokens_served(request: Request, positions: int, vocab: int) -> int:
-    """The same for a request among others, where nothing is searched."""
+    """`max_new_tokens` for the scheduler, which does not do beam search."""
     if request.sample.beams > 1:
-        raise TextmillError("sample.beams: beam search is not served; set it to 1, or use textmill generate")
+        raise TextmillError("sample.beams: the server has no beam search; set it to 1, or use textmill generate")
     return max_new_tokens(request, positions, vocab)
 
 
 def describe_hang(seconds: float) -> str:
-    """What is said of a step that does not end."""
-    return f"the model has not ended a step for {seconds:.0f} s; restart the server if it does not come back"
+    """Return the message for a step that does not end."""
+    return f"the model has been in one step for {seconds:.0f} s; restart the server if it does not recover"

@@ -1,4 +1,4 @@
-"""Scheduler: requests from many sides, continued together by one thread; the model runs in that thread only."""
+"""Continuous batching: one thread runs the model for many requests, which join and leave between any two steps."""
 
 from __future__ import annotations
 
@@ -25,261 +25,263 @@ from textmill.generation.requests import (
     max_new_tokens_served,
 )
 
-Deliver = Callable[[Token | Done], None]
+DeliverEvent = Callable[[Token | Done], None]
 
-AFTER = 5.0
-"""Seconds that closing waits for a step that does not end."""
-OFTEN = 3
-"""Steps that fail one after the other until the model is taken for broken."""
-READ_AT_ONCE = 8192
-"""Tokens of the prompts that are let in together, unless one prompt alone has more."""
-PREFILL_SECONDS, MAX_JOIN_WAIT = 0.0015, 0.04
-"""Seconds for which a reading of prompts holds up each text at work, about, however few join by it; and those that nobody waits beyond for
-others to join with."""
-FIRST = tuple(
-    SampleConfig(temperature=heat, top_k=k, min_tokens=least)
-    for heat, k in ((0, 0), (0.8, 0), (0.8, 50))
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for a step that does not end."""
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which the model counts as broken."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens that join in one step, unless a single prompt has more."""
+PREFILL_SECONDS = 0.0015
+"""About how long one prefill delays each running text, however few prompts it reads."""
+MAX_JOIN_WAIT = 0.04
+"""Longest time that a request with a free slot waits for others to join with."""
+WARM_UP_SAMPLES = tuple(
+    SampleConfig(temperature=temperature, top_k=k, min_tokens=least)
+    for temperature, k in ((0, 0), (0.8, 0), (0.8, 50))
     for least in (0, 1)
 )
-"""Ways to choose a token that are tried before the first request: kernels are compiled when they are first wanted."""
+"""Sampling settings that are tried before the first request, because kernels are compiled at first use."""
 
 
 @dataclass
 class Job:
-    """A request that was taken."""
+    """A request that the scheduler has accepted."""
 
     number: int
     request: Request
-    room: int
-    deliver: Deliver
+    max_new: int
+    deliver: DeliverEvent
     deadline: float | None
-    came: float
-    """When it was taken."""
-    ending: FinishReason | None = None
-    """Why it is to end before its time."""
+    queued_at: float
+    end_reason: FinishReason | None = None
+    """Set when the request must end early."""
 
 
 class Scheduler:
-    """Slots for so many texts at work and a queue for so many that wait.
+    """Runs up to `slots` requests at a time and queues up to `queue` more.
 
-    Every request that was taken gets exactly one Done, whatever happens. A request ends, is cancelled or runs out of time between two
-    steps, and its slot is free for the next one at once. `after` is called by the scheduler's thread when what came of a step is
-    delivered.
+    Every accepted request gets exactly one Done, whatever happens. Requests end, are cancelled or time out between two
+    steps; their slots are free at once. `after_step` is called in the scheduler's thread after each step's events.
     """
 
     def __init__(
-        self, generator: Generator, *, slots: int, queue: int, after: Callable[[], None] = lambda: None
+        self, generator: Generator, *, slots: int, queue: int, after_step: Callable[[], None] = lambda: None
     ) -> None:
-        self.generator, self.slots, self.queue, self._after = generator, slots, queue, after
+        self.generator, self.slots, self.queue, self._after_step = generator, slots, queue, after_step
         self.vocab, self.positions, self.tokenizer = generator.tokenizer.vocab, generator.positions, generator.tokenizer
         self._batch: Batch = generator.new_batch(slots)
-        self._change = threading.Condition()
+        self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._active: dict[int, Job] = {}
-        self._until: float | None = None
-        self._due = math.inf
-        """When somebody may have to end before the time comes by itself: looked at then, and not at every step."""
-        self._requests = self._tokens = self._cancelled = self._failed = 0
-        self._begun: float | None = None
-        self._thread = threading.Thread(target=self._live, name="textmill-scheduler", daemon=True)
+        self._close_at: float | None = None
+        self._next_deadline = math.inf
+        """When a request may have to end early. Jobs are checked only then, not at every step."""
+        self._requests = self._tokens = self._cancelled = self._failed_steps = 0
+        self._step_started: float | None = None
+        self._thread = threading.Thread(target=self._run, name="textmill-scheduler", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, deliver: Deliver, deadline: float | None = None) -> int:
-        """Queue a request; its number. `deliver` is called from the scheduler's thread for every token, and once with Done.
+    def submit(self, request: Request, deliver: DeliverEvent, deadline: float | None = None) -> int:
+        """Queue a request and return its number.
 
-        `deadline` is a time of `time.monotonic()`. Raises QueueFull, or TextmillError for what cannot be done.
+        `deliver` is called in the scheduler's thread for every token, then once with Done. `deadline` is a
+        `time.monotonic()` time. Raises QueueFull, or TextmillError if the request cannot be done.
         """
-        room = max_new_tokens_served(request, self.positions, self.vocab)
-        with self._change:
-            if self._until is not None:
-                raise TextmillError("the server is closing; ask again when it is back")
+        max_new = max_new_tokens_served(request, self.positions, self.vocab)
+        with self._changed:
+            if self._close_at is not None:
+                raise TextmillError("the server is closing; send the request again when it is back")
             if not self._thread.is_alive():
                 raise TextmillError(self._problem(0.0))
             if len(self._waiting) >= self.queue + max(self.slots - len(self._active), 0):
                 raise QueueFull
             self._requests += 1
-            job = Job(self._requests, request, room, deliver, deadline, time.monotonic())
+            job = Job(self._requests, request, max_new, deliver, deadline, time.monotonic())
             self._waiting.append(job)
-            self._due = min(self._due, math.inf if deadline is None else deadline)
-            self._change.notify()
+            self._next_deadline = min(self._next_deadline, math.inf if deadline is None else deadline)
+            self._changed.notify()
             return job.number
 
     def cancel(self, number: int) -> None:
-        """End a request between this step and the next; one that is over already is left alone."""
-        with self._change:
+        """End a request before the next step; nothing happens if it has ended already."""
+        with self._changed:
             for job in (*self._waiting, *self._active.values()):
                 if job.number == number:
                     self._cancel(job)
-            self._change.notify()
+            self._changed.notify()
 
     def _cancel(self, job: Job) -> None:
-        job.ending, self._due = job.ending or "cancelled", -math.inf
+        job.end_reason, self._next_deadline = job.end_reason or "cancelled", -math.inf
 
     def stats(self) -> dict[str, int | float]:
-        """How much is going on."""
-        with self._change:
+        """Return the counts for /metrics."""
+        with self._changed:
             return {
                 "active": len(self._active), "waiting": len(self._waiting), "slots": self.slots, "queue": self.queue,
                 "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
             }  # fmt: skip
 
-    def problem(self, patience: float) -> str:
-        """What is wrong with the model, in words; empty: nothing. A step may take `patience` seconds."""
-        with self._change:
-            return self._problem(patience) if self._until is None else ""
+    def problem(self, max_step_seconds: float) -> str:
+        """Describe what is wrong with the model; empty if nothing is."""
+        with self._changed:
+            return self._problem(max_step_seconds) if self._close_at is None else ""
 
-    def _problem(self, patience: float) -> str:
+    def _problem(self, max_step_seconds: float) -> str:
         if not self._thread.is_alive():
             return "the model's thread has died; restart the server"
-        if (seconds := self.stuck()) > patience:
+        if (seconds := self.step_seconds()) > max_step_seconds:
             return describe_hang(seconds)
-        return f"the model's last {self._failed} steps failed; restart the server" if self._failed >= OFTEN else ""
+        failed = self._failed_steps
+        return f"the model's last {failed} steps failed; restart the server" if failed >= MAX_FAILED_STEPS else ""
 
-    def stuck(self) -> float:
-        """Seconds that the step under way has taken; 0: there is none."""
-        begun = self._begun
-        return 0.0 if begun is None else time.monotonic() - begun
+    def step_seconds(self) -> float:
+        """Return how long the current step has taken; 0 between steps."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
 
-    def warm(self) -> None:
-        """Have a GPU make ready what requests will need, before there are any, and say how long it took; a CPU has nothing to do."""
-        begun = time.monotonic()
+    def warm_up(self) -> None:
+        """Capture CUDA graphs and compile kernels before the first request, and print how long it took; no-op on a CPU."""
+        started = time.monotonic()
         if count := self._batch.slots.warm():
-            for sample, texts in product(
-                FIRST, {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}
-            ):
+            sizes = {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}
+            for sample, texts in product(WARM_UP_SAMPLES, sizes):
                 for number in range(texts):
-                    self._batch.add(number, Request((self.tokenizer.end,), sample), room=2)
+                    self._batch.add(number, Request((self.tokenizer.end,), sample), 2)
                 while self._batch.rows or self._batch.waiting:
                     self._batch.step()
-            warn(f"{count} steps and readings captured in {time.monotonic() - begun:.1f} s")
+            warn(f"captured {count} decoding steps and prefills in {time.monotonic() - started:.1f} s")
 
     def close(self, grace: float) -> None:
-        """Take nothing more; what was taken may finish within so many seconds and is cancelled then.
+        """Accept nothing more; let accepted requests finish for `grace` seconds, then cancel them.
 
-        Returns when all is over, or some seconds after the grace if the model is stuck in a step.
+        Returns when all have ended, or a few seconds after the grace if the model hangs in a step.
         """
-        with self._change:
-            until = time.monotonic() + grace
-            self._until = until if self._until is None else min(self._until, until)
-            self._due = min(self._due, self._until)
-            self._change.notify()
+        with self._changed:
+            close_at = time.monotonic() + grace
+            self._close_at = close_at if self._close_at is None else min(self._close_at, close_at)
+            self._next_deadline = min(self._next_deadline, self._close_at)
+            self._changed.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join(grace + AFTER)
+            self._thread.join(grace + CLOSE_SECONDS)
 
-    def _live(self) -> None:
-        """Work until closed; should that ever fail, everyone is told."""
+    def _run(self) -> None:
+        """Work until closed. If this thread fails, every request ends with an error."""
         try:
             self._work()
         except BaseException as error:
-            with self._change:
+            with self._changed:
                 jobs, self._active, self._waiting = [*self._active.values(), *self._waiting], {}, deque()
             warn(f"the model's thread has died ({type(error).__name__}: {error}); restart the server")
             for job in jobs:
-                self._tell(job, Done("error", 0, "", "the model's thread has died; restart the server"))
-            self._after()
+                self._deliver(job, Done("error", 0, "", "the model's thread has died; restart the server"))
+            self._after_step()
 
     def _work(self) -> None:
         while True:
-            with self._change:
-                while not self._waiting and not self._active and self._until is None:
-                    self._change.wait()
-                ended = self._end_some()
-                if not self._waiting and not self._active and not ended and self._until is not None:
+            with self._changed:
+                while not self._waiting and not self._active and self._close_at is None:
+                    self._changed.wait()
+                ended = self._end_early()
+                if not self._waiting and not self._active and not ended and self._close_at is not None:
                     return
                 new = self._admit()
             for job, reason in ended:
-                self._tell(job, self._batch.drop(job.number, reason) or Done(reason, 0, ""))
+                self._deliver(job, self._batch.drop(job.number, reason) or Done(reason, 0, ""))
             if self._active:
                 self._step(new)
-            self._after()
+            self._after_step()
 
-    def _end_some(self) -> list[tuple[Job, FinishReason]]:
-        """Take out what was cancelled, is out of time, or has no time left to finish in."""
-        if (now := time.monotonic()) < self._due:
+    def _end_early(self) -> list[tuple[Job, FinishReason]]:
+        """Remove jobs that were cancelled or timed out, and all jobs once the grace is over."""
+        if (now := time.monotonic()) < self._next_deadline:
             return []
         jobs = (*self._waiting, *self._active.values())
         for job in jobs:
-            if job.ending is None and job.deadline is not None and now >= job.deadline:
-                job.ending = "timeout"
-            if job.ending is None and self._until is not None and now >= self._until:
-                job.ending = "cancelled"
-        left = [job.deadline for job in jobs if job.ending is None and job.deadline is not None]
-        self._due = min([*left, math.inf if self._until is None or now >= self._until else self._until])
-        ended = [(job, job.ending) for job in jobs if job.ending is not None]
-        self._waiting = deque(job for job in self._waiting if job.ending is None)
+            if job.end_reason is None and job.deadline is not None and now >= job.deadline:
+                job.end_reason = "timeout"
+            if job.end_reason is None and self._close_at is not None and now >= self._close_at:
+                job.end_reason = "cancelled"
+        deadlines = [job.deadline for job in jobs if job.end_reason is None and job.deadline is not None]
+        close_at = math.inf if self._close_at is None or now >= self._close_at else self._close_at
+        self._next_deadline = min([*deadlines, close_at])
+        ended = [(job, job.end_reason) for job in jobs if job.end_reason is not None]
+        self._waiting = deque(job for job in self._waiting if job.end_reason is None)
         for job, reason in ended:
             self._active.pop(job.number, None)
             self._cancelled += reason == "cancelled"
         return ended
 
     def _admit(self) -> list[Job]:
-        """Give free slots to those that wait longest; long prompts join one by one, so that texts at work do not stand still.
+        """Give free slots to the jobs that have waited longest.
 
-        Newcomers wait for others to join with until they have lost as much time together as their reading will cost the texts at work.
+        Long prompts join one at a time, so that running texts are not delayed for long. New jobs wait for each other
+        until their summed waiting time is as large as the delay that their prefill causes the running texts.
         """
-        new, read, now = list[Job](), 0, time.monotonic()
-        waits = [now - job.came for job in self._waiting]
+        new, tokens, now = list[Job](), 0, time.monotonic()
+        waits = [now - job.queued_at for job in self._waiting]
         if waits and sum(waits) < PREFILL_SECONDS * len(self._active) and waits[0] < MAX_JOIN_WAIT:
             return new
         while (
             self._waiting
             and len(self._active) < self.slots
-            and (not read or read + len(self._waiting[0].request.ids) <= READ_AT_ONCE)
+            and (not tokens or tokens + len(self._waiting[0].request.ids) <= PREFILL_TOKENS)
         ):
             job = self._waiting.popleft()
-            read += len(job.request.ids)
+            tokens += len(job.request.ids)
             self._active[job.number] = job
             new.append(job)
         return new
 
     def _step(self, new: list[Job]) -> None:
-        self._begun = time.monotonic()
+        self._step_started = time.monotonic()
         try:
             for job in new:
-                self._batch.add(job.number, job.request, job.room)
+                self._batch.add(job.number, job.request, job.max_new)
             events = self._batch.step()
         except Exception as error:
-            self._begun = None
+            self._step_started = None
             self._fail(error)
             return
-        self._begun, self._failed = None, 0
-        over = [number for number, event in events if isinstance(event, Done)]
-        told = [(self._active[number], event) for number, event in events]
-        self._tokens += len(told) - len(over)
-        if over:
-            with self._change:
-                for number in over:
+        self._step_started, self._failed_steps = None, 0
+        ended = [number for number, event in events if isinstance(event, Done)]
+        deliveries = [(self._active[number], event) for number, event in events]
+        self._tokens += len(deliveries) - len(ended)
+        if ended:
+            with self._changed:
+                for number in ended:
                     self._active.pop(number)
-        for job, event in told:
-            self._tell(job, event)
+        for job, event in deliveries:
+            self._deliver(job, event)
 
     def _fail(self, error: Exception) -> None:
-        """The model could not do a step: those at work are told, and the slots start anew."""
-        self._failed += 1
+        """End all running requests after a failed step, and clear the slots."""
+        self._failed_steps += 1
         message = str(error) if isinstance(error, TextmillError) else f"the model failed: {type(error).__name__}"
         warn(f"{type(error).__name__}: {error}")
-        with self._change:
+        with self._changed:
             jobs, self._active = list(self._active.values()), {}
         ended = {row.number: row.done("error", message) for row in (*self._batch.rows, *self._batch.waiting)}
         self._batch.clear()
         for job in jobs:
-            self._tell(job, ended.get(job.number) or Done("error", 0, "", message))
+            self._deliver(job, ended.get(job.number) or Done("error", 0, "", message))
 
-    def _tell(self, job: Job, event: Token | Done) -> None:
-        """Hand over what there is; one who cannot take it is taken for gone."""
+    def _deliver(self, job: Job, event: Token | Done) -> None:
+        """Pass an event to the job's `deliver`; cancel the job if that fails."""
         try:
             job.deliver(event)
         except Exception as error:
             if not isinstance(event, Done):
-                warn(f"request {job.number}: its reader failed ({type(error).__name__}); it is cancelled")
+                warn(f"request {job.number}: delivering its text failed ({type(error).__name__}); cancelled it")
                 self._cancel(job)
 
 
 def open_scheduler(
-    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after: Callable[[], None] = lambda: None
+    checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after_step: Callable[[], None] = lambda: None
 ) -> Scheduler:
-    """A checkpoint in memory, ready for requests."""
+    """Load a checkpoint and return a scheduler that is ready for requests."""
     generator = open_generator(checkpoint, engine, apart=serve.adapter == "apart")
-    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after=after)
-    scheduler.warm()
+    scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step)
+    scheduler.warm_up()
     return scheduler

@@ -1,4 +1,4 @@
-"""Lines that a person types, and ctrl-C there: it breaks off what is at hand, never the program."""
+"""Reads lines that a user types; ctrl-C interrupts the current work, never the program."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ T = TypeVar("T")
 
 
 class Terminal:
-    """Has ctrl-C while it is open: raised inside `run_interruptible` alone and once, so that no second one meets what answers the first.
+    """Handles ctrl-C while it is open.
 
-    SIGTERM ends the program as it stands: nothing here needs saving.
+    KeyboardInterrupt is raised only inside `run_interruptible`, and only once, so that a second ctrl-C cannot interrupt
+    the handling of the first. SIGTERM ends the program at once: there is nothing to save.
     """
 
     def __init__(self) -> None:
-        self._raising = False
+        self._interruptible = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Terminal:
         if threading.current_thread() is threading.main_thread():
-            mine: dict[signal.Signals, Any] = {signal.SIGINT: self._hear, signal.SIGTERM: signal.SIG_DFL}
-            self._before = {number: signal.signal(number, handler) for number, handler in mine.items()}
+            handlers: dict[signal.Signals, Any] = {
+                signal.SIGINT: self._on_interrupt,
+                signal.SIGTERM: signal.SIG_DFL,
+            }
+            self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def __exit__(
@@ -36,28 +40,28 @@ class Terminal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _hear(self, *_: Any) -> None:
-        if self._raising:
-            self._raising = False
+    def _on_interrupt(self, *_: Any) -> None:
+        if self._interruptible:
+            self._interruptible = False
             raise KeyboardInterrupt
 
     def run_interruptible(self, work: Callable[[], T]) -> T | None:
-        """What some work gives; nothing, where ctrl-C broke it off."""
+        """Run `work` and return its result; None if ctrl-C interrupted it."""
         try:
             try:
-                self._raising = True
+                self._interruptible = True
                 return work()
             finally:
-                self._raising = False
+                self._interruptible = False
         except KeyboardInterrupt:
             return None
 
     def lines(self) -> Iterator[str]:
-        """Each line that is typed after a prompt, or that a pipe holds, to the end of the input."""
+        """Yield each line typed at a prompt, or read from a pipe, until the input ends."""
         prompt = "> " if sys.stdin.isatty() else ""
         if prompt:
             with suppress(ImportError):
-                import_module("readline")  # lines typed before come back with the arrow keys
+                import_module("readline")  # arrow keys bring back earlier lines
         while True:
             try:
                 line = self.run_interruptible(lambda: input(prompt))

@@ -1,4 +1,4 @@
-"""Texts told in parts: what has come of one goes out together, when it is over or, where it is streamed, now and then."""
+"""Collects the tokens of a text into chunks: one chunk at the end, or one every 20 ms if the text is streamed."""
 
 from __future__ import annotations
 
@@ -10,58 +10,61 @@ from typing import Protocol
 from textmill.generation.requests import Done, Request, Token, TopTokens
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-OFTEN = 0.02
-"""Seconds between two parts of a text that is streamed: faster than eyes, and a model makes a hundred thousand tokens in a second."""
+CHUNK_SECONDS = 0.02
+"""Time between two chunks of a streamed text. It looks continuous to a reader, and 100,000 tokens/s stay few messages."""
 
-Entry = tuple[int, float | None, TopTokens]
-"""A token's id, its log-probability, and the likeliest tokens in its place."""
+TokenLogprob = tuple[int, float | None, TopTokens]
+"""A token's id, its log-probability, and the most likely tokens at its position."""
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """What has come of a text since its last part."""
+    """The new text of one request since its previous chunk."""
 
     text: str
-    entries: Sequence[Entry] = ()
-    """Its tokens, where log-probabilities were asked."""
+    logprobs: Sequence[TokenLogprob] = ()
+    """Its tokens, if the request asked for log-probabilities."""
     done: Done | None = None
-    """The end, whose own text is in `text` already."""
+    """Set in the last chunk. `Done.text` is already part of `text`."""
 
 
-Deliver = Callable[[TextChunk], None]
+DeliverChunk = Callable[[TextChunk], None]
 
 
 class ChunkCollector:
-    """Takes what becomes of one text, token by token, and hands it on in parts."""
+    """Receives the events of one request and passes them on as chunks."""
 
-    def __init__(self, deliver: Deliver, judged: bool, streamed: bool) -> None:
-        self._deliver, self._judged, self._streamed = deliver, judged, streamed
+    def __init__(self, deliver: DeliverChunk, with_logprobs: bool, streamed: bool) -> None:
+        self._deliver, self._with_logprobs, self._streamed = deliver, with_logprobs, streamed
         self._texts: list[str] = []
-        self._entries: list[Entry] = []
-        self._turn = -1
+        self._logprobs: list[TokenLogprob] = []
+        self._last_tick = -1
 
     def __call__(self, event: Token | Done) -> None:
-        """Take one token, or the end."""
+        """Receive a token, or the end."""
         if event.text:
             self._texts.append(event.text)
         if isinstance(event, Done):
-            self._hand_on(event)
+            self._flush(event)
             return
-        if self._judged:
-            self._entries.append((event.id, event.logprob, event.top))
-        # All texts have their turn at the same moments, so that their parts can travel together.
-        if self._streamed and (self._texts or self._entries) and (turn := int(time.monotonic() / OFTEN)) != self._turn:
-            self._turn = turn
-            self._hand_on(None)
+        if self._with_logprobs:
+            self._logprobs.append((event.id, event.logprob, event.top))
+        # All requests flush at the same clock ticks, so that their chunks can share one message.
+        if self._streamed and (self._texts or self._logprobs) and self._is_new_tick():
+            self._flush(None)
 
-    def _hand_on(self, done: Done | None) -> None:
+    def _is_new_tick(self) -> bool:
+        before, self._last_tick = self._last_tick, int(time.monotonic() / CHUNK_SECONDS)
+        return self._last_tick != before
+
+    def _flush(self, done: Done | None) -> None:
         texts, self._texts = self._texts, []
-        entries, self._entries = self._entries, []
-        self._deliver(TextChunk("".join(texts), entries, done))
+        logprobs, self._logprobs = self._logprobs, []
+        self._deliver(TextChunk("".join(texts), logprobs, done))
 
 
 class TokenScheduler(Protocol):
-    """What gives a text token by token, as `generation.scheduler.Scheduler` does."""
+    """A scheduler that delivers token by token, as `generation.scheduler.Scheduler` does."""
 
     vocab: int
     positions: int
@@ -72,17 +75,19 @@ class TokenScheduler(Protocol):
     ) -> int: ...
     def cancel(self, number: int) -> None: ...
     def stats(self) -> dict[str, int | float]: ...
-    def problem(self, patience: float) -> str: ...
+    def problem(self, max_step_seconds: float) -> str: ...
     def close(self, grace: float) -> None: ...
 
 
 class ChunkingScheduler:
-    """A scheduler whose texts come in parts."""
+    """Wraps a scheduler so that it delivers chunks instead of tokens."""
 
     def __init__(self, inner: TokenScheduler) -> None:
         self.inner, self.vocab, self.positions, self.tokenizer = inner, inner.vocab, inner.positions, inner.tokenizer
         self.cancel, self.stats, self.problem, self.close = inner.cancel, inner.stats, inner.problem, inner.close
 
-    def submit(self, request: Request, deliver: Deliver, deadline: float | None = None, streamed: bool = False) -> int:
-        """Queue a request; its number. `deliver` is called for each part, the last of which has the end; one not streamed has one part."""
+    def submit(
+        self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
+    ) -> int:
+        """Queue a request and return its number. `deliver` is called for each chunk; only a streamed text has several."""
         return self.inner.submit(request, ChunkCollector(deliver, bool(request.logprobs), streamed), deadline)

@@ -1,6 +1,6 @@
-"""The process that has the model: takes requests from the one that started it, sends texts back, and ends when that one is gone.
+"""The model process of `textmill serve`: receives requests over a socket, sends text back, and exits with its parent.
 
-python -m textmill.generation.worker FILE        FILE: the number of an open socket
+python -m textmill.generation.worker FILE        FILE: file descriptor of the open socket
 """
 
 from __future__ import annotations
@@ -26,66 +26,71 @@ from textmill.generation.messages import (
     MessageSocket,
     pack_chunk,
     replace_surrogates,
-    request_of,
     tune_interpreter,
+    unpack_request,
 )
 from textmill.generation.requests import Done
 from textmill.generation.text_chunks import ChunkingScheduler, TextChunk
 
 
 class Worker:
-    """A scheduler at the other end of a line."""
+    """Runs a scheduler for the parent process at the other end of a socket."""
 
-    def __init__(self, line: MessageSocket) -> None:
-        self.line, self._closing, self._grace = line, threading.Event(), 0.0
-        self._parts: list[list[Any]] = []
-        self._numbers, self._naming = dict[int, int](), threading.Lock()
-        """The scheduler's number of each request at work, by the number that it came with."""
+    def __init__(self, parent: MessageSocket) -> None:
+        self.parent, self._closing, self._grace = parent, threading.Event(), 0.0
+        self._chunks: list[list[Any]] = []
+        self._numbers, self._numbers_lock = dict[int, int](), threading.Lock()
+        """The scheduler's number of each running request, by the parent's number."""
 
-    def live(self, asked: dict[str, Any]) -> int:
-        """Open the model, work until told to close; the exit code."""
-        threading.Thread(target=self._obey, name="textmill-orders", daemon=True).start()
+    def run(self, settings: dict[str, Any]) -> int:
+        """Open the model, work until the parent sends close, and return the exit code."""
+        threading.Thread(target=self._read_commands, name="textmill-commands", daemon=True).start()
         try:
-            self._open(asked)
+            self._open(settings)
         except TextmillError as error:
-            self.line.send({"refused": str(error)})
+            self.parent.send({"refused": str(error)})
             return EXIT_USER
         tune_interpreter()
-        self.line.send({"positions": self.scheduler.positions})
+        self.parent.send({"positions": self.scheduler.positions})
         while not self._closing.wait(HEARTBEAT_SECONDS):
             self._send([])
         self.inner.close(self._grace)
         return EXIT_DONE
 
-    def _open(self, asked: dict[str, Any]) -> None:
-        from textmill.generation.scheduler import (
-            open_scheduler,
-        )  # the watch over the line begins before torch is loaded
+    def _open(self, settings: dict[str, Any]) -> None:
+        # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
+        from textmill.generation.scheduler import open_scheduler
 
-        engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(asked["engine"])
-        checkpoint = Checkpoint(Path(asked["folder"]), 0, {})
-        self.inner = open_scheduler(checkpoint, engine, ServeConfig.model_validate(asked["serve"]), self._after_step)
+        engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(settings["engine"])
+        checkpoint = Checkpoint(Path(settings["folder"]), 0, {})
+        serve = ServeConfig.model_validate(settings["serve"])
+        self.inner = open_scheduler(checkpoint, engine, serve, self._after_step)
         self.scheduler = ChunkingScheduler(self.inner)
 
-    def _obey(self) -> None:
-        """Do what comes; when nobody is there to send any more, nobody waits for a text either."""
-        orders: dict[str, Callable[..., None]] = {"submit": self._submit, "cancel": self._cancel, "close": self._close}
+    def _read_commands(self) -> None:
+        """Run the parent's commands; exit the process when the parent is gone."""
+        commands: dict[str, Callable[..., None]] = {
+            "submit": self._submit,
+            "cancel": self._cancel,
+            "close": self._close,
+        }
         try:
             while True:
-                order, *given = self.line.receive()
-                orders[order](*given)
+                name, *arguments = self.parent.receive()
+                commands[name](*arguments)
         except (EOFError, OSError):
             os._exit(EXIT_DONE)
 
     def _submit(self, number: int, packed: list[Any], seconds: float | None, streamed: bool) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
-            with self._naming:  # a text may be over before its number is known
+            with self._numbers_lock:  # the text may end before its number is stored
                 self._numbers[number] = self.scheduler.submit(
-                    request_of(packed), partial(self._deliver, number), deadline, streamed
+                    unpack_request(packed), partial(self._deliver, number), deadline, streamed
                 )
         except Exception as error:
-            self._send([pack_chunk(number, TextChunk("", done=Done("error", 0, "", f"the model refused it: {error}")))])
+            done = Done("error", 0, "", f"the model process refused the request: {error}")
+            self._send([pack_chunk(number, TextChunk("", done=done))])
 
     def _cancel(self, number: int) -> None:
         if (known := self._numbers.get(number)) is not None:
@@ -95,40 +100,33 @@ class Worker:
         self._grace = grace
         self._closing.set()
 
-    def _deliver(self, number: int, part: TextChunk) -> None:
-        self._parts.append(pack_chunk(number, part))
-        if part.done is not None:
-            with self._naming:
+    def _deliver(self, number: int, chunk: TextChunk) -> None:
+        self._chunks.append(pack_chunk(number, chunk))
+        if chunk.done is not None:
+            with self._numbers_lock:
                 del self._numbers[number]
 
     def _after_step(self) -> None:
-        if self._parts:
-            parts, self._parts = self._parts, []
-            self._send(parts)
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
+            self._send(chunks)
 
-    def _send(self, parts: list[list[Any]]) -> None:
-        """Tell how it goes, and what has come; whether anybody is there is `_obey`'s to find out."""
-        stats = self.inner.stats()
+    def _send(self, chunks: list[list[Any]]) -> None:
+        """Send the state (also the heartbeat) and new chunks. `_read_commands` notices a parent that is gone."""
+        stats, problem = self.inner.stats(), self.inner.problem(float("inf"))
+        state = [stats["tokens"], stats["cancelled"], self.inner.step_seconds(), replace_surrogates(problem)]
         with suppress(OSError):
-            self.line.send(
-                [
-                    stats["tokens"],
-                    stats["cancelled"],
-                    self.inner.stuck(),
-                    replace_surrogates(self.inner.problem(float("inf"))),
-                    parts,
-                ]
-            )
+            self.parent.send([*state, chunks])
 
 
 def main() -> None:
-    """Work for whoever holds the other end."""
-    # Signals of the terminal and of service managers reach every process; when to end is for the one in front to say.
+    """Run a worker for the process that holds the other end of the socket."""
+    # Terminals and service managers signal every process of a group. The parent decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = MessageSocket(int(sys.argv[1]))
-    code = Worker(line).live(line.receive())
-    os._exit(code)  # whatever a thread is stuck in
+    parent = MessageSocket(int(sys.argv[1]))
+    code = Worker(parent).run(parent.receive())
+    os._exit(code)  # even if a thread hangs
 
 
 if __name__ == "__main__":

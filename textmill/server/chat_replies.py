@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.generation.text_chunks import Entry
+from textmill.generation.text_chunks import TokenLogprob
 from textmill.server.completion_replies import ending_of, usage_of
 from textmill.server.error_replies import HttpError
 from textmill.server.in_flight import Event, Text, texts_of
@@ -86,7 +86,7 @@ class ChatReply:
         self.reasons.append(text.done.reason)
         return ending_of(text.done)
 
-    def _logprobs(self, made: Iterable[Entry]) -> Tree | None:
+    def _logprobs(self, made: Iterable[TokenLogprob]) -> Tree | None:
         return chat_logprobs(self.service.pieces, made, self.body.top_logprobs or 0) if self.body.logprobs else None
 
     def begin(self) -> Iterator[Tree]:

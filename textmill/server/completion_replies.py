@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from textmill.generation.requests import Done
-from textmill.generation.text_chunks import Entry
+from textmill.generation.text_chunks import TokenLogprob
 from textmill.server.in_flight import Event, Text, texts_of
 from textmill.server.logprobs import Offsets, completion_logprobs
 from textmill.server.request_checks import Prompt
@@ -72,7 +72,7 @@ class CompletionReply:
         self.reasons.append(reason)
         return done if reason == done.reason else Done("length", 0, "", prompt_logprobs=done.prompt_logprobs)
 
-    def _logprobs(self, place: int, made: Sequence[Entry], done: Done | None) -> Tree | None:
+    def _logprobs(self, place: int, made: Sequence[TokenLogprob], done: Done | None) -> Tree | None:
         if self.body.logprobs is None:
             return None
         entries = [] if self.mute else list(made)

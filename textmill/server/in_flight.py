@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from textmill.errors import TextmillError
 from textmill.generation.requests import Done, QueueFull, Request
-from textmill.generation.text_chunks import Entry, TextChunk
+from textmill.generation.text_chunks import TextChunk, TokenLogprob
 from textmill.server.error_replies import HttpError
 from textmill.server.service import Service
 
@@ -28,13 +28,13 @@ class Text:
     """One text: what was made of it so far, and how it ended."""
 
     text: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TokenLogprob] = field(default_factory=list)
     done: Done | None = None
 
     def add(self, part: TextChunk) -> None:
         """Take in what the scheduler delivered."""
         self.text += part.text
-        self.entries += part.entries
+        self.entries += part.logprobs
         self.done = part.done
 
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable
 from typing import Any
 
-from textmill.generation.text_chunks import Entry
+from textmill.generation.text_chunks import TokenLogprob
 from textmill.server.token_text import TokenTexts
 
 LEAST = -9999.0
@@ -27,7 +27,7 @@ class Offsets:
 
 
 def completion_logprobs(
-    pieces: TokenTexts, entries: Iterable[Entry], asked: int, offsets: Offsets
+    pieces: TokenTexts, entries: Iterable[TokenLogprob], asked: int, offsets: Offsets
 ) -> dict[str, list[Any]]:
     """The lists of /v1/completions: a place in each for every token."""
     told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -48,7 +48,7 @@ def _by_text(pieces: TokenTexts, chances: Iterable[tuple[int, float]]) -> dict[s
     return told
 
 
-def chat_logprobs(pieces: TokenTexts, entries: Iterable[Entry], asked: int) -> dict[str, Any]:
+def chat_logprobs(pieces: TokenTexts, entries: Iterable[TokenLogprob], asked: int) -> dict[str, Any]:
     """The list of /v1/chat/completions: an object for every token."""
     content = []
     for id_, logprob, top in entries:

@@ -16,7 +16,7 @@ from textmill.config import EngineConfig, ServeConfig
 from textmill.errors import EXIT_BUG, TextmillError, Told, warn
 from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair, pack_request, unpack_chunk
 from textmill.generation.requests import Done, QueueFull, Request, describe_hang, max_new_tokens_served
-from textmill.generation.text_chunks import Deliver, TextChunk
+from textmill.generation.text_chunks import DeliverChunk, TextChunk
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2
@@ -41,14 +41,16 @@ class RemoteScheduler:
         self.slots, self.queue, self.process = serve.slots, serve.queue, process
         self._line, self._orders = line, SendQueue(line)
         self._change = threading.Lock()
-        self._flying: dict[int, Deliver] = {}
+        self._flying: dict[int, DeliverChunk] = {}
         self._requests = self._tokens = self._cancelled = 0
         self._heard, self._stuck, self._problem = time.monotonic(), 0.0, ""
         self._closing = self._over = False
         self._reader = threading.Thread(target=self._read, name="textmill-texts", daemon=True)
         self._reader.start()
 
-    def submit(self, request: Request, deliver: Deliver, deadline: float | None = None, streamed: bool = False) -> int:
+    def submit(
+        self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
+    ) -> int:
         """Queue a request; its number. `deliver` is called from a thread of ours for each part, the last of which has the end.
 
         `deadline` is a time of `time.monotonic()`. Raises QueueFull, or TextmillError for what cannot be done.
@@ -116,7 +118,7 @@ class RemoteScheduler:
         for deliver, (number, part) in zip(readers, come, strict=True):
             self._tell(number, deliver, part)
 
-    def _tell(self, number: int, deliver: Deliver | None, part: TextChunk) -> None:
+    def _tell(self, number: int, deliver: DeliverChunk | None, part: TextChunk) -> None:
         """Hand over what there is; one who cannot take it is taken for gone."""
         try:
             if deliver is not None:

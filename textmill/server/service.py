@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from textmill.config import SampleConfig, ServeConfig
 from textmill.generation.requests import Request
-from textmill.generation.text_chunks import Deliver
+from textmill.generation.text_chunks import DeliverChunk
 from textmill.server.metrics import Metrics
 from textmill.server.token_text import TokenTexts
 from textmill.server.wakeup import WakeupQueue
@@ -24,7 +24,9 @@ class Scheduler(Protocol):
     positions: int
     tokenizer: TextTokenizer
 
-    def submit(self, request: Request, deliver: Deliver, deadline: float | None = None, streamed: bool = False) -> int:
+    def submit(
+        self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
+    ) -> int:
         """Queue a request; its text comes in one part, or in many if it is streamed."""
         ...
 

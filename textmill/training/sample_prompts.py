@@ -8,7 +8,7 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import RunConfig
-from textmill.generation import samples_of
+from textmill.generation import sample_prompts
 from textmill.track.jsonl import JsonLines
 from textmill.training.runs import SAMPLES
 
@@ -17,7 +17,7 @@ def write_samples(config: RunConfig, folder: Path, step: int) -> Iterator[str]:
     """Continue `train.prompts` with a checkpoint, into samples.jsonl; yields what to tell. A prompt that cannot be stops nothing."""
     with closing(JsonLines(folder.parent / SAMPLES)) as lines:
         try:
-            for line in samples_of(open_checkpoint(folder), config.train.prompts, config.sample, config.engine):
+            for line in sample_prompts(open_checkpoint(folder), config.train.prompts, config.sample, config.engine):
                 lines.log(step, line)
                 yield f"step {step}: {line['prompt']}|{line['text'][:200]!r}"
         except Exception as error:
