@@ -1,4 +1,4 @@
-"""textmill VERB WHERE [section.key=value ...]: finds the verb, opens WHERE, prints what went wrong in one line."""
+"""textmill COMMAND WHERE [section.key=value ...]: parses the command line, calls the command, prints errors in one line."""
 
 from __future__ import annotations
 
@@ -7,56 +7,14 @@ import os
 import re
 import signal
 import sys
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NoReturn
 
+from textmill.commands.table import COMMANDS, Command, Flag
 from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError
 from textmill.processes.exits import leave_after
 
-
-@dataclass(frozen=True)
-class Verb:
-    """A verb of the command: where its function is, what it says of itself, what it takes."""
-
-    place: str
-    summary: str
-    sections: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-
-
-ALL = ("corpus", "tokenizer", "tokens", "runner", "model", "train", "engine", "evaluate", "sample", "track")
-
-# Plain data, so that `textmill --help` imports nothing.
-VERBS = {
-    "new": Verb("textmill.commands.new:new", "look at your text and this machine, write a config to start from", (), ("--text",)),
-    "run": Verb("textmill.commands.run:run", "the whole chain, skipping what is done", ALL, ("--force",)),
-    "prepare": Verb("textmill.corpus.prepare:prepare", "text in, clean documents out", ("corpus", "runner"), ("--force",)),
-    "fit-tokenizer": Verb("textmill.tokens.vocabulary.fitting:fit_tokenizer", "a vocabulary for the corpus", ("tokenizer", "runner"), ("--force",)),
-    "tokenize": Verb("textmill.tokens.tokenize:tokenize", "documents in, token ids out", ("tokens", "tokenizer", "runner"), ("--force",)),
-    "merge": Verb("textmill.tokens.merge:merge", "join token stores: merge OUT A B ...", (), ("--force",)),
-    "train": Verb("textmill.training.loop:train", "train, or go on", ("model", "train", "engine", "sample", "track"), ("--force", "--step")),
-    "verify": Verb("textmill.verification:verify", "prove a parallel config equal to one process, small, on this machine", ("engine",), ()),
-    "evaluate": Verb("textmill.evaluation:evaluate", "measure a model on a split", ("evaluate", "train", "engine"), ("--step", "--json")),
-    "generate": Verb("textmill.generation:generate", "continue a text", ("sample", "engine"), ("--step", "--json")),
-    "chat": Verb("textmill.generation.chat:chat", "talk with a model that was finetuned for it", ("sample", "engine"), ("--step",)),
-    "serve": Verb("textmill.server:serve", "answer over HTTP, with a page to try it", ("serve", "sample", "engine"), ("--step",)),
-    "export": Verb("textmill.conversion:export", "a plain Hugging Face folder, adapters merged", ("export",), ("--force", "--step")),
-    "show": Verb("textmill.commands.show:show", "look at a corpus, at token stores, or at what a step saw", (), ("--step",)),
-    "check": Verb("textmill.commands.check:check", "prove a folder whole: every bit of its data, and its manifest", (), ()),
-    "recipes": Verb("textmill.commands.recipes:recipes", "list the recipes that come with textmill", (), ()),
-}  # fmt: skip
-
-FLAGS = {
-    "--force": "start this stage anew in the same place",
-    "--step": "N, latest or best: which checkpoint; show: whose documents",
-    "--json": "print JSON instead of text",
-    "--text": "your text: files, a folder or a quoted glob",
-    "--help": "this help",
-}
-
-USAGE = "textmill VERB WHERE [section.key=value ...] [--flag]"
-WHERE_HELP = "WHERE is a YAML file, a folder that textmill made, a Hugging Face model folder, or a recipe's name."
+USAGE = "textmill COMMAND WHERE [section.key=value ...] [--flag]"
+WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face model folder, or the name of a recipe."
 
 
 def command() -> NoReturn:
@@ -65,190 +23,185 @@ def command() -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    """Run a command line; returns the exit code."""
     try:
         try:
-            code = _run(words)
+            code = _run(sys.argv[1:] if argv is None else argv)
             print(end="", flush=True)
             return code
         except TextmillError as error:
-            return _told(error)
+            return _report(error)
     except KeyboardInterrupt as interrupt:
-        if refused := _interrupted(interrupt):
-            return _told(refused)
-        print("textmill: stopped; what was finished is kept, the same command goes on from there", file=sys.stderr)
+        if failure := _error_before(interrupt):
+            return _report(failure)
+        print("textmill: stopped; finished work is saved, the same command resumes from there", file=sys.stderr)
         return EXIT_STOPPED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader left; there is nobody to tell
+        sys.stderr.close()  # whoever read our output has exited
         return EXIT_DONE
 
 
-def _told(error: TextmillError) -> int:
-    """Say what was wrong, whoever asks the process to end meanwhile; the exit code."""
+def _report(error: TextmillError) -> int:
+    """Print the error, even if the process is asked to end meanwhile; return its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     if str(error):
         print("textmill: " + " ".join(str(error).split()), file=sys.stderr)
     return error.exit_code
 
 
-def _interrupted(interrupt: BaseException) -> TextmillError | None:
-    """The refusal that was on its way when a signal came, as when a launcher ends all processes because one has refused."""
+def _error_before(interrupt: BaseException) -> TextmillError | None:
+    """The error that was being handled when a signal arrived: a launcher ends all processes as soon as one has failed."""
     context = interrupt.__context__
     while context is not None and not isinstance(context, TextmillError):
         context = context.__context__
     return context
 
 
-def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return EXIT_DONE
-    if words[0] in ("-V", "--version"):
+    if argv[0] in ("-V", "--version"):
         from textmill import __version__
 
         print(f"textmill {__version__}")
         return EXIT_DONE
-    name, rest = words[0], words[1:]
-    if name not in VERBS:
-        near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
-        advice = f"did you mean '{near[0]}'?" if near else f"the verbs are {', '.join(VERBS)}"
-        raise TextmillError(f"'{name}': no such verb; {advice}")
-    verb = VERBS[name]
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        advice = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise TextmillError(f"'{name}': unknown command; {advice}")
     if "--help" in rest or "-h" in rest:
-        print(verb_help(name, verb))
+        print(command_help(name))
         return EXIT_DONE
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    places, settings, flags = _sorted_words(rest, name, verb)
-    _call(name, verb, places, settings, flags)
+    signal.signal(signal.SIGTERM, _interrupt)
+    _call(name, COMMANDS[name], *_parse(rest, name, COMMANDS[name]))
     return EXIT_DONE
 
 
-def _as_interrupt(*_: Any) -> None:
+def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _sorted_words(words: list[str], name: str, verb: Verb) -> tuple[list[str], list[str], dict[str, str]]:
-    """Places, settings and flags of a command line."""
-    places, settings, flags = [], [], {}
-    rest = iter(words)
-    for word in rest:
-        if word.startswith("-"):
-            flag, sign, value = word.partition("=")
-            if flag not in verb.flags:
-                raise TextmillError(_flag_advice(flag, name, verb))
-            if sign and flag not in ("--step", "--text"):
-                raise TextmillError(f"{flag}: takes no value, found '{value}'; say {flag} or leave it out")
-            if flag in ("--step", "--text"):
-                value = value if sign else next(rest, "")
-                if not value:
-                    raise TextmillError(f"{flag}: needs a value: {FLAGS[flag]}")
-            flags[flag] = value
-        elif re.match(r"^[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
-            settings.append(word)
+def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[str], dict[str, Any]]:
+    """The positional arguments, the settings, and the parameters that flags set."""
+    known = {flag.name: flag for flag in row.flags}
+    arguments, settings, given = [], [], {}
+    rest = iter(argv)
+    for argument in rest:
+        if argument.startswith("-"):
+            name_given, equals, value = argument.partition("=")
+            if name_given not in known:
+                raise TextmillError(_flag_advice(name_given, name, row))
+            flag = known[name_given]
+            if flag.kind == "switch":
+                if equals:
+                    raise TextmillError(
+                        f"{flag.name}: takes no value, found '{value}'; write {flag.name} or leave it out"
+                    )
+            elif not (value := value if equals else next(rest, "")):
+                raise TextmillError(f"{flag.name}: needs a value: {flag.summary}")
+            given[flag.name] = value
+        elif re.match(r"^[A-Za-z_][\w.]*=", argument) and not os.path.exists(argument):
+            settings.append(argument)
         else:
-            places.append(word)
-    if "--force" in flags and "--step" in flags:
-        raise TextmillError("--force: starts anew, and --step goes on from a checkpoint; say one of them")
-    return places, settings, flags
+            arguments.append(argument)
+    for flag in row.flags:
+        if flag.name in given and flag.excludes in given:
+            raise TextmillError(f"{flag.name}: cannot be used together with {flag.excludes}; use one of them")
+        if flag.example and flag.name not in given:
+            raise TextmillError(f"{name}: needs {flag.name}; write: {_usage(name)}")
+    return arguments, settings, {known[flag].parameter: _value(known[flag], text) for flag, text in given.items()}
 
 
-def _flag_advice(flag: str, name: str, verb: Verb) -> str:
+def _flag_advice(name_given: str, name: str, row: Command) -> str:
     from textmill.config.keys import OTHER_WORDS, key_advice
 
-    word = flag.lstrip("-").replace("-", "_")
-    if flag in FLAGS:
-        return f"{flag}: '{name}' does not take it; it takes {', '.join((*verb.flags, '--help'))}"
-    key = OTHER_WORDS.get(word)
-    return f"{flag}: no such flag; " + (
-        f"say {key}=VALUE" if key else f"settings are said as section.key=value; {key_advice(word)}"
-    )
+    if any(flag.name == name_given for one in COMMANDS.values() for flag in one.flags):
+        return f"{name_given}: '{name}' does not take it; it takes {', '.join([flag.name for flag in row.flags] + ['--help'])}"
+    key_given = name_given.lstrip("-").replace("-", "_")
+    key = OTHER_WORDS.get(key_given)
+    advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {key_advice(key_given)}"
+    return f"{name_given}: unknown flag; {advice}"
 
 
-def _call(name: str, verb: Verb, places: list[str], settings: list[str], flags: dict[str, str]) -> None:
-    module, _, function = verb.place.partition(":")
-    call = getattr(import_module(module), function)
-    if name == "recipes":
-        call()
-    elif name == "new":
-        _one_place(places, name, "DIR --text 'texts/*.txt'")
-        call(places[0], flags.get("--text"), settings)
-    elif name == "merge":
-        if not places:
-            raise TextmillError(
-                "merge: wants a place to write and stores to join, found none; say: textmill merge OUT A B ..."
-            )
-        call(places[0], places[1:], "yes" if "--force" in flags else "no")
-    elif name == "show":
-        _one_place(places, name, "WHERE")
-        step = _step_of(flags["--step"]) if "--step" in flags else None
-        if isinstance(step, str):
-            raise TextmillError(f"--step: found '{step}'; show wants the number of a step")
-        call(places[0], settings, step)
-    elif name == "check":
-        _one_place(places, name, "WHERE")
-        call(places[0], settings)
-    else:
-        from textmill.where import open_where
-
-        _one_place(places, name, "WHERE")
-        where = open_where(places[0], settings)
-        if name not in ("evaluate", "generate", "chat", "serve", "export") and where.bare:
-            raise TextmillError(
-                f"{places[0]}: is a model, not a run; start one from it: textmill {name} CONFIG model.init_from={places[0]}"
-            )
-        if name == "train" and where.step is not None and "--step" not in flags:
-            raise TextmillError(
-                f"{places[0]}: is one checkpoint; to go back to it say: textmill train RUN --step {where.step}"
-            )
-        options: dict[str, Any] = {}
-        if "--force" in verb.flags:
-            options["force"] = ("changed" if name == "run" else "yes") if "--force" in flags else "no"
-        if "--step" in verb.flags:
-            options["step"] = _step_of(flags["--step"]) if "--step" in flags else where.step or "latest"
-        if "--json" in flags:
-            options["as_json"] = True
-        call(where.config, **options)
-
-
-def _one_place(places: list[str], name: str, wanted: str) -> None:
-    if len(places) != 1:
-        found = f"found {len(places)}: {', '.join(places)}" if places else "found none"
-        raise TextmillError(f"{name}: wants one place, {found}; say: textmill {name} {wanted}")
-
-
-def _step_of(text: str) -> int | str:
-    if text in ("latest", "best"):
+def _value(flag: Flag, text: str) -> object:
+    if flag.kind == "switch":
+        return flag.value
+    if flag.kind == "text" or (flag.kind == "step" and text in ("latest", "best")):
         return text
     if not text.isdigit():
-        raise TextmillError(f"--step: found '{text}'; give a number, latest or best")
+        choice = "a number, latest or best" if flag.kind == "step" else "the number of a step"
+        raise TextmillError(f"{flag.name}: found '{text}'; give {choice}")
     return int(text)
+
+
+def _call(name: str, row: Command, arguments: list[str], settings: list[str], options: dict[str, Any]) -> None:
+    values = _arguments(name, row, arguments)
+    if settings and not row.takes_settings:
+        raise TextmillError(f"{name}: takes no settings, found '{settings[0]}'; leave it out")
+    if row.opens != "nothing":
+        row.load()(_open(name, row, arguments[0], settings, options), **options)
+    elif row.takes_settings:
+        row.load()(*values, settings=settings, **options)
+    else:
+        row.load()(*values, **options)
+
+
+def _arguments(name: str, row: Command, found: list[str]) -> list[str | list[str]]:
+    """The arguments as the function takes them; the last may be a list."""
+    fixed = [argument for argument in row.arguments if not argument.endswith("...")]
+    listed = len(fixed) < len(row.arguments)
+    if len(found) < len(fixed) or (len(found) > len(fixed) and not listed):
+        many = f"found {len(found)}: {', '.join(found)}" if found else "found none"
+        raise TextmillError(f"{name}: needs {' '.join(row.arguments) or 'no argument'}, {many}; write: {_usage(name)}")
+    return [*found[: len(fixed)], *([found[len(fixed) :]] if listed else [])]
+
+
+def _open(name: str, row: Command, argument: str, settings: list[str], options: dict[str, Any]) -> Any:
+    """The config of WHERE; a checkpoint's folder sets the step."""
+    from textmill.where import open_where
+
+    where = open_where(argument, settings)
+    if where.bare and row.opens != "model":
+        raise TextmillError(
+            f"{argument}: is a model, not a run; start a run from it: textmill {name} CONFIG model.init_from={argument}"
+        )
+    if where.step is not None and "step" not in options and any(flag.parameter == "step" for flag in row.flags):
+        if row.opens != "model":
+            raise TextmillError(
+                f"{argument}: is one checkpoint; to resume from it: textmill {name} RUN --step {where.step}"
+            )
+        options["step"] = where.step
+    return where.config
+
+
+def _usage(name: str) -> str:
+    row = COMMANDS[name]
+    required = [f"{flag.name} {flag.example}" for flag in row.flags if flag.example]
+    return " ".join(["textmill", name, *row.arguments, *required])
 
 
 def help_text() -> str:
     """What `textmill --help` prints."""
-    lines = ["textmill: raw text in any language to a trained, measured language model", "", f"  {USAGE}", ""]
-    lines += [f"  {name:<14} {verb.summary}" for name, verb in VERBS.items()]
+    lines = ["textmill: from raw text in any language to a trained, evaluated and served language model", ""]
+    lines += [f"  {USAGE}", ""]
+    lines += [f"  {name:<14} {row.summary}" for name, row in COMMANDS.items()]
     lines += [
         "",
         WHERE_HELP,
-        "'textmill VERB --help' lists the settings that a verb reads. Start with: textmill run quickstart",
+        "'textmill COMMAND --help' lists the settings that a command reads. Start with: textmill run quickstart",
     ]
     return "\n".join(lines)
 
 
-def verb_help(name: str, verb: Verb) -> str:
-    """What `textmill VERB --help` prints: the verb, its flags, and the sections it reads."""
+def command_help(name: str) -> str:
+    """What `textmill COMMAND --help` prints: its usage, its flags, and the sections it reads."""
     from textmill.config.help import section_help
 
-    place = {"new": "DIR", "recipes": "", "merge": "OUT A B ..."}.get(name, "WHERE")
-    lines = [
-        f"textmill {name} {place}".rstrip() + (" [section.key=value ...]" if verb.sections else ""),
-        f"  {verb.summary}",
-        "",
-    ]
-    told = {**FLAGS, "--force": "make anew what was made from something else"} if name == "run" else FLAGS
-    lines += [f"  {flag:<10} {told[flag]}" for flag in (*verb.flags, "--help")]
-    if verb.sections:
-        lines += ["", WHERE_HELP, ""] + [section_help(section) for section in ("folder", *verb.sections)]
+    row = COMMANDS[name]
+    lines = [_usage(name) + (" [section.key=value ...]" if row.sections else ""), f"  {row.summary}", ""]
+    lines += [f"  {flag.name:<10} {flag.summary}" for flag in row.flags] + [f"  {'--help':<10} print this help"]
+    if row.sections:
+        lines += ["", WHERE_HELP, ""] + [section_help(section) for section in ("folder", *row.sections)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The one exception that a user is meant to read, and the exit codes of the command."""
+"""The exception that carries a message for the user, and the exit codes of the program."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class TextmillError(Exception):
 
 
 class Stopped(TextmillError):
-    """The work was asked to stop, is saved, and may be started again as it was."""
+    """The work was stopped on request and is saved; the same command resumes it."""
 
     exit_code = EXIT_STOPPED
 
 
-class Told(TextmillError):
-    """Another process of the run told the user already; only the exit code is left to give."""
+class AlreadyReported(TextmillError):
+    """Another process of the run has printed the error; only the exit code is left to set."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("")
@@ -31,5 +31,5 @@ class Told(TextmillError):
 
 
 def warn(message: str) -> None:
-    """Say something on stderr that a person should know and that does not stop the work."""
+    """Print a warning on stderr."""
     print(f"textmill: {message}", file=sys.stderr, flush=True)

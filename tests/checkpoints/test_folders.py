@@ -24,7 +24,7 @@ from textmill.checkpoints.folders import (
     steps_of,
     write_checkpoint,
 )
-from textmill.errors import Stopped, TextmillError, Told
+from textmill.errors import AlreadyReported, Stopped, TextmillError
 from textmill.processes.ranks import Ranks
 from textmill.storage import faults
 from textmill.storage.tensor_files import blocks_of, read_tensors
@@ -313,7 +313,7 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
     assert equal(found.weights(), list(values.items()))
     assert equal(found.moments(), list(moments.items()))
     told = in_threads(3, lambda ranks: work(ranks, 2))
-    assert [type(fault) for _, fault in told] == [Told, KeyError, Told]
+    assert [type(fault) for _, fault in told] == [AlreadyReported, KeyError, AlreadyReported]
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
 
 

@@ -1,4 +1,4 @@
-"""The command as a person types it."""
+"""The command line as a person types it, and the same commands in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from textmill import __version__
-from textmill.cli import VERBS, _as_interrupt, main
+from textmill.cli import _interrupt, main
+from textmill.commands.table import COMMANDS
 from textmill.errors import TextmillError
 
 QUICK = [
@@ -38,29 +39,31 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--help"], ["-h"], ["help"]):
         code, out, _ = said(capsys, *words)
         assert code == 0
-        assert all(f"  {verb} " in out for verb in VERBS)
+        assert all(f"  {command} " in out for command in COMMANDS)
     assert said(capsys, "--version") == (0, f"textmill {__version__}\n", "")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, verb, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, command, "--help")
     assert code == 0
-    assert out.startswith(f"textmill {verb}")
-    for section in VERBS[verb].sections:
+    assert out.startswith(" ".join(["textmill", command, *COMMANDS[command].arguments]))
+    for flag in COMMANDS[command].flags:
+        assert f"  {flag.name} " in out
+    for section in COMMANDS[command].sections:
         assert f"\n{section}: " in out
 
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["trian", "x"], "'trian': no such verb; did you mean 'train'?"),
-        (["train"], "train: wants one place, found none; say: textmill train WHERE"),
+        (["trian", "x"], "'trian': unknown command; did you mean 'train'?"),
+        (["train"], "train: needs WHERE, found none; write: textmill train WHERE"),
         (["train", "a", "b"], "found 2: a, b"),
         (["train", "nowhere.yaml"], "nowhere.yaml: no such file or folder"),
         (["train", "quikstart"], "did you mean 'quickstart'?"),
-        (["train", "quickstart", "--lr", "3"], "--lr: no such flag; say train.learning_rate=VALUE"),
-        (["train", "quickstart", "--batch-size=3"], "--batch-size: no such flag; say train.batch=VALUE"),
+        (["train", "quickstart", "--lr", "3"], "--lr: unknown flag; write train.learning_rate=VALUE"),
+        (["train", "quickstart", "--batch-size=3"], "--batch-size: unknown flag; write train.batch=VALUE"),
         (["train", "quickstart", "--json"], "--json: 'train' does not take it; it takes --force, --step"),
         (["train", "quickstart", "--step", "soon"], "--step: found 'soon'; give a number, latest or best"),
         (["train", "quickstart", "--step"], "--step: needs a value"),
@@ -68,10 +71,17 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
         (["train", "quickstart", "train=5"], "train: found 5; give keys such as"),
         (["train", "quickstart", "model=nano"], "model: found 'nano'; give keys such as"),
         (["generate", "quickstart", "sample.top_p=2"], "sample.top_p: found 2; give a value at most 1"),
-        (["new", "x"], "new: no text named"),
+        (["new", "x"], "new: needs --text; write: textmill new DIR --text 'texts/*.txt'"),
         (["new", "x", "--text", "nothing/*.txt"], "nothing matches 'nothing/*.txt'"),
         (["train", "quickstart", "--force=no"], "--force: takes no value"),
-        (["train", "quickstart", "--force", "--step", "3"], "say one of them"),
+        (
+            ["train", "quickstart", "--force", "--step", "3"],
+            "--force: cannot be used together with --step; use one of them",
+        ),
+        (["new", "x", "--text", "quickstart", "train.steps=3"], "new: takes no settings, found 'train.steps=3'"),
+        (["merge"], "merge: needs OUT A B ..., found none; write: textmill merge OUT A B ..."),
+        (["recipes", "x"], "recipes: needs no argument, found 1: x; write: textmill recipes"),
+        (["show", "quickstart", "--step", "best"], "--step: found 'best'; give the number of a step"),
         (["check", "."], "nothing to check there"),
         (["evaluate", "."], "not made by textmill and not a model"),
     ],
@@ -92,8 +102,8 @@ def test_stages_that_were_not_run_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for verb in ("fit-tokenizer", "tokenize", "train"):
-        code, _, err = said(capsys, verb, "quickstart")
+    for command in ("fit-tokenizer", "tokenize", "train"):
+        code, _, err = said(capsys, command, "quickstart")
         assert code == 2
         assert "the stage before has not been run" in err or "run textmill prepare first" in err
 
@@ -111,7 +121,7 @@ def test_a_refusal_on_its_way_is_said_though_a_signal_comes(
             signal.raise_signal(signal.SIGTERM)
 
     def refuse(words: list[str]) -> int:
-        signal.signal(signal.SIGTERM, _as_interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)
         with held():
             raise TextmillError("train.batch: 9 samples are too odd")
 
@@ -144,7 +154,7 @@ def test_from_three_files_to_text(
     assert sum("#" in line for line in commented) >= len(commented) * 0.7, "the file explains itself"
     code, out, err = said(capsys, "run", "mine", *QUICK)
     assert code == 0, err
-    assert "All is done. The model is mine/run/step-0000002" in out
+    assert "All stages are done. The model is mine/run/step-0000002" in out
     assert "bits/byte" in out
     # From anywhere, from any of its folders, it is the same model.
     monkeypatch.chdir(tiny_texts)
@@ -177,7 +187,7 @@ def test_new_fits_text_and_machine(size: int, device: str, tmp_path: Path, monke
         text.truncate(size)
     monkeypatch.setattr(starter, "open_device", lambda name: torch.device(device))
     monkeypatch.chdir(tmp_path)
-    starter.new("mine", "*.txt", [])
+    starter.new("mine", "*.txt")
     config = open_where("mine", []).config
     assert config.corpus.sources == [str(tmp_path / "*.txt")]
     assert (config.model.size == "nano") == (device == "cpu")
@@ -273,7 +283,7 @@ def test_a_second_new_keeps_the_first(
     (tiny_texts.parent / "mine" / "textmill.yaml").write_text("train: {steps: 3}\n")
     code, _, err = said(capsys, "new", "mine", "--text", "texts")
     assert code == 2
-    assert "there already" in err
+    assert "exists already" in err
     assert (tiny_texts.parent / "mine" / "textmill.yaml").read_text() == "train: {steps: 3}\n"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from textmill.cli import main
-from textmill.commands.show.tokens import pieces_of
+from textmill.commands.show.tokens import token_texts
 from textmill.config import TokenizerConfig
 from textmill.tokens.vocabulary.tokenizer import fit
 
@@ -63,7 +63,7 @@ def test_show_tokens_and_what_a_step_saw(
     assert sum(int(count.replace(",", "")) for count in lengths) == sum(one["documents"] for one in counts.values())
     assert out.count("--- document ") == 3
     assert main(["show", "mine"]) == 0
-    assert "what became of the records" in capsys.readouterr().out
+    assert "records by outcome" in capsys.readouterr().out
     assert main(["show", "mine/run", "--step", "2"]) == 0
     out = capsys.readouterr().out
     assert "step 2: 2 samples of 32 tokens" in out
@@ -72,12 +72,12 @@ def test_show_tokens_and_what_a_step_saw(
     assert main(["show", "mine/run", "--step", "0"]) == main(["show", "mine/run", "--step", "best"]) == 2
 
 
-def test_the_pieces_of_a_document_are_its_text() -> None:
+def test_the_texts_of_tokens_join_to_the_document() -> None:
     tokenizer = fit(iter([["aaa bbb aaa bbb"]]), TokenizerConfig(vocab=280))
     text = "aaa 한국어 çark 😀 bbb"
-    pieces = list(pieces_of(tokenizer.encode(text), tokenizer))
-    assert "".join(pieces) == text
-    assert "한" in pieces
+    texts = list(token_texts(tokenizer.encode(text), tokenizer))
+    assert "".join(texts) == text
+    assert "한" in texts
 
 
 def test_show_without_language_identification(

@@ -61,7 +61,7 @@ def test_recipe(
     _write_pairs(folder / "ChatbotData.csv")
     _write_model(folder / "pretrained", tiny_texts)
     assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
-    assert f"All is done. The model is runs/{name}/run/step-0000002" in capsys.readouterr().out
+    assert f"All stages are done. The model is runs/{name}/run/step-0000002" in capsys.readouterr().out
     if name == "chat-ko":
         _answers_come_through_the_template(folder / "runs" / name / "run")
 
@@ -96,7 +96,14 @@ def test_quickstart_sh(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    for wanted in ("whole", "bits/byte", "KING RICHARD:", "runs/quickstart/run/step-0000002", "Next:", "All is done"):
+    for wanted in (
+        "intact",
+        "bits/byte",
+        "KING RICHARD:",
+        "runs/quickstart/run/step-0000002",
+        "Next:",
+        "All stages are done",
+    ):
         assert wanted in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""The verb check: every file of a folder against the lengths and checksums in its manifest."""
+"""The command check: compares every file of a folder with the length and checksum in its manifest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from textmill.where import open_where
 
 
 def check(where: str, settings: list[str] | None = None) -> list[Path]:
-    """Prove a stage's folder, a checkpoint, a run, a root with all of them, or all that a config has made; return what was checked."""
+    """Check a stage's folder, a checkpoint, a run, a project, or all that a config has written; return what was checked."""
     root = Path(where)
     if not root.is_dir() and paths_of(prefix_of(root))[0].is_file():
         return _check_store(prefix_of(root))
@@ -28,28 +28,28 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
     if (root / "progress.json").exists():
         checkpoints.append(root)
     if not stages and not checkpoints:
-        raise TextmillError(f"{where}: nothing to check there; name a folder that textmill made")
+        raise TextmillError(f"{where}: nothing to check there; name a folder that textmill wrote")
     faults = []
     for folder in stages:
-        faults += _told(folder, faults_in_stage(folder))
+        faults += _report(folder, faults_in_stage(folder))
     for folder in checkpoints:
-        faults += _told(folder, faults_in(folder))
+        faults += _report(folder, faults_in(folder))
     if faults:
         raise TextmillError(f"{len(faults)} faults: {'; '.join(faults)}")
     return stages + checkpoints
 
 
 def _check_store(prefix: Path) -> list[Path]:
-    """A store without a manifest has no checksums: what can be proved is that its two files agree, entry by entry."""
+    """A store without a manifest has no checksums: only whether its two files agree can be checked."""
     faults = faults_in_index(open_store(prefix).index)
     if faults:
         raise TextmillError(f"{prefix}: {'; '.join(faults)}")
     print(
-        f"check: {prefix}: the index is consistent and fits the ids; without a manifest there are no checksums to hold them against"
+        f"check: {prefix}: the index is consistent and fits the ids; there is no manifest, so no checksums to compare"
     )
     return [prefix]
 
 
-def _told(folder: Path, faults: list[str]) -> list[str]:
-    print(f"check: {folder}: {'whole' if not faults else '; '.join(faults)}")
+def _report(folder: Path, faults: list[str]) -> list[str]:
+    print(f"check: {folder}: {'intact' if not faults else '; '.join(faults)}")
     return [f"{folder}: {fault}" for fault in faults]

@@ -1,4 +1,4 @@
-"""The verb recipes: what comes with textmill, and what each recipe says of itself."""
+"""The command recipes: lists the configs that come with textmill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from textmill.where import recipe_names, recipes_folder
 
 
 def recipes() -> None:
-    """Print each shipped recipe with the first line of its own comment."""
+    """Print the name of each recipe and the first line of its file."""
     for name in recipe_names():
         first = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
         print(f"{name:<14} {first.lstrip('# ')}")

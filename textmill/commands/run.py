@@ -1,4 +1,4 @@
-"""The verb run: the whole chain from text to a measured, sampled model, skipping what is done."""
+"""The command run: all stages from text to an evaluated model with samples, skipping those that are done."""
 
 from __future__ import annotations
 
@@ -29,75 +29,77 @@ def run(config: RunConfig, force: Force = "no") -> Path:
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
         open_device(config.engine.device)
-    for number, (verb, stage) in enumerate(
+    for number, (command, stage) in enumerate(
         (("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1
     ):
-        if why := _not_needed(config, verb):
-            _headline(number, f"{verb}: not needed: {why}")
+        if why := _not_needed(config, command):
+            _headline(number, f"{command}: not needed: {why}")
         else:
-            _headline(number, verb)
+            _headline(number, command)
             stage(config, force)
     _headline(4, "train")
     folder = train(config, force)
     checkpoint = list(steps_of(folder).values())[-1]
     files = read_json(checkpoint / MANIFEST)["files"]
     weights = [account["sha256"] for name, account in files.items() if name.endswith(".safetensors")]
-    asked = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
-    summary = _summary_of(folder, asked)
+    inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
+    summary = _read_summary(folder, inputs)
     if summary is None:
         _headline(5, "evaluate")
-        measured = evaluate(config) if _has(config, config.evaluate.split) else None
+        measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
         _headline(6, "generate")
         chat = config.train.layout == "chat"
         texts = (
             answer(config)
             if chat
-            else [(config.sample.prompt or "") + text for text in generate(_from_nothing(config))]
+            else [(config.sample.prompt or "") + text for text in generate(_without_prompt(config))]
         )
-        summary = {"asked": asked, "measured": measured, "texts": texts}
+        summary = {"asked": inputs, "measured": measured, "texts": texts}
         write_json(folder / SUMMARY, summary)
     else:
-        _tell_again(config, summary)
-    _what_next(config, checkpoint)
+        _print_summary(config, summary)
+    _print_next_steps(config, checkpoint)
     return folder
 
 
-def _not_needed(config: RunConfig, verb: str) -> str | None:
-    """Why a stage is left out: existing tokens need no corpus, and only the tokenizer that they were made with."""
-    if config.tokens.use and verb == "prepare":
-        tokenizer_of(config)  # without one nothing of the chain can be done
+def _not_needed(config: RunConfig, command: str) -> str | None:
+    """Why a stage is skipped: existing tokens need no corpus, and come with the tokenizer that made them."""
+    if config.tokens.use and command == "prepare":
+        tokenizer_of(config)  # fails here, before any work, if there is none
         return "tokens.use names existing tokens"
-    if config.tokens.use and verb == "fit-tokenizer" and not config.tokenizer.use:
-        return f"{shown(config.folder_of('tokenizer'))} is taken as it is"
+    if config.tokens.use and command == "fit-tokenizer" and not config.tokenizer.use:
+        return f"{shown(config.folder_of('tokenizer'))} is used as it is"
     return None
 
 
-def _from_nothing(config: RunConfig) -> RunConfig:
-    """Without a prompt the model starts from nothing: a chain that runs by itself asks nobody for one."""
+def _without_prompt(config: RunConfig) -> RunConfig:
+    """An empty prompt if there is none: `run` never waits for one to be typed."""
     sample = config.sample.model_copy(update={"prompt": config.sample.prompt or ""})
     return config.model_copy(update={"sample": sample})
 
 
-def _headline(number: int, verb: str) -> None:
-    print(f"\n[{number}/6] {verb}", flush=True)
+def _headline(number: int, text: str) -> None:
+    print(f"\n[{number}/6] {text}", flush=True)
 
 
-def _has(config: RunConfig, split: str) -> bool:
+def _has_tokens(config: RunConfig, split: str) -> bool:
     if open_splits(config).of(split):
         return True
-    print(f"the {split} split is empty, so there is nothing to measure on; give it more text or a larger share")
+    print(
+        f"the {split} split is empty, so there is nothing to evaluate on; give it more text or a larger part of corpus.split"
+    )
     return False
 
 
-def _summary_of(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What an earlier run found out about this very checkpoint, asked in the same way."""
+def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The results that an earlier run saved for the same checkpoint and the same settings."""
     if not (folder / SUMMARY).is_file():
         return None
     summary: dict[str, Any] = read_json(folder / SUMMARY)
-    return summary if summary["asked"] == asked else None
+    return summary if summary["asked"] == inputs else None
 
 
-def _tell_again(config: RunConfig, summary: dict[str, Any]) -> None:
+def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
     if (measured := summary["measured"]) is not None:
         _headline(5, f"evaluate: done already, on the {config.evaluate.split} split")
         print(format_tables(config.evaluate.tasks, measured))
@@ -106,9 +108,9 @@ def _tell_again(config: RunConfig, summary: dict[str, Any]) -> None:
         print(text)
 
 
-def _what_next(config: RunConfig, checkpoint: Path) -> None:
+def _print_next_steps(config: RunConfig, checkpoint: Path) -> None:
     root = shlex.quote(shown(Path(config.folder)))
-    print(f"\nAll is done. The model is {shown(checkpoint)} (transformers opens it as it is). Next:")
+    print(f"\nAll stages are done. The model is {shown(checkpoint)} (transformers opens it as it is). Next:")
     print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
     print(f"  textmill train {root} train.{config.train.unit}={2 * getattr(config.train, config.train.unit)}")
     print("  textmill new mine --text 'texts/*.txt' && textmill run mine")

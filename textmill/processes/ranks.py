@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any, Protocol, TypeVar
 
-from textmill.errors import EXIT_BUG, EXIT_STOPPED, TextmillError, Told
+from textmill.errors import EXIT_BUG, EXIT_STOPPED, AlreadyReported, TextmillError
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
     if fault is not None and teller == ranks.rank:
         raise fault
     if teller is not None:
-        raise Told(codes[teller])
+        raise AlreadyReported(codes[teller])
     return value  # type: ignore[return-value]
 
 
@@ -137,5 +137,5 @@ def together(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
     if fault is not None:
         raise fault
     if any(failed for _, failed in found):
-        raise Told(EXIT_STOPPED)
+        raise AlreadyReported(EXIT_STOPPED)
     return [value for value, _ in found]

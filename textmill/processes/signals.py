@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from textmill.errors import EXIT_STOPPED, Stopped, TextmillError, Told
+from textmill.errors import EXIT_STOPPED, AlreadyReported, Stopped, TextmillError
 from textmill.storage.files import write_json
 
 STOPPED = "stopped.json"
@@ -78,6 +78,6 @@ def stopped(run: Path, why: str, step: int | None = None) -> None:
 def stopped_by(signal: str, run: Path, step: int, first: bool) -> TextmillError:
     """What ends a run that was asked to stop and is saved; one process says so for all."""
     if not first:
-        return Told(EXIT_STOPPED)
+        return AlreadyReported(EXIT_STOPPED)
     stopped(run, f"stopped by {signal}", step)
     return Stopped(f"stopped by {signal} at step {step:,}, saved; the same command goes on from there")

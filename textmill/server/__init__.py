@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig
-from textmill.errors import EXIT_BUG, Told
+from textmill.errors import EXIT_BUG, AlreadyReported
 
 
 def serve(config: RunConfig, step: WhichStep = "latest") -> None:
@@ -18,4 +18,4 @@ def serve(config: RunConfig, step: WhichStep = "latest") -> None:
     raise_file_limit(config.serve)
     listening = bind(config.serve.host, config.serve.port)  # before the model, which may take minutes to load
     if run(open_service(config, step), listening):
-        raise Told(EXIT_BUG)
+        raise AlreadyReported(EXIT_BUG)

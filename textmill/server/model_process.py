@@ -13,7 +13,7 @@ from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, ServeConfig
-from textmill.errors import EXIT_BUG, TextmillError, Told, warn
+from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
 from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair, pack_request, unpack_chunk
 from textmill.generation.requests import Done, QueueFull, Request, describe_hang, max_new_tokens_served
 from textmill.generation.text_chunks import DeliverChunk, TextChunk
@@ -192,7 +192,7 @@ def _unopened(process: subprocess.Popen[bytes]) -> TextmillError:
     """Why there is no model: a bug, of which the process has told itself, or somebody ended it."""
     how = ended(process)
     if process.returncode >= 0:
-        return Told(EXIT_BUG)
+        return AlreadyReported(EXIT_BUG)
     return TextmillError(
         f"the model's process was ended by {how} while it was opening; see whether there is memory enough"
     )

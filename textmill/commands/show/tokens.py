@@ -1,4 +1,4 @@
-"""Token stores as a person would look at them: sizes, lengths, frequent tokens, and documents with their tokens' borders."""
+"""Prints token stores for people to read: sizes, lengths, frequent tokens, and documents split into their tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from textmill.commands.show.shares import show_shares
+from textmill.commands.show.bars import print_bars
 from textmill.config import RunConfig
 from textmill.counters import uniform_at
 from textmill.storage.files import shown
@@ -16,8 +16,8 @@ from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-COUNTED = 20_000_000
-"""Tokens that are counted for the frequent ones."""
+MAX_COUNTED = 20_000_000
+"""At most this many tokens are counted to find the frequent ones."""
 FREQUENT, SHOWN_DOCUMENTS, SHOWN_TOKENS = 20, 3, 80
 
 
@@ -26,29 +26,29 @@ def show_tokens(config: RunConfig) -> None:
     splits = open_splits(config)
     train = splits.of("train")
     print(
-        f"{shown(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} pieces, {train[0].ids.dtype if train else 'no train split'}"
+        f"{shown(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} vocabulary entries, {train[0].ids.dtype if train else 'no train split'}"
     )
     for split in splits.stores:
         stores = splits.of(split)
         documents, tokens = sum(map(len, stores)), sum(store.tokens for store in stores)
-        print(f"  {split:<6} {documents:>12,} documents {tokens:>16,} tokens {_bytes_a_token(splits, split, tokens)}")
-    show_shares("tokens a document", _lengths([store for split in splits.stores for store in splits.of(split)]))
+        print(f"  {split:<6} {documents:>12,} documents {tokens:>16,} tokens {_bytes_per_token(splits, split, tokens)}")
+    print_bars("tokens per document", _lengths([store for split in splits.stores for store in splits.of(split)]))
     if not train:
         return
-    counted = min(COUNTED, sum(store.tokens for store in train))
-    show_shares(f"most frequent of {counted:,} train tokens", _frequent(train, splits.tokenizer), most=FREQUENT + 1)
+    counted = min(MAX_COUNTED, sum(store.tokens for store in train))
+    print_bars(f"most frequent of {counted:,} train tokens", _frequent(train, splits.tokenizer), max_rows=FREQUENT + 1)
     print("\na few documents, token by token")
     for number in range(min(SHOWN_DOCUMENTS, len(train[0]))):
         _show_document(train[0], int(uniform_at(config.train.seed, number) * len(train[0])), splits.tokenizer)
 
 
-def _bytes_a_token(splits: Splits, split: str, tokens: int) -> str:
+def _bytes_per_token(splits: Splits, split: str, tokens: int) -> str:
     counts = splits.facts.get("splits", {}).get(split)
-    return f"{counts['bytes'] / tokens:>6.2f} bytes a token" if counts and tokens else ""
+    return f"{counts['bytes'] / tokens:>6.2f} bytes per token" if counts and tokens else ""
 
 
 def _lengths(stores: list[TokenStore]) -> dict[str, int]:
-    """How many documents have how many tokens, in powers of four."""
+    """Documents by their number of tokens, in powers of four."""
     counts = np.zeros(32, np.int64)
     for store in stores:
         for start in range(0, len(store), BLOCK):
@@ -62,7 +62,7 @@ def _lengths(stores: list[TokenStore]) -> dict[str, int]:
 
 def _frequent(stores: list[TokenStore], tokenizer: TextTokenizer) -> dict[str, int]:
     """The most frequent tokens, and all others together."""
-    counts, left = np.zeros(tokenizer.vocab, np.int64), COUNTED
+    counts, left = np.zeros(tokenizer.vocab, np.int64), MAX_COUNTED
     for store in stores:
         for start in range(0, min(left, store.tokens), BLOCK):
             ids = np.asarray(store.ids[start : min(start + BLOCK, left)], np.int64)
@@ -74,7 +74,7 @@ def _frequent(stores: list[TokenStore], tokenizer: TextTokenizer) -> dict[str, i
 
 
 def _name(token: int, tokenizer: TextTokenizer) -> str:
-    """A token's text, or the piece itself where it is a part of a character."""
+    """A token's text, or its vocabulary entry if it is part of a character."""
     text = tokenizer.decode([token])
     return repr(text) if "\ufffd" not in text else str(tokenizer.inner.id_to_token(token))
 
@@ -83,21 +83,21 @@ def _show_document(store: TokenStore, number: int, tokenizer: TextTokenizer) -> 
     begin, end = store.borders(np.array([number, number + 1])).tolist()
     ids = np.asarray(store.ids[begin : min(end, begin + SHOWN_TOKENS)]).tolist()
     print(f"--- document {number:,}, {end - begin:,} tokens")
-    pieces = list(pieces_of(ids, tokenizer))
+    texts = list(token_texts(ids, tokenizer))
     if not sys.stdout.isatty():
-        print("|".join(pieces))
+        print("|".join(texts))
         return
     from rich.console import Console
     from rich.text import Text
 
     styles = ("black on bright_cyan", "black on bright_yellow")
     Console(highlight=False).print(
-        Text.assemble(*((piece, styles[place % 2]) for place, piece in enumerate(pieces))), soft_wrap=True
+        Text.assemble(*((text, styles[number % 2]) for number, text in enumerate(texts))), soft_wrap=True
     )
 
 
-def pieces_of(ids: list[int], tokenizer: TextTokenizer) -> Iterator[str]:
-    """The text of each token; tokens that share a character are shown as one piece."""
+def token_texts(ids: list[int], tokenizer: TextTokenizer) -> Iterator[str]:
+    """The text of each token; tokens that share a character are joined."""
     waiting: list[int] = []
     for token in ids:
         waiting.append(token)

@@ -1,0 +1,122 @@
+"""The table of commands: one row each, plain data. The command line, --help and `textmill.NAME` in Python all read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of a command line, and the parameter of the command's function that it sets."""
+
+    name: str
+    parameter: str
+    summary: str
+    kind: Literal["switch", "text", "step", "number"] = "switch"
+    """switch: takes no value; step: a number, latest or best."""
+    value: object = True
+    """What a switch passes."""
+    example: str = ""
+    """A value to show in the usage; a flag that has one is required."""
+    excludes: str = ""
+    """A flag that cannot be used at the same time."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table."""
+
+    function: str
+    """MODULE:FUNCTION."""
+    summary: str
+    arguments: tuple[str, ...] = ("WHERE",)
+    """The positional arguments, as the usage shows them; one that ends in "..." takes all that are left, as a list."""
+    sections: tuple[str, ...] = ()
+    """The sections of the config that it reads; --help lists their keys."""
+    flags: tuple[Flag, ...] = ()
+    opens: Literal["nothing", "config", "model"] = "config"
+    """config: the function gets WHERE as a RunConfig; a model folder without a run is refused.
+    model: the same, but any model folder will do, and the folder of a checkpoint selects its step.
+    nothing: the function gets the arguments as they were typed."""
+    takes_settings: bool = True
+    """Whether section.key=value is allowed. A command that opens nothing gets them as `settings`."""
+
+    @property
+    def python_name(self) -> str:
+        """Its name in `import textmill`."""
+        return self.function.partition(":")[2]
+
+    def load(self) -> Callable[..., Any]:
+        """Import its function."""
+        module, _, function = self.function.partition(":")
+        call: Callable[..., Any] = getattr(import_module(module), function)
+        return call
+
+
+ALL = ("corpus", "tokenizer", "tokens", "runner", "model", "train", "engine", "evaluate", "sample", "track")
+
+FORCE = Flag("--force", "force", "run this stage again from scratch, in the same folder", value="yes")
+RESTART = Flag("--force", "force", "train again from scratch, in the same folder", value="yes", excludes="--step")
+REBUILD = Flag("--force", "force", "rebuild the stages whose input or settings have changed", value="changed")
+STEP = Flag("--step", "step", "N, latest or best: which checkpoint (default: latest)", "step")
+SEEN_STEP = Flag("--step", "step", "N: list the documents that training step N saw", "number")
+JSON = Flag("--json", "as_json", "print JSON instead of text")
+TEXT = Flag("--text", "text", "your text: files, a folder or a quoted glob", "text", example="'texts/*.txt'")
+
+COMMANDS = {
+    "new": Command(
+        "textmill.commands.new:new", "inspect your text and this machine, write a config to start from",
+        arguments=("DIR",), flags=(TEXT,), opens="nothing", takes_settings=False,
+    ),
+    "run": Command("textmill.commands.run:run", "run all stages, skipping those that are done", sections=ALL, flags=(REBUILD,)),
+    "prepare": Command(
+        "textmill.corpus.prepare:prepare", "turn text into clean documents", sections=("corpus", "runner"), flags=(FORCE,)
+    ),
+    "fit-tokenizer": Command(
+        "textmill.tokens.vocabulary.fitting:fit_tokenizer", "fit a vocabulary to the corpus",
+        sections=("tokenizer", "runner"), flags=(FORCE,),
+    ),
+    "tokenize": Command(
+        "textmill.tokens.tokenize:tokenize", "turn documents into token ids", sections=("tokens", "tokenizer", "runner"), flags=(FORCE,)
+    ),
+    "merge": Command(
+        "textmill.tokens.merge:merge", "join token stores A, B ... into OUT",
+        arguments=("OUT", "A B ..."), flags=(FORCE,), opens="nothing", takes_settings=False,
+    ),
+    "train": Command(
+        "textmill.training.loop:train", "train a model, or resume training",
+        sections=("model", "train", "engine", "sample", "track"), flags=(RESTART, STEP),
+    ),
+    "verify": Command(
+        "textmill.verification:verify", "check on a small model that a parallel config gives the numbers of one process",
+        sections=("engine",),
+    ),
+    "evaluate": Command(
+        "textmill.evaluation:evaluate", "measure a model", sections=("evaluate", "train", "engine"), flags=(STEP, JSON), opens="model"
+    ),
+    "generate": Command(
+        "textmill.generation:generate", "continue a text", sections=("sample", "engine"), flags=(STEP, JSON), opens="model"
+    ),
+    "chat": Command(
+        "textmill.generation.chat:chat", "chat with a model that was finetuned for it",
+        sections=("sample", "engine"), flags=(STEP,), opens="model",
+    ),
+    "serve": Command(
+        "textmill.server:serve", "serve a model over HTTP, with a page to try it",
+        sections=("serve", "sample", "engine"), flags=(STEP,), opens="model",
+    ),
+    "export": Command(
+        "textmill.conversion:export", "write a plain Hugging Face folder, adapters merged",
+        sections=("export",), flags=(FORCE, STEP), opens="model",
+    ),
+    "show": Command(
+        "textmill.commands.show:show", "show a corpus, token stores, or what a training step saw", flags=(SEEN_STEP,), opens="nothing"
+    ),
+    "check": Command("textmill.commands.check:check", "compare every file of a folder with its checksum", opens="nothing"),
+    "recipes": Command(
+        "textmill.commands.recipes:recipes", "list the recipes that come with textmill", arguments=(), opens="nothing", takes_settings=False
+    ),
+}  # fmt: skip
