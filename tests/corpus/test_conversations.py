@@ -62,17 +62,17 @@ def test_every_shape_is_read_and_recognised(shape: str, record: dict[str, Any], 
             "found both q\\+a and prompt\\+response; name the two",
         ),
         ("pairs", {"Q": "1"}, "no question and answer"),
-        ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "turn 1: role is 'tool'; known are"),
+        ("messages", {"messages": [{"role": "tool", "content": "x"}]}, "turn 1: role is 'tool'; expected one of"),
         ("messages", {"messages": [{"role": "user", "content": None}]}, "turn 1: 'content' is NoneType, not text"),
         ("messages", {"messages": []}, "without turns"),
         (
             "messages",
             {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
-            "turn 2 is the system's",
+            "turn 2 is a system turn",
         ),
         ("messages", {"dialog": []}, "no list 'messages'; found \\['dialog'\\]"),
         ("alpaca", {"instruction": "x"}, "'output' is missing, not text"),
-        ("messages", ["x"], "found no object"),
+        ("messages", ["x"], "not an object"),
     ],
 )
 def test_what_is_no_conversation_is_said(shape: str, record: Any, said: str) -> None:
@@ -86,7 +86,7 @@ def test_fields_of_other_names() -> None:
         ("user", "x"),
         ("assistant", "y"),
     )
-    with pytest.raises(UnreadableRecord, match="names no question and answer"):
+    with pytest.raises(UnreadableRecord, match="does not name two of the fields"):
         read_conversation({"frage": "x"}, "pairs", "frage+antwort")
 
 
@@ -147,7 +147,7 @@ def test_copies_and_filters_look_at_the_whole_conversation(tmp_path: Path) -> No
 
 
 def test_a_plain_text_is_no_conversation(tiny_texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(TextmillError, match=r"corpus.chat: .*english.txt has no records with fields.*; give JSON"):
+    with pytest.raises(TextmillError, match=r"corpus.chat: .*english.txt has no fields .*; use JSON"):
         prepared(tmp_path, [str(tiny_texts)], chat="pairs")
 
 

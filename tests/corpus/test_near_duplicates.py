@@ -297,10 +297,10 @@ def test_of_a_cluster_one_in_train_stays(tmp_path: Path, monkeypatch: pytest.Mon
     folder = prepare(config_of("other", split=[1.0], dedup="none", sides={"texts/a*": "valid"}))
     assert len(list(kept_of(folder, "valid"))) == 3
     with pytest.raises(
-        TextmillError, match=r"corpus.sides: no source is 'texts/c.jsonl' or matches it; found \['texts/a.jsonl'"
+        TextmillError, match=r"corpus.sides: no source matches 'texts/c.jsonl'; found \['texts/a.jsonl'"
     ):
         prepare(config_of("wrong", sides={"texts/c.jsonl": "test"}))
-    with pytest.raises(TextmillError, match=r"'texts/a.jsonl' is declared test by 'texts' and valid by 'texts/a\*'"):
+    with pytest.raises(TextmillError, match=r"'texts/a.jsonl' has two splits test by 'texts' and valid by 'texts/a\*'"):
         prepare(config_of("wrong", sides={"texts": "test", "texts/a*": "valid"}))
 
 

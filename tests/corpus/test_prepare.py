@@ -78,7 +78,7 @@ def test_quarantine_and_the_way_back(world: Path) -> None:
         {"file": "texts/lines.jsonl", "place": "line 5", "reason": "no field 'text'; found ['body']; set corpus.text_key=body",
          "raw": '{"body": "no text"}\n'},
         {"file": "texts/lines.jsonl", "place": "line 7", "raw": "\\xff\\xff\n",
-         "reason": "not UTF-8: byte 0xff at 0; if the file has another encoding, convert it to UTF-8 (iconv does)"},
+         "reason": "not UTF-8: byte 0xff at 0; if the file has another encoding, convert it to UTF-8 (for example with iconv)"},
     ]  # fmt: skip
     everything = [row for split in documents(folder).values() for row in split]
     assert {(row.text, row.id) for row in everything if row.source == "texts/lines.jsonl"} == {
@@ -173,7 +173,7 @@ def test_too_many_bad_records(world: Path) -> None:
 
 
 def test_nothing_left(world: Path) -> None:
-    with pytest.raises(TextmillError, match=r"nothing is left of \d+ records .*corpus.min_chars=100000"):
+    with pytest.raises(TextmillError, match=r"none of \d+ records was kept .*corpus.min_chars=100000"):
         prepare(config_of(min_chars=100_000))
     assert not Path("out/corpus").exists()
 
@@ -186,7 +186,7 @@ def test_without_dedup(world: Path) -> None:
 def test_empty_split_is_told(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(config_of(words=["texts/lines.jsonl"], split=[1.0, 0.0, 1e-9]))
     told = capsys.readouterr().out
-    assert "test is empty: 3 documents are too few for its share of 0.0%; " in told
+    assert "test is empty: 3 documents are too few for a ratio of 0.0%; " in told
     assert "corpus.documents=block" in told
     assert "valid is empty" not in told
 
@@ -214,7 +214,7 @@ def test_full_disk_is_told_and_gone_on_from(world: Path, monkeypatch: pytest.Mon
     expected = content(prepare(config_of("whole")))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", FailAfter(12))
-        with pytest.raises(TextmillError, match="No space left on device; mend that and run it again"):
+        with pytest.raises(TextmillError, match="No space left on device; fix that and run the command again"):
             prepare(config_of())
     assert content(prepare(config_of())) == expected
 

@@ -61,8 +61,8 @@ def test_json_lines(tmp_path: Path) -> None:
         (b'{"text": "\xff\xfe"}', "not UTF-8: byte 0xff at 10"),
         (b"\xff\xfe{\x00", "it looks like UTF-16"),
         (b'{"text": "\xed\xa0\x80"}', "not UTF-8: byte 0xed at 10"),
-        (b'{"text": "x\\ud800y"}', "half a surrogate pair, \\ud800, at character 1"),
-        (b'["text"]', "found a JSON list; a line is an object with the field 'text'"),
+        (b'{"text": "x\\ud800y"}', "a lone surrogate, \\ud800, at character 1"),
+        (b'["text"]', "found a JSON list; expected an object with the field 'text'"),
         (b'"text"', "found a JSON text"),
         (b"17", "found a JSON number"),
         (b'{"id": "7", "body": "long words"}', "no field 'text'; found ['body', 'id']; set corpus.text_key=body"),
@@ -93,7 +93,7 @@ def test_line_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(records, "READ_BYTES", 7)
     found = read(tmp_path / "a.txt", b"x" * 50 + b"\n" + b"a\n" + b"y" * 30 + b"\n" + b"z" * 51, documents="line")
     assert [type(record) for record in found] == [BadRecord, Document, Document, BadRecord]
-    assert "51 bytes, and 50 are the most" in str(found[0])
+    assert "51 bytes, more than the maximum of 50" in str(found[0])
     assert found[3].place == "line 4"  # type: ignore[union-attr]
 
 

@@ -105,10 +105,10 @@ def test_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
 
 
 def test_missing_and_foreign(tmp_path: Path) -> None:
-    with pytest.raises(TextmillError, match="no such file; make the corpus with: textmill prepare"):
+    with pytest.raises(TextmillError, match="no such file; create the corpus with: textmill prepare"):
         list(read_texts(tmp_path / "gone.parquet"))
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
-    with pytest.raises(TextmillError, match=r"not a shard of ours; found the columns \['body'\]"):
+    with pytest.raises(TextmillError, match=r"not a corpus shard; found the columns \['body'\]"):
         list(read_texts(tmp_path / "b.parquet"))
 
 
@@ -124,5 +124,5 @@ def test_groups_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert last.column("id").to_pylist() == [row.id for row in rows[400:]]
     (few,) = read_groups(tmp_path / "a.parquet", [1], ["text"], max_rows=3)
     assert few.column(0).to_pylist() == [row.text for row in rows[200:203]]
-    with pytest.raises(TextmillError, match="not a shard of ours"):
+    with pytest.raises(TextmillError, match="not a corpus shard"):
         next(read_groups(tmp_path / "a.parquet", [0], ["body"]))

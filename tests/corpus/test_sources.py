@@ -69,10 +69,10 @@ def test_own_folders_are_no_source(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], r"corpus.sources: nothing there; .*\.jsonl.*tinyshakespeare"),
+        ([], r"corpus.sources is empty; .*\.jsonl.*tinyshakespeare"),
         (
             ["gone.txt"],
-            "corpus.sources: no file, folder or corpus 'gone.txt'; the corpora that come with textmill: tinyshakespeare",
+            "corpus.sources: no file, folder or corpus 'gone.txt'; the bundled corpora: tinyshakespeare",
         ),
         (["tinyshakespear"], "did you mean 'tinyshakespeare'"),
         (["*.nothing"], r"nothing matches '\*.nothing'"),

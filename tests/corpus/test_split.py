@@ -89,5 +89,5 @@ def test_sides_are_declared_by_file_folder_and_pattern(word: str, named: list[in
 
 @pytest.mark.parametrize("word", ["", ".", "atabase", "b", "data/*.txt"])
 def test_a_side_of_no_source_is_refused(word: str) -> None:
-    with pytest.raises(TextmillError, match="no source is"):
+    with pytest.raises(TextmillError, match="no source matches"):
         declared_splits(["data/a.jsonl"], {word: "test"})

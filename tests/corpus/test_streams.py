@@ -68,7 +68,7 @@ def test_breaking_off_keeps_what_came_before(tmp_path: Path, kind: str, share: f
     *before, bad = read(tmp_path / f"a.jsonl.{kind}", data)
     assert isinstance(bad, BadRecord)
     assert bad.place == (f"after line {len(before)}" if before else "beginning")
-    assert "breaks off" in bad.reason
+    assert "damaged" in bad.reason
     assert texts(before) == LINES[: len(before)]
     # What the decompressor can give before the break, an oracle gives too: no whole line of it may be missing.
     assert len(before) >= _plain(kind, data).count(b"\n")
@@ -147,7 +147,7 @@ def test_half_a_utf_16(tmp_path: Path) -> None:
     data = "\ufeffbir\niki\nüç".encode("utf-16-le")[:-1]
     *before, bad = read(tmp_path / "a.txt", data, documents="line")
     assert texts(before) == ["bir", "iki"]
-    assert str(bad).startswith(f"{tmp_path / 'a.txt'}, after line 2: the stream breaks off")
+    assert str(bad).startswith(f"{tmp_path / 'a.txt'}, after line 2: the stream is damaged")
 
 
 def test_utf_32_and_others_are_told(tmp_path: Path) -> None:

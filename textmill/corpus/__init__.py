@@ -1,1 +1,1 @@
-"""Text in, clean documents out: sources are read, cleaned, deduplicated and split, with an account of every record."""
+"""Prepare a corpus: read sources, clean and deduplicate documents, split them, and account for every record."""

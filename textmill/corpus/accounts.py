@@ -1,4 +1,4 @@
-"""The account of every record, and how it is told to a person."""
+"""Count what happened to every record, and print the counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Counts = dict[str, Any]
 def build_account(
     names: Sequence[str], read: Sequence[Counts], duplicates: Sequence[dict[str, int]], written: Sequence[Counts]
 ) -> Counts:
-    """Add up what became of every record of every piece: its source in `names`, the copies that went, by kind, in `duplicates`."""
+    """Sum the counts of all chunks.
+
+    `names` holds the source of each chunk, `duplicates` its dropped duplicates by kind.
+    """
     by_source: dict[str, Counts] = {}
     by_split: dict[str, Counts] = {split: {"documents": 0, "bytes": 0, "characters": 0} for split in SPLITS}
     for name, counts, duplicate_counts, splits in zip(names, read, duplicates, written, strict=True):
@@ -30,7 +33,7 @@ def build_account(
     for counts_to_add in by_source.values():
         _add(total, counts_to_add)
     assert total["records"] == total["kept"] + sum(total["dropped"].values()) + total["quarantined"], (
-        f"a record is lost: {total}"
+        f"the counts do not add up: {total}"
     )
     return {**total, "by_split": by_split, "by_source": by_source}
 
@@ -47,7 +50,7 @@ def _add(total: Counts, counts_to_add: Counts) -> None:
 
 
 def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> list[str]:
-    """The account as lines for a person, with advice where a split came out empty."""
+    """The account as lines to print, with advice for each empty split."""
     rules = {
         key: ", ".join(f"{rule} {number:,}" for rule, number in counts[key].items()) for key in ("changed", "dropped")
     }
@@ -70,8 +73,10 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
     for split, ratio in zip(SPLITS, ratios, strict=True):
         if ratio and not counts["by_split"][split]["documents"]:
             lines.append(
-                f"{split} is empty: {_plural(counts['kept'], 'document')} are too few for its share of {ratio / sum(ratios):.1%}; "
-                f"make more and smaller ones with a smaller corpus.section or corpus.documents=block, or raise its share in corpus.split"
+                f"{split} is empty: {_plural(counts['kept'], 'document')} are too few for a ratio of "
+                f"{ratio / sum(ratios):.1%}; "
+                f"make smaller documents with a smaller corpus.section or corpus.documents=block, or raise the ratio "
+                f"in corpus.split"
             )
     return lines
 

@@ -1,4 +1,4 @@
-"""Conversations: the four shapes in which people keep them, read into turns of a role and what it says."""
+"""Read conversations from four common layouts into turns of a role and a text."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ PAIR_NAMES = (
     ("prompt", "response"),
     ("query", "response"),
 )
-"""What the two columns of questions and answers are usually called, in any case."""
+"""Common names of the question and the answer column, compared without case."""
 DEFAULT_KEY = "text"
-"""`corpus.text_key` where nobody said another."""
+"""The default of `corpus.text_key`."""
 
 Record = dict[str, Any]
 
 
 def read_conversation(value: object, shape: str, key: str = DEFAULT_KEY) -> tuple[Turn, ...]:
-    """The turns of one record; `key` names the list of turns, or the two fields of a pair, where they have other names."""
+    """The turns of one record.
+
+    `key` names the list of turns, or the question and answer fields, if they do not have the usual names.
+    """
     if not isinstance(value, dict):
-        raise UnreadableRecord("found no object; a conversation is an object with fields, or a row with columns")
+        raise UnreadableRecord("not an object; a conversation must be an object with fields or a row with columns")
     shape = _detect_shape(value) if shape == "auto" else shape
     if shape == "alpaca":
         turns = _read_alpaca(value)
@@ -44,24 +47,24 @@ def read_conversation(value: object, shape: str, key: str = DEFAULT_KEY) -> tupl
     if not turns:
         raise UnreadableRecord("a conversation without turns")
     if late := [place for place, (role, _) in enumerate(turns) if role == "system" and place]:
-        raise UnreadableRecord(f"turn {late[0] + 1} is the system's; only the first can be")
+        raise UnreadableRecord(f"turn {late[0] + 1} is a system turn; only the first turn can be")
     return tuple(turns)
 
 
 def turns_to_json(turns: tuple[Turn, ...]) -> str:
-    """The conversation as the JSON that shards hold: the form in which transformers takes it."""
+    """A conversation as JSON, in the format that shards store and transformers reads."""
     return json.dumps(
         [{"role": role, "content": text} for role, text in turns], ensure_ascii=False, separators=(",", ":")
     )
 
 
 def turns_from_json(text: str) -> list[Turn]:
-    """The way back of `canonical`."""
+    """The inverse of `turns_to_json`."""
     return [(turn["role"], turn["content"]) for turn in json.loads(text)]
 
 
 def _detect_shape(value: Record) -> str:
-    """The one shape that a record can be read in."""
+    """The layout of a record; an error if none or several fit."""
     matching_shapes = {
         "messages": isinstance(value.get("messages"), list), "sharegpt": isinstance(value.get("conversations"), list),
         "alpaca": {"instruction", "output"} <= value.keys(), "pairs": bool(_find_pairs(value)),
@@ -76,7 +79,7 @@ def _detect_shape(value: Record) -> str:
 
 
 def _find_pairs(value: Record) -> list[tuple[str, str]]:
-    """The known pairs of names that a record has, as it spells them."""
+    """The known pairs of field names that a record has, as it spells them."""
     spellings = {str(name).strip().lower(): str(name) for name in value}
     return [
         (spellings[first], spellings[second])
@@ -90,7 +93,8 @@ def _pair_names(value: Record, key: str) -> tuple[str, str]:
         names = tuple(name.strip() for name in key.split("+"))
         if len(names) != 2 or not set(names) <= value.keys():
             raise UnreadableRecord(
-                f"corpus.text_key={key} names no question and answer of {sorted(map(str, value))[:12]}; say QUESTION+ANSWER"
+                f"corpus.text_key={key} does not name two of the fields {sorted(map(str, value))[:12]}; "
+                f"write QUESTION+ANSWER"
             )
         return names[0], names[1]
     found = _find_pairs(value)
@@ -102,10 +106,8 @@ def _pair_names(value: Record, key: str) -> tuple[str, str]:
 
 
 def _read_alpaca(value: Record) -> list[Turn]:
-    instruction, extra_input = (
-        _read_text(value, "instruction"),
-        _read_text(value, "input") if value.get("input") else "",
-    )
+    instruction = _read_text(value, "instruction")
+    extra_input = _read_text(value, "input") if value.get("input") else ""
     turns = [
         ("user", f"{instruction}\n\n{extra_input}" if extra_input.strip() else instruction),
         ("assistant", _read_text(value, "output")),
@@ -114,7 +116,7 @@ def _read_alpaca(value: Record) -> list[Turn]:
 
 
 def _read_turn_list(value: Record, shape: str, key: str) -> list[Turn]:
-    """A list of turns under one name: role and content, or from and value."""
+    """Turns from a list of objects with role and content, or from and value."""
     default_name, role_name, text_name = (
         ("messages", "role", "content") if shape == "messages" else ("conversations", "from", "value")
     )
@@ -126,7 +128,7 @@ def _read_turn_list(value: Record, shape: str, key: str) -> list[Turn]:
     for number, turn in enumerate(listed, 1):
         role = turn.get(role_name) if isinstance(turn, dict) else None
         if not isinstance(role, str) or role.lower() not in ROLES:
-            raise UnreadableRecord(f"turn {number}: {role_name} is {role!r}; known are {', '.join(ROLES)}")
+            raise UnreadableRecord(f"turn {number}: {role_name} is {role!r}; expected one of {', '.join(ROLES)}")
         turns.append((ROLES[role.lower()], _read_text(turn, text_name, f"turn {number}: ")))
     return turns
 

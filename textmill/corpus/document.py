@@ -1,4 +1,4 @@
-"""Document: one piece of text and where it came from."""
+"""Document: a text with its source."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Literal
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 Turn = tuple[str, str]
-"""Who speaks (system, user or assistant), and what is said."""
+"""The role (system, user or assistant) and the text of one turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with the way back to its source."""
+    """A text and where it came from."""
 
     text: str
     source: str
-    """The file it was read from, as the user named it."""
+    """The name of its source, as the user gave it."""
     id: str
-    """Its place there: 'line 17', 'section 3', 'page 1234'."""
+    """Its place in the source: 'line 17', 'section 3', 'page 1234'."""
     meta: str | None = None
-    """Further fields of its record that were asked for, as a JSON object."""
+    """The fields of `corpus.keep_fields`, as a JSON object."""
     url: str | None = None
-    """The address of a web page, where its record has one and a filter asks for it; not kept."""
+    """The URL of a web page, if a filter needs it; not stored."""
     turns: tuple[Turn, ...] | None = None
-    """Of a conversation: its turns, whose words `text` has one after the other."""
+    """The turns of a conversation; `text` holds them joined."""

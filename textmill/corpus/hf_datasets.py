@@ -1,4 +1,4 @@
-"""Hugging Face datasets by their hub names: fetched by the library, read as the Arrow files of its cache."""
+"""Download Hugging Face datasets and read the Arrow files of their cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from textmill.errors import TextmillError
 
 
 def find_hf_sources(entry: str) -> Iterator[Source]:
-    """`hf:NAME[:CONFIG][:SPLIT]`: fetched once by the library, read from its cache; without a split, all of them."""
+    """The sources of `hf:NAME[:CONFIG][:SPLIT]`; all splits if none is given."""
     name, _, rest = entry.removeprefix("hf:").partition(":")
     config, _, split = rest.partition(":")
     if not name or not re.fullmatch(r"[\w.-]*", split):
         raise TextmillError(
-            f"corpus.sources: '{entry}' is not understood; say hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT with a whole split"
+            f"corpus.sources: '{entry}' is not valid; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT "
+            f"(a split without slicing)"
         )
     for split_name, dataset in sorted(_load(entry, name, config, split).items()):
         files = [file["filename"] for file in dataset.cache_files]
@@ -33,9 +34,9 @@ def _load(entry: str, name: str, config: str, split: str) -> dict[str, Any]:
         raise TextmillError(f"corpus.sources: '{entry}' needs datasets; run: pip install 'textmill[hf]'") from None
     try:
         found = datasets.load_dataset(name, config or None, split=split or None)
-    except Exception as error:  # offline, unknown, gated, a script: each its own kind
+    except Exception as error:  # offline, unknown, gated, a script: each raises its own exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TextmillError(
-            f"corpus.sources: {entry}: the hub did not give it ({reason}); check the name, its config and split, and the network"
+            f"corpus.sources: {entry}: download failed ({reason}); check the name, config, split and network"
         ) from None
     return {split: found} if split else {str(split_name): found[split_name] for split_name in found}

@@ -1,4 +1,4 @@
-"""Named corpora: declared once in a corpora.yaml, used by name in `corpus.sources`."""
+"""Read corpora.yaml, which gives names to lists of sources for use in `corpus.sources`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KEYS = ("sources", "text_key")
 
 @dataclass(frozen=True)
 class NamedCorpus:
-    """What a name stands for."""
+    """The sources behind a name, and the field that holds their text."""
 
     sources: list[str]
     text_key: str | None
 
 
 def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
-    """The corpora of a file, by name; their paths are relative to it."""
+    """Read the named corpora of a file; paths in it are relative to the file."""
     if path is None:
         return {}
     try:
@@ -31,7 +31,9 @@ def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise TextmillError(f"corpus.corpora: {path}: not readable ({str(error).splitlines()[0]})") from None
     if not isinstance(tree, dict):
-        raise TextmillError(f"{path}: found a {type(tree).__name__}; it is 'name:' lines with 'sources: [...]' below")
+        raise TextmillError(
+            f"{path}: expected 'name:' lines with 'sources: [...]' below; found a {type(tree).__name__}"
+        )
     return {str(name): _parse_corpus(path, str(name), value) for name, value in tree.items()}
 
 
@@ -40,7 +42,7 @@ def _parse_corpus(path: str, name: str, value: object) -> NamedCorpus:
         value = {"sources": value}
     if not isinstance(value, dict) or "sources" not in value or set(value) - set(KEYS):
         found = sorted(map(str, value)) if isinstance(value, dict) else value
-        raise TextmillError(f"{path}: {name}: found {found}; give it 'sources', and 'text_key' if it has its own")
+        raise TextmillError(f"{path}: {name}: found {found}; expected 'sources' and optionally 'text_key'")
     entries = [value["sources"]] if isinstance(value["sources"], str) else value["sources"]
     key = value.get("text_key")
     if (
@@ -49,12 +51,12 @@ def _parse_corpus(path: str, name: str, value: object) -> NamedCorpus:
         or not all(isinstance(entry, str) for entry in entries)
         or not isinstance(key, str | None)
     ):
-        raise TextmillError(f"{path}: {name}: 'sources' is a list of texts, 'text_key' a text")
+        raise TextmillError(f"{path}: {name}: 'sources' must be a list of strings, 'text_key' a string")
     return NamedCorpus([_resolve_entry(path, entry) for entry in entries], key)
 
 
 def _resolve_entry(path: str, entry: str) -> str:
-    """A path that is relative to the file; names and URLs are left alone."""
+    """Make a path relative to the file's folder; names and URLs stay as they are."""
     if entry.startswith("mongo:"):
         return "mongo:" + os.path.join(os.path.dirname(path), os.path.expanduser(entry.removeprefix("mongo:")))
     if "://" in entry or entry.startswith("hf:"):

@@ -1,4 +1,4 @@
-"""The two passes over the pieces: read, clean and hash; then keep, split and write."""
+"""The two passes over all chunks: clean and hash the documents, then write those that are kept to their split."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ CLEANED_SCHEMA = pa.schema(
 )
 SENTENCE_SPLITTERS = {"split": split_sentences, "lines": keep_lines}
 BUFFER_CHARACTERS = 4 << 20
-"""Characters that are gathered before they are written."""
+"""Characters collected before they are written."""
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One piece and where its intermediate files stand; the JSON files are written last and say that a pass is through."""
+    """One source chunk with the paths of its intermediate files.
+
+    The JSON file of a pass is written last; its presence means that the pass is finished.
+    """
 
     chunk: SourceChunk
     config: CorpusConfig
@@ -46,19 +49,19 @@ class ChunkTask:
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Bytes of input; used for the progress bar."""
         return self.chunk.stop - self.chunk.start
 
     def path(self, kind: str) -> Path:
-        """An intermediate file of this piece."""
+        """The path of an intermediate file of this chunk."""
         return self.folder / "work" / f"{self.chunk.number:05d}.{kind}"
 
     def read_digests(self) -> NDArray[np.uint8]:
-        """A row of 16 bytes for each cleaned document."""
+        """The 16-byte digests of the cleaned documents, one row each."""
         return np.fromfile(self.path("digests"), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
     def read_bad_records(self) -> Iterator[BadRecord]:
-        """What could not be read, under the name that the source has now."""
+        """The bad records of this chunk, with the current name of the source."""
         with open(self.path("bad"), encoding="utf-8") as stream:
             for line in stream:
                 place, reason, raw = json.loads(line)
@@ -67,7 +70,7 @@ class ChunkTask:
 
 @dataclass
 class DocumentBuffer:
-    """Cleaned documents on their way to a shard."""
+    """Collects cleaned documents and writes them to a shard in blocks."""
 
     writer: ShardWriter
     digests: BinaryIO
@@ -83,7 +86,7 @@ class DocumentBuffer:
         self.places.append(place)
         self.metas.append(meta)
         self.messages.append(messages)
-        # Two conversations of the same words are the same only if the same ones say them.
+        # Two conversations with the same text are duplicates only if the roles are the same too.
         self.digests.write(text_digest(messages or text, is_nfc=self.is_nfc))
         self.buffered_characters += len(text) + len(meta or "") + len(messages or "")
         if self.buffered_characters >= BUFFER_CHARACTERS:
@@ -96,7 +99,7 @@ class DocumentBuffer:
 
 
 def clean_chunk(task: ChunkTask) -> dict[str, Any]:
-    """Pass 1: records, changed and dropped by rule, and quarantined of a piece; documents, digests and bad rows go to files."""
+    """Pass 1: clean a chunk's records and return their counts; documents, digests and bad records go to files."""
     if task.path("read.json").is_file():
         counts: dict[str, Any] = read_json(task.path("read.json"))
         return counts
@@ -135,7 +138,7 @@ def _add_turns(buffer: DocumentBuffer, cleaner: Cleaner, record: Document) -> No
 
 
 def write_chunk(task: ChunkTask) -> dict[str, Any]:
-    """Pass 2: for each split of a piece its documents, bytes and characters, and the account of its file."""
+    """Pass 2: write a chunk's kept documents; return the counts and the shard's checksum for each split."""
     if task.path("written.json").is_file():
         splits: dict[str, Any] = read_json(task.path("written.json"))
         return splits

@@ -1,4 +1,4 @@
-"""The verb `prepare`: sources in, a folder of cleaned, deduplicated, split shards out, every record accounted for."""
+"""The command `prepare`: build the corpus folder from the sources."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from textmill.storage.progress import progress
 from textmill.storage.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
 WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki", "mongo")
-"""Formats in which no conversation is looked for."""
+"""Formats that `corpus.chat` cannot read."""
 SHOWN_BAD_RECORDS = 5
-"""Bad records in the message when there are too many."""
+"""Bad records shown in the error when there are too many."""
 
 
 def prepare(config: RunConfig, force: Force = "no") -> Path:
-    """Make the corpus folder that `config` asks for; done already: say so."""
+    """Build the corpus folder of this config; an existing, up-to-date folder is kept."""
     folder = config.folder_of("corpus")
     check_packages(config.corpus)
     runner = open_runner(config.runner)
@@ -50,22 +50,23 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
         counts, files = _build(config, runner, [item.source for item in inputs], part)
         _check_unchanged(inputs)
         _remove_intermediate_files(part, files)
-        checksums = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
-        stage.finish(part, files, checksums)
+        manifest_fields = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
+        stage.finish(part, files, manifest_fields)
     print("\n".join(format_account(counts, folder, config.corpus.split)))
     return _export_to_mongo(config, folder, inputs)
 
 
 @dataclass(frozen=True)
 class _Input:
-    """A source as it was when we looked."""
+    """A source with its state at the start of the command."""
 
     source: Source
     name: str
+    """A name that does not depend on the current folder."""
     bytes: int
     mtime_ns: int
     sha256: str
-    """The checksum of a file; of what is not on this machine, its mark."""
+    """The SHA-256 of a local file, or the fingerprint of a remote source."""
 
 
 def _find_sources(config: RunConfig) -> list[Source]:
@@ -79,13 +80,13 @@ def _check_conversation_formats(config: RunConfig, inputs: Sequence[_Input]) -> 
     plain_sources = [item.source.name for item in inputs if item.source.format in WITHOUT_CONVERSATIONS]
     if config.corpus.chat and plain_sources:
         raise TextmillError(
-            f"corpus.chat: {plain_sources[0]} has no records with fields to find a conversation in; give JSON, CSV, Parquet or Arrow files, "
-            f"or take corpus.chat out"
+            f"corpus.chat: {plain_sources[0]} has no fields that could hold a conversation; "
+            f"use JSON, CSV, Parquet or Arrow files, or remove corpus.chat"
         )
 
 
 def _export_to_mongo(config: RunConfig, folder: Path, inputs: Sequence[_Input], check: bool = False) -> Path:
-    """Bring the finished corpus to MongoDB, where that is asked; `check`: only refuse what cannot be."""
+    """Write the finished corpus to MongoDB, if configured; `check`: only check that this is possible."""
     if config.corpus.mongo_write_back or config.corpus.mongo_load:
         export, sources = import_module("textmill.corpus.mongo.export"), [item.source for item in inputs]
         export.check_export(config.corpus, sources) if check else export.export_to_mongo(config.corpus, folder, sources)
@@ -93,7 +94,10 @@ def _export_to_mongo(config: RunConfig, folder: Path, inputs: Sequence[_Input], 
 
 
 def _inspect_inputs(sources: list[Source], folder: Path, force: Force) -> list[_Input]:
-    """Length, time and checksum of each source; a file with the recorded length and time is not read again."""
+    """Size, modification time and checksum of each source.
+
+    The recorded checksum is used for a file whose size and modification time are unchanged.
+    """
     manifest = read_json(folder / MANIFEST) if force != "yes" and (folder / MANIFEST).is_file() else {}
     mtimes, made_from = manifest.get("mtimes", {}), manifest.get("made_from", {})
 
@@ -107,31 +111,32 @@ def _inspect_inputs(sources: list[Source], folder: Path, force: Force) -> list[_
             source, name, state.bytes, state.mtime_ns, recorded["sha256"] if is_unchanged else hash_file(source.path)
         )
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing leaves the interpreter's lock
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing releases the GIL
         inputs = list(threads.map(inspect, sources, portable_names(sources)))
-    # By the name that is the same everywhere: a half-made folder may be gone on with from another place.
+    # Sorted by the portable name, so that an interrupted run can be resumed from another folder.
     return sorted(inputs, key=lambda item: item.name)
 
 
 def _describe_inputs(config: RunConfig, inputs: Sequence[_Input]) -> dict[str, Any]:
+    """The settings and input checksums that decide the result; the manifest records them."""
     settings = config.results("corpus")
-    del settings["corpus.sources"]  # the files count, not their spelling
+    del settings["corpus.sources"]  # the files matter, not how they are written
     if config.corpus.dedup != "near":
         settings = {key: value for key, value in settings.items() if not key.startswith("corpus.dedup_")}
-    settings["corpus.rules"] = sorted(config.corpus.rules)  # they run in one order, however they are named
+    settings["corpus.rules"] = sorted(config.corpus.rules)  # rules always run in the same order
     checksums = {f"inputs.{item.name}": {"bytes": item.bytes, "sha256": item.sha256} for item in inputs}
     keys = {f"inputs.{item.name}.text_key": item.source.text_key for item in inputs if item.source.text_key}
     return settings | checksums | keys
 
 
 def _own_folders(config: RunConfig) -> list[Path]:
-    """Where textmill itself writes: never a source, even if a source folder holds it."""
+    """The folders that textmill writes; they are never sources."""
     folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
     return folders + [folder.with_name(folder.name + ".part") for folder in folders]
 
 
 def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path) -> tuple[Counts, dict[str, Any]]:
-    """Both passes and what lies between them; the account, and the length and checksum of every file made."""
+    """Run both passes and the deduplication between them; return the account and the checksum of every file."""
     (part / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
     declared = declared_splits([source.name for source in sources], config.corpus.sides)
@@ -146,8 +151,9 @@ def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path)
     counts = build_account([task.chunk.source.name for task in tasks], read, decisions.dropped, written)
     if not counts["kept"]:
         raise TextmillError(
-            f"corpus.sources: nothing is left of {counts['records']:,} records (dropped: {counts['dropped']}, "
-            f"quarantined: {counts['quarantined']}); look at the files, corpus.min_chars={config.corpus.min_chars} and corpus.text_key"
+            f"corpus.sources: none of {counts['records']:,} records was kept (dropped: {counts['dropped']}, "
+            f"quarantined: {counts['quarantined']}); check the files, corpus.text_key and "
+            f"corpus.min_chars={config.corpus.min_chars}"
         )
     shards = [dict(split["file"]) for splits in written for split in splits.values()]
     files = {"account.json": write_json(part / "account.json", counts), "quarantine.jsonl": quarantine}
@@ -163,8 +169,8 @@ def _run(runner: Runner, function: Callable[[Any], Any], shards: Sequence[Any], 
             for shard, result in zip(shards, runner.map(function, shards), strict=True):
                 results.append(result)
                 bar.advance(shard.size)
-    except OSError as error:  # a full disk, a file that went away
-        raise TextmillError(f"{name}: {error}; mend that and run it again: what is finished is kept") from None
+    except OSError as error:  # a full disk, or a file that was deleted
+        raise TextmillError(f"{name}: {error}; fix that and run the command again: finished chunks are kept") from None
     return results
 
 
@@ -192,8 +198,9 @@ def _check_quarantine(tasks: list[ChunkTask], read: list[Counts], stop_at: float
     if bad > stop_at * records:
         first = "\n".join(f"  {row}" for row in islice(_read_bad_records(tasks), SHOWN_BAD_RECORDS))
         raise TextmillError(
-            f"corpus.sources: {bad:,} of {records:,} records are unreadable, above corpus.stop_at={stop_at:g}:\n{first}\n"
-            f"all of them stand in {part / 'quarantine.jsonl'}; mend the files or the setting, or go on without them: raise corpus.stop_at"
+            f"corpus.sources: {bad:,} of {records:,} records are unreadable, more than corpus.stop_at={stop_at:g}:"
+            f"\n{first}\nall of them are in {part / 'quarantine.jsonl'}; fix the files or the setting, "
+            f"or raise corpus.stop_at to continue without them"
         )
 
 
@@ -207,7 +214,7 @@ def _check_unchanged(inputs: Sequence[_Input]) -> None:
 
 
 def _remove_intermediate_files(part: Path, files: dict[str, Any]) -> None:
-    """Take out the intermediate files and what a killed run left half written."""
+    """Delete the intermediate files and unfinished files of a killed run."""
     for path in sorted(part.iterdir()):
-        if path.name not in files and path.name != MADE_FROM:  # with a folder goes what an earlier removal of it left
+        if path.name not in files and path.name != MADE_FROM:  # also removes what an interrupted removal left
             remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)

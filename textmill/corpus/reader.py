@@ -1,4 +1,4 @@
-"""A prepared corpus as one lazy sequence: corpus[i] is a Document, whatever its source was."""
+"""Read a prepared corpus as one lazy sequence of documents."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from textmill.corpus.shards import list_shards, open_shard, read_documents
 from textmill.storage.stages import open_manifest
 
 CACHED_GROUPS = 4
+"""Row groups kept in memory."""
 
 
 class Corpus(Sequence[Document]):
-    """Documents by position, read a row group at a time when they are asked for."""
+    """Documents by position; a row group is read when it is first needed."""
 
     def __init__(self, shards: list[Path]) -> None:
         self.shards = shards
@@ -44,7 +45,7 @@ class Corpus(Sequence[Document]):
             return [self[position] for position in range(*index.indices(len(self)))]
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
-            raise IndexError(f"document {index} of {len(self):,}")
+            raise IndexError(f"document {index} is out of range; the corpus has {len(self):,}")
         group = int(np.searchsorted(self._group_ends, position, side="right"))
         row = position - (int(self._group_ends[group - 1]) if group else 0)
         return Document(*(column[row].as_py() for column in self._cached_columns(group)))
@@ -61,7 +62,7 @@ class Corpus(Sequence[Document]):
 
 
 def open_corpus(folder: Path | str, split: Split | None = None) -> Corpus:
-    """The prepared corpus in a folder: one split of it, or all of them one after the other."""
+    """Open the prepared corpus in a folder: one split, or all splits in order."""
     folder = Path(folder)
     open_manifest(folder)
-    return Corpus([path for one in ([split] if split else SPLITS) for path in list_shards(folder, one)])
+    return Corpus([path for name in ([split] if split else SPLITS) for path in list_shards(folder, name)])

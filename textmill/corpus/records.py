@@ -1,4 +1,4 @@
-"""Reading a piece of a source: every record becomes a Document or a Bad row, with flat memory."""
+"""Read the records of a source chunk as documents or bad records, in constant memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from textmill.corpus.sources import format_module
 from textmill.corpus.streams import BrokenStream, open_stream
 
 MAX_RECORD_BYTES = 256 << 20
-"""Bytes; a longer record is no document but a broken file."""
+"""A longer record is treated as damaged."""
 RAW_BYTES = 1000
-"""Bytes of a bad record that are kept."""
+"""Bytes of a bad record that are kept in the quarantine."""
 READ_BYTES = 1 << 16
+"""Bytes read at a time while skipping the rest of an oversized line."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that cannot be read, and why."""
+    """A record that could not be read, with the reason."""
 
     source: str
     place: str
     reason: str
     raw: bytes
-    """Its first bytes."""
+    """The first bytes of the record."""
 
     def __str__(self) -> str:
         kind, _, number = self.place.partition(" ")
@@ -36,11 +37,14 @@ class BadRecord:
 
 
 class UnreadableRecord(Exception):
-    """The reason why a record is bad."""
+    """Raised with the reason why a record cannot be read."""
 
 
 def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """The records of a piece in order; blank ones are documents without text; a stream that breaks off ends in a Bad row."""
+    """The records of a chunk, in order.
+
+    A blank record is a document without text. If the stream is damaged, the last item is a bad record.
+    """
     place = ""
     try:
         for record in format_module(chunk.source).read(chunk, config):
@@ -51,30 +55,30 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
 
 
 def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:
-    """(number, line, length); of a line beyond MAX_RECORD only the beginning is held."""
+    """Yield (line number, line, length in bytes); only the start of a line over MAX_RECORD_BYTES is returned."""
     with open_stream(chunk.source.address) as stream:
         if not chunk.is_entire_source:
             stream.seek(chunk.start)
-        left, number = chunk.stop - chunk.start, chunk.first_record
-        while (chunk.is_entire_source or left > 0) and (line := stream.readline(MAX_RECORD_BYTES + 1)):
+        bytes_left, number = chunk.stop - chunk.start, chunk.first_record
+        while (chunk.is_entire_source or bytes_left > 0) and (line := stream.readline(MAX_RECORD_BYTES + 1)):
             length, rest = len(line), line
             while length > MAX_RECORD_BYTES and not rest.endswith(b"\n") and (rest := stream.readline(READ_BYTES)):
                 length += len(rest)
             yield number, line, length
-            left -= length
+            bytes_left -= length
             number += 1
 
 
 def check_line_length(length: int) -> None:
-    """A line that has lost its end is no record."""
+    """Refuse a line that is too long to be a record."""
     if length > MAX_RECORD_BYTES:
         raise UnreadableRecord(
-            f"the line has {length:,} bytes, and {MAX_RECORD_BYTES:,} are the most; it has lost its line ends"
+            f"the line has {length:,} bytes, more than the maximum of {MAX_RECORD_BYTES:,}; line ends are missing"
         )
 
 
 def decode_utf8(raw: bytes) -> str:
-    """Strict UTF-8, a byte order mark taken off."""
+    """Decode strict UTF-8 and remove a byte order mark."""
     if raw.startswith(b"\0") and not raw.strip(b"\0\r\n"):
         raise UnreadableRecord("nothing but NUL bytes")
     try:
@@ -84,8 +88,8 @@ def decode_utf8(raw: bytes) -> str:
 
 
 def describe_encoding_error(raw: bytes, byte: int, place: int) -> str:
-    """What to say of bytes in another encoding."""
+    """The error message for bytes that are not UTF-8."""
     problem = f"not UTF-8: byte 0x{byte:02x} at {place:,}; "
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return problem + "it looks like UTF-16: convert the file to UTF-8"
-    return problem + "if the file has another encoding, convert it to UTF-8 (iconv does)"
+    return problem + "if the file has another encoding, convert it to UTF-8 (for example with iconv)"

@@ -1,4 +1,4 @@
-"""Files behind URLs, through fsspec: s3://, gs://, https:// and whatever else it knows."""
+"""Read files behind URLs (s3://, gs://, https:// ...) with fsspec."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ VERSION_FIELDS = (
     "mtime",
     "created",
 )
-"""What file systems call the thing that changes with a file's content; the first that is there counts."""
+"""Names that file systems use for a value that changes with the content; the first one present is used."""
+
+
+ADVICE = "check the address, the network and your access rights"
 
 
 def find_remote_sources(url: str) -> list[Source]:
-    """The files that a URL, a URL with a pattern, or the URL of a folder names."""
+    """The files at a URL, matching a URL pattern, or in the folder at a URL."""
     files, path = _open_filesystem(url)
     try:
-        if any(character in path for character in "*["):  # a '?' is a query in a URL
+        if any(character in path for character in "*["):  # in a URL a '?' starts the query
             found = files.glob(path)
         else:
             found = files.find(path) if files.isdir(path) and not format_from_name(path.partition("?")[0]) else [path]
@@ -34,15 +37,13 @@ def find_remote_sources(url: str) -> list[Source]:
             files.info(path)
     except FileNotFoundError:
         found = []
-    except Exception as error:  # each protocol raises its own kinds
-        raise TextmillError(
-            f"corpus.sources: {url}: cannot be reached ({_first_line(error)}); check the address, the network and your access"
-        ) from None
+    except Exception as error:  # each protocol raises its own exceptions
+        raise TextmillError(f"corpus.sources: {url}: cannot be reached ({_first_line(error)}); {ADVICE}") from None
     if not found:
         raise TextmillError(f"corpus.sources: nothing at '{url}'; check the address")
     formats = {path_found: format_from_name(path_found.partition("?")[0]) for path_found in found}
     if len(found) == 1 and None in formats.values():
-        raise TextmillError(f"{url}: its name does not tell a format; textmill reads {EXTENSIONS}")
+        raise TextmillError(f"{url}: unknown format; textmill reads {EXTENSIONS}")
     urls = {
         path_found: path_found if "://" in path_found else files.unstrip_protocol(path_found) for path_found in found
     }
@@ -54,25 +55,21 @@ def find_remote_sources(url: str) -> list[Source]:
 
 
 def open_url(url: str) -> Any:
-    """A binary file; it can be sought in where the protocol can."""
+    """Open a binary file; whether it can seek depends on the protocol."""
     files, path = _open_filesystem(url)
     try:
         return files.open(path, "rb")
     except Exception as error:
-        raise TextmillError(
-            f"{url}: cannot be opened ({_first_line(error)}); check the address, the network and your access"
-        ) from None
+        raise TextmillError(f"{url}: cannot be opened ({_first_line(error)}); {ADVICE}") from None
 
 
 def remote_state(url: str) -> tuple[int, str]:
-    """Size and mark: what is known of a file's content without reading it; a server that tells neither says 0 and nothing."""
+    """The size and fingerprint of a file, without reading it; 0 and '' if the server reports neither."""
     files, path = _open_filesystem(url)
     try:
         info = files.info(path)
     except Exception as error:
-        raise TextmillError(
-            f"{url}: cannot be reached ({_first_line(error)}); check the address, the network and your access"
-        ) from None
+        raise TextmillError(f"{url}: cannot be reached ({_first_line(error)}); {ADVICE}") from None
     return int(info.get("size") or 0), next((f"{name} {info[name]}" for name in VERSION_FIELDS if info.get(name)), "")
 
 
@@ -83,7 +80,7 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
         files, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise TextmillError(
-            f"corpus.sources: {url}: its protocol is not there ({_first_line(error)}); install the package that reads it"
+            f"corpus.sources: {url}: protocol not available ({_first_line(error)}); install the package for it"
         ) from None
     return files, path
 

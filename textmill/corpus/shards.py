@@ -1,4 +1,4 @@
-"""The prepared corpus on disk: Parquet shards of text, source, id and metadata, one file a split and piece of input."""
+"""Read and write the Parquet shards of a prepared corpus, one shard per split and source chunk."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from textmill.storage.files import writing
 
 SCHEMA = pa.schema([("text", pa.string()), ("source", pa.string()), ("id", pa.string()), ("meta", pa.string())])
 CHAT_SCHEMA = SCHEMA.append(pa.field("messages", pa.string()))
-"""Of conversations the turns besides, as JSON."""
+"""Conversations also have their turns, as JSON."""
 GROUP_BYTES = 16 << 20
 GROUP_ROWS = 1 << 16
+"""A row group ends at this many bytes or rows."""
 BATCH_ROWS = 1024
 
 
 def shard_name(split: Split, number: int) -> str:
-    """The file of a split that a piece of input leads to."""
+    """The file name of a split's shard for one source chunk."""
     return f"{split}-{number:05d}.parquet"
 
 
 def list_shards(folder: Path, split: Split) -> list[Path]:
-    """A split's shards in canonical order; none when the split is empty."""
+    """The shards of a split, in order; empty if the split is empty."""
     found = folder.glob(f"{split}-*.parquet")
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def read_documents(path: Path) -> Iterator[Document]:
-    """The documents of a shard, one by one."""
+    """Yield the documents of a shard."""
     for batch in _batches(path, CHAT_SCHEMA.names):
         for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             fields = dict(zip(batch.schema.names, row, strict=True))
@@ -44,19 +45,19 @@ def read_documents(path: Path) -> Iterator[Document]:
 
 
 def read_texts(path: Path) -> Iterator[list[str]]:
-    """The texts of a shard, in batches."""
+    """Yield the texts of a shard, in batches."""
     for batch in _batches(path, ["text"]):
         yield batch.column(0).to_pylist()
 
 
 def count_group_rows(path: Path) -> list[int]:
-    """How many rows each group of a shard has."""
+    """Rows of each row group of a shard."""
     with open_shard(path) as shard:
         return [shard.metadata.row_group(group).num_rows for group in range(shard.num_row_groups)]
 
 
 def count_group_bytes(path: Path) -> list[int]:
-    """How many bytes each group of a shard has in memory."""
+    """Bytes of each row group of a shard, uncompressed."""
     with open_shard(path) as shard:
         return [shard.metadata.row_group(group).total_byte_size for group in range(shard.num_row_groups)]
 
@@ -64,7 +65,10 @@ def count_group_bytes(path: Path) -> list[int]:
 def read_groups(
     path: Path, groups: Iterable[int], columns: list[str], max_rows: int | None = None
 ) -> Iterator[pa.Table]:
-    """Columns of some groups of a shard, a table a group, each column in one piece; `most`: only so many rows of each."""
+    """Yield one table per row group, with these columns, each in one contiguous array.
+
+    `max_rows`: read only the first rows of each group.
+    """
     with open_shard(path) as shard:
         _check_columns(path, shard, columns)
         for group in groups:
@@ -76,29 +80,29 @@ def read_groups(
 
 
 def count_documents(path: Path) -> int:
-    """How many documents a shard has."""
+    """The number of documents in a shard."""
     with open_shard(path) as shard:
         return int(shard.metadata.num_rows)
 
 
 def read_places(path: Path) -> Iterator[tuple[str, str]]:
-    """Source and id of each document of a shard; the texts are not read."""
+    """Yield the source and id of each document, without reading the texts."""
     for batch in _batches(path, ["source", "id"]):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[pq.ParquetFile]:
-    """A Parquet file whose pages are checked as they are read; whatever is wrong with it names the file."""
+    """Open a Parquet file and verify its page checksums; errors name the file."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as shard:
             yield shard
     except FileNotFoundError:
-        raise TextmillError(f"{path}: no such file; make the corpus with: textmill prepare") from None
+        raise TextmillError(f"{path}: no such file; create the corpus with: textmill prepare") from None
     except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TextmillError(
-            f"{path}: damaged ({first_line}); make the corpus anew with: textmill prepare --force"
+            f"{path}: damaged ({first_line}); build the corpus again with: textmill prepare --force"
         ) from None
 
 
@@ -112,35 +116,32 @@ def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
 
 def _check_columns(path: Path, shard: pq.ParquetFile, columns: list[str]) -> list[str]:
     names: list[str] = shard.schema_arrow.names
-    missing = set(columns) - {
-        *names,
-        "meta",
-        "messages",
-    }  # shards of the first version have no metadata, and plain text has no turns
+    # The first version's shards have no "meta", and plain text has no "messages".
+    missing = set(columns) - {*names, "meta", "messages"}
     if missing:
-        raise TextmillError(f"{path}: not a shard of ours; found the columns {names}, not {sorted(missing)}")
+        raise TextmillError(f"{path}: not a corpus shard; found the columns {names}; missing: {sorted(missing)}")
     return names
 
 
 class ShardWriter:
-    """Gathers tables into row groups of bounded size; where they end depends on the rows alone."""
+    """Collect tables into row groups of limited size; the group boundaries depend on the rows alone."""
 
     def __init__(self, writer: pq.ParquetWriter) -> None:
         self.writer = writer
         self.pending: list[pa.Table] = []
 
     def add(self, table: pa.Table) -> None:
-        """Write these rows after those before."""
+        """Append rows."""
         if table.num_rows:
             self.pending.append(table)
             if (
-                sum(one.nbytes for one in self.pending) >= GROUP_BYTES
-                or sum(one.num_rows for one in self.pending) >= GROUP_ROWS
+                sum(table.nbytes for table in self.pending) >= GROUP_BYTES
+                or sum(table.num_rows for table in self.pending) >= GROUP_ROWS
             ):
                 self.flush()
 
     def flush(self) -> None:
-        """End the row group."""
+        """Write the pending rows as one row group."""
         if self.pending:
             table = pa.concat_tables(self.pending).combine_chunks()
             self.writer.write_table(table, row_group_size=max(table.num_rows, 1))
@@ -149,7 +150,7 @@ class ShardWriter:
 
 @contextmanager
 def new_shard(path: Path, schema: pa.Schema = SCHEMA, compression: str = "zstd") -> Iterator[ShardWriter]:
-    """A shard to fill, which appears whole or not at all."""
+    """Open a new shard for writing; the file is written atomically."""
     options: dict[str, Any] = {"compression": compression, "write_statistics": False, "write_page_checksum": True}
     with writing(path) as stream, pq.ParquetWriter(stream, schema, use_dictionary=["source"], **options) as writer:
         shard = ShardWriter(writer)

@@ -1,4 +1,4 @@
-"""Source and Piece: a file to read, and a range of it; which file names are of which format."""
+"""Describe sources and the chunks they are read in, and find a file's format from its name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = {
-    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",
-    ".parquet": "parquet", ".arrow": "arrow", ".xml": "mediawiki",
+    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json",
+    ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".xml": "mediawiki",
 }  # fmt: skip
-EXTENSIONS = f"{', '.join(FORMATS)}, the files of WikiExtractor, and these with {', '.join(COMPRESSIONS)}"
+EXTENSIONS = f"{', '.join(FORMATS)}, WikiExtractor files, and all of these with {', '.join(COMPRESSIONS)}"
 SELF_COMPRESSED = ("parquet", "arrow")
-"""Formats that are compressed inside, and not from outside."""
+"""Formats with built-in compression; files of these formats have no second extension such as .gz."""
 WIKI_FILE = re.compile(r"wiki_\d+")
-"""WikiExtractor's own names, which have no extension."""
+"""WikiExtractor output files have no extension."""
 
 
 ChunkRange = tuple[int, int, int]
@@ -26,46 +26,48 @@ ChunkRange = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or whatever else can be read in pieces."""
+    """One input: a file, a URL, a file of a dataset, or a set of MongoDB collections."""
 
     name: str
-    """As the user named it."""
+    """The name the user gave it."""
     address: str
-    """The path or URL of its bytes."""
+    """The path or URL of the data."""
     format: str
     text_key: str | None = None
-    """Its own `corpus.text_key`, where a named corpus says one."""
+    """Overrides `corpus.text_key`, if the source's named corpus sets one."""
     collection_ranges: tuple[Any, ...] = ()
-    """Of a MongoDB index: where each collection began and ended when it was looked at."""
+    """MongoDB only: the positions of each collection when the source was opened."""
     read_original: bool = False
-    """Of a MongoDB index: cleaned text goes back there, so what an earlier cleaning left is not read."""
+    """MongoDB only: ignore the text that an earlier run cleaned and wrote back."""
 
     @property
     def path(self) -> Path:
-        """Where it stands on this machine, if it does."""
+        """The local path; only for files on this machine."""
         return Path(self.address)
 
 
 @dataclass(frozen=True)
 class SourceChunk:
-    """A stretch of one source: the whole file, or whole lines, row groups or documents of it."""
+    """The part of a source that one worker reads: all of it, or a range of lines, row groups or documents."""
 
     number: int
     source: Source
     start: int
     stop: int
     first_record: int = 1
-    """The number of its first line or row."""
+    """The number of its first line, row or document."""
     is_entire_source: bool = True
-    """Whether it is all of the source."""
+    """True if the chunk is all of the source."""
 
     def __repr__(self) -> str:
         return f"{self.source.name} (bytes {self.start:,} to {self.stop:,})"
 
 
 def format_from_name(name: str) -> str | None:
-    """The format that a file's name tells; None: not one that is read."""
-    stem = os.path.basename(name).lower()
-    plain = next((stem.removesuffix(end) for end in COMPRESSIONS if stem.endswith(end)), stem)
-    found = "wiki" if WIKI_FILE.fullmatch(plain) else FORMATS.get(os.path.splitext(plain)[1])
-    return None if found in SELF_COMPRESSED and plain != stem else found
+    """The format of a file, judged by its name; None if textmill cannot read it."""
+    file_name = os.path.basename(name).lower()
+    uncompressed_name = next(
+        (file_name.removesuffix(end) for end in COMPRESSIONS if file_name.endswith(end)), file_name
+    )
+    found = "wiki" if WIKI_FILE.fullmatch(uncompressed_name) else FORMATS.get(os.path.splitext(uncompressed_name)[1])
+    return None if found in SELF_COMPRESSED and uncompressed_name != file_name else found

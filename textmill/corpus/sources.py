@@ -1,4 +1,4 @@
-"""From the words of `corpus.sources` to files, and from files to the pieces that are read one at a time."""
+"""Find the sources that `corpus.sources` names and split them into chunks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from textmill.corpus.streams import is_remote, is_splittable
 from textmill.errors import TextmillError
 
 CHUNK_BYTES = 64 << 20
-"""Bytes of a file of lines that are read at a time; the output's shards follow it, whatever the number of workers."""
+"""Size of a chunk of a line-based file. It decides where output shards end, so it does not depend on the workers."""
 READ_BYTES = 1 << 20
 
 
 def find_sources(
     entries: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None, read_original: bool = False
 ) -> list[Source]:
-    """Every file that the words name, each once, sorted by name; folders in `skip` (our own output) are not looked into.
+    """All sources that the entries name, each once, sorted by name.
 
-    `corpora` is a file of named corpora; `raw`: read MongoDB's documents as they were before any cleaning."""
+    `skip`: folders that are not searched, such as textmill's own output. `corpora`: a file of named corpora.
+    `read_original`: read the MongoDB text from before any cleaning.
+    """
     if not entries:
         raise TextmillError(
-            f"corpus.sources: nothing there; name files, globs or folders of {EXTENSIONS}, "
-            f"or a corpus that comes with textmill: {', '.join(bundled_corpora())}"
+            f"corpus.sources is empty; give files, globs or folders of {EXTENSIONS}, "
+            f"or a bundled corpus: {', '.join(bundled_corpora())}"
         )
     skipped_folders, corpora_by_name = [os.path.realpath(folder) for folder in skip], read_corpora_file(corpora)
     found: dict[str, Source] = {}
@@ -40,41 +42,45 @@ def find_sources(
             raise TextmillError(f"corpus.sources: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
         for source in sources:
             source = replace(source, read_original=read_original and source.format == "mongo")
-            real = source.address if is_remote(source.address) else os.path.realpath(source.address)
-            earlier = found.get(real, source)
+            real_path = source.address if is_remote(source.address) else os.path.realpath(source.address)
+            earlier = found.get(real_path, source)
             if source.text_key != earlier.text_key:
                 raise TextmillError(
-                    f"{source.name}: named twice, with the text in '{source.text_key}' and in '{earlier.text_key}'; take one out"
+                    f"{source.name}: listed twice, with text_key '{source.text_key}' and '{earlier.text_key}'; "
+                    f"remove one"
                 )
-            found[real] = min(source, earlier, key=lambda one: one.name)
+            found[real_path] = min(source, earlier, key=lambda candidate: candidate.name)
     return sorted(found.values(), key=lambda source: source.name)
 
 
 def bundled_corpora() -> dict[str, Path]:
-    """The corpora that come with textmill, by name."""
+    """The corpora that are shipped with textmill, by name."""
     folder = Path(str(resources.files("textmill"))) / "corpora"
     return {path.stem: path for path in sorted(folder.glob("*.txt"))}
 
 
 def portable_names(sources: Sequence[Source]) -> list[str]:
-    """Names that stay the same when the whole project, or the user, stands in another folder."""
-    full = {
+    """Source names that do not depend on the current folder or on where the project is stored."""
+    full_paths = {
         source: os.path.abspath(source.path)
         for source in sources
         if source.name == source.address and not is_remote(source.address)
     }
-    common = os.path.commonpath([os.path.dirname(path) for path in full.values()]) if full else ""
-    return [os.path.relpath(full[source], common) if source in full else source.name for source in sources]
+    common = os.path.commonpath([os.path.dirname(path) for path in full_paths.values()]) if full_paths else ""
+    return [os.path.relpath(full_paths[source], common) if source in full_paths else source.name for source in sources]
 
 
 def format_module(source: Source) -> Any:
-    """The module that reads a source's format."""
+    """The module of textmill.corpus.formats that reads a source."""
     return import_module(f"textmill.corpus.formats.{source.format}")
 
 
 @dataclass(frozen=True)
 class SourceState:
-    """What tells that a source has changed; a `mark` stands in for the checksum of what is not on this machine."""
+    """What shows whether a source has changed.
+
+    A remote source has a fingerprint, which replaces the checksum of a local file.
+    """
 
     bytes: int
     mtime_ns: int
@@ -82,7 +88,7 @@ class SourceState:
 
 
 def source_state(source: Source) -> SourceState:
-    """A file's length and time; a URL's size and ETag or date; a Mongo index's positions and a mark of some documents."""
+    """The size and modification time of a file; the size and fingerprint of a remote source."""
     if source.format == "mongo":
         size, fingerprint = format_module(source).collection_state(source)
         return SourceState(size, 0, fingerprint)
@@ -94,7 +100,7 @@ def source_state(source: Source) -> SourceState:
 
 
 def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[SourceChunk]:
-    """All pieces in canonical order; where a format cannot be cut, a piece is a whole file."""
+    """All chunks, in order; a source that cannot be split is one chunk."""
     chunks: list[SourceChunk] = []
     for source in sources:
         find_ranges = getattr(format_module(source), "ranges", None)
@@ -114,7 +120,7 @@ def _expand_entry(entry: str, skipped_folders: list[str], corpora_by_name: dict[
             yield replace(source, text_key=corpora_by_name[entry].text_key)
 
 
-def _find_files(entry: str, skipped_folders: list[str], corpora_by_name: list[str]) -> Iterable[Source]:
+def _find_files(entry: str, skipped_folders: list[str], corpus_names: list[str]) -> Iterable[Source]:
     if entry.startswith("mongo:"):
         return import_module("textmill.corpus.formats.mongo").find_mongo_sources(entry)  # type: ignore[no-any-return]
     if entry.startswith("hf:"):
@@ -130,20 +136,20 @@ def _find_files(entry: str, skipped_folders: list[str], corpora_by_name: list[st
         matches = glob.glob(path, recursive=True)
         if not matches:
             raise TextmillError(
-                f"corpus.sources: nothing matches '{entry}'; check the pattern ('**' reaches folders below)"
+                f"corpus.sources: nothing matches '{entry}'; check the pattern ('**' matches subfolders)"
             )
         return [
             _new_source(match) for match in matches if os.path.isfile(match) and not _is_inside(match, skipped_folders)
         ]
     if entry in bundled_corpora():
         return [Source(entry, str(bundled_corpora()[entry]), "text")]
-    names = [*corpora_by_name, *bundled_corpora()]
+    names = [*corpus_names, *bundled_corpora()]
     close_matches = difflib.get_close_matches(entry, names, n=1, cutoff=0.5)
-    user_corpora = f"your corpora: {', '.join(corpora_by_name)}; " if corpora_by_name else ""
+    user_corpora = f"your corpora: {', '.join(corpus_names)}; " if corpus_names else ""
     advice = (
         f"did you mean '{close_matches[0]}'?"
         if close_matches
-        else f"{user_corpora}the corpora that come with textmill: {', '.join(bundled_corpora())}"
+        else f"{user_corpora}the bundled corpora: {', '.join(bundled_corpora())}"
     )
     raise TextmillError(f"corpus.sources: no file, folder or corpus '{entry}'; {advice}")
 
@@ -155,9 +161,8 @@ def _walk_folder(folder: str, skipped_folders: list[str]) -> Iterator[Source]:
             for name in folders
             if not name.startswith(".") and not _is_inside(os.path.join(folder_path, name), skipped_folders)
         ]
-        is_saved_dataset = (
-            "state.json" in files and "dataset_info.json" in files
-        )  # by the datasets library: its JSON files hold no text
+        # The JSON files of a folder that the datasets library saved hold no text.
+        is_saved_dataset = "state.json" in files and "dataset_info.json" in files
         for name in files:
             found = format_from_name(name)
             if (
@@ -181,17 +186,17 @@ def _new_source(path: str) -> Source:
             f"{name}: cannot read '{extension or 'a file without extension'}'; textmill reads {EXTENSIONS}"
         )
     if not os.access(name, os.R_OK):
-        raise TextmillError(f"{name}: not readable; change its permissions or take it out of corpus.sources")
+        raise TextmillError(f"{name}: not readable; change its permissions or remove it from corpus.sources")
     return Source(name, name, found)
 
 
 def line_ranges(source: Source) -> Iterator[ChunkRange] | None:
-    """Whole lines, about PIECE bytes each; None: the file can only be read from its beginning."""
+    """Ranges of complete lines, about CHUNK_BYTES each; None if the file cannot be split."""
     return _line_ranges(source.path, source.path.stat().st_size) if is_splittable(source.address) else None
 
 
 def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:
-    """Cut a file of lines about every PIECE bytes, at a line's end: (start, stop, number of its first line)."""
+    """Yield (start, stop, number of the first line), cut at the first line end after CHUNK_BYTES bytes."""
     if size <= CHUNK_BYTES:
         yield 0, size, 1
         return

@@ -1,4 +1,4 @@
-"""Which side a document stands on: decided by a hash of its own text, so it never moves when sources grow."""
+"""Assign each document to train, valid or test by a hash of its text, so that new sources never move it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _TO_SPACE = bytes.maketrans(b"\t\n\r\x0b\x0c", b" " * 5)
 
 
 def text_digest(text: str, *, is_nfc: bool = False) -> bytes:
-    """128 bits of the normalised text: NFC (`composed`: it is that already), every run of ASCII white space one space, none at the ends."""
+    """A 128-bit hash of the normalised text.
+
+    Normalised: NFC, each run of ASCII white space one space, none at the ends. `is_nfc`: the text is in NFC form
+    already.
+    """
     if not is_nfc and not text.isascii():
         text = unicodedata.normalize("NFC", text)
     data = text.encode().translate(_TO_SPACE)
@@ -30,7 +34,7 @@ def text_digest(text: str, *, is_nfc: bool = False) -> bytes:
 
 
 def assign_splits(digests: NDArray[np.uint8], ratios: Sequence[float]) -> NDArray[np.int8]:
-    """For each row of 16 bytes its place in SPLITS."""
+    """The split of each digest, as an index into SPLITS."""
     head = np.ascontiguousarray(digests[:, :8]).view(">u8").reshape(-1) >> 1
     return np.searchsorted(_split_bounds(ratios), head.astype(np.uint64), side="right").astype(np.int8)
 
@@ -41,29 +45,33 @@ def assign_split(digest: bytes, ratios: Sequence[float]) -> Split:
 
 
 def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> list[Split | None]:
-    """The side on which each source stands as a whole, where `corpus.sides` says so by its name, its folder or a pattern."""
+    """The split that `corpus.sides` declares for each source, by name, folder or pattern; None if it declares none."""
     for pattern in declarations:
         if not any(_matches(name, pattern) for name in names):
-            raise TextmillError(f"corpus.sides: no source is '{pattern}' or matches it; found {list(names)[:5]}")
+            raise TextmillError(f"corpus.sides: no source matches '{pattern}'; found {list(names)[:5]}")
     splits: list[Split | None] = []
     for name in names:
         declared = {split: pattern for pattern, split in declarations.items() if _matches(name, pattern)}
         if len(declared) > 1:
             raise TextmillError(
-                f"corpus.sides: '{name}' is declared {' and '.join(f'{split} by {pattern!r}' for split, pattern in declared.items())}"
+                f"corpus.sides: '{name}' has two splits: "
+                f"{' and '.join(f'{split} by {pattern!r}' for split, pattern in declared.items())}; keep one"
             )
         splits.append(next(iter(declared), None))
     return splits
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Held against the end of the name, or of a folder above: the file that says `sides` may stand elsewhere than the user."""
+    """Match a pattern against the end of a source's path, or of one of its parent folders.
+
+    Only the end counts, because the config file and the user may be in different folders.
+    """
     path = PurePath(name)
     return bool(PurePath(pattern).name) and any(candidate.match(pattern) for candidate in (path, *path.parents))
 
 
 def _split_bounds(ratios: Sequence[float]) -> NDArray[np.uint64]:
-    """Where valid and test begin among 63-bit numbers; 63, so that 'all of it' still fits 64."""
+    """The hash values at which valid and test start; hashes are 63-bit, so that the upper end fits 64 bits."""
     total_ratio = sum(map(Fraction, ratios), Fraction(0))
     bounds, running_total = [], Fraction(0)
     for ratio in ratios[:-1]:

@@ -1,4 +1,4 @@
-"""A source's bytes: opened wherever it stands, decompressed, UTF-16 made UTF-8; where they break off is said."""
+"""Open a local or remote file as a byte stream, decompress it, and convert UTF-16 to UTF-8."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ UTF32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
 class BrokenStream(Exception):
-    """Why a stream cannot be read further; everything before was delivered."""
+    """Raised when a stream is damaged; all data before the damage has been delivered."""
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address is a URL and not a path."""
+    """True for a URL, False for a path."""
     return "://" in address
 
 
 def stored_name(address: str) -> str:
-    """The name under which a file is stored: a URL without its query."""
+    """The file name in lower case; for a URL, without its query."""
     return (address.partition("?")[0] if is_remote(address) else address).lower()
 
 
 def open_raw(address: str) -> BinaryIO:
-    """The bytes as they are stored, on this machine or behind a URL."""
+    """Open the stored bytes of a local or remote file, still compressed."""
     if not is_remote(address):
         return open(address, "rb", buffering=BUFFER_BYTES)
-    from textmill.corpus.remote_files import open_url  # only a URL costs these imports
+    from textmill.corpus.remote_files import open_url  # imported only when a URL is read
 
     return io.BufferedReader(_BlockStream(_RemoteReader(open_url(address), address).read1), BUFFER_BYTES)
 
 
 def open_seekable(address: str) -> Any:
-    """A file for readers that jump about in it."""
+    """Open a file for random access."""
     if not is_remote(address):
         return open(address, "rb")
     from textmill.corpus.remote_files import open_url
@@ -54,11 +54,14 @@ def open_seekable(address: str) -> Any:
 
 
 def open_stream(address: str) -> io.BufferedReader:
-    """The bytes to read records from; take them with `readline` or `read1`, which lose nothing when the stream breaks."""
+    """Open a file for reading records: decompressed, and UTF-8 even if stored as UTF-16.
+
+    Read with `readline` or `read1`: they return everything before a damaged part.
+    """
     raw = cast(io.BufferedReader, open_raw(address))
-    kind = next((end for end in COMPRESSIONS if stored_name(address).endswith(end)), None)
-    if kind and raw.peek(1):
-        raw = io.BufferedReader(_BlockStream(_open_decompressor(raw, kind, address), raw), BUFFER_BYTES)
+    extension = next((end for end in COMPRESSIONS if stored_name(address).endswith(end)), None)
+    if extension and raw.peek(1):
+        raw = io.BufferedReader(_BlockStream(_open_decompressor(raw, extension, address), raw), BUFFER_BYTES)
     head = raw.peek(4)[:4]
     if head in UTF32_MARKS:
         raise BrokenStream("it looks like UTF-32; convert the file to UTF-8")
@@ -69,7 +72,7 @@ def open_stream(address: str) -> io.BufferedReader:
 
 
 def is_splittable(address: str) -> bool:
-    """Whether a file can be read from its middle: on this machine, not compressed, not UTF-16."""
+    """True if reading can start in the middle: a local file, not compressed, not UTF-16."""
     if is_remote(address) or stored_name(address).endswith(COMPRESSIONS):
         return False
     with open(address, "rb") as stream:
@@ -77,18 +80,21 @@ def is_splittable(address: str) -> bool:
     return head not in UTF32_MARKS and head[:2] not in UTF16_MARKS
 
 
-def _open_decompressor(raw: BinaryIO, kind: str, address: str) -> Callable[[int], bytes]:
-    if kind == ".gz":
+def _open_decompressor(raw: BinaryIO, extension: str, address: str) -> Callable[[int], bytes]:
+    if extension == ".gz":
         return gzip.GzipFile(fileobj=raw).read1
-    if kind == ".bz2":
+    if extension == ".bz2":
         return bz2.BZ2File(raw).read1
-    if kind == ".xz":
+    if extension == ".xz":
         return lzma.LZMAFile(raw).read1
     return _ZstdReader(raw, address).read1
 
 
 class _BlockStream(io.RawIOBase):
-    """Blocks as a raw stream; what the data itself has wrong becomes Broken, what the disk has wrong stays an OSError."""
+    """A raw stream over a block reader.
+
+    Damaged data raises BrokenStream. An error of the disk stays an OSError.
+    """
 
     def __init__(self, read1: Callable[[int], bytes], underlying: BinaryIO | None = None) -> None:
         self.read1, self.underlying = read1, underlying
@@ -107,7 +113,7 @@ class _BlockStream(io.RawIOBase):
             except (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
-                self.error_found = BrokenStream(f"the stream breaks off: {str(error)[:1].lower()}{str(error)[1:]}")
+                self.error_found = BrokenStream(f"the stream is damaged: {str(error)[:1].lower()}{str(error)[1:]}")
                 if not filled:
                     raise self.error_found from None
                 break
@@ -124,7 +130,11 @@ class _BlockStream(io.RawIOBase):
 
 
 class _ZstdReader:
-    """Arrow's reader tells half a frame from a whole one, but keeps back what came just before the break: that is fetched again."""
+    """Decompress zstd with Arrow, which detects an incomplete frame.
+
+    Arrow withholds the last data before the damage. So on an error the file is opened again and that part is read byte
+    by byte.
+    """
 
     def __init__(self, raw: BinaryIO, address: str) -> None:
         self.address, self.delivered, self.read_size = address, 0, 0
@@ -149,7 +159,7 @@ class _ZstdReader:
 
 
 class _Utf16Transcoder:
-    """UTF-16 as UTF-8; half a surrogate pair passes, and spoils only the record it stands in."""
+    """Convert UTF-16 to UTF-8; a lone surrogate passes through, so it spoils only its own record."""
 
     def __init__(self, raw: io.BufferedReader, encoding: str) -> None:
         self.raw = raw
@@ -167,7 +177,7 @@ class _Utf16Transcoder:
 
 
 class _RemoteReader:
-    """A remote file; a connection that fails is no damage of the data, and never becomes a quarantined record."""
+    """Read a remote file; a failed connection raises TextmillError and never becomes a quarantined record."""
 
     def __init__(self, stream: Any, url: str) -> None:
         self.stream, self.url = stream, url
@@ -175,8 +185,8 @@ class _RemoteReader:
     def read1(self, size: int) -> bytes:
         try:
             block: bytes = self.stream.read(size)
-        except Exception as error:  # each protocol raises its own kinds
+        except Exception as error:  # each protocol raises its own exceptions
             raise TextmillError(
-                f"{self.url}: cannot be read ({error or type(error).__name__}); run it again: what is finished is kept"
+                f"{self.url}: cannot be read ({error or type(error).__name__}); run the command again: finished chunks are kept"
             ) from None
         return block

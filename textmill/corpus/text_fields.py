@@ -1,4 +1,4 @@
-"""`corpus.text_key`: from a record's fields to its text, by a name, a path through nested lists, or several fields joined."""
+"""Find a record's text with `corpus.text_key`: one field, a path through nested lists, or several joined fields."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ FieldPath = tuple[str, ...]
 
 @dataclass(frozen=True)
 class TextFields:
-    """Where a source's text and metadata stand in its records."""
+    """Where the records of a source hold their text and metadata."""
 
     source: str
     key: str
-    """As the user wrote it; a field of exactly this name stands above the grammar."""
+    """`corpus.text_key` as written; a field with exactly this name takes precedence over the path syntax."""
     list_paths: tuple[FieldPath, ...]
-    """The way to each list, from the element of the list before."""
+    """The path to each `[]` list, starting from an element of the list before it."""
     text_paths: tuple[FieldPath, ...]
-    """What is joined, from the innermost element."""
+    """The fields that are joined, starting from the innermost element."""
     join: str | None
     kept_fields: tuple[str, ...]
     url: bool = False
-    """Whether a filter asks for the field `url`."""
+    """True if a filter needs the field `url`."""
     chat: str | None = None
-    """The shape of conversations, where records are such."""
+    """The layout of conversations; None if the records are plain text."""
 
     def documents(self, value: object, place: str, raw: bytes) -> Iterator[Document | BadRecord]:
-        """The documents of one record; one without any match is an empty document, so that it is counted."""
+        """Yield the documents of one record; without any match, one empty document, so that the record is counted."""
         if self.chat or not self.list_paths or (isinstance(value, dict) and self.key in value):
             yield self._to_document(value, value, place, raw, ())
             return
@@ -50,7 +50,7 @@ class TextFields:
             yield from self.element_documents(element, f"{place}, {'.'.join(self.list_paths[0])}[{index}]", raw)
 
     def element_documents(self, element: object, place: str, raw: bytes) -> Iterator[Document | BadRecord]:
-        """The documents of one element of the first list."""
+        """Yield the documents of one element of the first list."""
         inner_lists = self.list_paths[1:]
         if self.join is not None or not inner_lists:
             yield self._to_document(element, element, place, raw, inner_lists)
@@ -73,7 +73,7 @@ class TextFields:
         try:
             if self.chat:
                 turns = read_conversation(value, self.chat, self.key)
-                text = "\n".join(spoken for _, spoken in turns)
+                text = "\n".join(turn_text for _, turn_text in turns)
             elif inner_lists:
                 text = (self.join or "").join(self.read_text(leaf) for _, leaf in _walk(value, inner_lists))
             else:
@@ -85,16 +85,13 @@ class TextFields:
         except UnreadableRecord as error:
             reason = str(error)[:RAW_BYTES]
         except UnicodeEncodeError as error:
-            what = (
-                "not UTF-8, or half a surrogate pair"
-                if 0xDC80 <= ord(text[error.start]) <= 0xDCFF
-                else "half a surrogate pair"
-            )
-            reason = f"{what}, \\u{ord(text[error.start]):04x}, at character {error.start:,}"
+            may_be_byte = 0xDC80 <= ord(text[error.start]) <= 0xDCFF
+            problem = "not UTF-8, or a lone surrogate" if may_be_byte else "a lone surrogate"
+            reason = f"{problem}, \\u{ord(text[error.start]):04x}, at character {error.start:,}"
         return BadRecord(self.source, place, reason, raw[:RAW_BYTES])
 
     def read_text(self, value: object) -> str:
-        """The text of an innermost element; of several fields, those that are missing or null are left out."""
+        """The text of an innermost element; missing or null fields are left out if there are several."""
         if isinstance(value, dict):
             found = value.get(self.key)
             if isinstance(found, str):
@@ -102,10 +99,11 @@ class TextFields:
         if self.text_paths == ((),):
             if isinstance(value, str):
                 return value
-            raise UnreadableRecord(f"found a JSON {json_kind(value)}; '{self.key}' is a list of texts")
+            raise UnreadableRecord(f"found a JSON {json_kind(value)}; '{self.key}' must be a list of strings")
         if not isinstance(value, dict):
             raise UnreadableRecord(
-                f"found a JSON {json_kind(value)}; a line is an object with the field '{'+'.join(map('.'.join, self.text_paths))}'"
+                f"found a JSON {json_kind(value)}; expected an object with the field "
+                f"'{'+'.join(map('.'.join, self.text_paths))}'"
             )
         texts = []
         for text_path in self.text_paths:
@@ -119,7 +117,7 @@ class TextFields:
         return ("\n" if self.join is None else self.join).join(texts)
 
     def read_metadata(self, value: object) -> str | None:
-        """The kept fields that are there, as a JSON object."""
+        """The kept fields of a record, as a JSON object."""
         if not self.kept_fields or not isinstance(value, dict):
             return None
         kept = {
@@ -135,12 +133,12 @@ class TextFields:
         return text
 
     def read_url(self, value: object) -> str | None:
-        """The address of a web page, kept or not."""
+        """The URL of a web page, if a filter needs it."""
         found = value.get("url") if self.url and isinstance(value, dict) else None
         return found if isinstance(found, str) else None
 
     def columns(self, names: list[str]) -> list[str]:
-        """Of a table's columns those that are needed; which of them make a conversation is seen row by row."""
+        """The columns that are needed; all of them for conversations, since each row may use different ones."""
         if self.chat:
             return names
         paths = [self.list_paths[0]] if self.list_paths else list(self.text_paths)
@@ -152,7 +150,7 @@ class TextFields:
 
 
 def parse_text_key(source: Source, config: CorpusConfig, kept_fields: tuple[str, ...] = ()) -> TextFields:
-    """The fields to read of a source; `keep`: what its format keeps where nothing is asked for."""
+    """Parse `corpus.text_key` for a source; `kept_fields`: metadata to keep if `corpus.keep_fields` is empty."""
     key = source.text_key or config.text_key
     *list_paths, text_path = [key] if config.chat else key.split("[]")
     parsed_lists = tuple(_path(part) for part in list_paths)
@@ -166,7 +164,7 @@ def _path(text: str) -> FieldPath:
 
 
 def lookup(value: object, path: FieldPath) -> object:
-    """What stands at the end of a path, None where nothing does; a field whose own name has dots is found too."""
+    """The value at a path, or None; also finds a field whose own name contains dots."""
     for depth, name in enumerate(path):
         if not isinstance(value, dict):
             return None
@@ -180,13 +178,13 @@ def _elements(value: object, path: FieldPath) -> Iterator[object]:
     found = lookup(value, path)
     if not isinstance(found, list):
         if not isinstance(value, dict):
-            raise UnreadableRecord(f"found a JSON {json_kind(value)}; wanted the list '{'.'.join(path)}[]'")
+            raise UnreadableRecord(f"found a JSON {json_kind(value)}; expected the list '{'.'.join(path)}[]'")
         raise UnreadableRecord(f"no list '{'.'.join(path)}[]'; found {sorted(map(str, value))[:12]}")
     yield from found
 
 
 def _walk(value: object, list_paths: tuple[FieldPath, ...]) -> Iterator[tuple[str, object]]:
-    """Every innermost element with the way to it."""
+    """Yield every innermost element with the path to it."""
     if not list_paths:
         yield "", value
         return
@@ -200,12 +198,12 @@ def _describe_missing(value: dict[str, Any], path: FieldPath) -> str:
     found = lookup(value, path)
     if found is not None or key in value:
         return f"field '{key}' is {json_kind(found)}, not text"
-    texts = [name for name, inner_lists in value.items() if isinstance(inner_lists, str) and name.isprintable()]
+    texts = [name for name, content in value.items() if isinstance(content, str) and name.isprintable()]
     advice = f"; set corpus.text_key={max(texts, key=lambda name: len(str(value[name])))}" if texts else ""
     return f"no field '{key}'; found {sorted(value)[:12]}{advice}"
 
 
 def json_kind(value: object) -> str:
-    """A JSON value's kind in a user's words."""
+    """The kind of a JSON value, for error messages."""
     kinds = {dict: "object", list: "list", str: "text", bool: "true or false", type(None): "null", bytes: "bytes"}
     return kinds.get(type(value), "number")

@@ -1,1 +1,1 @@
-"""Exact and near-duplicate documents: found, clustered and dropped."""
+"""Find exact and near-duplicate documents, and decide which ones to keep."""

@@ -1,4 +1,4 @@
-"""Documents that agree in a band: found by sorting one band at a time, a part of it where memory is short."""
+"""Find candidate pairs: documents that share an LSH band, found by sorting one band at a time."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from textmill.corpus.dedup.shingles import Hashes
 from textmill.storage.files import write_bytes, writing
 
 BUCKET_LINKS = 8
-"""In a bucket of more than twice so many, a document is held only against the first ones and those right before it."""
+"""In a bucket of more than twice this size, a document is paired only with the first ones and those just before it."""
 MAX_TASK_HASHES = 1 << 20
-"""Hashes, over all bands, that one process sorts without cutting them up."""
+"""The most hashes that one task sorts; small corpora get several bands per task."""
 SORT_BYTES_PER_DOCUMENT = 96
-"""Bytes that a document takes while a band is sorted."""
+"""Memory per document while a band is sorted."""
 MERGE_PAIRS = 1 << 20
-"""Pairs that are merged at a time, about."""
+"""Pairs merged at a time, approximately."""
 
 
 @dataclass(frozen=True)
 class BandTask:
-    """Some bands over all documents, or a part of them: the documents whose hash leaves `part` when divided by `parts`."""
+    """Bands first to stop-1 of all documents, or one partition: documents with hash % partitions == partition."""
 
     folder: Path
     counts: tuple[int, ...]
-    """Documents of each piece."""
+    """The number of documents in each chunk."""
     first: int
     stop: int
     partition: int
     partitions: int
 
     def __repr__(self) -> str:
-        return f"bands {self.first} to {self.stop - 1}, part {self.partition} of {self.partitions}"
+        return f"bands {self.first} to {self.stop - 1}, partition {self.partition} of {self.partitions}"
 
     @property
     def size(self) -> int:
-        """Hashes that are looked at."""
+        """Hashes to process; used for the progress bar."""
         return sum(self.counts) * (self.stop - self.first)
 
     @property
     def path(self) -> Path:
-        """Where the pairs stand, sorted."""
+        """The file of the sorted pairs."""
         return self.folder / f"band-{self.first:03d}-{self.stop:03d}.{self.partition}of{self.partitions}.pairs"
 
 
 def plan_band_tasks(folder: Path, counts: Sequence[int], bands: int, memory: int) -> list[BandTask]:
-    """The work of finding all pairs, so cut that each part fits into `memory`; few documents are searched for several bands at a time."""
+    """Divide the search into tasks that each fit `memory`; few documents share one task for several bands."""
     partitions = count_partitions(sum(counts), SORT_BYTES_PER_DOCUMENT, memory)
     bands_per_task = max(MAX_TASK_HASHES // max(sum(counts), 1), 1)
     firsts = range(0, bands, bands_per_task)
@@ -61,24 +61,24 @@ def plan_band_tasks(folder: Path, counts: Sequence[int], bands: int, memory: int
     ]
 
 
-def find_candidate_pairs(bands: BandTask) -> int:
-    """Write the pairs of documents that agree in one of these bands; how many there are."""
-    if not bands.path.is_file():
-        found = [_pairs_in_buckets(*_read_band(bands, band)) for band in range(bands.first, bands.stop)]
-        write_bytes(bands.path, [np.unique(np.concatenate(found)).tobytes()])
-    return bands.path.stat().st_size // 8
+def find_candidate_pairs(task: BandTask) -> int:
+    """Write the pairs of documents that agree in one of these bands; return their number."""
+    if not task.path.is_file():
+        found = [_pairs_in_buckets(*_read_band(task, band)) for band in range(task.first, task.stop)]
+        write_bytes(task.path, [np.unique(np.concatenate(found)).tobytes()])
+    return task.path.stat().st_size // 8
 
 
 def band_hashes_path(folder: Path, chunk: int) -> Path:
-    """The band hashes of a piece's documents, band after band."""
+    """The file of a chunk's band hashes, band by band."""
     return folder / f"{chunk:05d}.bands"
 
 
-def _read_band(bands: BandTask, band: int) -> tuple[Hashes, NDArray[np.uint64]]:
+def _read_band(task: BandTask, band: int) -> tuple[Hashes, NDArray[np.uint64]]:
     hashes, numbers, start = [], [], 0
-    for chunk, count in enumerate(bands.counts):
-        band_values = np.fromfile(band_hashes_path(bands.folder, chunk), np.uint64, count, offset=band * count * 8)
-        selected = np.flatnonzero(band_values % np.uint64(bands.partitions) == bands.partition)
+    for chunk, count in enumerate(task.counts):
+        band_values = np.fromfile(band_hashes_path(task.folder, chunk), np.uint64, count, offset=band * count * 8)
+        selected = np.flatnonzero(band_values % np.uint64(task.partitions) == task.partition)
         hashes.append(band_values[selected])
         numbers.append((selected + start).astype(np.uint64))
         start += count
@@ -86,7 +86,10 @@ def _read_band(bands: BandTask, band: int) -> tuple[Hashes, NDArray[np.uint64]]:
 
 
 def _pairs_in_buckets(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Pairs within each bucket as (first << 32 | second), first < second, sorted: all of a small bucket, links of a large one."""
+    """The pairs in each bucket as first << 32 | second, sorted, with first < second.
+
+    A small bucket gives all its pairs, a large one only BUCKET_LINKS links per document.
+    """
     order = np.argsort(hashes, kind="stable")
     hashes, numbers = hashes[order], numbers[order]
     starts = np.flatnonzero(np.append(True, hashes[1:] != hashes[:-1])[: len(hashes)])
@@ -102,13 +105,13 @@ def _pairs_in_buckets(hashes: Hashes, numbers: NDArray[np.uint64]) -> NDArray[np
     return np.unique(np.concatenate(found))
 
 
-def merge_pairs(bands: list[BandTask], path: Path, marks_path: Path) -> int:
-    """One sorted file of all different pairs, and a file with a byte for each document that is 1 where it is in a pair."""
+def merge_pairs(tasks: list[BandTask], path: Path, marks_path: Path) -> int:
+    """Merge all pairs into one sorted file; write a second file with one byte per document, 1 if it is in a pair."""
     if path.is_file() and marks_path.is_file():
         return path.stat().st_size // 8
-    is_in_pair = np.zeros(sum(bands[0].counts), dtype=np.uint8)
+    is_in_pair = np.zeros(sum(tasks[0].counts), dtype=np.uint8)
     with writing(path) as stream:
-        for pairs in _merge_sorted(bands):
+        for pairs in _merge_sorted(tasks):
             stream.write(pairs.tobytes())
             is_in_pair[(pairs >> np.uint64(32)).astype(np.int64)] = 1
             is_in_pair[(pairs & np.uint64(2**32 - 1)).astype(np.int64)] = 1
@@ -116,9 +119,12 @@ def merge_pairs(bands: list[BandTask], path: Path, marks_path: Path) -> int:
     return path.stat().st_size // 8
 
 
-def _merge_sorted(bands: list[BandTask]) -> Iterator[NDArray[np.uint64]]:
-    """All pairs in order, each once: whatever is not above the least of the blocks' last ones is whole."""
-    remaining = {band.path: band.path.stat().st_size // 8 for band in bands if band.path.stat().st_size}
+def _merge_sorted(tasks: list[BandTask]) -> Iterator[NDArray[np.uint64]]:
+    """Yield all pairs in order, each once.
+
+    Values up to the smallest last value of all blocks are complete: no later block can hold one of them.
+    """
+    remaining = {task.path: task.path.stat().st_size // 8 for task in tasks if task.path.stat().st_size}
     blocks = {path: np.zeros(0, np.uint64) for path in remaining}
     pairs_per_read = max(MERGE_PAIRS // max(len(remaining), 1), 1)
     while blocks:

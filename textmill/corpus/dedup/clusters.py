@@ -1,4 +1,4 @@
-"""Which of the copies stays: exact duplicates by their digests, near-duplicates by the clusters that their pairs make."""
+"""Choose which duplicate to keep: exact duplicates by digest, near-duplicates by cluster."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEFAULT_MEMORY = 512 << 20
+"""Bytes that sorting may use."""
 SORT_BYTES_PER_DIGEST = 64
-"""Bytes that a digest takes while it is sorted."""
+"""Memory per digest while sorting."""
 MIN_SORT_BYTES, SORT_BYTES_PER_DOCUMENT = 16 << 20, 16
-"""Bytes that sorting may always take, and for each document beyond that: little beside the passes that read text."""
+"""Sorting may use the larger of this many bytes in total and this many per document."""
 BLOCK_DOCUMENTS = 1 << 18
-"""Documents that are looked at together."""
+"""Documents processed at once."""
 NUMBER_MASK = np.uint64(2**32 - 1)
+"""The lower half of a rank holds the document number."""
 MAX_LENGTH = 2**31 - 1
+"""Longer documents count as this long: a rank has 31 bits for the length."""
 
 
 def count_partitions(documents: int, row_bytes: int, memory: int) -> int:
-    """How many parts to sort documents in, each of which takes `row` bytes: no more than `memory`, and far less for few documents."""
+    """The number of partitions to sort one at a time, so that each fits `memory`; a row takes `row_bytes`."""
     return 1 + documents * row_bytes // min(memory, max(MIN_SORT_BYTES, documents * SORT_BYTES_PER_DOCUMENT))
 
 
 def exact_keep_masks(
     digests: Sequence[NDArray[np.uint8]], splits: Sequence[NDArray[np.int8]] | None = None, memory: int = DEFAULT_MEMORY
 ) -> list[NDArray[np.bool_]]:
-    """For each shard's rows of 16 bytes, which ones stay: of equal ones the first, one of train (side 0) before all others.
+    """For each chunk, which digests to keep: the first of equal ones, where one in train (split 0) comes first.
 
-    Where all of them do not fit into `memory`, those that begin alike are taken at a time, and the shards gone through again.
+    If the digests do not fit `memory`, they are processed in partitions by value, with one pass over the chunks for
+    each.
     """
     keep = [np.ones(len(rows), dtype=np.bool_) for rows in digests]
     partitions = count_partitions(sum(map(len, keep)), SORT_BYTES_PER_DIGEST, memory)
@@ -42,7 +46,7 @@ def exact_keep_masks(
         keys = [halves[:, 1], halves[:, 0]]
         if splits is not None:
             keys.insert(0, np.concatenate([split[index] > 0 for split, index in zip(splits, rows_found, strict=True)]))
-        order = np.lexsort(keys)  # stable: among equals the first in canonical order comes first
+        order = np.lexsort(keys)  # stable sort: of equal digests, the first document comes first
         halves = halves[order]
         kept = np.ones(len(order), dtype=np.bool_)
         kept[order[1:][(halves[1:] == halves[:-1]).all(axis=1)]] = False
@@ -54,7 +58,7 @@ def exact_keep_masks(
 
 
 class Clusters:
-    """Numbers joined into clusters, each known by its least member."""
+    """Disjoint sets of numbers (union-find); the smallest member identifies a cluster."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         self._parents: dict[int, int] = {}
@@ -62,30 +66,30 @@ class Clusters:
             self.join(first, second)
 
     def find(self, number: int) -> int:
-        """The least member of the cluster of `number`."""
+        """The smallest member of the cluster of `number`."""
         parents, root = self._parents, number
         while (parent := parents.get(root, root)) != root:
             root = parent
-        while number != root:  # the way is short next time
+        while number != root:  # path compression
             parents[number], number = root, parents[number]
         return root
 
     def join(self, first: int, second: int) -> None:
-        """Make one cluster of two."""
+        """Merge the clusters of two numbers."""
         first, second = self.find(first), self.find(second)
         smallest = min(first, second)
         self._parents[first] = self._parents[second] = smallest
 
     def members(self) -> list[int]:
-        """Every number that was joined to another, in order."""
+        """All numbers that were joined, sorted."""
         return sorted(self._parents)
 
 
 def smallest_members(count: int, blocks: Iterable[NDArray[np.int64]]) -> NDArray[np.uint32]:
-    """For each of `count` numbers the least one of its cluster; the rows of all blocks are the pairs that make the clusters."""
+    """For each of `count` numbers, the smallest member of its cluster; the blocks hold the joined pairs."""
     smallest = np.arange(count, dtype=np.uint32)
     for pairs in blocks:
-        block_clusters = Clusters(_find_roots(smallest, pairs).tolist())  # of a block's numbers only
+        block_clusters = Clusters(_find_roots(smallest, pairs).tolist())  # holds only the numbers of this block
         members = block_clusters.members()
         smallest[members] = [block_clusters.find(number) for number in members]
     for start in range(0, count, BLOCK_DOCUMENTS):
@@ -94,10 +98,10 @@ def smallest_members(count: int, blocks: Iterable[NDArray[np.int64]]) -> NDArray
 
 
 def _find_roots(smallest: NDArray[np.uint32], numbers: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The least known member of the cluster of each number; the way there is short next time."""
-    roots, parent = smallest[numbers], smallest[smallest[numbers]]
-    while (roots != parent).any():
-        roots, parent = parent, smallest[parent]
+    """The root of each number, with path compression."""
+    roots, parents = smallest[numbers], smallest[smallest[numbers]]
+    while (roots != parents).any():
+        roots, parents = parents, smallest[parents]
     smallest[numbers] = roots
     return roots
 
@@ -105,9 +109,9 @@ def _find_roots(smallest: NDArray[np.uint32], numbers: NDArray[np.int64]) -> NDA
 def keep_one_per_cluster(
     smallest: NDArray[np.uint32], chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.int8]]]
 ) -> NDArray[np.bool_]:
-    """Which documents stay, one of each cluster: one in train (side 0) before others, then the longest, then the first.
+    """Keep one document per cluster: prefer train (split 0), then the longest, then the first.
 
-    `least` has the cluster of each; `pieces` have, one after another, the lengths and sides of all of them.
+    `smallest` has the cluster of each document. `chunks` has, in order, the lengths and splits of all of them.
     """
     best, documents_done = np.zeros(len(smallest), np.uint64), 0
     for lengths, splits in chunks:
@@ -118,8 +122,8 @@ def keep_one_per_cluster(
         documents_done += len(lengths)
     kept = np.zeros(len(smallest), np.bool_)
     for start in range(0, len(smallest), BLOCK_DOCUMENTS):
-        kept_here = smallest[start : start + BLOCK_DOCUMENTS]
-        kept[start : start + BLOCK_DOCUMENTS] = NUMBER_MASK - (best[kept_here] & NUMBER_MASK) == np.arange(
-            start, start + len(kept_here), dtype=np.uint64
+        clusters = smallest[start : start + BLOCK_DOCUMENTS]
+        kept[start : start + BLOCK_DOCUMENTS] = NUMBER_MASK - (best[clusters] & NUMBER_MASK) == np.arange(
+            start, start + len(clusters), dtype=np.uint64
         )
     return kept

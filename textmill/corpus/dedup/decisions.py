@@ -1,4 +1,4 @@
-"""What becomes of every cleaned document: on which side it stands, or as what kind of copy it goes."""
+"""Decide for every cleaned document which split it belongs to, or that it is a dropped duplicate."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ from textmill.errors import TextmillError
 from textmill.storage.files import write_bytes
 
 RunTasks = Callable[[Callable[[Any], Any], Sequence[Any], str, str], list[Any]]
-"""Maps a function over shards and shows the progress: function, shards, what to call it, unit of a shard's size."""
+"""Runs a function over tasks and shows progress; arguments: function, tasks, title, unit of a task's size."""
 SHOWN_PAIRS = 100
-"""Pairs of near-duplicates that are written for a person to look at."""
+"""Near-duplicate pairs written to near_duplicates.jsonl."""
 PREVIEW_CHARACTERS = 200
-"""Characters of each text that are shown there."""
+"""Characters of each text in that file."""
 PREVIEW_BATCH = 64
-"""Documents that are read at a time to show some."""
+"""Documents read at a time for that file."""
 MAX_DOCUMENTS = 2**32
-"""Documents that near-duplicates are sought among."""
+"""The most documents that near-duplicate search can number."""
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Of each piece, in order."""
+    """The decisions for each chunk, in order."""
 
     splits: list[NDArray[np.int8]]
-    """For each cleaned document its place in SPLITS; -1: a copy that goes."""
+    """For each cleaned document, the index of its split in SPLITS; -1 if it is a dropped duplicate."""
     dropped: list[dict[str, int]]
-    """How many went as what."""
+    """The number of dropped duplicates by kind."""
     pairs: list[dict[str, Any]]
-    """The first pairs of near-duplicates."""
+    """The first near-duplicate pairs, for the user to inspect."""
 
 
 def decide_documents(
     tasks: Sequence[ChunkTask], declared: Mapping[Source, Split | None], config: CorpusConfig, run: RunTasks
 ) -> Decisions:
-    """Sides by hash or as declared; then exact copies go, then near ones."""
+    """Assign splits, then drop exact duplicates, then near-duplicates."""
     splits = [_assign_splits(task, declared[task.chunk.source]) for task in tasks]
     if config.dedup == "none":
         return Decisions(splits, [{} for _ in tasks], [])
@@ -94,7 +94,7 @@ def _assign_splits(task: ChunkTask, declared: Split | None) -> NDArray[np.int8]:
 
 
 class _LazyDigests(Sequence[NDArray[np.uint8]]):
-    """The digests of all pieces, read when asked for, so that they never are in memory all at once."""
+    """The digests of all chunks; each chunk is read when needed, so that not all are in memory."""
 
     def __init__(self, tasks: Sequence[ChunkTask]) -> None:
         self.tasks = tasks
@@ -111,26 +111,26 @@ class _LazyDigests(Sequence[NDArray[np.uint8]]):
 
 
 class _DocumentNumbers:
-    """Documents that are no exact copies, numbered through all pieces."""
+    """Numbers the documents that are left after exact deduplication, over all chunks."""
 
     def __init__(self, tasks: Sequence[ChunkTask], counts: Sequence[int]) -> None:
         self.tasks = tasks
         self.starts = np.cumsum([0, *counts])
 
     def by_chunk(self, numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """(piece, places there) of sorted numbers, pieces without any left out."""
+        """Yield (chunk, positions in that chunk) for sorted document numbers; chunks without any are skipped."""
         for chunk, part in enumerate(np.split(numbers, np.searchsorted(numbers, self.starts[1:-1]))):
             if len(part):
                 yield chunk, part - self.starts[chunk]
 
 
 def _find_near_duplicates(tasks: Sequence[ChunkTask], config: CorpusConfig, run: RunTasks) -> list[Path]:
-    """Files of pairs of near-duplicates that join all that belong together."""
+    """Find near-duplicate pairs with MinHash LSH; return the files that hold the confirmed pairs."""
     folder, memory = tasks[0].folder / "work", config.dedup_memory << 20
     counts = run(sketch_chunk, tasks, "prepare: sketch for near-duplicates", "bytes")
     if sum(counts) > MAX_DOCUMENTS:
         raise TextmillError(
-            f"corpus.dedup: near-duplicates are sought among {MAX_DOCUMENTS:,} documents at most; found {sum(counts):,}"
+            f"corpus.dedup=near supports at most {MAX_DOCUMENTS:,} documents; found {sum(counts):,}; use exact"
         )
     bands = plan_band_tasks(folder, counts, choose_bands(config.dedup_threshold)[0], memory)
     run(find_candidate_pairs, bands, "prepare: find candidates", "documents")
@@ -156,7 +156,7 @@ def _choose_kept(
     keep: Sequence[NDArray[np.bool_]],
     splits: Sequence[NDArray[np.int8]],
 ) -> NDArray[np.bool_]:
-    """For each document that is no exact copy whether it stays."""
+    """For each document left after exact deduplication, whether it is kept."""
     pairs = (np.fromfile(path, PAIR_DTYPE) for path in confirmed)
     blocks = (np.stack((block["first"], block["second"]), axis=1).astype(np.int64) for block in pairs)
     lengths = (np.fromfile(task.path("lengths"), np.int64) for task in numbering.tasks)
@@ -195,7 +195,10 @@ def _preview_pairs(
 
 
 def _read_previews(path: Path, wanted_documents: NDArray[np.int64]) -> Iterator[tuple[str, str]]:
-    """The beginning and the place of some documents of a piece; few are looked at a time, since this process does it."""
+    """Yield the start and the place of some documents of a chunk.
+
+    The main process does this, so it reads only a few documents at a time.
+    """
     rows_read = 0
     with open_shard(path) as cleaned:
         for batch in cleaned.iter_batches(PREVIEW_BATCH, columns=["text", "id"], use_threads=False):

@@ -1,4 +1,4 @@
-"""Short sketches of shingle sets whose bands agree with a known chance, so that near-duplicates meet without all pairs being tried."""
+"""MinHash sketches and LSH bands, which find similar documents without comparing all pairs."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from textmill.corpus.dedup.shingles import Hashes
 from textmill.counters import mix
 
 MIN_RECALL = 0.995
-"""The chance that two documents exactly at the threshold agree in a band; those above it have a better one."""
+"""The lowest probability that two documents exactly at the threshold share a band; more similar ones do better."""
 MAX_SKETCH_SIZE = 256
-"""At most so many values in a sketch: more rows a band mean fewer candidates that are none."""
+"""The most values in a sketch; more rows per band give fewer false candidates."""
 MAX_ROUNDS = 16
-"""Turns in which every shingle is thrown into one place; what is empty then is filled place by place."""
+"""Rounds that place every shingle in one slot; slots still empty afterwards are filled one by one."""
 EMPTY = np.uint64(2**64 - 1)
 _STEP = 0x9E3779B97F4A7C15
 _MAX_HASHES_AT_ONCE = 1 << 20
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
-    """Bands and rows in a band: as many rows as RECALL at this Jaccard similarity allows within VALUES."""
+    """The number of bands and of rows per band: as many rows as MIN_RECALL at this Jaccard similarity allows."""
     for rows in range(MAX_SKETCH_SIZE, 1, -1):
         miss_probability = 1 - threshold**rows
-        bands = (
-            1
-            if miss_probability <= 0
-            else math.ceil(math.log(1 - MIN_RECALL) / math.log(miss_probability))
-            if miss_probability < 1
-            else MAX_SKETCH_SIZE
-        )
+        if miss_probability <= 0:
+            bands = 1
+        elif miss_probability < 1:
+            bands = math.ceil(math.log(1 - MIN_RECALL) / math.log(miss_probability))
+        else:
+            bands = MAX_SKETCH_SIZE
         if rows * bands <= MAX_SKETCH_SIZE:
             return bands, rows
     return math.ceil(math.log(1 - MIN_RECALL) / math.log(1 - threshold)), 1
 
 
 def recall_at(similarity: float, bands: int, rows: int) -> float:
-    """The chance that two sets of this Jaccard similarity agree in at least one band."""
+    """The probability that two sets of this Jaccard similarity agree in at least one band."""
     return float(1 - (1 - similarity**rows) ** bands)
 
 
 def band_hashes(hashes: Hashes, counts: NDArray[np.int64], bands: int, rows: int) -> Hashes:
-    """A row of hashes, one a band, for each document; its shingles stand in `hashes`, `counts` of them."""
+    """One row per document with a hash per band; document i has `counts[i]` of the shingle `hashes`."""
     values = sketch(hashes, counts, bands * rows).reshape(len(counts), bands, rows)
     combined = np.zeros((len(counts), bands), dtype=np.uint64)
     for row in range(rows):
@@ -52,10 +51,11 @@ def band_hashes(hashes: Hashes, counts: NDArray[np.int64], bands: int, rows: int
 
 
 def sketch(hashes: Hashes, counts: NDArray[np.int64], size: int) -> Hashes:
-    """For each document `size` values, each equal between two documents with their Jaccard similarity as its chance.
+    """For each document `size` values; two documents agree in a value with probability equal to their similarity.
 
-    Fast similarity sketching (Dahlgaard, Knudsen, Thorup 2017): each turn throws every shingle into one of `size` places and
-    the least value of a place stays, unless an earlier turn filled it. A long text needs one turn, that is one hash a shingle.
+    Fast similarity sketching (Dahlgaard, Knudsen, Thorup 2017): each round hashes every shingle into one of `size`
+    slots. A slot keeps the smallest value of the first round that fills it. A long text needs one round, so one hash
+    per shingle.
     """
     values = np.full((len(counts), size), EMPTY)
     rows = np.arange(len(counts))
@@ -77,11 +77,11 @@ def sketch(hashes: Hashes, counts: NDArray[np.int64], size: int) -> Hashes:
 
 
 def _fill_empty(values: Hashes, hashes: Hashes, counts: NDArray[np.int64]) -> Hashes:
-    """Every place that is still empty takes the least of all shingles, hashed anew for that place."""
+    """Fill each empty slot with the minimum over all shingles, hashed with a salt of that slot."""
     starts = np.cumsum(counts) - counts
     documents, slots = np.nonzero(values == EMPTY)
-    task = np.cumsum(counts[documents])
-    for batch in np.split(np.arange(len(documents)), np.flatnonzero(np.diff(task // _MAX_HASHES_AT_ONCE)) + 1):
+    total_hashes = np.cumsum(counts[documents])
+    for batch in np.split(np.arange(len(documents)), np.flatnonzero(np.diff(total_hashes // _MAX_HASHES_AT_ONCE)) + 1):
         lengths = counts[documents[batch]]
         first = np.cumsum(lengths) - lengths
         index = np.repeat(starts[documents[batch]] - first, lengths) + np.arange(int(lengths.sum()))

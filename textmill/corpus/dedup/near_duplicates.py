@@ -1,4 +1,4 @@
-"""Near-duplicates over all pieces: sketch every document, find those that agree in a band, confirm by true Jaccard similarity."""
+"""Find near-duplicates: compute MinHash sketches, then confirm candidate pairs by their true Jaccard similarity."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from textmill.corpus.shards import open_shard
 from textmill.storage.files import write_bytes, writing
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 17, 1 << 10
-"""Documents that are sketched at a time: few enough for the processor's cache, many enough for numpy."""
+"""The size of a block that is sketched at once: fits the processor's cache, large enough for numpy."""
 PAIRS_PER_TASK = 1 << 15
-"""Pairs that are confirmed at a time; pairs that these make needless are left out."""
+"""Candidate pairs per task. Within a task, pairs whose documents are already in one cluster are skipped."""
 CACHE_BYTES = 32 << 20
-"""Bytes of shingle sets that a process holds at most: the pairs come in order, and the system holds the files besides."""
+"""Memory for shingle sets per process; pairs are sorted, and the operating system caches the files too."""
 OPEN_CHUNKS = 16
-"""Pieces of which a process knows at a time where their sets stand."""
+"""Chunks whose set offsets a process keeps in memory."""
 PAIR_DTYPE = np.dtype([("first", "<u4"), ("second", "<u4"), ("jaccard", "<f8")])
 
 
 def sketch_chunk(task: ChunkTask) -> int:
-    """Band hashes and lengths in characters of the documents of a piece that are no exact copies; how many they are."""
+    """Write the band hashes and text lengths of a chunk's documents, without exact duplicates; return their number."""
     keep = np.fromfile(task.path("exact"), dtype=np.bool_)
     count = int(keep.sum())
     if task.path("lengths").is_file():
         return count
     bands, rows = choose_bands(task.config.dedup_threshold)
     documents_done = 0
-    # The lengths appear last, and say that both files are whole.
+    # The lengths file is written last; its presence means that both files are complete.
     with (
         writing(task.path("lengths")) as lengths,
         writing(band_hashes_path(task.folder / "work", task.chunk.number)) as stream,
@@ -70,7 +70,7 @@ def _shingles(texts: list[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[np.
 
 
 def _read_texts(task: ChunkTask, keep: NDArray[np.bool_]) -> Iterator[str]:
-    """The texts of a piece that are marked, one after another."""
+    """Yield the texts of the selected documents of a chunk."""
     documents_done = 0
     with open_shard(task.path("parquet")) as cleaned:
         for group in range(cleaned.num_row_groups):
@@ -83,21 +83,21 @@ def _read_texts(task: ChunkTask, keep: NDArray[np.bool_]) -> Iterator[str]:
 
 
 def _text_blocks(texts: Iterator[str]) -> Iterator[list[str]]:
-    cached: list[str] = []
+    block: list[str] = []
     size = 0
     for text in texts:
-        if cached and (size + len(text) > BLOCK_CHARACTERS or len(cached) == BLOCK_DOCUMENTS):
-            yield cached
-            cached, size = [], 0
-        cached.append(text)
+        if block and (size + len(text) > BLOCK_CHARACTERS or len(block) == BLOCK_DOCUMENTS):
+            yield block
+            block, size = [], 0
+        block.append(text)
         size += len(text)
-    if cached:
-        yield cached
+    if block:
+        yield block
 
 
 @dataclass(frozen=True)
 class ShingleTask:
-    """One piece and where its documents begin in the numbering of all that are no exact copies."""
+    """A chunk and the number of its first document."""
 
     task: ChunkTask
     start: int
@@ -107,12 +107,12 @@ class ShingleTask:
 
     @property
     def size(self) -> int:
-        """Bytes of the piece."""
+        """Bytes of input; used for the progress bar."""
         return self.task.size
 
 
 def write_shingle_sets(shingle_task: ShingleTask) -> int:
-    """Write the shingle set of each document of a piece that is in some pair, and where it ends; how many these are."""
+    """Write the shingle sets of a chunk's documents that are in a candidate pair; return how many there are."""
     task = shingle_task.task
     keep = np.fromfile(task.path("exact"), dtype=np.bool_)
     is_in_pair = np.fromfile(
@@ -135,7 +135,7 @@ def write_shingle_sets(shingle_task: ShingleTask) -> int:
 
 @dataclass
 class ShingleSetCache:
-    """The shingle sets on disk, by document number; the last ones read are held, in bounded memory."""
+    """Reads shingle sets by document number; caches the most recently used ones in limited memory."""
 
     folder: Path
     starts: NDArray[np.int64]
@@ -143,7 +143,7 @@ class ShingleSetCache:
     cached: OrderedDict[int, Hashes] = field(default_factory=OrderedDict)
     cached_bytes: int = 0
     ends: dict[int, NDArray[np.int64]] = field(default_factory=dict)
-    """Where the sets of a piece end, for the pieces last looked into."""
+    """Where the sets of a chunk end, for the chunks used last."""
 
     def __getitem__(self, number: int) -> Hashes:
         if number in self.cached:
@@ -157,7 +157,7 @@ class ShingleSetCache:
         return found
 
     def count_shingles(self, number: int) -> int:
-        """How many shingles a document has, without reading them."""
+        """The number of shingles of a document, without reading them."""
         first, last = self._set_range(number)[1:]
         return last - first
 
@@ -178,7 +178,7 @@ class ShingleSetCache:
 
 @dataclass(frozen=True)
 class ConfirmTask:
-    """A stretch of the file of pairs."""
+    """A range of the sorted file of candidate pairs."""
 
     folder: Path
     counts: tuple[int, ...]
@@ -188,24 +188,27 @@ class ConfirmTask:
     memory: int
 
     def __repr__(self) -> str:
-        return f"candidate pairs from {self.number * PAIRS_PER_TASK:,} on"
+        return f"candidate pairs from number {self.number * PAIRS_PER_TASK:,}"
 
     @property
     def size(self) -> int:
-        """Pairs to look at."""
+        """Pairs to check; used for the progress bar."""
         return min(PAIRS_PER_TASK, self.pairs - self.number * PAIRS_PER_TASK)
 
     @property
     def path(self) -> Path:
-        """Where the pairs that are near-duplicates stand."""
+        """The file of the confirmed pairs."""
         return self.folder / f"confirmed-{self.number:05d}"
 
 
 def confirm_pairs(confirm_task: ConfirmTask) -> int:
-    """Keep the pairs whose true similarity reaches the threshold; one whose two are joined by others already is passed over."""
+    """Write the pairs whose Jaccard similarity reaches the threshold.
+
+    A pair is skipped if other pairs have already joined both documents into one cluster.
+    """
     if not confirm_task.path.is_file():
         starts = np.cumsum([0, *confirm_task.counts[:-1]])
-        # Of pieces without documents the last one that begins here is found, and it is the one that has the document.
+        # Empty chunks share their start with the next one; searchsorted finds the last of them, which has the document.
         sets, clusters, rows = ShingleSetCache(confirm_task.folder, starts, confirm_task.memory), Clusters(), []
         for pair in np.fromfile(
             confirm_task.folder / "pairs", np.uint64, PAIRS_PER_TASK, offset=confirm_task.number * PAIRS_PER_TASK * 8
@@ -215,7 +218,7 @@ def confirm_pairs(confirm_task: ConfirmTask) -> int:
                 continue
             small, large = sorted((sets.count_shingles(first), sets.count_shingles(second)))
             if small / large < confirm_task.threshold:
-                continue  # so different in size that they cannot be alike
+                continue  # Jaccard similarity cannot exceed the ratio of the sizes
             similarity = jaccard(sets[first], sets[second])
             if similarity >= confirm_task.threshold:
                 clusters.join(first, second)

@@ -1,4 +1,4 @@
-"""A text as a set of shingles: every run of n characters, or of n words, of the normalised text, as 64-bit hashes."""
+"""Turn a text into a set of shingles: hashes of every run of n characters or n words."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from textmill.counters import mix
 Unit = Literal["characters", "words"]
 Hashes = NDArray[np.uint64]
 SEGMENT_CHARACTERS = 1 << 20
-"""Characters of a document that are shingled at a time; shingles across such a border, n-1 in a million, are left out."""
+"""A longer document is shingled in segments; the n-1 shingles across each boundary are left out."""
 
 _BASE = 0xD6E8FEB86659FD93
 
 
 def shingle(texts: Sequence[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hashes of all shingles, text after text, repeats and all, and how many each text has: never none.
+    """The shingle hashes of all texts, in order and with repeats, and the number per text (at least 1).
 
-    A text that is shorter than n is one shingle. Normalised means: NFC, case folded, every run of white space one space.
+    Texts are normalised first: NFC, case-folded, each run of white space one space. A text shorter than n is one
+    shingle.
     """
     points, lengths = _normalise(texts)
     if unit == "words":
@@ -38,7 +39,7 @@ def shingle(texts: Sequence[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[n
 
 
 def shingle_set(text: str, unit: Unit, n: int) -> Hashes:
-    """The different shingles of one text, sorted; a long text is taken a stretch at a time."""
+    """The distinct shingles of one text, sorted; a long text is processed in segments."""
     parts = [text[start : start + SEGMENT_CHARACTERS] for start in range(0, max(len(text), 1), SEGMENT_CHARACTERS)]
     if len(parts) == 1:
         return distinct(shingle(parts, unit, n)[0])
@@ -46,7 +47,7 @@ def shingle_set(text: str, unit: Unit, n: int) -> Hashes:
 
 
 def distinct(hashes: Hashes) -> Hashes:
-    """Sorted, each once."""
+    """The distinct values, sorted."""
     hashes = np.sort(hashes)
     first = np.ones(len(hashes), dtype=np.bool_)
     np.not_equal(hashes[1:], hashes[:-1], out=first[1:])
@@ -54,18 +55,18 @@ def distinct(hashes: Hashes) -> Hashes:
 
 
 def jaccard(first_set: Hashes, second_set: Hashes) -> float:
-    """The share of the shingles of two sets that both have."""
+    """The Jaccard similarity of two shingle sets: shared shingles divided by all shingles."""
     merged = np.concatenate((first_set, second_set))
-    merged.sort(kind="stable")  # two sorted runs: this merges them
+    merged.sort(kind="stable")  # a merge of two sorted runs
     common = int(np.count_nonzero(merged[1:] == merged[:-1]))
     return common / (len(merged) - common)
 
 
 def _normalise(texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """The code points of all texts without anything between them, and each one's length."""
+    """The concatenated code points of all normalised texts, and the length of each."""
     folded = [_fold(text) for text in texts]
     lengths = np.array([len(text) + 1 for text in folded], dtype=np.int64)
-    # A line end after each text: of the white space at a text's end and this one, the first stays, and goes at last.
+    # Each text gets a final line end. A run of white space becomes one space, and the last one is then removed.
     points = np.frombuffer("".join([text + "\n" for text in folded]).encode("utf-32-le", "surrogatepass"), np.uint32)
     is_space = _is_space(points)
     keep = np.ones(len(points), dtype=np.bool_)
@@ -83,7 +84,7 @@ def _fold(text: str) -> str:
 
 
 def _is_space(points: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """What `str.isspace` calls white space; below 0 the unsigned differences are large."""
+    """White space as `str.isspace` defines it; the unsigned subtraction makes each range test one comparison."""
     is_space = (points - np.uint32(0x09) <= 4) | (points - np.uint32(0x1C) <= 4)
     if points.max(initial=0) > 0x7E:
         is_space |= (points == 0xA0) | (points == 0x3000) | (points == 0x85) | (points == 0x1680)
@@ -97,7 +98,7 @@ def _is_space(points: NDArray[np.uint32]) -> NDArray[np.bool_]:
 
 
 def _words(points: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
-    """A hash for each word, that is, for what stands between spaces, and how many words each text has."""
+    """A hash of each word (a run without spaces), and the number of words per text."""
     ends = np.cumsum(lengths)
     is_letter, first = points != 32, np.zeros(len(points), dtype=np.bool_)
     first[1:] = ~is_letter[:-1]
@@ -110,7 +111,7 @@ def _words(points: NDArray[np.uint32], lengths: NDArray[np.int64]) -> tuple[Hash
 
 
 def _pad(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDArray[np.int64]]:
-    """Zeros after each text that is shorter than n, so that it has n."""
+    """Pad texts shorter than n with zeros to length n."""
     missing = np.maximum(n - lengths, 0)
     if missing.any():
         units = np.insert(units, np.repeat(np.cumsum(lengths), missing), np.uint64(0))
@@ -118,10 +119,10 @@ def _pad(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDA
 
 
 def _hash_windows(units: Hashes, n: int) -> Hashes:
-    """At each place the n units from there on as one number: a polynomial, made by doubling."""
+    """A polynomial hash of the n units that start at each position, built by doubling the window width."""
     windows, width, base = units, 1, _BASE
     for bit in bin(n)[3:]:
-        # (window of width) then (window of width) gives one of twice the width
+        # two adjacent windows give one of twice the width
         windows = windows[:-width] * np.uint64(base) + windows[width:]
         width, base = 2 * width, base * base % 2**64
         if bit == "1":

@@ -1,1 +1,1 @@
-"""A format = a file: `read(piece, config)` yields its records; `ranges(source, documents)`, where it can be cut, says where."""
+"""One module per file format. `read` yields the records of a chunk; the optional `ranges` splits a file into chunks."""

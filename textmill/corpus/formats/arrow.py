@@ -1,4 +1,4 @@
-"""Arrow files, as Hugging Face `datasets` saves and caches them: a record a row."""
+"""Read Arrow files as Hugging Face `datasets` writes them; one record per row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from textmill.corpus.streams import BrokenStream, open_seekable
 from textmill.corpus.text_fields import parse_text_key
 
 MAGIC = b"ARROW1"
-"""The beginning of a file with a footer; one without is a stream."""
+"""The first bytes of the Arrow file format; other files are read as the stream format."""
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """The rows of all batches."""
+    """Yield the rows of all batches."""
     fields, row = parse_text_key(chunk.source, config), 0
     with open_seekable(chunk.source.address) as stream:
         for batch in _batches(stream):
@@ -46,5 +46,5 @@ def _batches(stream: Any) -> Iterator[Any]:
                 yield from batches
     except (pa.ArrowException, OSError) as error:
         raise BrokenStream(
-            f"no Arrow file, or only a part of one: {str(error).splitlines()[0] if str(error) else error!r}"
+            f"invalid or incomplete Arrow file: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None

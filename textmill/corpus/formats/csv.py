@@ -1,4 +1,4 @@
-"""CSV and TSV with a header row: a record a row, a quoted field over several lines included."""
+"""Read CSV and TSV files with a header row; a quoted field may span lines."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from textmill.corpus.text_fields import parse_text_key
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Rows by the names of the header; one with more or fewer fields than the header is bad, never guessed at."""
+    """Yield one record per row; a row with a different number of fields than the header is a bad record."""
     fields, lines = parse_text_key(chunk.source, config), _LineReader(chunk)
-    tabs = ".tsv" in stored_name(chunk.source.address).rpartition("/")[2]
+    is_tab_separated = ".tsv" in stored_name(chunk.source.address).rpartition("/")[2]
     csv.field_size_limit(records.MAX_RECORD_BYTES)
-    rows = csv.reader(lines, delimiter="\t" if tabs else ",", strict=True)
+    rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)
     header: list[str] | None = None
     while True:
         lines.start_row()
         try:
             row = next(rows)
             if not row:
-                continue  # a blank line is no row
+                continue  # a blank line is not a row
             if header is None:
                 header = [_text(name).strip() for name in row]
                 continue
@@ -51,7 +51,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
 
 
 class _LineReader:
-    """Lines as the csv module takes them, with the place and the bytes of the row at hand."""
+    """Lines for the csv module, with the place and the first bytes of the current row."""
 
     def __init__(self, chunk: SourceChunk) -> None:
         self.lines = read_lines(chunk)

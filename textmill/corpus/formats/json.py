@@ -1,4 +1,4 @@
-"""JSON files, streamed: an array, one object, objects one after the other, or JSON lines under another name."""
+"""Read JSON files as a stream: an array, one or several objects, or JSON lines in a .json file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from textmill.corpus.text_fields import TextFields, parse_text_key
 
 _DECODER = json.JSONDecoder()
 RETRY_CHARACTERS = 16
-"""Characters at a buffer's end where a mistake may only be a word that goes on."""
+"""A syntax error this close to the buffer's end may be a value that continues, so parsing is retried."""
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """A record an element of the array, or a value; what is broken ends the file, since nothing tells where the next record begins."""
+    """Yield one record per array element or value; after a syntax error the rest of the file cannot be read."""
     fields = parse_text_key(chunk.source, config)
     with open_stream(chunk.source.address) as stream:
         if _is_lines(stream.peek(BUFFER_BYTES)):
@@ -35,12 +35,15 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                 yield from _value_records(scanner, fields)
         except UnreadableRecord as error:
             yield BadRecord(
-                chunk.source.name, scanner.place, f"{error}; the file is not read further"[:RAW_BYTES], scanner.raw()
+                chunk.source.name,
+                scanner.place,
+                f"{error}; the rest of the file is not read"[:RAW_BYTES],
+                scanner.raw(),
             )
 
 
 def _is_lines(head: bytes) -> bool:
-    """Whether the first line is an object of its own with something after it."""
+    """True if the first line is a complete object and more lines follow."""
     first, _, rest = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     if not rest.strip() or not first.startswith(b"{"):
         return False
@@ -69,7 +72,7 @@ def _value_records(scanner: _Scanner, fields: TextFields) -> Iterator[Document |
 
 
 def _member_records(scanner: _Scanner, fields: TextFields, name: str) -> Iterator[Document | BadRecord]:
-    """The elements of the list `name` of one object, one at a time, however long it is; of its other members only the names are kept."""
+    """Yield the elements of one object's list `name`, one at a time; the object's other members are skipped."""
     object_place = f"value {scanner.count}"
     scanner.place, raw, names, found = object_place, scanner.raw(), [], 0
     for key in scanner.members():
@@ -89,7 +92,7 @@ def _member_records(scanner: _Scanner, fields: TextFields, name: str) -> Iterato
 
 
 class _Scanner:
-    """JSON values off a stream, with no more of it in memory than the value at hand."""
+    """Parses JSON values from a stream, holding only the current value in memory."""
 
     def __init__(self, stream: io.BufferedReader) -> None:
         self.stream = stream
@@ -98,11 +101,11 @@ class _Scanner:
         self.count, self.place = 0, "beginning"
 
     def raw(self) -> bytes:
-        """The beginning of the value at hand."""
+        """The start of the current value, for the quarantine."""
         return self.text[self.start : self.start + RAW_BYTES].encode(errors="backslashreplace")[:RAW_BYTES]
 
     def read_more(self) -> bool:
-        """Read on; as much again as is held, so that a long value is not begun anew too often."""
+        """Read more text: as much as is held already, so that a long value is not parsed again too often."""
         if self.at_end:
             return False
         self.text, self.at, self.start = self.text[self.start :], self.at - self.start, 0
@@ -114,7 +117,7 @@ class _Scanner:
         return not self.at_end
 
     def peek(self) -> str:
-        """The next character that is no space; nothing at the end."""
+        """The next character that is not white space; '' at the end."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
                 self.at += 1
@@ -125,21 +128,23 @@ class _Scanner:
                 return ""
 
     def value(self) -> object:
-        """The value that begins here."""
+        """Parse the value at the current position."""
         if not self.peek():
-            raise UnreadableRecord("the file ends in the middle")
+            raise UnreadableRecord("unexpected end of file")
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.start)
             except RecursionError:
                 raise UnreadableRecord("JSON nested too deep") from None
             except json.JSONDecodeError as error:
-                cut = error.pos >= len(self.text) - RETRY_CHARACTERS or error.msg.startswith("Unterminated string")
-                if not cut or not self.read_more():
+                may_be_incomplete = error.pos >= len(self.text) - RETRY_CHARACTERS or error.msg.startswith(
+                    "Unterminated string"
+                )
+                if not may_be_incomplete or not self.read_more():
                     raise UnreadableRecord(
                         f"not JSON: {error.msg} at character {error.pos - self.start:,} of the value"
                     ) from None
-            except ValueError as error:  # a number of more digits than Python reads
+            except ValueError as error:  # a number with more digits than Python accepts
                 raise UnreadableRecord(f"not JSON: {error}") from None
             else:
                 if not self._may_continue(value, end) or not self.read_more():
@@ -147,11 +152,11 @@ class _Scanner:
                     return value
 
     def _may_continue(self, value: object, end: int) -> bool:
-        """Whether a number may be only the part of it that is in the buffer."""
+        """True if a number may continue after the end of the buffer."""
         return isinstance(value, int | float) and not self.text[end : end + 400].lstrip("0123456789+-.eE")
 
     def elements(self) -> Iterator[object]:
-        """The elements of the array that begins here."""
+        """Yield the elements of the array at the current position."""
         self.at += 1
         if self.peek() == "]":
             self.at += 1
@@ -162,7 +167,7 @@ class _Scanner:
                 return
 
     def members(self) -> Iterator[str]:
-        """The keys of the object that begins here; the caller takes each value."""
+        """Yield the keys of the object at the current position; the caller reads each value."""
         self.at += 1
         if self.peek() == "}":
             self.at += 1
@@ -170,7 +175,7 @@ class _Scanner:
         while True:
             key = self.value()
             if not isinstance(key, str):
-                raise UnreadableRecord("not JSON: a key is no text")
+                raise UnreadableRecord("not JSON: a key is not a string")
             self._expect(":")
             yield key
             if self._expect(",}") == "}":
@@ -180,7 +185,7 @@ class _Scanner:
         found = self.peek()
         if not found or found not in expected:
             raise UnreadableRecord(
-                f"not JSON: found {found!r} in place of one of {expected!r}" if found else "the file ends in the middle"
+                f"not JSON: found {found!r}; expected one of {expected!r}" if found else "unexpected end of file"
             )
         self.at += 1
         return found

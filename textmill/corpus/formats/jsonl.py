@@ -1,4 +1,4 @@
-"""JSON lines: an object a line."""
+"""Read JSON lines: one object per line."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from textmill.corpus.sources import line_ranges
 from textmill.corpus.text_fields import TextFields, parse_text_key
 
 
-def ranges(source: Source, documents: str) -> Iterator[ChunkRange] | None:
-    """Whole lines."""
+def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
+    """Ranges of complete lines."""
     return line_ranges(source)
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """A record a line; a blank line has no field and is empty text."""
+    """Yield one record per line; a blank line is an empty document."""
     fields = parse_text_key(chunk.source, config)
     for number, line, length in read_lines(chunk):
         yield from line_records(line, length, f"line {number}", fields)
 
 
 def line_records(line: bytes, length: int, place: str, fields: TextFields) -> Iterator[Document | BadRecord]:
-    """The documents of one line."""
+    """Yield the documents of one line."""
     try:
         check_line_length(length)
         text = decode_utf8(line)
@@ -41,13 +41,13 @@ def line_records(line: bytes, length: int, place: str, fields: TextFields) -> It
 
 
 def parse_json(text: str) -> object:
-    """A JSON value, or the reason why it is none."""
+    """Parse a JSON value; raise UnreadableRecord with the reason if it is invalid."""
     try:
         value: object = json.loads(text)
     except RecursionError:
         raise UnreadableRecord("JSON nested too deep") from None
     except json.JSONDecodeError as error:
         raise UnreadableRecord(f"not JSON: {error.msg} at column {min(error.pos, len(text.rstrip())) + 1}") from None
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number with more digits than Python accepts
         raise UnreadableRecord(f"not JSON: {error}") from None
     return value

@@ -1,4 +1,4 @@
-"""A MediaWiki dump (pages-articles.xml), streamed: a record a page of the main namespace that is no redirect."""
+"""Read a MediaWiki dump (pages-articles.xml) as a stream; one record per page of the main namespace."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from textmill.corpus.text_fields import parse_text_key
 from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, wikitext_to_plain
 
 FILE_NAMESPACE, CATEGORY_NAMESPACE = "6", "14"
-"""Namespaces whose links show no words of the text; each language names them in its own way."""
+"""Namespaces whose links show no text; each language names them differently."""
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Pages with the fields id, title and text (plain); the title is kept as metadata where nothing else is asked for."""
+    """Yield pages with the fields id, title and text (plain); `title` is kept as metadata by default. Redirects are
+    skipped."""
     fields, hidden = parse_text_key(chunk.source, config, kept_fields=("title",)), set(HIDDEN_PREFIXES)
     with open_stream(chunk.source.address) as stream:
         for element in _elements(stream):
@@ -29,23 +30,23 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                 if element.get("key") in (FILE_NAMESPACE, CATEGORY_NAMESPACE) and element.text:
                     hidden.add(element.text.lower())
                 continue
-            fields_by_name = {_name(one): one for one in element}
-            if _text(fields_by_name.get("ns")) not in ("0", "") or "redirect" in fields_by_name:
+            children = {_name(child): child for child in element}
+            if _text(children.get("ns")) not in ("0", "") or "redirect" in children:
                 continue
-            wikitext = next((_text(one) for one in fields_by_name.get("revision", ()) if _name(one) == "text"), "")
+            wikitext = next((_text(child) for child in children.get("revision", ()) if _name(child) == "text"), "")
             page = {
-                "id": _text(fields_by_name.get("id")),
-                "title": _text(fields_by_name.get("title")),
+                "id": _text(children.get("id")),
+                "title": _text(children.get("title")),
                 "text": wikitext_to_plain(wikitext, hidden),
             }
             yield from fields.documents(page, f"page {page['id']}", wikitext[:RAW_BYTES].encode()[:RAW_BYTES])
 
 
 def _elements(stream: io.BufferedReader) -> Iterator[Element]:
-    """Every page, and the namespaces before them; what was handed out is forgotten at once."""
+    """Yield the namespaces and every page; each element's memory is released afterwards."""
     parser: Any = XMLPullParser(["start", "end"])
     path: list[Element] = []
-    seen = False
+    found_any = False
     try:
         while block := stream.read1(records.READ_BYTES):
             parser.feed(block)
@@ -55,14 +56,14 @@ def _elements(stream: io.BufferedReader) -> Iterator[Element]:
                     continue
                 path.pop()
                 if _name(element) in ("page", "namespace"):
-                    seen = True
+                    found_any = True
                     yield element
                     path[-1].clear()
-        if not seen and not path:
+        if not found_any and not path:
             return
         parser.close()
     except ParseError as error:
-        raise BrokenStream(f"not XML, or the dump breaks off: {error}") from None
+        raise BrokenStream(f"invalid or incomplete XML: {error}") from None
 
 
 def _name(element: Element) -> str:

@@ -1,4 +1,4 @@
-"""MongoDB collections as one index, read in ranges of documents."""
+"""Read MongoDB collections as one source, in ranges of positions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from textmill.corpus.source import ChunkRange, Source, SourceChunk
 from textmill.errors import TextmillError
 
 DOCUMENTS_PER_CHUNK = 100_000
-"""Documents of a piece."""
+"""Positions in a chunk."""
 PREFIX = "mongo:"
 
 
 def find_mongo_sources(entry: str) -> list[Source]:
-    """The index that a word names, with its bounds as they are now: what is added later moves nothing and is not read."""
+    """The source of a `mongo:` entry.
+
+    It records the current ranges of the collections; documents that are added later are not read.
+    """
     source = Source(entry, os.path.expanduser(entry.removeprefix(PREFIX)), "mongo")
     index = _import_mongo(source, "collections").open_index(source.address)
     index.close()
     return [replace(source, collection_ranges=index.collection_ranges)]
 
 
-def ranges(source: Source, documents: str) -> Iterator[ChunkRange]:
-    """Ranges of the index."""
+def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange]:
+    """Ranges of positions."""
     size = _size(source)
     yield from (
         (start, min(start + DOCUMENTS_PER_CHUNK, size), start) for start in range(0, max(size, 1), DOCUMENTS_PER_CHUNK)
@@ -36,7 +39,7 @@ def ranges(source: Source, documents: str) -> Iterator[ChunkRange]:
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """The documents of a range."""
+    """Yield the documents of a range of positions."""
     source = chunk.source
     yield from _import_mongo(source, "collections").read_range(
         source.address, chunk.start, chunk.stop, config, source.collection_ranges, source.text_key
@@ -44,7 +47,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
 
 
 def collection_state(source: Source) -> tuple[int, str]:
-    """The number of positions, and a mark of what stands there."""
+    """The number of positions and a fingerprint of their content."""
     snapshot = _import_mongo(source, "snapshot")
     server = import_module("textmill.corpus.mongo.server").open_server(source.address)
     try:

@@ -1,4 +1,4 @@
-"""Parquet: a record a row, read a batch at a time, cut between row groups."""
+"""Read Parquet files in batches, one record per row; a file is split between row groups."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from textmill.corpus.text_fields import TextFields, parse_text_key
 BATCH_ROWS = 1024
 
 
-def ranges(source: Source, documents: str) -> Iterator[ChunkRange] | None:
-    """Row groups, about PIECE bytes of them; None: the file cannot be read at all."""
+def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
+    """Ranges of row groups of about CHUNK_BYTES each; None if the file is damaged."""
     try:
         with _open(source) as file:
             return iter(_row_group_ranges(file.metadata))
@@ -41,7 +41,7 @@ def _row_group_ranges(metadata: Any) -> list[ChunkRange]:
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """The rows of a piece's row groups; a damaged group is one bad record, and the next one is read."""
+    """Yield the rows of a chunk's row groups; a damaged group becomes one bad record."""
     fields = parse_text_key(chunk.source, config)
     with _open(chunk.source) as file:
         columns, at, row = fields.columns(file.schema_arrow.names), 0, 0
@@ -66,9 +66,11 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
 
 
 def batch_records(batch: Any, fields: TextFields, first: int, names: list[str]) -> Iterator[Document | BadRecord]:
-    """A record a row; a table without the column is bad in every row, so that each is counted."""
+    """Yield one record per row; without the text column, every row is a bad record, so that each is counted."""
     if not fields.columns(names) or (not fields.chat and not set(fields.columns(names)) & _text_columns(fields)):
-        texts = [one.name for one in batch.schema if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)]
+        texts = [
+            item.name for item in batch.schema if pa.types.is_string(item.type) or pa.types.is_large_string(item.type)
+        ]
         reason = f"no column '{fields.key}'; found {names[:12]}" + (
             f"; set corpus.text_key={texts[0]}" if texts else ""
         )
@@ -87,13 +89,13 @@ def batch_records(batch: Any, fields: TextFields, first: int, names: list[str]) 
 
 def _text_columns(fields: TextFields) -> set[str]:
     paths = [fields.list_paths[0]] if fields.list_paths else list(fields.text_paths)
-    return {fields.key} | {word for path in paths if path for word in (".".join(path), path[0])}
+    return {fields.key} | {name for path in paths if path for name in (".".join(path), path[0])}
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any] | str]:
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:  # one bad string fails the batch: row by row, only its own row is lost
+    except UnicodeDecodeError:  # one invalid string fails the whole batch; reading row by row loses only its own row
         for index in range(batch.num_rows):
             try:
                 yield batch.slice(index, 1).to_pylist()[0]
@@ -108,7 +110,7 @@ def _open(source: Source) -> Iterator[Any]:
         try:
             file = pq.ParquetFile(stream)
         except (pa.ArrowException, OSError) as error:
-            raise BrokenStream(f"no Parquet file, or only a part of one: {_first_line(error)}") from None
+            raise BrokenStream(f"invalid or incomplete Parquet file: {_first_line(error)}") from None
         with file:
             yield file
     finally:

@@ -1,4 +1,4 @@
-"""Plain text: a document is a section, a blank-line block, a line or the file."""
+"""Read plain text; a document is a section, a block between blank lines, a line, or the file."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from textmill.corpus.sources import line_ranges
 from textmill.corpus.streams import open_stream
 
 MAX_BLOCK_CHARACTERS = 8 << 20
-"""Characters of a blank-line block after which it is cut all the same."""
+"""A block between blank lines is cut after this many characters."""
 
-# A carriage return and its line feed are one newline: the atomic group never gives half of it back.
+# CR LF is one newline: the atomic group never splits it.
 _NEWLINE = r"(?>\r\n|[\r\n])"
 _LINE_END = re.compile(_NEWLINE)
 _BLANK_LINE = re.compile(rf"{_NEWLINE}[ \t]*+{_NEWLINE}")
 _LEADING = re.compile(rf"(?:[ \t]*+{_NEWLINE})*+")
 
 
-def ranges(source: Source, documents: str) -> Iterator[ChunkRange] | None:
-    """Whole lines, where a line is a document."""
-    return line_ranges(source) if documents == "line" else None
+def ranges(source: Source, document_unit: str) -> Iterator[ChunkRange] | None:
+    """Ranges of complete lines if each line is a document; otherwise the file is not split."""
+    return line_ranges(source) if document_unit == "line" else None
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """The documents that `corpus.documents` asks for."""
+    """Yield the documents as `corpus.documents` defines them."""
     if config.documents == "line":
         yield from _line_records(chunk)
     elif config.documents == "file":
@@ -105,15 +105,18 @@ def _segment_record(text: str, name: str, place: str) -> Document | BadRecord:
     return Document(text, name, place)
 
 
-def split_text(stream: io.BufferedReader, size: int, soft: int, hard: int) -> Iterator[str]:
-    """Text cut where `_cut` says; bytes that are no UTF-8 come as lone surrogates, so that cutting goes on around them."""
+def split_text(stream: io.BufferedReader, size: int, soft_limit: int, hard_limit: int) -> Iterator[str]:
+    """Yield a stream's text in documents of about `size` characters; `_find_cut` decides where they end.
+
+    Bytes that are not UTF-8 become lone surrogates, so that they spoil only their own document.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text, start, at_end, carriage_return = "", 0, False, b""
     if stream.peek(3)[:3] == codecs.BOM_UTF8:
         stream.read(3)
     while True:
         start = _LEADING.match(text, start).end()  # type: ignore[union-attr]
-        end = _find_cut(text, start, size, soft, hard, at_end)
+        end = _find_cut(text, start, size, soft_limit, hard_limit, at_end)
         if end is not None:
             if end > start and not text[start:end].isspace():
                 yield text[start:end]
@@ -123,20 +126,24 @@ def split_text(stream: io.BufferedReader, size: int, soft: int, hard: int) -> It
             new_bytes = stream.read1(max(records.READ_BYTES, len(text)))
             at_end = not new_bytes
             new_bytes = carriage_return + new_bytes
-            # Never stop between CR and LF: what is found must not depend on where blocks end.
+            # Hold back a final CR: a cut must not depend on where a block of the file ends.
             carriage_return = b"\r" if new_bytes.endswith(b"\r") and not at_end else b""
             text += decoder.decode(new_bytes[: len(new_bytes) - len(carriage_return)], final=at_end)
         else:
             return
 
 
-def _find_cut(text: str, start: int, size: int, soft: int, hard: int, at_end: bool) -> int | None:
-    """Where the document at `start` ends, judged by nothing that comes after; None: not before more text is there."""
-    if found := _BLANK_LINE.search(text, start + size - 1, start + soft):
+def _find_cut(text: str, start: int, size: int, soft_limit: int, hard_limit: int, at_end: bool) -> int | None:
+    """Where the document at `start` ends; None if more text is needed to decide.
+
+    It ends at the first blank line after `size` characters, else at the first line end after `soft_limit`, else at
+    `hard_limit`. Only the text up to that point matters.
+    """
+    if found := _BLANK_LINE.search(text, start + size - 1, start + soft_limit):
         return found.end()
-    if len(text) - start >= soft:
-        if found := _LINE_END.search(text, start + soft - 1, start + hard):
+    if len(text) - start >= soft_limit:
+        if found := _LINE_END.search(text, start + soft_limit - 1, start + hard_limit):
             return found.end()
-        if len(text) - start >= hard:
-            return start + hard
+        if len(text) - start >= hard_limit:
+            return start + hard_limit
     return len(text) if at_end and len(text) > start else None

@@ -1,4 +1,4 @@
-"""WikiExtractor's output: <doc id= url= title=> blocks, or its JSON lines; a record a page."""
+"""Read WikiExtractor output, <doc id= url= title=> blocks or JSON lines; one record per page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    """Pages with the fields id, url, title and text; the title is kept as metadata where nothing else is asked for."""
+    """Yield pages with the fields id, url, title and text; `title` is kept as metadata by default."""
     fields = parse_text_key(chunk.source, config, kept_fields=("title",))
     page: _Page | None = None
     for number, line, length in read_lines(chunk):
@@ -30,18 +30,18 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             page = _Page(number, start[1])
         elif page is None:
             if stripped:
-                yield BadRecord(chunk.source.name, f"line {number}", "text outside of a <doc> block", line[:RAW_BYTES])
+                yield BadRecord(chunk.source.name, f"line {number}", "text outside a <doc> block", line[:RAW_BYTES])
         elif stripped == b"</doc>":
             yield from page.documents(fields)
             page = None
         else:
             page.add(line, length)
     if page is not None:
-        yield BadRecord(chunk.source.name, f"line {page.number}", "a <doc> block without its end", page.head)
+        yield BadRecord(chunk.source.name, f"line {page.number}", "<doc> block without </doc>", page.head)
 
 
 class _Page:
-    """A block that is being read."""
+    """A <doc> block while it is read."""
 
     def __init__(self, number: int, head: bytes) -> None:
         self.number, self.head, self.size = number, head[:RAW_BYTES], 0
