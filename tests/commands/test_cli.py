@@ -1,4 +1,4 @@
-"""The command line as a person types it, and the same commands in Python."""
+"""The command line as a person types it."""
 
 from __future__ import annotations
 
@@ -326,29 +326,6 @@ def test_check_finds_a_flipped_bit(
         assert code == 2
         assert f"{path.name} does not match its checksum" in err
         path.write_bytes(whole)
-
-
-def test_the_python_door(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import textmill
-    from textmill.config import CorpusConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
-
-    monkeypatch.chdir(tiny_texts.parent)
-    config = textmill.RunConfig(
-        folder="mine",
-        corpus=CorpusConfig(sources=["texts/*.txt"], section=300),
-        tokenizer=TokenizerConfig(vocab=300),
-        model=ModelConfig(size="nano"),
-        train=TrainConfig(steps=2, warmup=0, batch=2, length=32),
-        sample=SampleConfig(prompt="The mill", max_tokens=4),
-    )
-    textmill.prepare(config)
-    textmill.fit_tokenizer(config)
-    textmill.tokenize(config)
-    textmill.train(config)
-    assert textmill.evaluate(config)["model"]["bits_per_byte"] > 0
-    assert isinstance(textmill.generate(config)[0], str)
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        _ = textmill.trian
 
 
 def test_help_is_quick_because_it_loads_nothing() -> None:

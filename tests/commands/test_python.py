@@ -1,0 +1,70 @@
+"""Every command as a function: `textmill.NAME` of the table of commands."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from pathlib import Path
+
+import pytest
+
+import textmill
+from textmill.commands.table import COMMANDS
+from textmill.config import CorpusConfig, ModelConfig, SampleConfig, TokenizerConfig, TrainConfig
+from textmill.errors import TextmillError
+from textmill.where import open_where
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_function_that_takes_what_its_row_says(name: str) -> None:
+    row = COMMANDS[name]
+    function = getattr(textmill, name.replace("-", "_"))
+    assert row.python_name in dir(textmill)
+    arguments = ["config"] if row.opens != "nothing" else list(row.arguments)
+    options = {flag.parameter: flag.value for flag in row.flags}
+    if row.opens == "nothing" and row.takes_settings:
+        options["settings"] = []
+    inspect.signature(function).bind(*arguments, **options)
+    if row.opens == "model":
+        assert inspect.signature(function).parameters["step"].default == "latest"
+
+
+def test_all_stages_in_python(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    config = textmill.RunConfig(
+        folder="mine",
+        corpus=CorpusConfig(sources=["texts/*.txt"], section=300),
+        tokenizer=TokenizerConfig(vocab=300),
+        model=ModelConfig(size="nano"),
+        train=TrainConfig(steps=2, warmup=0, batch=2, length=32),
+        sample=SampleConfig(prompt="The mill", max_tokens=4),
+    )
+    textmill.prepare(config)
+    textmill.fit_tokenizer(config)
+    textmill.tokenize(config)
+    textmill.train(config)
+    assert textmill.evaluate(config)["model"]["bits_per_byte"] > 0
+    assert isinstance(textmill.generate(config)[0], str)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = textmill.trian
+
+
+def test_new_writes_a_config(tiny_texts: Path) -> None:
+    path = textmill.new(str(tiny_texts.parent / "mine"), text=str(tiny_texts))
+    assert path == tiny_texts.parent / "mine" / "textmill.yaml"
+    assert open_where(str(path), []).config.corpus.sources == [str(tiny_texts)]
+
+
+def test_verify_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    textmill.verify(open_where("quickstart", ["engine.precision=fp32", "engine.mesh.replicate=2"]).config)
+    assert "gives the numbers of" in capsys.readouterr().out
+
+
+def test_serve_opens_its_port_first(tiny_texts: Path) -> None:
+    """The server's own tests run it to the end; here its port is taken, which it reports before it opens a model."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = open_where("quickstart", [f"serve.port={taken.getsockname()[1]}"]).config
+        with pytest.raises(TextmillError, match=r"serve\.port: cannot listen on"):
+            textmill.serve(config)

@@ -1,0 +1,81 @@
+"""The examples of the contributing pages work: each is put in place for one test and run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import textmill.commands
+import textmill.config.usage
+import textmill.evaluation.tasks
+from textmill.cli import main
+from textmill.commands import table
+from textmill.config import TokenizerConfig
+from textmill.tokens.vocabulary.tokenizer import fit
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "contributing"
+
+
+def code_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 that transformers wrote, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = fit(iter([["Is water wet? Answer: yes no. Is fire cold?"] * 3]), TokenizerConfig(vocab=280))
+    tokenizer.save(folder)
+    torch.manual_seed(1)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=64, vocab_size=tokenizer.vocab)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_add_a_command(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, row = code_blocks("add-a-command.md")
+    (tmp_path / "size.py").write_text(file, encoding="utf-8")
+    monkeypatch.setattr(textmill.commands, "__path__", [*textmill.commands.__path__, str(tmp_path)])
+    monkeypatch.setattr(table, "COMMANDS", dict(table.COMMANDS))
+    exec(row, vars(table))
+    monkeypatch.setattr("textmill.cli.COMMANDS", table.COMMANDS)
+    parameters = GPT2LMHeadModel.from_pretrained(model).num_parameters()
+    assert main(["size", str(model), "--bytes"]) == 0
+    assert capsys.readouterr().out == f"{model}: {4 * parameters:,} bytes\n"
+    assert main(["size", str(model)]) == 0
+    assert capsys.readouterr().out == f"{model}: {parameters:,}\n"
+    assert main(["size", "--help"]) == 0
+    assert "  --bytes    print bytes instead of parameters" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "  size           print the number of parameters of a model" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "textmill.commands.size")
+
+
+def test_add_an_evaluation_task(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file,) = code_blocks("add-an-evaluation-task.md")
+    (tmp_path / "yes_no.py").write_text(file, encoding="utf-8")
+    monkeypatch.setattr(textmill.evaluation.tasks, "__path__", [*textmill.evaluation.tasks.__path__, str(tmp_path)])
+    monkeypatch.setattr(textmill.config.usage, "TASKS", tmp_path)
+    importlib.invalidate_caches()
+    on_cpu = ["engine.device=cpu", "engine.precision=fp32"]
+    assert main(["evaluate", str(model), "evaluate.tasks=yes_no", "evaluate.batch=2", "--json", *on_cpu]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["yes_no"]["questions"] == 3
+    assert result["yes_no"]["accuracy"] in (0, 1 / 3, 2 / 3, 1)
+    assert (result["step"], result["device"], result["precision"]) == (0, "cpu", "float32")
+    assert main(["evaluate", str(model), "evaluate.tasks=yes_no", *on_cpu]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"yes_no accuracy  {result['yes_no']['accuracy']:.1%}\n")
+    assert "3 questions; the answer with the higher log-likelihood counts." in out
+    monkeypatch.delitem(sys.modules, "textmill.evaluation.tasks.yes_no")
