@@ -224,7 +224,7 @@ def compare_near(place: Path, texts: Path, total: float, workers: int, python: s
     print(
         f"near-duplicates, {total:.1f} MB, {workers} workers, shingles of {WORDS} words, {bands} bands of {rows} values"
     )
-    settings: dict[str, Any] = {"dedup_shingles": "words", "dedup_n": WORDS, "dedup_threshold": THRESHOLD}
+    settings: dict[str, Any] = {"dedup_shingles": "words", "dedup_shingle_size": WORDS, "dedup_threshold": THRESHOLD}
     ours = prepare(texts, place / "ours", workers, "near", **settings)
     print(
         f"  textmill               {total / ours.seconds:7.2f} MB/s, {ours.cpu:,.0f} s of processors, peak {ours.peak:,.0f} MB",

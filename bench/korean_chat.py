@@ -60,7 +60,7 @@ def configs_of(text: Path, pairs: Path, out: Path, chosen: dict[str, Any]) -> tu
         "train": {
             "layout": "chat", "length": chosen["chat_length"], "batch": chosen["chat_batch"], "steps": chat_steps,
             "learning_rate": chosen["chat_rate"], "evaluate_every": max(1, chat_steps // 6), "save_every": max(1, chat_steps // 3),
-            "log_every": max(1, chat_steps // 30), "keep": 3,
+            "log_every": max(1, chat_steps // 30), "checkpoints": {"keep": 3},
         },
     }  # fmt: skip
     return base, chat

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import Engine, Sums, open_engine
 from textmill.models import open_family
 from textmill.schedules import lr_at
@@ -42,7 +42,12 @@ LOOKS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 def preset_of(optimizer: str) -> dict[str, Any]:
     """What an optimizer's preset says of rates and batch."""
     preset = TrainConfig(preset=f"pretrain-{optimizer}")  # type: ignore[arg-type]
-    return {"rate": preset.learning_rate, "rest": preset.rest_rate, "momentum": preset.momentum, "batch": preset.batch}
+    return {
+        "rate": preset.learning_rate,
+        "rest": preset.muon.adamw_rate_factor,
+        "momentum": preset.muon.momentum,
+        "batch": preset.batch,
+    }
 
 
 SETTINGS: dict[str, Any] = {
@@ -109,7 +114,8 @@ def fresh(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     length = settings["length"]
     train = TrainConfig(
         batch=settings["batch"], length=length, steps=TICKS, learning_rate=settings["rate"], warmup=0.05, optimizer=settings["optimizer"],
-        rest_rate=settings["rest"], momentum=settings["momentum"], weight_decay=settings["decay"], betas=[0.9, settings["beta2"]],
+        muon=MuonConfig(adamw_rate_factor=settings["rest"], momentum=settings["momentum"]),
+        weight_decay=settings["decay"], betas=[0.9, settings["beta2"]],
     )  # fmt: skip
     engine = TorchEngine(
         compile=bool(settings["compile"]), micro_batch=min(64, settings["batch"]), precision=settings["precision"]

@@ -115,13 +115,13 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
 
 
 def _flag_advice(name_given: str, name: str, row: Command) -> str:
-    from textmill.config.keys import OTHER_WORDS, key_advice
+    from textmill.config.keys import OTHER_NAMES, suggest_key
 
     if any(flag.name == name_given for one in COMMANDS.values() for flag in one.flags):
         return f"{name_given}: '{name}' does not take it; it takes {', '.join([flag.name for flag in row.flags] + ['--help'])}"
     key_given = name_given.lstrip("-").replace("-", "_")
-    key = OTHER_WORDS.get(key_given)
-    advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {key_advice(key_given)}"
+    key = OTHER_NAMES.get(key_given)
+    advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {suggest_key(key_given)}"
     return f"{name_given}: unknown flag; {advice}"
 
 

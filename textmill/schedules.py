@@ -36,8 +36,10 @@ def _log_rise(step: int, warmup: int) -> float:
 
 def _range_test(step: int, train: TrainConfig) -> float:
     """DeepSpeed's probe for the largest rate that a net bears: it only ever rises."""
-    passed = (step + 1) / train.range_steps
-    return train.min_learning_rate * (1 + train.range_rate * (math.floor(passed) if train.range_stairs else passed))
+    passed = (step + 1) / train.range_test.steps
+    return train.min_learning_rate * (
+        1 + train.range_test.rate * (math.floor(passed) if train.range_test.staircase else passed)
+    )
 
 
 def _share(gone: int, whole: int) -> float:
@@ -58,7 +60,7 @@ def _constant(gone: int, whole: int, train: TrainConfig) -> float:
 
 def _stable(gone: int, whole: int, train: TrainConfig) -> float:
     """High until the last share of the way, then down in a line."""
-    down = max(1, round(train.decay_share * whole))
+    down = max(1, round(train.stable.decay_fraction * whole))
     return 1 - _share(max(0, gone - (whole - down)), down)
 
 

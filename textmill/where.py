@@ -10,7 +10,16 @@ from pathlib import Path
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
-from textmill.config.load import Tree, anchor, config_of, merged, named_corpora, read_yaml, tree_of, without_units
+from textmill.config.load import (
+    Tree,
+    build_config,
+    drop_run_length,
+    merge_trees,
+    parse_settings,
+    read_recorded_config,
+    read_user_config,
+)
+from textmill.config.paths import corpora_names, resolve_paths
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.stages import MANIFEST
@@ -66,10 +75,10 @@ def _from_file(path: Path, settings: list[str]) -> Where:
         raise TextmillError(
             f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder (text goes into corpus.sources)"
         )
-    tree, lines = read_yaml(path)
+    tree, lines = read_user_config(path)
     # A recipe leaves its results where the user stands; a project's file stands in its own folder.
     root = path.resolve().parent if path.name == PROJECT else Path.cwd() / "runs" / path.stem
-    tree = {"folder": str(root), **anchor(tree, path.resolve().parent)}
+    tree = {"folder": str(root), **resolve_paths(tree, path.resolve().parent)}
     return Where(_config_of(tree, settings, path, lines))
 
 
@@ -77,7 +86,7 @@ def _config_of(
     tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None
 ) -> RunConfig:
     """What stands in a file is relative to it, what is said on the command line to where the user stands."""
-    said = anchor(tree_of(settings), Path.cwd(), named_corpora(tree, Path.cwd()))
+    said = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
     over, below = said.get("model"), tree.get("model")
     if (
         isinstance(over, dict)
@@ -88,7 +97,7 @@ def _config_of(
         raise TextmillError(
             f"model.shape: is a path in {file}; numbers cannot be laid over it; say model.shape=PATH, or change the file"
         )
-    return config_of(merged(without_units(tree, said), said), file=file, lines=lines)
+    return build_config(merge_trees(drop_run_length(tree, said), said), file=file, lines=lines)
 
 
 def _from_folder(folder: Path, settings: list[str]) -> Where:
@@ -113,9 +122,9 @@ def _from_checkpoint(folder: Path, settings: list[str]) -> Where:
         return Where(
             _config_of(_moved(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1])
         )
-    tree, _ = read_yaml(folder / "run.yaml")
+    tree = read_recorded_config(folder / "run.yaml")
     tree.pop("model", None)
-    return Where(_config_of(merged(tree, _as_model(folder)), settings), bare=True)
+    return Where(_config_of(merge_trees(tree, _as_model(folder)), settings), bare=True)
 
 
 def _as_model(folder: Path) -> Tree:
@@ -125,11 +134,11 @@ def _as_model(folder: Path) -> Tree:
 
 def _moved(made: Path, file: Path | None = None) -> Tree:
     """A folder of ours is where it is, wherever it was made: its own place stands above the recorded one."""
-    tree, _ = read_yaml(file or made / "run.yaml")
+    tree = read_recorded_config(file or made / "run.yaml")
     stage = _stage_of(made)
     if made.name == STAGE_FOLDERS[stage] and not (tree.get(stage) or {}).get("folder"):
         return {**tree, "folder": str(made.parent)}
-    return merged(tree, {stage: {"folder": str(made)}})
+    return merge_trees(tree, {stage: {"folder": str(made)}})
 
 
 def _stage_of(made: Path) -> StageName:

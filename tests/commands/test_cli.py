@@ -293,14 +293,14 @@ def test_run_with_a_change_says_what_and_how_on(
     monkeypatch.chdir(tiny_texts.parent)
     said(capsys, "new", "mine", "--text", "texts")
     assert said(capsys, "run", "mine", *QUICK)[0] == 0
-    code, _, err = said(capsys, "run", "mine", *QUICK, "corpus.section=500")
+    code, _, err = said(capsys, "run", "mine", *QUICK, "corpus.section_chars=500")
     assert code == 2
-    assert "corpus.section was 200, is 500" in err
+    assert "corpus.section_chars was 200, is 500" in err
     assert "--force" in err
-    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section=500", "--force")
+    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section_chars=500", "--force")
     assert code == 0, err
     assert "done already" not in out
-    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section=500", "--force")
+    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section_chars=500", "--force")
     assert code == 0, err
     assert "prepare: done already" in out, "run --force makes anew only what changed"
 

@@ -10,8 +10,8 @@ import yaml
 from textmill.config import BeamRunner, JaxEngine, JaxMesh, LocalRunner, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.config.help import all_help
-from textmill.config.keys import OTHER_WORDS, fields, key_advice
-from textmill.config.load import config_of, merged, read_yaml, tree_of
+from textmill.config.keys import OTHER_NAMES, all_fields, suggest_key
+from textmill.config.load import build_config, merge_trees, parse_settings, read_yaml
 from textmill.engines.deepspeed_config import settled
 from textmill.errors import TextmillError
 from textmill.where import open_where
@@ -23,11 +23,11 @@ def test_three_doors_give_the_same_tree(tmp_path: Path) -> None:
     tree, _ = read_yaml(file)
     words = ["train.learning_rate=6e-4", "train.batch=8", "engine.micro_batch=4"]
     python = RunConfig(train=TrainConfig(learning_rate=6e-4, batch=8), engine=TorchEngine(micro_batch=4))
-    assert config_of(tree) == config_of(tree_of(words)) == python
+    assert build_config(tree) == build_config(parse_settings(words)) == python
 
 
 def test_words_stand_above_the_file() -> None:
-    tree = merged({"train": {"batch": 8, "steps": 5}}, tree_of(["train.batch=16"]))
+    tree = merge_trees({"train": {"batch": 8, "steps": 5}}, parse_settings(["train.batch=16"]))
     assert tree == {"train": {"batch": 16, "steps": 5}}
 
 
@@ -37,10 +37,10 @@ def test_words_stand_above_the_file() -> None:
         ("sample.prompt=KING: to be = or not", "KING: to be = or not"),
         ("sample.prompt=007", "007"),
         ("corpus.sources=a.txt,b.txt", ["a.txt", "b.txt"]),
-        ('train.prompts=["a, b", c]', ["a, b", "c"]),
-        ("train.prompts=Hello, world", ["Hello, world"]),
+        ('train.sample_prompts=["a, b", c]', ["a, b", "c"]),
+        ("train.sample_prompts=Hello, world", ["Hello, world"]),
         ("corpus.split=949,50,1", [949.0, 50.0, 1.0]),
-        ("corpus.sides=held.jsonl:test, dev-*:valid", {"held.jsonl": "test", "dev-*": "valid"}),
+        ("corpus.source_splits=held.jsonl:test, dev-*:valid", {"held.jsonl": "test", "dev-*": "valid"}),
         ("train.length=", None),
         ("train.warmup=0.1", 0.1),
         ("train.warmup=100", 100),
@@ -48,21 +48,25 @@ def test_words_stand_above_the_file() -> None:
     ],
 )
 def test_values_of_the_command_line(word: str, value: object) -> None:
-    config = config_of(tree_of([word]))
+    config = build_config(parse_settings([word]))
     section, key = word.partition("=")[0].split(".")
     assert getattr(getattr(config, section), key) == value
 
 
 def test_keys_and_values_are_said_in_braces() -> None:
-    words = ["engine.kind=deepspeed", "engine.extra={zero_optimization: {overlap_comm: false}}"]
-    assert config_of(tree_of(words)).engine.extra == {"zero_optimization": {"overlap_comm": False}}  # type: ignore[union-attr]
+    words = ["engine.kind=deepspeed", "engine.deepspeed_overrides={zero_optimization: {overlap_comm: false}}"]
+    assert build_config(parse_settings(words)).engine.deepspeed_overrides == {
+        "zero_optimization": {"overlap_comm": False}
+    }  # type: ignore[union-attr]
 
 
 def test_config_is_frozen_and_reads_back_from_its_own_yaml() -> None:
-    config = config_of(tree_of(["train.learning_rate=1e-05", 'sample.prompt=한국어: "x"\n', "model.shape.heads=6"]))
+    config = build_config(
+        parse_settings(["train.learning_rate=1e-05", 'sample.prompt=한국어: "x"\n', "model.shape.heads=6"])
+    )
     with pytest.raises(Exception, match="frozen"):
         config.train.batch = 3  # type: ignore[misc]
-    assert config_of(yaml.safe_load(config.to_yaml())) == config
+    assert build_config(yaml.safe_load(config.to_yaml())) == config
 
 
 def test_mistakes_name_file_and_line(tmp_path: Path) -> None:
@@ -71,7 +75,7 @@ def test_mistakes_name_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match=r"a\.yaml:4: train\.stepz: no such key; did you mean 'train\.steps'"):
         open_where(str(file), [])
     file.write_text("train:\n  batch: 8\n  batch: 9\n")
-    with pytest.raises(TextmillError, match=r"a\.yaml:3: 'train\.batch' stands there twice"):
+    with pytest.raises(TextmillError, match=r"a\.yaml:3: 'train\.batch' is set twice"):
         open_where(str(file), [])
     file.write_text("train: [\n")
     with pytest.raises(TextmillError, match=r"a\.yaml:2: not YAML"):
@@ -96,14 +100,14 @@ def test_paths_are_relative_to_the_file_or_to_the_user(tmp_path: Path, monkeypat
 
 
 def test_other_tools_words_lead_to_keys_that_exist() -> None:
-    known = {name for name, _ in fields()}
-    assert set(OTHER_WORDS.values()) <= known
-    assert key_advice("train.per_device_train_batch_size") == "textmill calls it 'engine.micro_batch'"
+    known = {name for name, _ in all_fields()}
+    assert set(OTHER_NAMES.values()) <= known
+    assert suggest_key("train.per_device_train_batch_size") == "textmill calls it 'engine.micro_batch'"
 
 
 def test_help_names_every_key() -> None:
     text = all_help()
-    for name, field in fields():
+    for name, field in all_fields():
         assert f"{name}=" in text or f"{name}:" in text, name
         assert field.description or "." not in name, name
 
@@ -114,11 +118,11 @@ def test_help_names_every_key() -> None:
         ({"kind": "spark"}, r"runner\.kind: found 'spark'; choose one of local, beam"),
         (
             {"kind": "beam", "workers": 2},
-            r"runner\.workers: runner\.kind=beam has no such key; take it out, or set runner\.kind=local",
+            r"runner\.workers: runner\.kind=beam has no such key; remove it, or set runner\.kind=local",
         ),
         (
             {"options": ["--runner=x"]},
-            r"runner\.options: runner\.kind=local has no such key; take it out, or set runner\.kind=beam",
+            r"runner\.options: runner\.kind=local has no such key; remove it, or set runner\.kind=beam",
         ),
         ({"kind": "beam", "options": 3}, r"runner\.options: found 3; give a list, each item text"),
         ({"workerz": 2}, r"runner\.workerz: no such key; did you mean 'runner\.workers'"),
@@ -128,7 +132,7 @@ def test_help_names_every_key() -> None:
 )
 def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
     with pytest.raises(TextmillError, match=said):
-        config_of({"runner": runner})
+        build_config({"runner": runner})
 
 
 @pytest.mark.parametrize(
@@ -139,12 +143,12 @@ def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
         ({"device": "tpu"}, r"engine\.device: found 'tpu'; choose one of auto, cpu, cuda, cuda:N, mps"),
         (
             {"kind": "jax", "compile": True},
-            r"engine\.compile: engine\.kind=jax has no such key; take it out, or set engine\.kind=torch",
+            r"engine\.compile: engine\.kind=jax has no such key; remove it, or set engine\.kind=torch",
         ),
         ({"kind": "jax", "mesh": {"tensor": 0}}, r"engine\.mesh\.tensor: found 0; give a value at least 1"),
         (
-            {"kind": "jax", "mesh": {"keep": True}},
-            r"engine\.mesh\.keep: engine\.kind=jax has no such key; .* set engine\.kind=torch",
+            {"kind": "jax", "mesh": {"keep_gathered": True}},
+            r"engine\.mesh\.keep_gathered: engine\.kind=jax has no such key; .* set engine\.kind=torch",
         ),
         (
             {"kind": "jax", "mesh": {"tensr": 2}},
@@ -155,35 +159,38 @@ def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
             r"engine\.device: found 'mps'; choose one of auto, cpu, cuda, cuda:N$",
         ),
         ({"kind": "deepspeed", "zero": 4}, r"engine\.zero: found 4; give one of auto, 0, 1, 2, 3$"),
-        ({"kind": "deepspeed", "extra": 5}, r"engine\.extra: found 5; give keys with values below it$"),
+        (
+            {"kind": "deepspeed", "deepspeed_overrides": 5},
+            r"engine\.deepspeed_overrides: found 5; give keys with values below it$",
+        ),
         ("cuda", r"engine: found 'cuda'; give keys such as kind, micro_batch, recompute, timeout below it$"),
     ],
 )
 def test_mistakes_are_told_in_the_words_of_the_kind(engine: object, said: str) -> None:
     with pytest.raises(TextmillError, match=said):
-        config_of({"engine": engine})
+        build_config({"engine": engine})
 
 
 def test_another_kind_takes_over_what_it_knows_too() -> None:
     """A run's own YAML has every key of the kind it was trained with."""
     before = yaml.safe_load(RunConfig(engine=JaxEngine(micro_batch=4, recompute=1, mesh=JaxMesh(shard=2))).to_yaml())
-    assert config_of(merged(before, tree_of(["engine.kind=torch"]))).engine == TorchEngine(
+    assert build_config(merge_trees(before, parse_settings(["engine.kind=torch"]))).engine == TorchEngine(
         micro_batch=4, recompute=1, mesh=MeshConfig(shard=2)
     )
-    assert config_of(merged(before, tree_of(["engine.kind=jax"]))).engine == JaxEngine(
+    assert build_config(merge_trees(before, parse_settings(["engine.kind=jax"]))).engine == JaxEngine(
         micro_batch=4, recompute=1, mesh=JaxMesh(shard=2)
     )
     with pytest.raises(TextmillError, match=r"engine\.kind: found 'caffe'; choose one of"):
-        config_of(merged(before, tree_of(["engine.kind=caffe"])))
+        build_config(merge_trees(before, parse_settings(["engine.kind=caffe"])))
 
 
 def test_a_deepspeed_file_that_says_what_cannot_be_is_named() -> None:
     with pytest.raises(TextmillError, match=r"ds\.json: what it says for engine\.zero is 5, which cannot be"):
-        settled(DeepSpeedEngine(config="ds.json"), {"zero_optimization": {"stage": 5}})
+        settled(DeepSpeedEngine(deepspeed_config="ds.json"), {"zero_optimization": {"stage": 5}})
 
 
 def test_a_kind_is_chosen_by_any_door() -> None:
-    word = config_of(tree_of(["runner.kind=beam", "runner.options=--runner=FlinkRunner,--parallelism=4"]))
+    word = build_config(parse_settings(["runner.kind=beam", "runner.options=--runner=FlinkRunner,--parallelism=4"]))
     assert word.runner == BeamRunner(options=["--runner=FlinkRunner", "--parallelism=4"])
-    assert config_of({"runner": {"workers": 2}}).runner == LocalRunner(workers=2)
-    assert config_of(yaml.safe_load(word.to_yaml())) == word
+    assert build_config({"runner": {"workers": 2}}).runner == LocalRunner(workers=2)
+    assert build_config(yaml.safe_load(word.to_yaml())) == word

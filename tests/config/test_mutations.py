@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from textmill.cli import main
-from textmill.config.keys import OTHER_WORDS, fields, section_types
+from textmill.config.keys import OTHER_NAMES, all_fields, section_types
 
 DICE = random.Random(150)
-LEAVES = [(key, field) for key, field in fields() if not section_types(field.annotation) and "." in key]
+LEAVES = [(key, field) for key, field in all_fields() if not section_types(field.annotation) and "." in key]
 GOOD = {"corpus": {"sources": ["tinyshakespeare"]}, "model": {"size": "nano"}, "train": {"length": 64, "steps": 2}}
 
 IMPOSSIBLE: list[tuple[str, Any]] = [
@@ -22,9 +22,9 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
     ("engine.micro_batch", 5), ("engine.micro_batch", 0), ("train.learning_rate", 0), ("train.learning_rate", -1.0),
     ("train.learning_rate", float("nan")), ("train.learning_rate", float("inf")), ("train.min_learning_rate", 1.0),
     ("train.warmup", 5000), ("train.warmup", -1), ("train.betas", [0.9]), ("train.betas", [0.9, 1.0]), ("train.clip", -1),
-    ("train.weight_decay", -0.1), ("train.seed", -1), ("train.keep", 0), ("tokenizer.vocab", 10), ("corpus.split", "a,b"),
-    ("corpus.split", [0, 1, 1]), ("corpus.split", [1, 2, 3, 4]), ("corpus.split", [90, -5, 5]), ("corpus.section", 1),
-    ("corpus.stop_at", 2), ("sample.temperature", -1), ("sample.top_p", 0), ("sample.top_p", 1.5), ("sample.top_k", -1),
+    ("train.weight_decay", -0.1), ("train.seed", -1), ("train.checkpoints.keep", 0), ("tokenizer.vocab", 10), ("corpus.split", "a,b"),
+    ("corpus.split", [0, 1, 1]), ("corpus.split", [1, 2, 3, 4]), ("corpus.split", [90, -5, 5]), ("corpus.section_chars", 1),
+    ("corpus.max_unreadable", 2), ("sample.temperature", -1), ("sample.top_p", 0), ("sample.top_p", 1.5), ("sample.top_k", -1),
     ("sample.max_tokens", 0), ("sample.min_tokens", 500), ("sample.repetition_penalty", 0), ("engine.device", "tpu"),
     ("engine.device", "cuda:x"), ("engine.precision", "fp4"), ("engine.kind", "tensorflow"), ("runner.workers", 0),
     ("runner.kind", "spark"), ("evaluate.tasks", ["glue"]), ("model.family", "llama"), ("train.schedule", "cosin"),
@@ -46,7 +46,7 @@ def typo(key: str) -> str:
                 word[:place] + "x" + word[place:],
             ]
         )
-        if wrong not in OTHER_WORDS and wrong not in unclear | {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
+        if wrong not in OTHER_NAMES and wrong not in unclear | {leaf.rpartition(".")[2] for leaf, _ in LEAVES}:
             return f"{head}.{wrong}"
 
 
@@ -60,8 +60,8 @@ CASES: list[tuple[str, str, Any, str]] = (
     + [("type", key, wrong_value(field), key) for key, field in DICE.sample(LEAVES, 40)]
     + [("impossible", key, value, key.split(".")[-1]) for key, value in IMPOSSIBLE]
     + [
-        ("foreign", f"train.{word}", 1, OTHER_WORDS[word])
-        for word in DICE.sample(sorted(set(OTHER_WORDS) - {"seed", "dtype"}), 12)
+        ("foreign", f"train.{word}", 1, OTHER_NAMES[word])
+        for word in DICE.sample(sorted(set(OTHER_NAMES) - {"seed", "dtype"}), 12)
     ]
 )
 

@@ -58,7 +58,7 @@ def test_a_written_config_reads_back_and_can_change_its_preset() -> None:
     [
         ({"languages": ["kr"]}, "corpus.languages: no language 'kr'; did you mean 'ko'?"),
         ({"languages": ["english"]}, "corpus.languages: no language 'english'"),
-        ({"markers": [""]}, "corpus.markers: found"),
+        ({"newline_markers": [""]}, "corpus.newline_markers: found"),
         ({"block_extensions": [" "]}, "corpus.block_extensions: found"),
     ],
 )
@@ -69,7 +69,7 @@ def test_refused(settings: dict[str, Any], message: str) -> None:
 
 def test_presets_of_training() -> None:
     muon = TrainConfig(preset="pretrain-muon")
-    assert (muon.optimizer, muon.learning_rate, muon.momentum, muon.batch, muon.warmup) == (
+    assert (muon.optimizer, muon.learning_rate, muon.muon.momentum, muon.batch, muon.warmup) == (
         "muon",
         4.5e-3,
         0.9,
@@ -77,7 +77,7 @@ def test_presets_of_training() -> None:
         0.05,
     )
     nano = TrainConfig(preset="pretrain-nano")
-    assert (nano.optimizer, nano.learning_rate, nano.min_learning_rate, nano.momentum, nano.batch) == (
+    assert (nano.optimizer, nano.learning_rate, nano.min_learning_rate, nano.muon.momentum, nano.batch) == (
         "muon",
         1e-2,
         6e-4,

@@ -164,7 +164,7 @@ def test_each_rule_is_counted_once_a_document() -> None:
 
 
 def test_own_markers() -> None:
-    cleaner = Cleaner(CorpusConfig(rules=["markers"], markers=["<br>", "|n|"]))
+    cleaner = Cleaner(CorpusConfig(rules=["markers"], newline_markers=["<br>", "|n|"]))
     assert cleaner.clean("一<br>二|n|三<n>") == "一\n二\n三<n>"
 
 

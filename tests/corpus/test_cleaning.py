@@ -34,7 +34,7 @@ def made(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[str, Any],
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"text": text}) for text in texts]
     (folder / "a.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
-    settings = {"sources": [str(folder / "a.jsonl")], "stop_at": 0.9, **corpus}
+    settings = {"sources": [str(folder / "a.jsonl")], "max_unreadable": 0.9, **corpus}
     out = prepare(
         RunConfig.model_validate({"folder": str(folder / "out"), "corpus": settings, "runner": {"workers": 1}})
     )

@@ -264,7 +264,7 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
 
 def test_words_and_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a", "A", "b", "물", "물 ", "a b c d e f g h i j k l", "a b c d e f g h i j k m", "one two three four"]
-    folder = near_of(texts, tmp_path, monkeypatch, split=[1.0], dedup_shingles="words", dedup_n=2)
+    folder = near_of(texts, tmp_path, monkeypatch, split=[1.0], dedup_shingles="words", dedup_shingle_size=2)
     assert sorted(kept_of(folder)) == ["a", "a b c d e f g h i j k m", "b", "one two three four", "물"]
 
 
@@ -291,17 +291,17 @@ def test_of_a_cluster_one_in_train_stays(tmp_path: Path, monkeypatch: pytest.Mon
     os.mkdir("texts")
     for name, texts in {"a": [base + " longer", "the same", "only in test"], "b": [base, "the same"]}.items():
         Path(f"texts/{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    folder = prepare(config_of(split=[1.0], sides={"texts/a.jsonl": "test"}))
+    folder = prepare(config_of(split=[1.0], source_splits={"texts/a.jsonl": "test"}))
     assert list(kept_of(folder, "train")) == [base, "the same"]
     assert list(kept_of(folder, "test")) == ["only in test"]
-    folder = prepare(config_of("other", split=[1.0], dedup="none", sides={"texts/a*": "valid"}))
+    folder = prepare(config_of("other", split=[1.0], dedup="none", source_splits={"texts/a*": "valid"}))
     assert len(list(kept_of(folder, "valid"))) == 3
     with pytest.raises(
-        TextmillError, match=r"corpus.sides: no source matches 'texts/c.jsonl'; found \['texts/a.jsonl'"
+        TextmillError, match=r"corpus.source_splits: no source matches 'texts/c.jsonl'; found \['texts/a.jsonl'"
     ):
-        prepare(config_of("wrong", sides={"texts/c.jsonl": "test"}))
+        prepare(config_of("wrong", source_splits={"texts/c.jsonl": "test"}))
     with pytest.raises(TextmillError, match=r"'texts/a.jsonl' has two splits test by 'texts' and valid by 'texts/a\*'"):
-        prepare(config_of("wrong", sides={"texts": "test", "texts/a*": "valid"}))
+        prepare(config_of("wrong", source_splits={"texts": "test", "texts/a*": "valid"}))
 
 
 class Crash(BaseException):

@@ -38,7 +38,13 @@ def world(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def config_of(folder: str = "out", workers: int = 1, words: list[str] | None = None, **corpus: Any) -> RunConfig:
-    settings = {"sources": words or ["texts"], "section": 100, "split": [8.0, 1.0, 1.0], "stop_at": 0.5, **corpus}
+    settings = {
+        "sources": words or ["texts"],
+        "section_chars": 100,
+        "split": [8.0, 1.0, 1.0],
+        "max_unreadable": 0.5,
+        **corpus,
+    }
     return RunConfig.model_validate({"folder": folder, "corpus": settings, "runner": {"workers": workers}})
 
 
@@ -105,7 +111,7 @@ def test_done_already(world: Path, capsys: pytest.CaptureFixture[str], monkeypat
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "hash_file", lambda path: pytest.fail(f"{path} was read again"))
-        assert prepare(config_of(workers=2, stop_at=0.4)) == folder
+        assert prepare(config_of(workers=2, max_unreadable=0.4)) == folder
     assert capsys.readouterr().out == f"prepare: done already: out/corpus ({count} documents)\n"
     os.utime("texts/english.txt", ns=(1, 1))
     prepare(config_of())
@@ -136,8 +142,8 @@ def test_a_setting_that_is_newer_than_the_corpus_had_its_default(
 
 def test_change_is_refused_until_forced(world: Path) -> None:
     before = content(prepare(config_of()))
-    with pytest.raises(TextmillError, match=r"corpus.section was 100, is 200.*--force"):
-        prepare(config_of(section=200))
+    with pytest.raises(TextmillError, match=r"corpus.section_chars was 100, is 200.*--force"):
+        prepare(config_of(section_chars=200))
     english = Path("texts/english.txt")
     text = english.read_text()
     english.write_text(text.replace("mill", "MILL", 1))  # the same length
@@ -145,7 +151,7 @@ def test_change_is_refused_until_forced(world: Path) -> None:
         prepare(config_of())
     english.write_text(text)
     assert content(Path("out/corpus")) == before
-    assert len(documents(prepare(config_of(section=200), "yes"))["train"]) < 100
+    assert len(documents(prepare(config_of(section_chars=200), "yes"))["train"]) < 100
     after = content(prepare(config_of(), "changed"))
     shards = [name for name in before if name.endswith(".parquet")]
     assert [after[name] for name in shards] == [before[name] for name in shards]
@@ -163,12 +169,12 @@ def test_documents_never_move_when_sources_grow(world: Path) -> None:
 
 def test_too_many_bad_records(world: Path) -> None:
     with pytest.raises(TextmillError) as caught:
-        prepare(config_of(stop_at=0.001))
+        prepare(config_of(max_unreadable=0.001))
     assert "texts/lines.jsonl:5: no field 'text'; found ['body']; set corpus.text_key=body" in str(caught.value)
-    assert "raise corpus.stop_at" in str(caught.value)
+    assert "raise corpus.max_unreadable" in str(caught.value)
     assert not Path("out/corpus").exists()
     assert len(Path("out/corpus.part/quarantine.jsonl").read_text().splitlines()) == 2
-    resumed = content(prepare(config_of(stop_at=0.5)))
+    resumed = content(prepare(config_of(max_unreadable=0.5)))
     assert resumed == content(prepare(config_of("fresh")))
 
 
@@ -268,7 +274,7 @@ import sys
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 if __name__ == "__main__":
-    corpus = {"sources": ["big"], "section": 200}
+    corpus = {"sources": ["big"], "section_chars": 200}
     prepare(RunConfig.model_validate({"folder": sys.argv[1], "corpus": corpus, "runner": {"workers": 2}}))
 """
 

@@ -18,7 +18,7 @@ from textmill.errors import TextmillError
 @pytest.fixture
 def folder(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(shards, "GROUP_ROWS", 7)  # many row groups in a small corpus
-    corpus = CorpusConfig(sources=[str(tiny_texts)], section=100)
+    corpus = CorpusConfig(sources=[str(tiny_texts)], section_chars=100)
     return prepare(RunConfig(folder=str(tiny_texts.parent), corpus=corpus, runner=LocalRunner(workers=1)))
 
 

@@ -123,17 +123,17 @@ def test_blocks(tmp_path: Path) -> None:
 
 def test_sections(tmp_path: Path) -> None:
     paragraph = "가나다 " * 20  # 80 characters
-    at_blank = read(tmp_path / "a.txt", ("\n\n".join([paragraph] * 10)).encode(), section=100)
+    at_blank = read(tmp_path / "a.txt", ("\n\n".join([paragraph] * 10)).encode(), section_chars=100)
     assert [len(text.split()) for text in texts(at_blank)] == [40] * 5
-    at_line = read(tmp_path / "b.txt", ("\n".join([paragraph] * 10)).encode(), section=100)
+    at_line = read(tmp_path / "b.txt", ("\n".join([paragraph] * 10)).encode(), section_chars=100)
     assert [len(text.split()) for text in texts(at_line)] == [60] * 3 + [20]
-    nowhere = read(tmp_path / "c.txt", "가".encode() * 1000, section=100)
+    nowhere = read(tmp_path / "c.txt", "가".encode() * 1000, section_chars=100)
     assert [len(text) for text in texts(nowhere)] == [400, 400, 200]
 
 
 def test_bad_bytes_spoil_one_section(tmp_path: Path) -> None:
     data = b"\n\n".join([b"a" * 150, b"b" * 75 + b"\xff" + b"b" * 75, b"c" * 150, b"\0" * 150])
-    found = read(tmp_path / "a.txt", data, section=100)
+    found = read(tmp_path / "a.txt", data, section_chars=100)
     assert [type(record) for record in found] == [Document, BadRecord, Document, BadRecord]
     assert "a.txt, section 2: not UTF-8: byte 0xff at 75; " in str(found[1])
     assert "NUL" in str(found[3])
@@ -194,7 +194,7 @@ def test_memory_stays_flat(tmp_path: Path, line: bytes) -> None:
     (piece,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
-        count = sum(1 for _ in read_records(piece, CorpusConfig(section=1000)))
+        count = sum(1 for _ in read_records(piece, CorpusConfig(section_chars=1000)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from textmill.config import CorpusConfig, RunConfig
-from textmill.config.load import anchor
+from textmill.config.paths import resolve_paths
 from textmill.corpus.document import Document
 from textmill.corpus.formats import mongo as mongo_format
 from textmill.corpus.prepare import prepare
@@ -108,7 +108,7 @@ def test_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert texts(read([f"{server}/a.jsonl.gz?version=1"])) == LINES
     with pytest.raises(TextmillError, match="nothing at"):
         find_sources([f"{server}/gone.jsonl"])
-    settings = {"sources": [f"{server}/a.jsonl.gz", f"{server}/b.jsonl"], "stop_at": 0.5}
+    settings = {"sources": [f"{server}/a.jsonl.gz", f"{server}/b.jsonl"], "max_unreadable": 0.5}
     config = RunConfig.model_validate({"folder": "out", "corpus": settings, "runner": {"workers": 1}})
     account = json.loads((prepare(config) / "account.json").read_text())
     assert (account["records"], account["kept"], account["quarantined"]) == (205, 200, 1)
@@ -202,7 +202,7 @@ def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch
     account = json.loads((prepare(config) / "account.json").read_text())
     assert account["by_source"]["mongo:conf/db_config.json"]["quarantined"] == 1
     assert account["kept"] == 249
-    assert anchor({"corpus": {"sources": words}}, tmp_path)["corpus"]["sources"] == [
+    assert resolve_paths({"corpus": {"sources": words}}, tmp_path)["corpus"]["sources"] == [
         f"mongo:{tmp_path}/conf/db_config.json"
     ]
 
@@ -253,8 +253,8 @@ def test_named_wrongly(corpora: str, text: str, message: str) -> None:
 
 
 def test_the_file_beside_the_config_is_found(corpora: str, tmp_path: Path) -> None:
-    tree = anchor({"corpus": {"sources": ["news"]}}, tmp_path)
-    assert tree["corpus"] == {"sources": ["news"], "corpora": corpora}
+    tree = resolve_paths({"corpus": {"sources": ["news"]}}, tmp_path)
+    assert tree["corpus"] == {"sources": ["news"], "corpora_file": corpora}
     prepare(RunConfig.model_validate({"folder": "out", **tree, "runner": {"workers": 1}}))
     manifest = json.loads(Path("out/corpus/manifest.json").read_text())
     assert manifest["made_from"]["inputs.a.jsonl.text_key"] == "body"

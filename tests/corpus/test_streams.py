@@ -107,12 +107,12 @@ def test_not_what_its_name_says(tmp_path: Path, kind: str) -> None:
 def test_sections_and_files(tmp_path: Path, kind: str) -> None:
     data = "\n\n".join(LINES).encode()
     plain, packed = (
-        read(tmp_path / name, body, section=200)
+        read(tmp_path / name, body, section_chars=200)
         for name, body in [("a.txt", data), (f"a.txt.{kind}", COMPRESS[kind](data))]
     )
     assert texts(plain) == texts(packed)
     assert texts(read(tmp_path / f"a.md.{kind}", COMPRESS[kind](data), documents="file")) == [data.decode()]
-    *before, bad = read(tmp_path / f"a.txt.{kind}", COMPRESS[kind](data)[:-20], section=200)
+    *before, bad = read(tmp_path / f"a.txt.{kind}", COMPRESS[kind](data)[:-20], section_chars=200)
     assert isinstance(bad, BadRecord)
     assert texts(before) == texts(plain)[: len(before)]
 

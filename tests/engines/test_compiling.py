@@ -149,7 +149,9 @@ def test_an_error_of_what_runs_uncompiled_too_is_told_as_it_is(compiled: bool, m
 def test_a_batch_that_grows_is_compiled_for_one_size() -> None:
     """The automatic micro-batch divides what the batch begins with and grows by, where it is compiled."""
     for compiled, size in ((True, 4), (False, 8)):
-        config = config_of("torch").model_copy(update={"train": TrainConfig(batch=8, ramp=[4, 4, 100], length=8)})
+        config = config_of("torch").model_copy(
+            update={"train": TrainConfig(batch=8, batch_rampup=[4, 4, 100], length=8)}
+        )
         engine = config.engine.model_copy(update={"compile": compiled, "micro_batch": "auto"})
         assert started(config.model_copy(update={"engine": engine})).facts()["micro_batch"] == size
 

@@ -60,7 +60,7 @@ def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
     assert sizes[-1] == ROWS
 
     def steps_of(kind: str, micro_batch: int) -> list[tuple[float, float, int]]:
-        engine = started(config_of(kind, dropout=0.1, micro_batch=micro_batch, ramp=ramp, clip=0.3))
+        engine = started(config_of(kind, dropout=0.1, micro_batch=micro_batch, batch_rampup=ramp, clip=0.3))
         steps = [engine.train_step(rows_of(batch_of(step), slice(size)), step, 1e-2) for step, size in enumerate(sizes)]
         return [(step.loss, step.norm, step.asked) for step in steps]
 

@@ -56,7 +56,7 @@ def told(
     if tree is not None:
         path = str(tmp_path / "ds_config.json")
         Path(path).write_text(json.dumps(tree))
-    config = RunConfig(train=TrainConfig(**train), engine=DeepSpeedEngine(config=path, **engine))
+    config = RunConfig(train=TrainConfig(**train), engine=DeepSpeedEngine(deepspeed_config=path, **engine))
     assert isinstance(config.engine, DeepSpeedEngine)
     theirs = read_file(path)
     section = settled(config.engine, theirs)
@@ -66,7 +66,7 @@ def told(
 
 
 def test_our_settings_in_deepspeeds_words(tmp_path: Path) -> None:
-    engine = {"zero": 3, "offload_optimizer": "nvme", "offload_weights": "cpu", "nvme": str(tmp_path)}
+    engine = {"zero": 3, "offload_optimizer": "nvme", "offload_weights": "cpu", "nvme_folder": str(tmp_path)}
     _, json_ = told(tmp_path, None, {"batch": 48, "clip": 0.5}, world=4, micro=3, auto="bf16", **engine)
     assert json_["train_batch_size"] == 48
     assert json_["train_micro_batch_size_per_gpu"] * json_["gradient_accumulation_steps"] * 4 == 48
@@ -84,7 +84,7 @@ def test_extra_is_laid_over_last(tmp_path: Path) -> None:
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 5, "allgather_bucket_size": 6},
         "wall_clock_breakdown": False,
     }
-    section, json_ = told(tmp_path, tree, {}, extra=extra)
+    section, json_ = told(tmp_path, tree, {}, deepspeed_overrides=extra)
     assert section.zero == 1, "what our section leaves open is the file's"
     assert json_["zero_optimization"] == {**SIZES, "stage": 1, "reduce_bucket_size": 7, "allgather_bucket_size": 6}
     assert json_["wall_clock_breakdown"] is True
@@ -140,8 +140,8 @@ def test_a_file_that_contradicts_is_refused_by_name(
     [
         ({"zero": 2, "offload_weights": "cpu"}, "engine.offload_weights: wants engine.zero=3"),
         ({"zero": 0, "offload_optimizer": "cpu"}, "engine.offload_optimizer: wants engine.zero of 1"),
-        ({"zero": 2, "offload_optimizer": "nvme", "nvme": "x"}, "nvme wants engine.zero=3"),
-        ({"zero": 3, "offload_optimizer": "nvme"}, "engine.nvme: not said"),
+        ({"zero": 2, "offload_optimizer": "nvme", "nvme_folder": "x"}, "nvme wants engine.zero=3"),
+        ({"zero": 3, "offload_optimizer": "nvme"}, "engine.nvme_folder: not said"),
         ({"zero": 0, "precision": "fp16"}, "fp16 wants engine.zero of 1"),
     ],
 )
@@ -205,5 +205,5 @@ def test_what_is_of_another_kind_is_refused_by_name(tree: Any, said: str, tmp_pa
     with pytest.raises(TextmillError, match=re.escape(f"ds_config.json: {said}")):
         told(tmp_path, tree, {})
     if tree.keys() != {"fp16", "bf16"}:
-        with pytest.raises(TextmillError, match=re.escape(f"engine.extra: {said}")):
-            told(tmp_path, None, {}, extra=tree)
+        with pytest.raises(TextmillError, match=re.escape(f"engine.deepspeed_overrides: {said}")):
+            told(tmp_path, None, {}, deepspeed_overrides=tree)

@@ -73,7 +73,7 @@ def test_rates_and_decay_are_torchs_own_groups() -> None:
     settings = {
         "layer_decay": decay,
         "freeze": ["wpe", "h.0.mlp"],
-        "undecayed": ["wte"],
+        "no_weight_decay": ["wte"],
         "weight_decay": 0.2,
         "clip": 0.0,
         "epsilon": 1e-3,

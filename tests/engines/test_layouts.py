@@ -132,7 +132,7 @@ def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: 
             "engine.micro_batch: 4 does not divide the 2 samples of a process; 2 does",
         ),
         ({"tensor": 3}, 3, {}, "engine.mesh.tensor: 3 does not divide model.shape.heads=4; 2, 4 would"),
-        ({"tensor": 4}, 4, {"train.length": 22}, "set train.length=20 or 24, or engine.mesh.sequence=false"),
+        ({"tensor": 4}, 4, {"train.length": 22}, "set train.length=20 or 24, or engine.mesh.sequence_parallel=false"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_what_does(

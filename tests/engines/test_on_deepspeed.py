@@ -77,7 +77,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     offload = {"offload_optimizer": "cpu", "offload_weights": "cpu"}
     runs["offload"] = {"engine": {"zero": 3, "micro_batch": 2, **offload}, "steps": [0, 5]}
     runs["dropout"] = {"engine": {"zero": 2, "micro_batch": 2}, "steps": [0, 5], "dropout": 0.2}
-    runs["ramp"] = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [0, 8], "train": {"ramp": RAMP}}
+    runs["ramp"] = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [0, 8], "train": {"batch_rampup": RAMP}}
     runs |= {
         f"lora-{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, 5], "lora": True}
         for zero in (0, 2, 3)
@@ -118,7 +118,9 @@ def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) ->
 
 
 def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, Any]]) -> None:
-    torch = done({"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"ramp": RAMP}}, Alone())
+    torch = done(
+        {"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"batch_rampup": RAMP}}, Alone()
+    )
     assert worst(two["ramp"]["losses"], torch["losses"]) <= FP32
 
 
@@ -192,10 +194,10 @@ def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path:
 )
 def test_what_deepspeed_does_not_take_is_told_in_a_sentence(zero: int, tree: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(tree))
-    for engine in ({"config": str(tmp_path / "ds_config.json")}, {"extra": tree}):
+    for engine in ({"deepspeed_config": str(tmp_path / "ds_config.json")}, {"deepspeed_overrides": tree}):
         with pytest.raises(
             TextmillError,
-            match=r"(ds_config.json|engine.extra): DeepSpeed does not take these settings \(.*\); mend them",
+            match=r"(ds_config.json|engine.deepspeed_overrides): DeepSpeed does not take these settings \(.*\); mend them",
         ) as told:
             done({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, Alone())
         assert "\n" not in str(told.value)

@@ -134,7 +134,7 @@ def test_bf16_is_near_fp32_and_near_torch() -> None:
 
 
 def test_muon_is_torchs() -> None:
-    train = {"optimizer": "muon", "rest_rate": 0.5, "momentum": 0.8}
+    train = {"optimizer": "muon", "muon": {"adamw_rate_factor": 0.5, "momentum": 0.8}}
     torch, jax = (engine_of(kind, train=train) for kind in KINDS)
     assert losses_of(jax, range(15)) == pytest.approx(losses_of(torch, range(15)), rel=5e-3)
     assert [name for name, _ in jax.moments()] == [name for name, _ in torch.moments()]

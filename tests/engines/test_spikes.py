@@ -19,7 +19,7 @@ from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch, garbled
 
-SETTINGS: dict[str, Any] = {"spike": 50.0, "spike_window": 8}
+SETTINGS: dict[str, Any] = {"spikes": {"threshold": 50.0, "window": 8}}
 BAD = 30
 """The step whose labels are garbage: by then the net knows better."""
 
@@ -141,5 +141,5 @@ def test_every_stage_of_zero(zero: int) -> None:
 def test_where_deepspeed_cannot_it_says_so() -> None:
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     section = DeepSpeedEngine(device="cpu", zero=1, precision="fp16")
-    with pytest.raises(TextmillError, match=r"train\.spike: in fp16 .* set engine\.precision=bf16"):
+    with pytest.raises(TextmillError, match=r"train\.spikes\.threshold: in fp16 .* set engine\.precision=bf16"):
         started(config_of("torch", **SETTINGS).model_copy(update={"engine": section}))

@@ -61,7 +61,7 @@ def test_a_file_of_prompts_gives_a_line_a_sample(
     prompts = ["The mill", "물레방아", "", "Değirmen"] * 12
     lines = [json.dumps({"prompt": prompt, "id": 1}) if name.endswith("jsonl") else prompt for prompt in prompts]
     (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    sample = SampleConfig(prompts=str(tmp_path / name), max_tokens=6, count=2, seed=5, batch=4)
+    sample = SampleConfig(prompts_file=str(tmp_path / name), max_tokens=6, count=2, seed=5, batch=4)
     texts = generate(config.model_copy(update={"sample": sample}))
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in told] == [prompt for prompt in prompts for _ in range(2)]
@@ -87,7 +87,7 @@ def test_a_file_that_holds_no_prompts_is_refused(
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(TextmillError, match=match):
-        generate(config.model_copy(update={"sample": SampleConfig(prompts=str(tmp_path / name), **more)}))
+        generate(config.model_copy(update={"sample": SampleConfig(prompts_file=str(tmp_path / name), **more)}))
 
 
 def test_no_prompt_and_no_terminal_starts_from_nothing(

@@ -159,7 +159,7 @@ def test_new_tokens_are_cut_to_the_positions_and_that_is_said_once(
     generator = open_generator(checkpoint, engine)
     prompt = tokenizer.decode(tokenizer.encode("The mill stands" * 20)[:90])
     length = len(tokenizer.encode(prompt))
-    sample = SampleConfig(max_tokens=200, min_tokens=200, temperature=0, slide=False)
+    sample = SampleConfig(max_tokens=200, min_tokens=200, temperature=0, slide_context=False)
     assert generator.sample(prompt, sample).tokens == 96 - length
     generator.sample(prompt, sample)
     assert capsys.readouterr().err.count("sample.max_tokens=200") == 1

@@ -92,7 +92,7 @@ def test_a_text_is_the_same_alone_and_among_others_that_come_and_go(generator: G
             top_p=dice.choice([1.0, 0.9]),
             min_p=dice.choice([0.0, 0.1]), typical_p=dice.choice([1.0, 0.8]), min_tokens=dice.choice([0, 9]),
             repetition_penalty=dice.choice([1.0, 1.2]), presence_penalty=dice.choice([0.0, 0.5]), frequency_penalty=dice.choice([0.0, 0.2]),
-            slide=dice.random() < 0.5,
+            slide_context=dice.random() < 0.5,
         ).model_copy(update={"stop": dice.choice([[], ["e"], ["물", "th"]])})
         for number in range(40)
     ]  # fmt: skip
@@ -121,7 +121,7 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
             dice.choice(["The mill", "물레방아는", "", "a"]),
             SampleConfig(
                 seed=number, max_tokens=dice.choice([1, 2, 7, 20, 99]), temperature=dice.choice([0.0, 0.9]), min_tokens=dice.choice([0, 5]),
-                repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.0, 1.3]), slide=dice.random() < 0.5,
+                repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.0, 1.3]), slide_context=dice.random() < 0.5,
             ),
         )
         for number in range(30)

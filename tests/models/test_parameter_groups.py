@@ -35,11 +35,13 @@ def test_matrices_and_embeddings_are_decayed() -> None:
 
 
 def test_decay_goes_by_the_patterns() -> None:
-    assert {name for name, rule in rules(decayed=["*"]).items() if not rule.decay} == set()
-    assert {name for name, rule in rules(decayed=["*"], undecayed=["*.bias", "wte"]).items() if not rule.decay} == {
-        name for name in rules() if name.endswith(".bias") or name == "wte.weight"
-    }
-    assert {name for name, rule in rules(undecayed=["wte", "wpe", "h.*"]).items() if rule.decay} == set()
+    assert {name for name, rule in rules(weight_decay_only=["*"]).items() if not rule.decay} == set()
+    assert {
+        name
+        for name, rule in rules(weight_decay_only=["*"], no_weight_decay=["*.bias", "wte"]).items()
+        if not rule.decay
+    } == {name for name in rules() if name.endswith(".bias") or name == "wte.weight"}
+    assert {name for name, rule in rules(no_weight_decay=["wte", "wpe", "h.*"]).items() if rule.decay} == set()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_deeper_layers_learn_slower() -> None:
         assert rule.rate == 0.5 ** (4 - levels[part]), name
 
 
-@pytest.mark.parametrize("key", ["freeze", "decayed", "undecayed"])
+@pytest.mark.parametrize("key", ["freeze", "weight_decay_only", "no_weight_decay"])
 def test_a_pattern_that_matches_nothing_is_refused_with_what_is_near(key: str) -> None:
     with pytest.raises(
         TextmillError,

@@ -35,7 +35,9 @@ def test_the_job_ends_and_the_process_is_named(root: Path, kind: str) -> None:
 def test_one_that_goes_wrong_alone(root: Path) -> None:
     """A gradient that is not a number on one process of three is left out by all; a flipped bit is noticed and placed."""
     run = root / "alone"
-    words = words_of(root, run, "train.batch=6", "train.save_every=1", "train.keep=20", "engine.check_every=3")
+    words = words_of(
+        root, run, "train.batch=6", "train.save_every=1", "train.checkpoints.keep=20", "engine.check_replicas_every=3"
+    )
     endings = started(words, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
     assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].said
     assert "step 3: loss or gradient is not finite; the update was left out" in endings[0].said

@@ -168,9 +168,9 @@ def test_never_written(rule: str, pattern: re.Pattern[str]) -> None:
 
 
 def test_every_field_has_its_text() -> None:
-    from textmill.config.keys import fields, section_types
+    from textmill.config.keys import all_fields, section_types
 
-    for key, field in fields():
+    for key, field in all_fields():
         sections = section_types(field.annotation)
         told = field.description or all(section.__doc__ for section in sections if sections)
         assert told if sections else field.description, f"{key}: no docstring under the field"

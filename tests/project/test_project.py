@@ -93,10 +93,11 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_recipe_is_a_config(path: Path) -> None:
-    from textmill.config.load import anchor, config_of, read_yaml
+    from textmill.config.load import build_config, read_yaml
+    from textmill.config.paths import resolve_paths
 
     tree, lines = read_yaml(path)
-    config = config_of(anchor(tree, path.parent), file=path, lines=lines)
+    config = build_config(resolve_paths(tree, path.parent), file=path, lines=lines)
     assert config.corpus.sources, "a recipe names its texts"
 
 

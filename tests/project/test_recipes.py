@@ -73,8 +73,10 @@ def _answers_come_through_the_template(run: Path) -> None:
     assert all(re.match(r"<\|user\|>\d+시에 뭐 해\?<\|endoftext\|><\|assistant\|>", talk) for talk in talks)
     assert main(["run", "chat-ko.yaml", *QUICK, "sample.prompt=5시에 뭐 해?"]) == 0
     (talk,) = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
-    config = open_where("chat-ko.yaml", [*QUICK, "train.prompts=5시에 뭐 해?"]).config
-    (line,) = sample_prompts(open_checkpoint(run / "step-0000002"), config.train.prompts, config.sample, config.engine)
+    config = open_where("chat-ko.yaml", [*QUICK, "train.sample_prompts=5시에 뭐 해?"]).config
+    (line,) = sample_prompts(
+        open_checkpoint(run / "step-0000002"), config.train.sample_prompts, config.sample, config.engine
+    )
     assert talk == f"<|user|>5시에 뭐 해?<|endoftext|><|assistant|>{line['text']}"
 
 

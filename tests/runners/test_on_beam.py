@@ -32,7 +32,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
 
 @pytest.fixture(params=[[], pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["in memory", "two processes"])
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return open_runner(BeamRunner(options=request.param, folder=str(tmp_path / "shared")))
+    return open_runner(BeamRunner(options=request.param, shared_folder=str(tmp_path / "shared")))
 
 
 def test_results_in_shard_order_and_no_file_left(runner: Any, jobs: Any, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monke
 @pytest.mark.slow
 def test_worker_killed_before_it_begins_is_replaced(jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
-    runner = open_runner(BeamRunner(options=PROCESSES, folder=str(tmp_path / "shared")))
+    runner = open_runner(BeamRunner(options=PROCESSES, shared_folder=str(tmp_path / "shared")))
     assert list(runner.map(jobs.DieOnArrival(str(tmp_path)), range(6))) == [0, 2, 4, 6, 8, 10]
     assert (tmp_path / "died-on-arrival").exists()
     assert list((tmp_path / "shared").iterdir()) == []
@@ -114,8 +114,8 @@ def test_shards_are_taken_a_wave_at_a_time(jobs: Any, monkeypatch: pytest.Monkey
 
 def test_folder_that_cannot_be_is_named(jobs: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TextmillError, match=r"runner\.folder: .*file/x"):
-        list(open_runner(BeamRunner(folder=str(tmp_path / "file" / "x"))).map(jobs.double, [1]))
+    with pytest.raises(TextmillError, match=r"runner\.shared_folder: .*file/x"):
+        list(open_runner(BeamRunner(shared_folder=str(tmp_path / "file" / "x"))).map(jobs.double, [1]))
 
 
 def test_worker_that_cannot_reach_the_folder_is_told(jobs: Any, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_prepare_gives_the_same_bytes(
     monkeypatch.chdir(tmp_path)
 
     def content(name: str, runner: dict[str, Any]) -> dict[str, bytes]:
-        corpus = {"sources": ["texts"], "section": 100, "split": [8.0, 1.0, 1.0]}
+        corpus = {"sources": ["texts"], "section_chars": 100, "split": [8.0, 1.0, 1.0]}
         folder = prepare(RunConfig.model_validate({"folder": name, "corpus": corpus, "runner": runner}))
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "run.yaml"}
 

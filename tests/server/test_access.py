@@ -81,7 +81,7 @@ def test_a_local_server_answers_to_local_names_only(live: Live, new_live: Callab
         assert status(live, name) == 200
     for name in ("evil.example", "localhost.evil.example:80", "127.0.0.1.evil.example"):
         assert status(live, name) == 403
-    named = new_live({"serve": {"hosts": ["mill.example"], "origins": ["https://app.example"]}})
+    named = new_live({"serve": {"allowed_hosts": ["mill.example"], "allowed_origins": ["https://app.example"]}})
     assert status(named, "mill.example") == 200
     asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
     assert (

@@ -289,7 +289,7 @@ def test_a_full_server_says_when_to_come_again(new_live: Callable[..., Live]) ->
 
 
 def test_a_request_ends_at_its_time_limit(new_live: Callable[..., Live]) -> None:
-    slow = new_live({"delay": 0.02, "serve": {"seconds": 0.5}})
+    slow = new_live({"delay": 0.02, "serve": {"request_timeout": 0.5}})
     choice = post(slow, "/v1/completions", {"prompt": "x", "max_tokens": 1000}).json()["choices"][0]
     assert (choice["finish_reason"], choice["ended"]) == ("length", "time limit")
     assert 0 < len(choice["text"]) < 1000

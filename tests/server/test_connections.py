@@ -62,7 +62,7 @@ def drip(line: socket.socket, byte: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def hasty(new_live: Callable[..., Live]) -> Live:
-    return new_live({"serve": {"reading": 2.0, "max_body": 300_000}})
+    return new_live({"serve": {"read_timeout": 2.0, "max_body": 300_000}})
 
 
 def sent_slowly(live: Live, first: bytes, byte: bytes) -> bytes:
@@ -130,7 +130,7 @@ def test_a_long_body_has_more_time(hasty: Live) -> None:
 
 
 def test_who_waits_makes_room_and_who_works_does_not(new_live: Callable[..., Live]) -> None:
-    narrow = new_live({"delay": 0.02, "serve": {"connections": 4, "slots": 8}})
+    narrow = new_live({"delay": 0.02, "serve": {"max_connections": 4, "slots": 8}})
     idle = [connect(narrow) for _ in range(4)]
     idle[0].sendall(b"GET")
     assert httpx.get(f"{narrow.url}/health").status_code == 200
@@ -195,10 +195,10 @@ def test_connections_want_files() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, most))
-        raise_file_limit(ServeConfig(connections=500))
+        raise_file_limit(ServeConfig(max_connections=500))
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 756
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
     if most != resource.RLIM_INFINITY and most < 100_000:
         with pytest.raises(TextmillError, match="open files, of which this system allows"):
-            raise_file_limit(ServeConfig(connections=100_000))
+            raise_file_limit(ServeConfig(max_connections=100_000))

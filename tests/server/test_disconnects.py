@@ -85,7 +85,7 @@ def ask(live: Live, number: int, tokens: int, started: threading.Semaphore) -> t
 
 @pytest.mark.parametrize(("grace", "tokens"), [(30.0, 60), (0.3, 4000)], ids=["they finish", "they are ended"])
 def test_a_stop_cuts_nobody_off_without_a_word(new_live: Callable[..., Live], grace: float, tokens: int) -> None:
-    live = new_live({"delay": 0.01, "serve": {"slots": 4, "queue": 16, "grace": grace}})
+    live = new_live({"delay": 0.01, "serve": {"slots": 4, "queue": 16, "shutdown_grace": grace}})
     started = threading.Semaphore(0)
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(ask, live, number, tokens, started) for number in range(12)]
@@ -151,7 +151,7 @@ async def crowd(live: Live, seen: Counter[str]) -> None:
 
 
 def test_a_stop_under_load_tells_everybody(new_live: Callable[..., Live]) -> None:
-    live, seen = new_live({"delay": 0.01, "serve": {"slots": 4, "queue": 8, "grace": 20.0}}), Counter[str]()
+    live, seen = new_live({"delay": 0.01, "serve": {"slots": 4, "queue": 8, "shutdown_grace": 20.0}}), Counter[str]()
     asyncio.run(crowd(live, seen))
     assert live.process.wait(60) == 0
     assert set(seen) <= {"200", "429", "503", "cut off"}

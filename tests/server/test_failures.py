@@ -32,7 +32,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
     write_model(tmp_path / "run", tokenizer, shape)
     engine = {"device": "cpu", "precision": "fp32"}
-    config = RunConfig.model_validate({"folder": str(tmp_path), "serve": {"patience": 1.5}, "engine": engine})
+    config = RunConfig.model_validate({"folder": str(tmp_path), "serve": {"step_timeout": 1.5}, "engine": engine})
     service = open_service(config, open_scheduler=in_process)
     yield service
     service.scheduler.close(0)

@@ -21,7 +21,7 @@ COUNT = int(os.environ.get("TEXTMILL_TEST_MALFORMED", "2000"))
 
 @pytest.fixture(scope="module")
 def target(new_live: Callable[..., Live]) -> Live:
-    return new_live({"delay": 0.0002, "serve": {"max_tokens": 8, "seconds": 5.0}, "sample": {"max_tokens": 4}})
+    return new_live({"delay": 0.0002, "serve": {"max_tokens": 8, "request_timeout": 5.0}, "sample": {"max_tokens": 4}})
 
 
 def test_bent_bodies(target: Live) -> None:

@@ -162,7 +162,7 @@ def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp
     """
     (tmp_path / "torch.py").write_text("raise SystemExit('not the real one')")
     (tmp_path / "mill.yaml").write_text(f"folder: {small_model.parents[1]}\n")
-    words = [str(tmp_path / "mill.yaml"), "serve.port=0", "serve.slots=3", "serve.patience=3", "engine.device=cpu"]
+    words = [str(tmp_path / "mill.yaml"), "serve.port=0", "serve.slots=3", "serve.step_timeout=3", "engine.device=cpu"]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True, cwd=tmp_path)
     try:

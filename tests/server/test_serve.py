@@ -73,7 +73,10 @@ def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> No
             ([str(where), "serve.key_file=nowhere"], "nowhere: cannot be read"),
             ([str(where), "serve.port=70000"], "serve.port: found 70000; give a value at most 65535"),
             ([str(bent), "serve.port=0", "engine.device=cpu"], "lacks 12 weights"),
-            ([str(where), "serve.origins=[example.org]"], "serve.origins: 'example.org' is no web origin"),
+            (
+                [str(where), "serve.allowed_origins=[example.org]"],
+                "serve.allowed_origins: 'example.org' is no web origin",
+            ),
         ]:
             done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=ROOT)
             assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -93,4 +96,4 @@ def test_a_model_has_the_name_of_its_run() -> None:
 def test_serving_decides_nothing_of_a_run() -> None:
     assert RunConfig().results("serve") == {}
     with pytest.raises(TextmillError, match="no web origin"):
-        ServeConfig(origins=["https://example.org/page"])
+        ServeConfig(allowed_origins=["https://example.org/page"])

@@ -45,7 +45,7 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         else:
             engine.load(first_of(config, shape), [], 0, "the first weights")
             same = True
-        sizes = Sizes(rows, config.train.ramp)
+        sizes = Sizes(rows, config.train.batch_rampup)
         mine = {step: engine.samples_of(sizes.at(step)) for step in range(*run["steps"])}
         losses = [engine.train_step(rows_of(batch_of(step), own), step, LR).loss for step, own in mine.items()]
         if run.get("save"):

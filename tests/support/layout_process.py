@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.config import LoraConfig, ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
 from textmill.models import open_family
@@ -24,14 +24,14 @@ LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2": {"replicate": 2},
     "shard-2": {"shard": 2},
-    "shard-kept-2": {"shard": 2, "keep": True},
-    "tensor-2": {"tensor": 2, "sequence": False},
+    "shard-kept-2": {"shard": 2, "keep_gathered": True},
+    "tensor-2": {"tensor": 2, "sequence_parallel": False},
     "sequence-2": {"tensor": 2},
     "ddp-4": {"replicate": 4},
     "shard-4": {"shard": 4},
     "ddp-2-shard-2": {"replicate": 2, "shard": 2},
     "shard-2-sequence-2": {"shard": 2, "tensor": 2},
-    "ddp-2-tensor-2": {"replicate": 2, "tensor": 2, "sequence": False},
+    "ddp-2-tensor-2": {"replicate": 2, "tensor": 2, "sequence_parallel": False},
 }
 
 
@@ -127,7 +127,9 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
 
 def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
     """Steps of Muon, and the last of them again by an engine that goes on from what was saved before them."""
-    config = config.model_copy(update={"train": config.train.model_copy(update={"optimizer": "muon", "momentum": 0.8})})
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"optimizer": "muon", "muon": MuonConfig(momentum=0.8)})}
+    )
     engine = started(config, ranks)
     numbers = stepped(engine, range(SAVED))
     state = state_of(engine)

@@ -186,7 +186,7 @@ def new_service(asked: dict[str, Any]) -> Service:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
         scheduler = ChunkingScheduler(Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001)))
     template = Turns(scheduler.tokenizer) if asked.get("chat", True) else None
-    return Service(scheduler, serve, sample, serve.name or "mill", 7, template, read_api_key(serve))
+    return Service(scheduler, serve, sample, serve.model_name or "mill", 7, template, read_api_key(serve))
 
 
 if __name__ == "__main__":

@@ -327,7 +327,11 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "train", [{"layout": "packed", "apart": True, "tail": "drop"}, {"layout": "padded", "long": "cut"}]
+    "train",
+    [
+        {"layout": "packed", "packed": {"isolate_documents": True, "last_window": "drop"}},
+        {"layout": "padded", "padded": {"long_documents": "truncate"}},
+    ],
 )
 def test_a_valid_split_that_fills_no_window_stops_no_run(tmp_path: Path, train: dict[str, Any]) -> None:
     tokenizer = fit(iter([["aaa bbb aaa bbb"]]), TokenizerConfig(vocab=280))
@@ -345,10 +349,19 @@ def test_a_valid_split_that_fills_no_window_stops_no_run(tmp_path: Path, train: 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"layout": "padded", "apart": True}, r"train\.apart: is for train\.layout=packed"),
-        ({"layout": "features", "tail": "drop"}, r"train\.tail: is for train\.layout=packed"),
-        ({"long": "cut"}, r"train\.long: is for train\.layout=padded"),
-        ({"layout": "padded", "close": True}, r"train\.close: .* set train\.long=cut"),
+        (
+            {"layout": "padded", "packed": {"isolate_documents": True}},
+            r"train\.packed\.isolate_documents: is for train\.layout=packed",
+        ),
+        (
+            {"layout": "features", "packed": {"last_window": "drop"}},
+            r"train\.packed\.last_window: is for train\.layout=packed",
+        ),
+        ({"padded": {"long_documents": "truncate"}}, r"train\.padded\.long_documents: is for train\.layout=padded"),
+        (
+            {"layout": "padded", "padded": {"end_truncated": True}},
+            r"train\.padded\.end_truncated: .* set train\.padded\.long_documents=truncate",
+        ),
     ],
 )
 def test_settings_that_a_layout_does_not_read_are_refused(settings: dict[str, Any], said: str) -> None:

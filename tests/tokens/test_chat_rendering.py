@@ -113,7 +113,7 @@ OWN = {"user": "[INST]{content}[/INST]", "assistant": "<bot>{content}<'end\">"}
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram"])
 @pytest.mark.parametrize("chat", ["default", "dsgpt2", "own"])
 def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"turns": OWN} if chat == "own" else {"chat": chat}
+    settings: dict[str, Any] = {"chat_turns": OWN} if chat == "own" else {"chat": chat}
     ours = fit(iter([TEXTS]), TokenizerConfig(kind=kind, vocab=400, **settings))  # type: ignore[arg-type]
     ours.save(tmp_path)
     theirs, again = AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path)
@@ -198,14 +198,16 @@ def test_dsgpt2_asks_as_dsgpt2_does() -> None:
 )
 def test_a_template_that_cannot_teach_is_refused(turns: dict[str, str], said: str) -> None:
     with pytest.raises(TextmillError) as caught:
-        TokenizerConfig(turns=turns)
+        TokenizerConfig(chat_turns=turns)
     assert said in str(caught.value)
-    assert str(caught.value).startswith("tokenizer.turns: ")
+    assert str(caught.value).startswith("tokenizer.chat_turns: ")
 
 
 def test_an_end_that_is_not_the_stop_is_refused() -> None:
-    with pytest.raises(TextmillError, match=r"tokenizer.end: .* is not the </s> with which the chat template stops"):
-        TokenizerConfig(chat="dsgpt2", end="<|endoftext|>")
+    with pytest.raises(
+        TextmillError, match=r"tokenizer.end_token: .* is not the </s> with which the chat template stops"
+    ):
+        TokenizerConfig(chat="dsgpt2", end_token="<|endoftext|>")
 
 
 def test_a_changed_jinja_is_no_longer_ours(tokenizer: TextTokenizer, tmp_path: Path) -> None:

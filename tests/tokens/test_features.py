@@ -36,7 +36,7 @@ from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.where import open_where
 
 END = 50256
-SMALL = ["max=16", "min=6", "stride=5"]
+SMALL = ["max_length=16", "min_length=6", "stride=5"]
 
 
 def rows_of(documents: list[list[int]], rule: FeaturesConfig, special: int = END) -> list[dict[str, list[Any]]]:
@@ -57,29 +57,31 @@ def slow_rows(documents: list[list[int]], rule: FeaturesConfig, special: int) ->
     rows = []
     for document in documents:
         for start in range(0, len(document), rule.stride):
-            chunk = document[start : start + rule.max - rule.reserved + 1]
-            if len(chunk) <= rule.min - rule.reserved:
+            chunk = document[start : start + rule.max_length - rule.reserved_tokens + 1]
+            if len(chunk) <= rule.min_length - rule.reserved_tokens:
                 continue
             row, real = [special, *chunk, special], len(chunk) + 2
-            while len(row) < rule.max + 1:
+            while len(row) < rule.max_length + 1:
                 row.append(0 if rule.pad_zero else special)
             inputs, labels, mask = [], [], []
-            for place in range(rule.max):
+            for place in range(rule.max_length):
                 inputs.append(row[place])
                 mask.append(1.0 if (row[place] > 0 if rule.pad_zero else place < real) else 0.0)
                 asked = row[place + 1] != 0 if rule.pad_zero else place + 1 < real
-                labels.append(row[place + 1] if asked else rule.ignore)
+                labels.append(row[place + 1] if asked else rule.ignore_label)
             rows.append({"input_ids": inputs, "attention_mask": mask, "labels": labels})
     return rows
 
 
 def test_the_published_rows() -> None:
-    rows = rows_of([list(range(1, 21))], FeaturesConfig(max=8, min=4, reserved=2, stride=4, pad_zero=True))
+    rows = rows_of(
+        [list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, reserved_tokens=2, stride=4, pad_zero=True)
+    )
     chunks = [range(1, 8), range(5, 12), range(9, 16), range(13, 20)]
     whole = [{"input_ids": [END, *chunk], "attention_mask": [1.0] * 8, "labels": [*chunk, END]} for chunk in chunks]
     last = [END, 17, 18, 19, 20, END, 0, 0], [1.0] * 6 + [0.0] * 2, [17, 18, 19, 20, END, -100, -100, -100]
     assert rows == [*whole, dict(zip(SCHEMA.names, last, strict=True))]
-    real = rows_of([list(range(1, 21))], FeaturesConfig(max=8, min=4, reserved=2, stride=4))
+    real = rows_of([list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, reserved_tokens=2, stride=4))
     assert real == [*whole, {**rows[-1], "input_ids": [END, 17, 18, 19, 20, END, END, END]}]
 
 
@@ -93,7 +95,7 @@ def test_the_published_chunks_of_the_defaults() -> None:
 
 
 def test_a_token_of_id_0_is_lost_only_where_the_quirk_is_asked_for() -> None:
-    rule = FeaturesConfig(max=8, min=2, stride=8)
+    rule = FeaturesConfig(max_length=8, min_length=2, stride=8)
     (row,) = rows_of([[5, 0, 7]], rule)
     assert row == {
         "input_ids": [END, 5, 0, 7, END, *[END] * 3],
@@ -115,8 +117,8 @@ def test_a_token_of_id_0_is_lost_only_where_the_quirk_is_asked_for() -> None:
 def test_rows_are_those_of_the_description(sizes: list[int], data: st.DataObject, pad_zero: bool, special: int) -> None:
     longest = data.draw(st.integers(2, 20))
     rule = FeaturesConfig(
-        max=longest, min=data.draw(st.integers(0, longest)), stride=data.draw(st.integers(1, 25)),
-        reserved=data.draw(st.integers(0, min(4, longest))), ignore=data.draw(st.sampled_from([-100, -1])), pad_zero=pad_zero,
+        max_length=longest, min_length=data.draw(st.integers(0, longest)), stride=data.draw(st.integers(1, 25)),
+        reserved_tokens=data.draw(st.integers(0, min(4, longest))), ignore_label=data.draw(st.sampled_from([-100, -1])), pad_zero=pad_zero,
     )  # fmt: skip
     documents = [data.draw(st.lists(st.integers(0, 12), min_size=size, max_size=size)) for size in sizes]
     assert rows_of(documents, rule, special) == slow_rows(documents, rule, special)
@@ -162,7 +164,9 @@ def test_rows_of_a_corpus_open_in_datasets(life: Path) -> None:
             for texts in read_texts(path)
             for text in texts
         ]
-        assert found.to_list() == slow_rows(documents, FeaturesConfig(max=16, min=6, stride=5), tokenizer.end)
+        assert found.to_list() == slow_rows(
+            documents, FeaturesConfig(max_length=16, min_length=6, stride=5), tokenizer.end
+        )
         assert pq.read_schema(paths[0]).equals(SCHEMA)
     assert len(list((tokens / "features").iterdir())) > 3
 
@@ -274,7 +278,7 @@ def empty_store(folder: Path) -> TokenStore:
 
 def test_rows_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
     store = empty_store(tmp_path)
-    rows = rows_of([list(range(1, 21))], FeaturesConfig(max=8, min=4, stride=4, pad_zero=True))
+    rows = rows_of([list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, stride=4, pad_zero=True))
     table = foreign(tmp_path / "good", rows)
     layout = FeatureRows(Features(table), store, length=8, seed=None, vocab=END + 1)
     assert sorted(pairs_of(layout.rows(np.arange(5)))) == sorted((row["input_ids"], row["labels"]) for row in rows)

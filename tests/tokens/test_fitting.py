@@ -24,8 +24,9 @@ from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")
 SETTINGS: list[dict[str, Any]] = [
-    {"kind": "bpe"}, {"kind": "bpe", "digits": True, "cjk": True, "lowercase": True}, {"kind": "wordpiece"}, {"kind": "unigram"},
-    {"kind": "wordpiece", "lowercase": True, "strip_accents": True, "digits": True}, {"kind": "unigram", "digits": True, "cjk": True},
+    {"kind": "bpe"}, {"kind": "bpe", "split_digits": True, "split_cjk": True, "lowercase": True}, {"kind": "wordpiece"}, {"kind": "unigram"},
+    {"kind": "wordpiece", "lowercase": True, "strip_accents": True, "split_digits": True},
+    {"kind": "unigram", "split_digits": True, "split_cjk": True},
 ]  # fmt: skip
 TRICKY = "a \x00b\x00 c\n\nd  e\u00a0f \u0301g\x1c h\ti\u3000j's 's 12 ,x , 天地 玄 <s> ▁ \u2028k\r\nl \u200b m\n n "
 
@@ -75,7 +76,7 @@ def test_bpe_is_the_librarys_own(tmp_path: Path) -> None:
 def test_any_number_of_workers_fits_the_same(kind: str, tiny_texts: Path, tmp_path: Path) -> None:
     results = []
     for workers in (1, 2):
-        config = config_of(tmp_path / str(workers), tiny_texts, workers, kind=kind, sample=0.7)
+        config = config_of(tmp_path / str(workers), tiny_texts, workers, kind=kind, fit_sample=0.7)
         prepare(config)
         folder = fit_tokenizer(config)
         results.append(
@@ -95,7 +96,7 @@ def test_a_sample_is_chosen_by_the_text_alone(tiny_texts: Path, tmp_path: Path) 
     (tiny_texts / "plays.txt").write_text(
         "\n\n".join(dict.fromkeys(shakespeare()[0].split("\n\n")[:90])), encoding="utf-8"
     )
-    config = config_of(tmp_path, tiny_texts / "plays.txt", kind="unigram", sample=20, fit_on="sources")
+    config = config_of(tmp_path, tiny_texts / "plays.txt", kind="unigram", fit_sample=20, fit_on="sources")
     texts = [text for part in parts_of(config) for text in part.texts()]
     chosen = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())[
         :20
@@ -131,7 +132,7 @@ def test_the_report_counts_by_language(tiny_texts: Path, tmp_path: Path, capsys:
     first = config_of(tmp_path / "first", tiny_texts)
     prepare(first)
     other = fit_tokenizer(first)
-    config = config_of(tmp_path, tiny_texts, kind="wordpiece", coverage=0.9, compare_with=str(other))
+    config = config_of(tmp_path, tiny_texts, kind="wordpiece", character_coverage=0.9, compare_with=str(other))
     prepare(config)
     folder = fit_tokenizer(config)
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -157,7 +158,7 @@ def test_the_report_counts_by_language(tiny_texts: Path, tmp_path: Path, capsys:
 
 
 def test_a_used_tokenizer_is_copied_and_reported(shared_data: Path, tiny_texts: Path, tmp_path: Path) -> None:
-    config = config_of(tmp_path, tiny_texts, use=str(shared_data / "bert_vocab" / "vocab.txt"), end="[CLS]")
+    config = config_of(tmp_path, tiny_texts, use=str(shared_data / "bert_vocab" / "vocab.txt"), end_token="[CLS]")
     prepare(config)
     folder = fit_tokenizer(config)
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))

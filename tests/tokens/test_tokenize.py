@@ -40,7 +40,7 @@ def config_of(
     folder: str = "out", workers: int = 1, corpus: Any = None, tokenizer: Any = None, **tokens: Any
 ) -> RunConfig:
     sections = {
-        "corpus": {"sources": ["texts"], "section": 150, "split": [8.0, 1.0, 1.0], **(corpus or {})},
+        "corpus": {"sources": ["texts"], "section_chars": 150, "split": [8.0, 1.0, 1.0], **(corpus or {})},
         "tokenizer": {"vocab": 400, **(tokenizer or {})},
         "tokens": tokens,
         "runner": {"workers": workers},
@@ -104,7 +104,7 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
 
 def test_the_older_index_is_written_when_asked(world: Path) -> None:
     made(config_of("new"))
-    folder = made(config_of("old", format="lazy"))
+    folder = made(config_of("old", index_format="lazy"))
     assert (folder / "train.idx").read_bytes().startswith(b"TNTIDX")
     for split in SPLITS:
         one, other = open_store(folder / split), open_store(Path("new/tokens") / split)
@@ -201,7 +201,7 @@ def use_words(folder: Path, words: list[str]) -> str:
 def test_what_cannot_be_encoded_is_quarantined(world: Path) -> None:
     texts = ["a b", "a c b", "b", "\u00ad", "a a", "z"]
     (world / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "stop_at": 0.9}
+    setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "max_unreadable": 0.9}
     folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
     bad = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
     assert [(one["file"], one["place"]) for one in bad] == [
@@ -215,14 +215,14 @@ def test_what_cannot_be_encoded_is_quarantined(world: Path) -> None:
     assert [lineage[document][1] for document in range(len(lineage))] == ["line 1", "line 3", "line 5"]
     counts = open_manifest(folder)["splits"]["train"]
     assert (counts["documents"], counts["quarantined"], counts["words"], counts["bytes"]) == (3, 3, 5, 7)
-    strict = config_of("strict", corpus={**setting, "stop_at": 0.2}, tokenizer={"use": "words"})
+    strict = config_of("strict", corpus={**setting, "max_unreadable": 0.2}, tokenizer={"use": "words"})
     with pytest.raises(TextmillError, match=r"3 of 6 documents cannot be encoded.*few\.jsonl.*line 2"):
         made(strict)
 
 
 def test_a_document_of_no_tokens_is_quarantined(world: Path) -> None:
     (world / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a b", " \t ", "b"]))
-    setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "stop_at": 0.9}
+    setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "max_unreadable": 0.9}
     folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
     kept = [row.id for row in documents("out", "train")]
     lineage = open_lineage(folder / "train.lineage.parquet")

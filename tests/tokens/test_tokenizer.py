@@ -82,16 +82,16 @@ def test_real_documents_come_back_whole(shared_data: Path, language: str) -> Non
     documents = texts_of(shared_data, language, 1000)
     paragraphs = [text for document in documents for text in document.split("\n\n")][:2000]
     gpt2 = open_tokenizer(shared_data / "gpt2_bpe")
-    own = fit(iter([paragraphs[::20]]), TokenizerConfig(vocab=2000, digits=True, cjk=True))
+    own = fit(iter([paragraphs[::20]]), TokenizerConfig(vocab=2000, split_digits=True, split_cjk=True))
     for tokenizer in (gpt2, own):
         assert [tokenizer.decode(ids) for ids in tokenizer.encode_many(paragraphs)] == paragraphs
 
 
 @pytest.mark.parametrize(
     ("kind", "settings_"),
-    [*((kind, {}) for kind in KINDS), ("wordpiece", {"lowercase": True, "digits": True}),
-     ("unigram", {"byte_fallback": False, "cjk": True}), ("bpe", {"digits": True, "cjk": True}),
-     ("bpe", {"special_tokens": DSGPT2, "end": "</s>"})],
+    [*((kind, {}) for kind in KINDS), ("wordpiece", {"lowercase": True, "split_digits": True}),
+     ("unigram", {"byte_fallback": False, "split_cjk": True}), ("bpe", {"split_digits": True, "split_cjk": True}),
+     ("bpe", {"special_tokens": DSGPT2, "end_token": "</s>"})],
 )  # fmt: skip
 def test_transformers_opens_every_kind(kind: str, settings_: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
@@ -111,7 +111,7 @@ def test_transformers_opens_every_kind(kind: str, settings_: dict[str, Any], tmp
 
 
 def test_special_tokens_of_dsgpt2_keep_their_ids(tmp_path: Path) -> None:
-    tokenizer = fitted("bpe", special_tokens=DSGPT2, end="</s>")
+    tokenizer = fitted("bpe", special_tokens=DSGPT2, end_token="</s>")
     names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>", "<unused0>", "<unused99>"]
     assert [tokenizer.inner.token_to_id(name) for name in names] == [0, 1, 2, 3, 4, 5, 6, 7, 106]
     assert tokenizer.inner.token_to_id(END) is None
@@ -141,17 +141,17 @@ def test_options_cut_words() -> None:
         return [word for word, _ in cut]
 
     assert pieces("bpe", "in 1483 AD") == ["in", "Ġ1483", "ĠAD"]
-    assert pieces("bpe", "in 1483 AD", digits=True) == ["in", "Ġ", "1", "4", "8", "3", "ĠAD"]
-    assert len(pieces("bpe", "天地", cjk=True)) == 2
+    assert pieces("bpe", "in 1483 AD", split_digits=True) == ["in", "Ġ", "1", "4", "8", "3", "ĠAD"]
+    assert len(pieces("bpe", "天地", split_cjk=True)) == 2
     assert len(pieces("bpe", "天地")) == 1
     assert pieces("wordpiece", "天地 İyi CAFÉ") == ["天", "地", "İyi", "CAFÉ"]
-    assert pieces("wordpiece", "天地 CAFÉ", cjk=False, lowercase=True, strip_accents=True) == ["天地", "cafe"]
-    assert pieces("unigram", "Now, 12\nA", lowercase=True, digits=True) == ["now", ",", "▁", "1", "2", "\n", "a"]
+    assert pieces("wordpiece", "天地 CAFÉ", split_cjk=False, lowercase=True, strip_accents=True) == ["天地", "cafe"]
+    assert pieces("unigram", "Now, 12\nA", lowercase=True, split_digits=True) == ["now", ",", "▁", "1", "2", "\n", "a"]
 
 
 def test_rare_characters_are_bytes_or_unknown() -> None:
     texts = ["the mill stands by the river"] * 500 + ["字"]
-    alphabet = {"vocab": 400, "coverage": 0.999}
+    alphabet = {"vocab": 400, "character_coverage": 0.999}
     known = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "unigram", **alphabet}))
     lost = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "unigram", "byte_fallback": False, **alphabet}))
     assert [known.inner.id_to_token(id_) for id_ in known.encode("字")] == ["<0xE5>", "<0xAD>", "<0x97>"]
@@ -234,8 +234,8 @@ def test_names_that_others_gave(tokenizer: TextTokenizer, tmp_path: Path) -> Non
      ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
      ({"special_tokens": ["usr"]}, "plain text could spell"), ({"special_tokens": ["<|>"]}, "plain text could spell"),
      ({"special_tokens": ["<a b>"]}, "plain text could spell"), ({"special_tokens": ["<a>", "<a>"]}, "twice"),
-     ({"sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
-     ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"), ({"end": "nothing"}, "tokenizer.end")],
+     ({"fit_sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
+     ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"), ({"end_token": "nothing"}, "tokenizer.end_token")],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(mistake: dict[str, Any], told: str) -> None:
     with pytest.raises(TextmillError, match=re.escape(told)):
@@ -248,7 +248,9 @@ def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
         with pytest.raises(TextmillError, match=r"tokenizer\.vocab: 600 is too small"):
             fit(
                 iter([texts]),
-                TokenizerConfig.model_validate({"kind": kind, "vocab": 600, "coverage": 1.0, "cjk": False}),
+                TokenizerConfig.model_validate(
+                    {"kind": kind, "vocab": 600, "character_coverage": 1.0, "split_cjk": False}
+                ),
             )
     with pytest.raises(TextmillError, match="no text to fit on"):
         fit(iter([[]]), TokenizerConfig())

@@ -16,7 +16,7 @@ from textmill.tokens.vocabulary.transfer import inherited
 
 KINDS = {
     "bpe": TokenizerConfig(vocab=360), "unigram": TokenizerConfig(kind="unigram", vocab=420),
-    "wordpiece": TokenizerConfig(kind="wordpiece", vocab=400, coverage=1.0),
+    "wordpiece": TokenizerConfig(kind="wordpiece", vocab=400, character_coverage=1.0),
 }  # fmt: skip
 
 

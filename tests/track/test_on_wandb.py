@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.config import TrackConfig
+from textmill.config import TrackConfig, WandbConfig
 
 pytest.importorskip("wandb")
 
@@ -49,7 +49,7 @@ def test_offline_run_is_written_beside_the_checkpoints(
 
     from textmill.track.on_wandb import new_tracker, run_id_of
 
-    tracker = new_tracker(TrackConfig(project="mill"), tmp_path, 0, {"train.batch": 8})
+    tracker = new_tracker(TrackConfig(wandb=WandbConfig(project="mill")), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
     tracker.close()

@@ -123,7 +123,7 @@ LONG = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}")
     [
         (
             LONG,
-            {"length": 16, "cut": "end"},
+            {"length": 16, "chat": {"truncate": "end"}},
             "cutting to 16 removes every answer, so nothing is asked; raise train.length (the longest has",
         ),
         (list(PAIRS.items()), {"length": 256}, None),
@@ -141,7 +141,7 @@ def test_cutting(tmp_path: Path, pairs: list[tuple[str, str]], settings: dict[st
         train(config)
     assert said in str(caught.value)
     assert not steps_of(tmp_path / "out" / "run")
-    train(config_of(tmp_path, train={**settings, "cut": "start"}))
+    train(config_of(tmp_path, train={**settings, "chat": {"truncate": "start"}}))
 
 
 def test_all_labels_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +173,7 @@ def test_the_stop_token_is_not_asked(tmp_path: Path) -> None:
 
 def test_some_stop_tokens_are_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, "pairs.jsonl", [*PAIRS.items(), ("tell me", "a tale that never ends and " * 20)])
-    config = config_of(tmp_path, train={"cut": "end"})
+    config = config_of(tmp_path, train={"chat": {"truncate": "end"}})
     made(config)
     train(config)
     said = capsys.readouterr()
@@ -210,7 +210,11 @@ def test_valid_is_part_of_train(tmp_path: Path, copies: int, capsys: pytest.Capt
     written(tmp_path, "pairs.jsonl", pairs)
     others = [(f"another question {number}", "another answer") for number in range(8 - copies)]
     held = written(tmp_path, "held.jsonl", pairs[:copies] + others)
-    corpus = {"sources": [str(tmp_path / "pairs.jsonl"), str(held)], "sides": {"held.jsonl": "valid"}, "dedup": "none"}
+    corpus = {
+        "sources": [str(tmp_path / "pairs.jsonl"), str(held)],
+        "source_splits": {"held.jsonl": "valid"},
+        "dedup": "none",
+    }
     config = config_of(tmp_path, corpus=corpus)
     made(config)
     if copies == 2:

@@ -33,7 +33,7 @@ BOUND = 1e-5
 def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
     often = [
         f"train.save_every={EACH}",
-        f"train.keep={len(SITTINGS)}",
+        f"train.checkpoints.keep={len(SITTINGS)}",
         f"train.evaluate_every={EACH}",
         "train.evaluate_batches=2",
     ]

@@ -120,7 +120,7 @@ def test_a_refused_run_leaves_nothing_that_was_not_there(root: Path, tmp_path: P
     """Refused by what is looked at first, by what comes after the data's index was written, and by the engine."""
     refusals = {
         "model.init_from=nowhere": "nowhere",
-        "train.ramp=3,3,100": "train.ramp",
+        "train.batch_rampup=3,3,100": "train.batch_rampup",
         "engine.micro_batch=3": "engine.micro_batch",
     }
     (tmp_path / "mine").mkdir()
@@ -147,7 +147,9 @@ def test_what_is_safe_is_taken_and_recorded(root: Path) -> None:
 
 
 def test_fp16_goes_on_with_its_loss_scale(root: Path) -> None:
-    config = config_for(root, root / "half", 24, "engine.precision=fp16", "train.keep=9", "train.evaluate_batches=1")
+    config = config_for(
+        root, root / "half", 24, "engine.precision=fp16", "train.checkpoints.keep=9", "train.evaluate_batches=1"
+    )
     with torch.backends.mkldnn.flags(enabled=False):  # it is slow in fp16 on a CPU without it
         train(config)
         first = numbers_of(root / "half")
@@ -184,12 +186,12 @@ def test_a_loss_scale_that_cannot_help_ends_the_run(root: Path, monkeypatch: pyt
 
 def test_from_an_earlier_step_and_anew(root: Path) -> None:
     run = root / "back"
-    train(config_for(root, run, 12, "train.keep=5"))
+    train(config_for(root, run, 12, "train.checkpoints.keep=5"))
     first = numbers_of(run)
-    train(config_for(root, run, 12, "train.keep=5"), step=5)
+    train(config_for(root, run, 12, "train.checkpoints.keep=5"), step=5)
     assert numbers_of(run) == first, "going back to step 5 gives the same numbers"
     weights = last_weights(run, 12)
-    train(config_for(root, run, 12, "train.keep=5", "train.seed=3"), force="yes")
+    train(config_for(root, run, 12, "train.checkpoints.keep=5", "train.seed=3"), force="yes")
     assert numbers_of(run) != first
     assert last_weights(run, 12) != weights
 
@@ -199,7 +201,9 @@ def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
     from textmill.generation import sample_prompts
 
     run = root / "prompts"
-    config = config_for(root, run, 10, 'train.prompts=["KING:", ""]', "sample.min_tokens=0", "sample.max_tokens=8")
+    config = config_for(
+        root, run, 10, 'train.sample_prompts=["KING:", ""]', "sample.min_tokens=0", "sample.max_tokens=8"
+    )
     train(config)
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [(5, "KING:"), (5, ""), (10, "KING:"), (10, "")]
@@ -215,9 +219,9 @@ def test_a_second_process_is_kept_out(root: Path, undisturbed: Path) -> None:
 
 
 def test_other_data_is_refused(root: Path, undisturbed: Path, tmp_path: Path) -> None:
-    done = textmill("prepare", "quickstart", f"folder={tmp_path}", "corpus.section=500")
+    done = textmill("prepare", "quickstart", f"folder={tmp_path}", "corpus.section_chars=500")
     assert done.returncode == 0, done.stderr
-    done = textmill("tokenize", "quickstart", f"folder={tmp_path}", "tokenizer.vocab=300", "corpus.section=500")
+    done = textmill("tokenize", "quickstart", f"folder={tmp_path}", "tokenizer.vocab=300", "corpus.section_chars=500")
     assert done.returncode == 0, done.stderr
     with pytest.raises(TextmillError, match=r"tokens was .*, is "):
         train(config_for(tmp_path, undisturbed, STEPS))
@@ -264,7 +268,7 @@ def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) ->
     from textmill.checkpoints.folders import faults_in, steps_of
 
     run = root / "kept"
-    train(config_for(root, run, 12, "train.keep=1", "train.keep_every=5"))
+    train(config_for(root, run, 12, "train.checkpoints.keep=1", "train.checkpoints.keep_every=5"))
     assert list(steps_of(run)) == [5, 10, 12]
     metrics = numbers_of(run)
     attempts: list[tuple[list[str], dict[str, object], str]] = [
@@ -276,7 +280,10 @@ def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) ->
     for words, options, said in attempts:
         steps = 20 if options.get("step") else 12
         with pytest.raises(TextmillError, match=said):
-            train(config_for(root, run, steps, "train.keep=1", "train.keep_every=5", *words), **options)  # type: ignore[arg-type]
+            train(
+                config_for(root, run, steps, "train.checkpoints.keep=1", "train.checkpoints.keep_every=5", *words),
+                **options,
+            )  # type: ignore[arg-type]
         assert list(steps_of(run)) == [5, 10, 12]
         assert all(faults_in(folder) == [] for folder in steps_of(run).values())
         assert numbers_of(run) == metrics
@@ -295,9 +302,9 @@ def test_a_run_may_start_anew_from_its_own_weights(root: Path) -> None:
 def test_a_prompt_that_does_not_fit_stops_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = root / "long-prompt"
     prompt = "word " * 200
-    train(config_for(root, run, 5, f"train.prompts={prompt}", "sample.min_tokens=0"))
+    train(config_for(root, run, 5, f"train.sample_prompts={prompt}", "sample.min_tokens=0"))
     assert (run / "step-0000005").is_dir()
-    assert "train.prompts: sample.prompt" in capsys.readouterr().out
+    assert "train.sample_prompts: sample.prompt" in capsys.readouterr().out
 
 
 def test_given_weights_count_by_what_they_are(root: Path, undisturbed: Path, tmp_path: Path) -> None:

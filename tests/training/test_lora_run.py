@@ -61,7 +61,7 @@ def adapting(folder: Path, base: Path, steps: int, **lora: Any) -> RunConfig:
         root.parent,
         corpus=plain(root.parent),
         tokenizer={"chat": None},
-        train={**train_, "folder": str(folder), "keep": 9},
+        train={**train_, "folder": str(folder), "checkpoints": {"keep": 9}},
     )
     model = config.model.model_validate(
         {"init_from": str(base), "lora": {"rank": 4, "dropout": 0.2, **lora}, "shape": {"dropout": 0.1}}

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from bench.kill_train import numbers_of
 from textmill import open_model
 from textmill.config import RunConfig, TrainConfig
-from textmill.config.load import config_of
+from textmill.config.load import build_config
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch_sizes import Sizes
@@ -36,7 +36,7 @@ class Laid:
 def course(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -> Course:
     section = TrainConfig(**{"batch": 8, "warmup": 0, **settings})
     layouts: Any = [Laid(samples) for samples in stores]
-    return course_of(section, Batches(layouts, [1.0] * len(stores), Sizes(section.batch, section.ramp)), length)
+    return course_of(section, Batches(layouts, [1.0] * len(stores), Sizes(section.batch, section.batch_rampup)), length)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def course(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -
         ({"samples": 80}, 10),
         ({"tokens": 799}, 9),
         ({"tokens": 800}, 10),
-        ({"samples": 24, "ramp": [2, 3, 10]}, 5),  # 2, 2, 2, 5 and 8 make 19, one more step would be 27
-        ({"epochs": 0.5, "ramp": [2, 3, 10]}, 6),  # 25 samples
+        ({"samples": 24, "batch_rampup": [2, 3, 10]}, 5),  # 2, 2, 2, 5 and 8 make 19, one more step would be 27
+        ({"epochs": 0.5, "batch_rampup": [2, 3, 10]}, 6),  # 25 samples
     ],
 )
 def test_units_become_steps(settings: dict[str, Any], steps: int) -> None:
@@ -68,14 +68,14 @@ def test_epochs_end_where_their_last_sample_is_seen() -> None:
     found = course(epochs=3)
     assert [done for done in range(1, 20) if found.due("epoch", done)] == [7, 13, 19]
     assert [done for done in range(1, 20) if found.due(5, done)] == [5, 10, 15, 19]
-    grown = course(samples=60, ramp=[2, 3, 10])
+    grown = course(samples=60, batch_rampup=[2, 3, 10])
     assert [done for done in range(1, 11) if grown.due("epoch", done)] == [9, 10]
     whole = course(stores=(16,), steps=6)
     assert [done for done in range(1, 7) if whole.due("epoch", done)] == [2, 4, 6]
 
 
 def test_a_ramp_is_told() -> None:
-    assert course(steps=9, ramp=[2, 3, 10]).spoken() == (
+    assert course(steps=9, batch_rampup=[2, 3, 10]).spoken() == (
         "9 steps of 2 samples, growing to 8 from step 5 on, 10 tokens each: 510 tokens, 1.02 epochs of 50 samples"
     )
 
@@ -86,15 +86,15 @@ def test_a_ramp_is_told() -> None:
         ({"samples": 7}, r"train\.samples: 7 is less than the first step has \(80 tokens\); raise it"),
         ({"tokens": 79}, r"train\.tokens: 79 is less"),
         ({"epochs": 1, "warmup": 8}, r"train\.warmup: 8 is above the 7 steps of train\.epochs=1"),
-        ({"epochs": 1, "steps": 5}, r"train\.epochs: the run's length is said in train\.steps too; keep one"),
-        ({"tokens": 1, "samples": 5}, r"train\.tokens: the run's length is said in train\.samples too"),
+        ({"epochs": 1, "steps": 5}, r"train\.epochs: the run's length is set by train\.steps too; keep one"),
+        ({"tokens": 1, "samples": 5}, r"train\.tokens: the run's length is set by train\.samples too"),
         ({"evaluate_every": 0}, r"train\.evaluate_every: found 0; give a number of steps above 0, or epoch"),
-        ({"ramp": [2, 3]}, r"train\.ramp: found \[2, 3\]; give three"),
-        ({"ramp": [0, 3, 5]}, r"train\.ramp: found"),
-        ({"ramp": [8, 3, 5]}, r"train\.ramp: starts with 8, which is not below train\.batch=8"),
+        ({"batch_rampup": [2, 3]}, r"train\.batch_rampup: found \[2, 3\]; give three"),
+        ({"batch_rampup": [0, 3, 5]}, r"train\.batch_rampup: found"),
+        ({"batch_rampup": [8, 3, 5]}, r"train\.batch_rampup: starts with 8, which is not below train\.batch=8"),
         (
-            {"ramp": [2, 4, 5]},
-            r"train\.ramp: an increment of 4 does not divide the way from 2 to train\.batch=8; 2 does",
+            {"batch_rampup": [2, 4, 5]},
+            r"train\.batch_rampup: an increment of 4 does not divide the growth from 2 to train\.batch=8; 2 does",
         ),
     ],
 )
@@ -104,12 +104,13 @@ def test_what_is_refused(settings: dict[str, Any], said: str) -> None:
 
 
 def test_a_ramp_that_micro_batches_do_not_divide_is_refused() -> None:
-    tree = {"train": {"batch": 8, "ramp": [2, 2, 100]}}
-    assert config_of({**tree, "engine": {"micro_batch": 2}}).train.ramp == [2, 2, 100]
+    tree = {"train": {"batch": 8, "batch_rampup": [2, 2, 100]}}
+    assert build_config({**tree, "engine": {"micro_batch": 2}}).train.batch_rampup == [2, 2, 100]
     with pytest.raises(
-        TextmillError, match=r"engine\.micro_batch: 4 does not divide train\.batch=8 with train\.ramp=2,2,100; 2 does"
+        TextmillError,
+        match=r"engine\.micro_batch: 4 does not divide train\.batch=8 with train\.batch_rampup=2,2,100; 2 does",
     ):
-        config_of({**tree, "engine": {"micro_batch": 4}})
+        build_config({**tree, "engine": {"micro_batch": 4}})
 
 
 def test_a_unit_reads_back_and_the_last_one_said_holds(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_unit_reads_back_and_the_last_one_said_holds(tmp_path: Path) -> None:
 QUICK: dict[str, Any] = {
     "tokenizer": {"vocab": 300}, "model": {"size": "nano", "shape": {"layers": 1, "heads": 1, "width": 16}},
     "train": {
-        "length": 32, "batch": 32, "ramp": [8, 8, 75], "keep": 9, "schedule": "constant", "warmup": 0, "log_every": 1,
+        "length": 32, "batch": 32, "batch_rampup": [8, 8, 75], "checkpoints": {"keep": 9}, "schedule": "constant", "warmup": 0, "log_every": 1,
         "evaluate_every": "epoch", "save_every": "epoch",
     },
     "engine": {"device": "cpu"}, "runner": {"workers": 1},
@@ -142,7 +143,7 @@ def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(
     def config(run: str, epochs: float) -> RunConfig:
         corpus = {"sources": [str(tiny_texts)], "documents": "block", "dedup": "none", "split": [80, 20]}
         section = {**QUICK["train"], "folder": str(tiny_texts.parent / run), "epochs": epochs}
-        return config_of({**QUICK, "folder": str(tiny_texts.parent), "corpus": corpus, "train": section})
+        return build_config({**QUICK, "folder": str(tiny_texts.parent), "corpus": corpus, "train": section})
 
     once, twice = (config(run, 1.5) for run in ("once", "twice"))
     prepare(once)

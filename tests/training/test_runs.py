@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from textmill.checkpoints.folders import Checkpoint, WhichStep, find_checkpoint, name_best, steps_of
 from textmill.config import TokenizerConfig
-from textmill.config.load import config_of
+from textmill.config.load import build_config
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.storage.files import remove_folder
@@ -47,7 +47,7 @@ def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
         "model": {"init_from": str(given), "shape": {"positions": positions}}, "engine": {"device": "cpu"}, "runner": {"workers": 1},
         "train": {"steps": 1, "batch": 2, "warmup": 0, "learning_rate": 1e-30, "weight_decay": 0.0, "evaluate_batches": 1},
     }  # fmt: skip
-    config = config_of(tree)
+    config = build_config(tree)
     prepare(config)
     tokenize(config)
     return steps_of(train(config))[1]
@@ -94,15 +94,17 @@ def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, caps
     with pytest.raises(
         TextmillError, match=r"longer than the model's 24 positions; lower it, or set model\.shape\.positions=99"
     ):
-        train(config_of({**tree, "train": {"length": 99, "folder": str(tiny_texts.parent / "other")}}))
+        train(build_config({**tree, "train": {"length": 99, "folder": str(tiny_texts.parent / "other")}}))
     with pytest.raises(TextmillError, match=r"model\.positions was 10, is 12"):
         train(
-            config_of({**tree, "model": {"init_from": str(given), "shape": {"positions": 12}}, "train": {"steps": 2}})
+            build_config(
+                {**tree, "model": {"init_from": str(given), "shape": {"positions": 12}}, "train": {"steps": 2}}
+            )
         )
     with pytest.raises(
         TextmillError, match=r"model\.shape\.width: the weights of model\.init_from bring their own shape"
     ):
-        config_of({"model": {"init_from": str(given), "shape": {"width": 12}}})
+        build_config({"model": {"init_from": str(given), "shape": {"width": 12}}})
 
 
 def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +113,7 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
         "tokenizer": {"vocab": 300}, "model": {"shape": {"layers": 1, "heads": 1, "width": 8, "positions": 16}},
         "engine": {"device": "cpu"}, "runner": {"workers": 1}, "train": {"steps": 1, "batch": 2, "warmup": 0, "evaluate_batches": 1},
     }  # fmt: skip
-    config = config_of(tree)
+    config = build_config(tree)
     prepare(config)
     tokenize(config)
     train(config)
@@ -119,15 +121,15 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
     def older(run: Path, which: WhichStep) -> Checkpoint | None:
         found = find_checkpoint(run, which)
         assert found
-        del found.progress["made_from"]["train.momentum"]
+        del found.progress["made_from"]["train.muon.momentum"]
         return found
 
     monkeypatch.setattr("textmill.training.runs.find_checkpoint", older)
     with pytest.raises(
-        TextmillError, match=r"was trained from something else: train\.momentum was 0\.95, is 0\.5; set it back"
+        TextmillError, match=r"was trained from something else: train\.muon\.momentum was 0\.95, is 0\.5; set it back"
     ):
-        train(config_of({**tree, "train": {**tree["train"], "steps": 2, "momentum": 0.5}}))
-    assert list(steps_of(train(config_of({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
+        train(build_config({**tree, "train": {**tree["train"], "steps": 2, "muon": {"momentum": 0.5}}}))
+    assert list(steps_of(train(build_config({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
 
 
 def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path: Path) -> None:

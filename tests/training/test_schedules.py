@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from textmill.config import TrainConfig
+from textmill.config import RangeTestConfig, StableConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.schedules import lr_at
 
@@ -43,7 +43,12 @@ def test_a_horizon_other_than_the_runs_end() -> None:
 
 def test_stable_falls_at_the_end_only() -> None:
     train = TrainConfig(
-        schedule="stable", steps=110, warmup=10, decay_share=0.2, learning_rate=1.0, min_learning_rate=0.2
+        schedule="stable",
+        steps=110,
+        warmup=10,
+        stable=StableConfig(decay_fraction=0.2),
+        learning_rate=1.0,
+        min_learning_rate=0.2,
     )
     assert [lr_at(step, train) for step in (10, 50, 90, 100, 110)] == pytest.approx([1.0, 1.0, 1.0, 0.6, 0.2])
 
@@ -72,7 +77,10 @@ def test_deepspeeds_warmup_and_decay(warmup: int) -> None:
 @pytest.mark.parametrize("stairs", [False, True])
 def test_the_range_test(stairs: bool) -> None:
     train = TrainConfig(
-        schedule="range_test", steps=100, min_learning_rate=1e-3, range_steps=20, range_rate=2.0, range_stairs=stairs
+        schedule="range_test",
+        steps=100,
+        min_learning_rate=1e-3,
+        range_test=RangeTestConfig(steps=20, rate=2.0, staircase=stairs),
     )
     for step in range(100):
         interval = math.floor((step + 1) / 20) if stairs else (step + 1) / 20

@@ -15,7 +15,13 @@ from textmill.errors import TextmillError
 from textmill.storage import faults
 from textmill.training.loop import train
 
-GUARDED = ("train.spike=8", "train.spike_window=8", "train.keep=9", "train.evaluate_batches=1", "train.log_every=4")
+GUARDED = (
+    "train.spikes.threshold=8",
+    "train.spikes.window=8",
+    "train.checkpoints.keep=9",
+    "train.evaluate_batches=1",
+    "train.log_every=4",
+)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ PLANTED = {
         """,
     ),
     "a mask left out": (
-        ["engine.mesh.replicate=2", "train.apart=true"],
+        ["engine.mesh.replicate=2", "train.packed.isolate_documents=true"],
         "from textmill.engines import on_torch\non_torch.OnTorch._documents = lambda *_: None",
     ),
     "unscaled accumulation": (
@@ -68,7 +68,7 @@ PLANTED = {
         """,
     ),
     "positions of another's tokens": (
-        ["engine.mesh.tensor=2", "engine.mesh.sequence=true"],
+        ["engine.mesh.tensor=2", "engine.mesh.sequence_parallel=true"],
         """
         import torch
         from textmill.engines.tensor_parallel_torch import Positions
@@ -76,7 +76,7 @@ PLANTED = {
         """,
     ),
     "a stale LayerNorm": (
-        ["engine.mesh.tensor=2", "engine.mesh.sequence=true"],
+        ["engine.mesh.tensor=2", "engine.mesh.sequence_parallel=true"],
         "from textmill.engines.parallel_torch import Layout\nLayout.join = lambda *_: None",
     ),
 }
@@ -178,12 +178,13 @@ def test_a_file_of_deepspeeds_may_speak_of_the_whole_run(tmp_path: Path) -> None
     }
     (tmp_path / "ds.json").write_text(json.dumps(file))
     config = open_where(
-        "quickstart", [*ADAMW, "engine.kind=deepspeed", f"engine.config={tmp_path / 'ds.json'}", "train.batch=512"]
+        "quickstart",
+        [*ADAMW, "engine.kind=deepspeed", f"engine.deepspeed_config={tmp_path / 'ds.json'}", "train.batch=512"],
     ).config
     small = plan_of(config)
     assert [trial.precision for trial in small.trials] == ["fp32", "bf16"]
     engines = [one.engine for one in small.many if isinstance(one.engine, DeepSpeedEngine)]
-    assert [(one.zero, one.config, one.micro_batch, one.extra) for one in engines] == 2 * [
+    assert [(one.zero, one.deepspeed_config, one.micro_batch, one.deepspeed_overrides) for one in engines] == 2 * [
         (3, None, 2, {"zero_optimization": zero})
     ]
     assert small.many[0].train.batch == 12

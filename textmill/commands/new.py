@@ -144,7 +144,7 @@ def _yaml(folder: str, text: str, sources: list[Source], total: int, settings: S
     sections: dict[str, list[Row]] = {
         "corpus": [
             ("sources", json.dumps([named], ensure_ascii=False), "files, globs and folders of .txt, .md and .jsonl"),
-            ("section", settings.section, "plain text is cut into documents of about this many characters"),
+            ("section_chars", settings.section, "plain text is cut into documents of about this many characters"),
             ("split", settings.split, "percent for train, valid and test; a document never changes its split"),
         ],
         "tokenizer": [("vocab", settings.vocab, "vocabulary entries; use more for more text and more scripts")],

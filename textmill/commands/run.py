@@ -8,6 +8,7 @@ from typing import Any
 
 from textmill.checkpoints.folders import steps_of
 from textmill.config import RunConfig
+from textmill.config.renamed import rename_settings
 from textmill.corpus.prepare import prepare
 from textmill.devices import open_device
 from textmill.evaluation import evaluate, format_tables
@@ -96,7 +97,7 @@ def _read_summary(folder: Path, inputs: dict[str, Any]) -> dict[str, Any] | None
     if not (folder / SUMMARY).is_file():
         return None
     summary: dict[str, Any] = read_json(folder / SUMMARY)
-    return summary if summary["asked"] == inputs else None
+    return summary if rename_settings(summary["asked"]) == inputs else None
 
 
 def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:

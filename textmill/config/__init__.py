@@ -1,4 +1,4 @@
-"""RunConfig: everything a run is, as one frozen tree that YAML, the command line and Python fill alike."""
+"""RunConfig: all settings of a run as one frozen tree, filled in the same way by YAML, the command line and Python."""
 
 from __future__ import annotations
 
@@ -11,33 +11,44 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig
-from textmill.config.section import Section, marks, place
+from textmill.config.section import Section, field_markers, path
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
 from textmill.config.tokens import TokensConfig
+from textmill.config.train_groups import (
+    ChatConfig,
+    CheckpointsConfig,
+    MuonConfig,
+    PackedConfig,
+    PaddedConfig,
+    RangeTestConfig,
+    SpikesConfig,
+    StableConfig,
+)
 from textmill.config.training import TrainConfig
-from textmill.config.usage import EvaluateConfig, ExportConfig, SampleConfig, TrackConfig
+from textmill.config.usage import EvaluateConfig, ExportConfig, SampleConfig, TrackConfig, WandbConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "BeamRunner", "CorpusConfig", "EngineConfig", "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner",
-    "LoraConfig", "ModelConfig", "RunConfig", "RunnerConfig", "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "TokenizerConfig",
-    "TokensConfig",
-    "TorchEngine", "TrackConfig", "TrainConfig",
+    "SIZES", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "EngineConfig", "EvaluateConfig",
+    "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "ModelConfig", "MuonConfig",
+    "PackedConfig", "PaddedConfig", "RangeTestConfig", "RunConfig", "RunnerConfig", "SampleConfig", "Section",
+    "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig", "TokensConfig",
+    "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]
-FIRST_KINDS = {"runner": "local", "engine": "torch"}
-"""What a section is when it does not say."""
+DEFAULT_KINDS = {"runner": "local", "engine": "torch"}
+"""The kind of a section that does not set one."""
 STAGE_FOLDERS: dict[StageName, str] = {"corpus": "corpus", "tokenizer": "tokenizer", "tokens": "tokens", "train": "run"}
 
 
 class RunConfig(Section):
-    """One model's life: corpus, tokenizer, tokens, model, training, and how it is looked at."""
+    """All settings of one model: corpus, tokenizer, tokens, model, training, evaluation, serving."""
 
-    folder: str = place(".")
-    """The root under which every stage has its folder."""
+    folder: str = path(".")
+    """The root folder; every stage has its folder below it."""
     corpus: CorpusConfig = Field(default_factory=CorpusConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     tokens: TokensConfig = Field(default_factory=TokensConfig)
@@ -53,22 +64,17 @@ class RunConfig(Section):
 
     @field_validator("runner", "engine", mode="before")
     @classmethod
-    def _first_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        return {"kind": FIRST_KINDS[str(info.field_name)], **value} if isinstance(value, dict) else value
+    def _default_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        return {"kind": DEFAULT_KINDS[str(info.field_name)], **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
-    def _cross_rules(self) -> RunConfig:
+    def _check_across_sections(self) -> RunConfig:
         _check_shape(self.model, self.train)
-        train, micro = self.train, self.engine.micro_batch
-        if isinstance(micro, int) and any(size % micro for size in train.sizes):
-            near = max(size for size in range(1, micro + 1) if not any(one % size for one in train.sizes))
-            ramp = f" with train.ramp={','.join(map(str, train.ramp))}" if train.ramp else ""
-            raise TextmillError(
-                f"engine.micro_batch: {micro} does not divide train.batch={train.batch}{ramp}; {near} does"
-            )
+        _check_micro_batch(self.engine.micro_batch, self.train)
+        train = self.train
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
             raise TextmillError(
-                f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a share such as 0.05"
+                f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a fraction such as 0.05"
             )
         if train.optimizer in self.engine.refused:
             raise TextmillError(
@@ -83,28 +89,46 @@ class RunConfig(Section):
         return self
 
     def folder_of(self, stage: StageName) -> Path:
-        """Where a stage's folder stands."""
+        """A stage's folder."""
         named = getattr(self, stage).folder
         return Path(named) if named else Path(self.folder) / STAGE_FOLDERS[stage]
 
     def results(self, *sections: str) -> dict[str, Any]:
-        """The settings of these sections that decide what comes out, flat: 'train.batch' -> 32."""
+        """The settings of these sections that decide the result, flat: 'train.packed.last_window' -> 'keep'."""
         flat: dict[str, Any] = {}
         for name in sections:
-            section: Section = getattr(self, name)
-            for key, field in type(section).model_fields.items():
-                if not marks(field).get("how"):
-                    value = getattr(section, key)
-                    flat[f"{name}.{key}"] = value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+            flat |= _flat_results(getattr(self, name), f"{name}.")
         return flat
 
     def to_yaml(self) -> str:
-        """The whole tree as YAML that `textmill VERB run.yaml` reads back."""
+        """The full tree as YAML that `textmill COMMAND run.yaml` reads back."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
 
 
+def _flat_results(section: Section, prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if field_markers(field).get("changeable"):
+            continue
+        if isinstance(value, Section):
+            flat |= _flat_results(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _check_micro_batch(micro: int | str, train: TrainConfig) -> None:
+    if isinstance(micro, int) and any(size % micro for size in train.sizes):
+        near = max(size for size in range(1, micro + 1) if not any(one % size for one in train.sizes))
+        rampup = f" with train.batch_rampup={','.join(map(str, train.batch_rampup))}" if train.batch_rampup else ""
+        raise TextmillError(
+            f"engine.micro_batch: {micro} does not divide train.batch={train.batch}{rampup}; {near} does"
+        )
+
+
 def shape_numbers(model: ModelConfig) -> dict[str, Any]:
-    """The named size with the shape's own numbers laid over it."""
+    """The numbers of the named size, overridden by those of `model.shape`."""
     sizes = SIZES[model.family]
     if model.size not in sizes:
         raise TextmillError(f"model.size: no size '{model.size}'; choose one of {', '.join(sizes)}")
@@ -114,16 +138,16 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
     if model.lora and not model.init_from:
-        raise TextmillError("model.lora: adapts given weights, and none are; set model.init_from")
+        raise TextmillError("model.lora: needs weights to adapt; set model.init_from")
     numbers = shape_numbers(model)
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
     if model.init_from and (fixed := [name for name in own if name not in ("dropout", "positions")]):
         key = f"model.shape.{fixed[0]}".rstrip(".")
         raise TextmillError(
-            f"{key}: the weights of model.init_from bring their own shape; take {key} out, or model.init_from"
+            f"{key}: the weights of model.init_from have their own shape; remove {key} or model.init_from"
         )
     if isinstance(model.shape, str) or model.init_from:
-        return  # the numbers stand in a file that the model's family reads
+        return  # the numbers are in a file that the model's family reads
     if numbers["width"] % numbers["heads"]:
         near = [heads for heads in range(1, numbers["width"] + 1) if numbers["width"] % heads == 0]
         near.sort(key=lambda heads: abs(heads - numbers["heads"]))

@@ -38,13 +38,13 @@ def check_turns(turns: Mapping[str, str]) -> None:
     """Refuse a template from which a model cannot learn to answer and to stop."""
     for role, text in turns.items():
         if role not in ROLES:
-            raise TextmillError(f"tokenizer.turns: no role '{role}'; known are {', '.join(ROLES)}")
+            raise TextmillError(f"tokenizer.chat_turns: no role '{role}'; known are {', '.join(ROLES)}")
         before, words, after = text.partition(WORDS)
         if not words or WORDS in after:
-            raise TextmillError(f"tokenizer.turns: {role} is {text!r}; put {WORDS} into it once, for what is said")
+            raise TextmillError(f"tokenizer.chat_turns: {role} is {text!r}; put {WORDS} into it once, for what is said")
         if rest := _TOKEN.sub("", before + after):
             raise TextmillError(
-                f"tokenizer.turns: {role} has {rest!r}, which melts into the words beside it; give special tokens alone, such as <|user|>"
+                f"tokenizer.chat_turns: {role} has {rest!r}, which melts into the words beside it; give special tokens alone, such as <|user|>"
             )
         if not before:
             prompt = (
@@ -53,17 +53,17 @@ def check_turns(turns: Mapping[str, str]) -> None:
                 else "nothing tells who speaks"
             )
             raise TextmillError(
-                f"tokenizer.turns: {role} begins with {WORDS}: {prompt}; put a token before it, such as <|{role}|>"
+                f"tokenizer.chat_turns: {role} begins with {WORDS}: {prompt}; put a token before it, such as <|{role}|>"
             )
     if missing := [role for role in ("user", "assistant") if role not in turns]:
         raise TextmillError(
-            f"tokenizer.turns: no turn of the {missing[0]}; add one, such as {missing[0]}: <|{missing[0]}|>{WORDS}{END}"
+            f"tokenizer.chat_turns: no turn of the {missing[0]}; add one, such as {missing[0]}: <|{missing[0]}|>{WORDS}{END}"
         )
     if turns["assistant"].endswith(WORDS):
         raise TextmillError(
-            f"tokenizer.turns: assistant ends with {WORDS}, so the model would never learn to stop; put {END} after it"
+            f"tokenizer.chat_turns: assistant ends with {WORDS}, so the model would never learn to stop; put {END} after it"
         )
     if turns["assistant"].partition(WORDS)[0] == turns["user"].partition(WORDS)[0]:
         raise TextmillError(
-            "tokenizer.turns: user and assistant begin alike, so nothing tells who speaks; give each a token of its own"
+            "tokenizer.chat_turns: user and assistant begin alike, so nothing tells who speaks; give each a token of its own"
         )

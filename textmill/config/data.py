@@ -14,8 +14,17 @@ from pydantic import (
     model_validator,
 )
 
-from textmill.config.presets import COUNTRIES, LANGUAGES, NONE, PRESETS, PresetName, RuleName, filled
-from textmill.config.section import Section, how, place, source
+from textmill.config.presets import (
+    COUNTRIES,
+    LANGUAGES,
+    NONE,
+    PRESETS,
+    PresetName,
+    RuleName,
+    fill_from_preset,
+    omit_preset_values,
+)
+from textmill.config.section import Section, changeable, path, source
 from textmill.errors import TextmillError
 
 ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
@@ -24,15 +33,15 @@ ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
 class CorpusConfig(Section):
     """Text in, clean documents out."""
 
-    folder: str | None = place()
+    folder: str | None = path()
     """Where the prepared corpus stands; `corpus` under `folder` if not said."""
     sources: list[str] = source([])
     """Files, globs, folders or URLs of text, JSON, CSV, Parquet or Wikipedia, hf:NAME, mongo:db_config.json, or a corpus by its name."""
-    corpora: str | None = place()
+    corpora_file: str | None = path()
     """A file of named corpora (name: {sources: [...], text_key: ...}); `corpora.yaml` beside the config if there is one."""
     text_key: str = "text"
     """The field or column of the text; `a.b` and `document[].paragraph[].form` reach nested JSON, `title+body` joins fields."""
-    join: str | None = None
+    join_with: str | None = None
     """Put between joined fields (a newline if not said); said, it also joins all that a path finds in an element of its first list."""
     keep_fields: list[str] = []
     """Further fields of a record to keep, in the column `meta`."""
@@ -40,14 +49,14 @@ class CorpusConfig(Section):
     """Records are conversations: messages (role, content), sharegpt (from, value), alpaca (instruction, input, output), pairs (a question
     and an answer, such as the columns Q and A); auto: whichever it is. `corpus.text_key` names the list, or QUESTION+ANSWER, if need be."""
     documents: Literal["section", "file", "line", "block"] = "section"
-    """What a document of a plain text file is: about `corpus.section` characters, the whole file, a line, or a blank-line block."""
-    section: int = Field(4000, ge=100)
+    """What a document of a plain text file is: about `corpus.section_chars` characters, the whole file, a line, or a blank-line block."""
+    section_chars: int = Field(4000, ge=100)
     """About how many characters a section has; it is cut at a blank line, else at a line's end."""
-    preset: PresetName = how("none")  # what comes out is decided by the settings that it fills
+    preset: PresetName = changeable("none")  # what comes out is decided by the settings that it fills
     """A named set of cleaning rules and limits for web, books, chat or encyclopaedia; what is said beside it stands above it."""
     rules: list[RuleName] = NONE["rules"]
     """Cleaning rules: NFC form; every line end to LF; control characters out; trailing spaces and long blank runs out; more in the docs."""
-    markers: list[str] = NONE["markers"]
+    newline_markers: list[str] = NONE["newline_markers"]
     """What the rule `markers` takes for a line end."""
     min_chars: int = Field(1, ge=1)
     """Documents shorter than this after cleaning are dropped."""
@@ -80,24 +89,24 @@ class CorpusConfig(Section):
     dedup_threshold: float = Field(0.8, ge=0.1, le=1)
     """near: two documents are copies when so large a share of their shingles (Jaccard similarity) is in both."""
     dedup_shingles: Literal["characters", "words"] = "characters"
-    """near: what is counted: runs of `corpus.dedup_n` characters, for any script, or of words between spaces."""
-    dedup_n: int = Field(5, ge=1, le=64)
+    """near: what is counted: runs of `corpus.dedup_shingle_size` characters, for any script, or of words between spaces."""
+    dedup_shingle_size: int = Field(5, ge=1, le=64)
     """near: characters, or words, in a shingle."""
-    dedup_memory: int = how(512, ge=1)
+    dedup_memory: int = changeable(512, ge=1)
     """MB that a process may take to sort hashes or hold shingles; changes nothing in the result."""
     split: list[float] = [90, 5, 5]
     """Shares of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its side."""
-    sides: dict[str, Literal["train", "valid", "test"]] = {}
+    source_splits: dict[str, Literal["train", "valid", "test"]] = {}
     """Sources that stand on one side as a whole: a file, folder or pattern as in `corpus.sources`, and train, valid or test."""
-    stop_at: float = how(0.1, ge=0, le=1)
+    max_unreadable: float = changeable(0.1, ge=0, le=1)
     """The share of unreadable records above which `prepare` stops and shows the first of them."""
-    mongo_write_back: bool = how(False)
+    mongo_write_back: bool = changeable(False)
     """Put cleaned text into `filt_text` of the MongoDB documents that it came from, and nothing into that of dropped ones."""
-    mongo_load: str | None = how(None)
+    mongo_load: str | None = changeable(None)
     """Load the kept documents of all sources into this MongoDB collection, one of those that `corpus.mongo_config` names."""
-    mongo_config: str | None = place()
+    mongo_config: str | None = path()
     """The db_config.json of `corpus.mongo_load`."""
-    mongo_field: str = how("filt_text")
+    mongo_field: str = changeable("filt_text")
     """The field that `corpus.mongo_load` puts the text into."""
 
     @model_validator(mode="after")
@@ -138,22 +147,21 @@ class CorpusConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        return filled(data, PRESETS)
+        return fill_from_preset(data, PRESETS)
 
     @model_serializer(mode="wrap")
     def _leave_to_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # What the preset says is not written beside it, where it would stand above the next preset.
-        said = PRESETS[self.preset]
-        return {key: value for key, value in write(self).items() if key not in said or getattr(self, key) != said[key]}
+        return omit_preset_values(write(self), PRESETS[self.preset])
 
-    @field_validator("markers", "block_domains", "block_extensions")
+    @field_validator("newline_markers", "block_domains", "block_extensions")
     @classmethod
     def _words(cls, value: list[str], info: ValidationInfo) -> list[str]:
         if not all(map(str.strip, value)):
             raise TextmillError(
                 f"corpus.{info.field_name}: found {value}; an entry has at least one sign that is not white space"
             )
-        return value if info.field_name == "markers" else [word.strip().lower() for word in value]
+        return value if info.field_name == "newline_markers" else [word.strip().lower() for word in value]
 
     @field_validator("languages")
     @classmethod
@@ -182,14 +190,14 @@ class CorpusConfig(Section):
                 ) from None
         return value
 
-    @field_validator("sides", mode="before")
+    @field_validator("source_splits", mode="before")
     @classmethod
     def _pairs(cls, value: Any) -> Any:
         if isinstance(value, str):
             parts = [part.rpartition(":") for part in value.strip("{} ").split(",") if part.strip()]
             if not all(colon for _, colon, _ in parts):
                 raise TextmillError(
-                    f"corpus.sides: {value!r} is no list of sources and sides; say corpus.sides=held-out.jsonl:test,dev.jsonl:valid"
+                    f"corpus.source_splits: {value!r} is no list of sources and sides; say corpus.source_splits=held-out.jsonl:test,dev.jsonl:valid"
                 )
             value = {source.strip(): side.strip() for source, _, side in parts}
         return value
@@ -212,9 +220,9 @@ class CorpusConfig(Section):
 class LocalRunner(Section):
     """Where data work runs: this machine's processes."""
 
-    kind: Literal["local"] = how("local")
+    kind: Literal["local"] = changeable("local")
     """local: a pool of processes on this machine."""
-    workers: int | Literal["auto"] = how("auto")
+    workers: int | Literal["auto"] = changeable("auto")
     """Processes at a time; auto: one a core."""
 
     @field_validator("workers")
@@ -228,11 +236,11 @@ class LocalRunner(Section):
 class BeamRunner(Section):
     """Where data work runs: Apache Beam, on this machine or on any engine that Beam drives."""
 
-    kind: Literal["beam"] = how("beam")
+    kind: Literal["beam"] = changeable("beam")
     """beam: a pipeline of Apache Beam (the extra `beam`)."""
-    options: list[str] = how([])
+    options: list[str] = changeable([])
     """Beam's own options, such as `--runner=FlinkRunner`; none: its direct runner, on this machine."""
-    folder: str | None = place()
+    shared_folder: str | None = path()
     """A folder that every worker reaches, for the results on their way back; a temporary one of this machine if not said."""
 
 

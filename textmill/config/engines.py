@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from textmill.config.section import Section, how, place
+from textmill.config.section import Section, changeable, path
 from textmill.errors import TextmillError
 
 
@@ -19,14 +19,14 @@ class EngineSection(Section):
     """Optimizers that an engine does not have, and why."""
     kind: str
     """Which engine."""
-    micro_batch: int | Literal["auto"] = how("auto")
+    micro_batch: int | Literal["auto"] = changeable("auto")
     """Samples that go through the device at a time; auto: as many as a simple memory rule allows."""
-    recompute: int = how(0, ge=0)
+    recompute: int = changeable(0, ge=0)
     """Make inner states again in backward instead of keeping them, so many blocks at a time; 0: keep all. Same numbers, less memory."""
-    timeout: float = how(600.0, gt=0)
+    timeout: float = changeable(600.0, gt=0)
     """Several processes: seconds without a move of any of them after which the run ends and says which process the others wait for;
     before the first step 60 at least."""
-    check_every: int = how(100, ge=1)
+    check_replicas_every: int = changeable(100, ge=1)
     """Several processes: steps between two looks at whether their copies of the weights are still the same."""
 
     @field_validator("micro_batch")
@@ -40,15 +40,15 @@ class EngineSection(Section):
 class MeshConfig(Section):
     """How the processes that a launcher started share the work."""
 
-    replicate: int | None = how(None, ge=1)
+    replicate: int | None = changeable(None, ge=1)
     """Copies of the net, each on samples of its own; as many as there are processes for if not said."""
-    shard: int = how(1, ge=1)
+    shard: int = changeable(1, ge=1)
     """Processes that a copy's weights, gradients and moments are cut over, each on samples of its own (FSDP, ZeRO-3)."""
-    keep: bool = how(False)
+    keep_gathered: bool = changeable(False)
     """shard: keep a block's gathered weights from forward to backward: more memory, a third less traffic (ZeRO-2)."""
-    tensor: int = how(1, ge=1)
+    tensor: int = changeable(1, ge=1)
     """Processes that share the heads, the MLPs and the vocabulary of each layer, on the same samples (Megatron)."""
-    sequence: bool = how(True)
+    sequence_parallel: bool = changeable(True)
     """tensor: share the LayerNorms and the stream between layers by tokens too: less memory, the same traffic."""
 
 
@@ -57,29 +57,29 @@ class TorchEngine(EngineSection):
 
     kind: Literal["torch"] = "torch"
     """torch: PyTorch."""
-    device: str = how("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")
+    device: str = changeable("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")
     """auto, cpu, cuda, cuda:1 or mps; auto takes a GPU where there is one."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = how("auto")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = changeable("auto")
     """Arithmetic of the matrix products; weights stay fp32. fp16 trains with a loss scale that finds its own height.
     fp8: bf16, with the products of MLPs and head in training rounded to fp8, on GPUs that have it (compute capability 8.9).
     auto: bf16 on a GPU that has it, fp16 on one of the V100's generation, else fp32."""
-    compile: Literal["auto"] | bool = how("auto")
+    compile: Literal["auto"] | bool = changeable("auto")
     """Compile the net with torch.compile: the first step takes longer, those after it about half of their time on a GPU.
     auto: on one GPU, for runs of more than a minute or so, unless every bit has to repeat."""
-    mesh: MeshConfig = how(MeshConfig())
+    mesh: MeshConfig = changeable(MeshConfig())
     """How many processes share the work."""
-    deterministic: bool = how(False)
+    deterministic: bool = changeable(False)
     """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
 
 
 class JaxMesh(Section):
     """How JAX devices share the work; the product of the axes is the number of devices."""
 
-    replicate: int | None = how(None, ge=1)
+    replicate: int | None = changeable(None, ge=1)
     """Copies of the net, each on samples of its own; as many as the devices leave room for if not said."""
-    shard: int = how(1, ge=1)
+    shard: int = changeable(1, ge=1)
     """Devices, each on samples of its own, that hold weights and moments in parts and put a weight together to use it."""
-    tensor: int = how(1, ge=1)
+    tensor: int = changeable(1, ge=1)
     """Devices that compute the same samples together, each with a part of the heads, the inner channels and the vocabulary."""
 
 
@@ -89,13 +89,13 @@ class JaxEngine(EngineSection):
     one_process: ClassVar[bool] = True
     kind: Literal["jax"] = "jax"
     """jax: JAX, on all its devices."""
-    device: Literal["auto", "cpu", "cuda", "tpu"] = how("auto")
+    device: Literal["auto", "cpu", "cuda", "tpu"] = changeable("auto")
     """auto, cpu, cuda or tpu; auto takes what JAX finds. A TPU was never tried."""
-    precision: Literal["auto", "fp32", "bf16"] = how("auto")
+    precision: Literal["auto", "fp32", "bf16"] = changeable("auto")
     """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on an accelerator, fp32 on a CPU."""
-    mesh: JaxMesh = how(JaxMesh())
+    mesh: JaxMesh = changeable(JaxMesh())
     """How the devices share the work."""
-    deterministic: bool = how(False)
+    deterministic: bool = changeable(False)
     """Bitwise the same numbers at every repeat on a GPU too, at some cost. It was never tried on one."""
 
 
@@ -105,21 +105,21 @@ class DeepSpeedEngine(EngineSection):
     refused: ClassVar[dict[str, str]] = {"muon": "muon wants whole matrices, which DeepSpeed cuts up"}
     kind: Literal["deepspeed"] = "deepspeed"
     """deepspeed: DeepSpeed's ZeRO over PyTorch."""
-    device: str = how("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = changeable("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu, cuda or cuda:1; auto takes a GPU where there is one."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = how("auto")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = changeable("auto")
     """Arithmetic of the net; masters stay fp32. fp16 has a loss scale that moves by itself. auto: bf16 on a GPU that has it, else fp32."""
-    zero: Literal["auto", 0, 1, 2, 3] = how("auto")
-    """What the processes share out: 0: nothing; 1: moments; 2: gradients too; 3: weights too. auto: as `engine.config` says, or 2."""
-    offload_optimizer: Literal["cpu", "nvme"] | None = how(None)
+    zero: Literal["auto", 0, 1, 2, 3] = changeable("auto")
+    """What the processes share out: 0: nothing; 1: moments; 2: gradients too; 3: weights too. auto: as `engine.deepspeed_config` says, or 2."""
+    offload_optimizer: Literal["cpu", "nvme"] | None = changeable(None)
     """Where masters and moments are kept instead of the device; nvme wants `engine.zero=3`."""
-    offload_weights: Literal["cpu", "nvme"] | None = how(None)
+    offload_weights: Literal["cpu", "nvme"] | None = changeable(None)
     """Where weights wait until they are needed; wants `engine.zero=3`."""
-    nvme: str | None = place()
+    nvme_folder: str | None = path()
     """A folder on a fast disk, for what is offloaded to nvme."""
-    config: str | None = place()
+    deepspeed_config: str | None = path()
     """A DeepSpeed JSON file, taken as it is; what it says against our settings is refused by name."""
-    extra: dict[str, Any] = how({})
+    deepspeed_overrides: dict[str, Any] = changeable({})
     """More of DeepSpeed's own settings, laid over all others."""
 
     @model_validator(mode="after")
@@ -135,9 +135,9 @@ class DeepSpeedEngine(EngineSection):
             raise TextmillError(
                 f"engine.offload_optimizer: nvme wants engine.zero=3, found {self.zero}; set it, or offload to cpu"
             )
-        if "nvme" in places and self.nvme is None and self.config is None:
+        if "nvme" in places and self.nvme_folder is None and self.deepspeed_config is None:
             raise TextmillError(
-                "engine.nvme: not said; name a folder on a fast disk, since something is offloaded to nvme"
+                "engine.nvme_folder: not said; name a folder on a fast disk, since something is offloaded to nvme"
             )
         if self.precision == "fp16" and self.zero == 0:
             raise TextmillError(

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from textmill.config import RunConfig, Section
-from textmill.config.keys import fields, section_types
-from textmill.config.load import spoken_type
+from textmill.config.keys import all_fields, section_types
+from textmill.config.mistakes import describe_type
 
 
 def section_help(name: str) -> str:
@@ -20,7 +20,7 @@ def section_help(name: str) -> str:
     said: set[tuple[str, str | None]] = set()
     for section in section_types(root.annotation):
         lines.append(f"{name}: {(section.__doc__ or '').strip()}")
-        for key, field in fields(section, f"{name}."):
+        for key, field in all_fields(section, f"{name}."):
             if (key, field.description) not in said:
                 lines += _key_lines(key, field)
             said.add((key, field.description))
@@ -28,7 +28,7 @@ def section_help(name: str) -> str:
 
 
 def _key_lines(key: str, field: FieldInfo) -> list[str]:
-    wanted = "" if section_types(field.annotation) else f"   ({spoken_type(field.annotation)})"
+    wanted = "" if section_types(field.annotation) else f"   ({describe_type(field.annotation)})"
     line = f"  {key}={_shown(field.get_default(call_default_factory=True))}{wanted}"
     return [line, *textwrap.wrap(field.description or "", 96, initial_indent="      ", subsequent_indent="      ")]
 

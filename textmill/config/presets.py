@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 RuleName = Literal[
     "repair", "markers", "html", "newlines", "controls", "unicode", "compatibility", "invisibles", "punctuation", "width", "dsgpt2",
     "emails", "phones", "url_lines", "boilerplate", "spaces",
@@ -26,7 +28,7 @@ _EXTENSIONS = (
 ).split()
 
 NONE: dict[str, Any] = {
-    "rules": BASIC, "markers": ["<n>"], "min_chars": 1, "max_chars": 0, "min_words": 0, "max_words": 0, "max_symbols": 1.0,
+    "rules": BASIC, "newline_markers": ["<n>"], "min_chars": 1, "max_chars": 0, "min_words": 0, "max_words": 0, "max_symbols": 1.0,
     "max_digits": 1.0, "max_repeated_lines": 1.0, "max_repeated_words": 1.0, "languages": [], "language_score": 0.0,
     "block_domains": [], "block_extensions": [],
 }  # fmt: skip
@@ -61,19 +63,44 @@ TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     # The best of what was tried on the nano size and a megabyte of text in samples of 64, on a CPU.
     "pretrain-nano": {
-        **_PRETRAIN, "optimizer": "muon", "learning_rate": 1e-2, "min_learning_rate": 6e-4, "momentum": 0.9, "betas": [0.9, 0.99],
+        **_PRETRAIN, "optimizer": "muon", "learning_rate": 1e-2, "min_learning_rate": 6e-4, "muon": {"momentum": 0.9}, "betas": [0.9, 0.99],
         "batch": 16,
     },
     # The best of what was tried on 124M parameters and 52M tokens in samples of 1,024; what that was stands in docs/benchmarks.md.
-    "pretrain-muon": {**_PRETRAIN, "optimizer": "muon", "learning_rate": 4.5e-3, "rest_rate": 2.2, "momentum": 0.9, "batch": 32},
+    "pretrain-muon": {
+        **_PRETRAIN, "optimizer": "muon", "learning_rate": 4.5e-3, "muon": {"momentum": 0.9, "adamw_rate_factor": 2.2}, "batch": 32,
+    },
     "pretrain-adamw": {**_PRETRAIN, "optimizer": "adamw", "learning_rate": 6e-4, "batch": 64},
 }  # fmt: skip
 
 
-def filled(said: Any, presets: dict[str, dict[str, Any]]) -> Any:
-    """What a section is told, over what the preset that it names says."""
-    preset = said.get("preset", "none") if isinstance(said, dict) else None
-    return {**presets[preset], **said} if isinstance(preset, str) and preset in presets else said
+def fill_from_preset(given: Any, presets: dict[str, dict[str, Any]]) -> Any:
+    """A section's settings over those of the preset that it names; a sub-section is filled key by key."""
+    preset = given.get("preset", "none") if isinstance(given, dict) else None
+    return _fill(presets[preset], given) if isinstance(preset, str) and preset in presets else given
+
+
+def _fill(below: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    filled = {**below, **over}
+    for name in below.keys() & over.keys():
+        if isinstance(below[name], dict) and isinstance(over[name], dict):
+            filled[name] = _fill(below[name], over[name])
+        elif isinstance(below[name], dict) and isinstance(over[name], BaseModel):
+            explicit = {key: getattr(over[name], key) for key in over[name].model_fields_set}
+            filled[name] = _fill(below[name], explicit)
+    return filled
+
+
+def omit_preset_values(settings: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
+    """A section's settings without those that its preset sets to the same value."""
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and isinstance(preset.get(name), dict):
+            if inner := omit_preset_values(value, preset[name]):
+                own[name] = inner
+        elif name not in preset or value != preset[name]:
+            own[name] = value
+    return own
 
 
 LANGUAGES = frozenset((

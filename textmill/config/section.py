@@ -1,4 +1,4 @@
-"""What every section of the config has in common, and the marks its fields bear."""
+"""What every section of the config has in common, and the markers of its fields."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-def how(default: Any, **rules: Any) -> Any:
-    """A field that says how the work is done and not what comes out: free to change in mid-run."""
-    return Field(default, json_schema_extra={"how": True}, **rules)
+def changeable(default: Any, **rules: Any) -> Any:
+    """A field that decides how the work is done, not its result: it may change in mid-run."""
+    return Field(default, json_schema_extra={"changeable": True}, **rules)
 
 
-def texts(default: Any) -> Any:
-    """A `how` field that lists free texts: on the command line a comma does not part them."""
-    return Field(default, json_schema_extra={"how": True, "texts": True})
+def free_texts(default: Any) -> Any:
+    """A changeable list of free texts: on the command line a comma does not separate them."""
+    return Field(default, json_schema_extra={"changeable": True, "free_texts": True})
 
 
-def place(default: Any = None, **rules: Any) -> Any:
-    """A `how` field that names a folder: relative to the YAML file it stands in."""
-    return Field(default, json_schema_extra={"how": True, "place": True}, **rules)
+def path(default: Any = None, **rules: Any) -> Any:
+    """A changeable field that names a file or folder, relative to the YAML file that sets it."""
+    return Field(default, json_schema_extra={"changeable": True, "path": True}, **rules)
 
 
 def source(default: Any = None, **rules: Any) -> Any:
-    """A field that names something to read: a path relative to the YAML file where there is one, else a name."""
+    """A field that names an input: a path relative to the YAML file where it exists, else a name."""
     return Field(default, json_schema_extra={"source": True}, **rules)
 
 
-def marks(field: FieldInfo) -> dict[str, Any]:
-    """The marks of a field."""
+def field_markers(field: FieldInfo) -> dict[str, Any]:
+    """The markers of a field: changeable, path, source, free_texts."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}

@@ -6,35 +6,36 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from textmill.config.section import Section, place, source
+from textmill.config.section import Section, path, source
 from textmill.errors import TextmillError
 
 
 class FeaturesConfig(Section):
     """How documents are cut into rows of one length."""
 
-    max: int = Field(256, ge=2)
+    max_length: int = Field(256, ge=2)
     """Tokens in a row."""
-    min: int = Field(128, ge=0)
-    """A chunk is kept when it has more than `min - reserved` tokens."""
+    min_length: int = Field(128, ge=0)
+    """A chunk is kept when it has more than `min_length - reserved_tokens` tokens."""
     stride: int = Field(128, ge=1)
-    """How far the next chunk of a document begins after the one before; below `max` they overlap."""
-    reserved: int = Field(2, ge=0)
-    """Places kept free for special tokens: a chunk has at most `max - reserved + 1` tokens."""
-    ignore: int = Field(-100, lt=0)
+    """How far the next chunk of a document begins after the one before; below `max_length` they overlap."""
+    reserved_tokens: int = Field(2, ge=0)
+    """Places kept free for special tokens: a chunk has at most `max_length - reserved_tokens + 1` tokens."""
+    ignore_label: int = Field(-100, lt=0)
     """The label that asks nothing."""
     pad_zero: bool = False
     """Pad with id 0 as jax-lm-training does, so that the token 0 of a text is neither asked nor seen."""
 
     @model_validator(mode="after")
     def _some_row_passes(self) -> FeaturesConfig:
-        if self.reserved > self.max:
+        if self.reserved_tokens > self.max_length:
             raise TextmillError(
-                f"tokens.features.reserved: {self.reserved} of {self.max} places; leave some for tokens"
+                f"tokens.features.reserved_tokens: {self.reserved_tokens} of {self.max_length} places; leave some for tokens"
             )
-        if self.min > self.max:
+        if self.min_length > self.max_length:
             raise TextmillError(
-                f"tokens.features.min: {self.min} is above tokens.features.max={self.max}, so no chunk is long enough; lower it"
+                f"tokens.features.min_length: {self.min_length} is above tokens.features.max_length={self.max_length}, "
+                "so no chunk is long enough; lower it"
             )
         return self
 
@@ -52,11 +53,11 @@ class UsedTokens(Section):
 class TokensConfig(Section):
     """Documents in, token ids out."""
 
-    folder: str | None = place()
+    folder: str | None = path()
     """Where the token stores stand; `tokens` under `folder` if not said."""
     level: Literal["document", "sentence"] = "document"
     """What a sequence of the store is: a document, or a line of it in a corpus made with `corpus.sentences`."""
-    format: Literal["mmap", "lazy"] = "mmap"
+    index_format: Literal["mmap", "lazy"] = "mmap"
     """The index beside the ids: mmap: Megatron's memory-mapped one; lazy: the older one, for its readers `lazy` and `cached`."""
     append_end: bool = True
     """Put the end-of-text token after each document."""

@@ -14,210 +14,206 @@ from pydantic import (
     model_validator,
 )
 
-from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, filled
-from textmill.config.section import Section, how, place, texts
+from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, fill_from_preset, omit_preset_values
+from textmill.config.section import Section, changeable, free_texts, path
+from textmill.config.train_groups import (
+    ChatConfig,
+    CheckpointsConfig,
+    MuonConfig,
+    PackedConfig,
+    PaddedConfig,
+    RangeTestConfig,
+    SpikesConfig,
+    StableConfig,
+)
 from textmill.errors import TextmillError
 
 UNITS = ("steps", "epochs", "samples", "tokens")
-"""How long a run is, in the words of one of them."""
-LAYOUT_OF = {"apart": "packed", "tail": "packed", "long": "padded", "close": "padded"}
-"""Settings that only one layout reads."""
+"""The keys that can set the run's length; one of them is used."""
+LAYOUT_GROUPS = ("packed", "padded")
+"""Groups that are refused under another layout."""
 
 
 class TrainConfig(Section):
     """What is trained, on what, for how long."""
 
-    folder: str | None = place()
-    """Where checkpoints and metrics go; `run` under `folder` if not said."""
-    preset: TrainPresetName = how("none")  # what comes out is decided by the settings that it fills
-    """Optimizer, rates, warm-up and batch for pretraining, by what was measured: pretrain-nano for a CPU, pretrain-muon and
-    pretrain-adamw for a GPU; what is said beside it stands above it."""
+    folder: str | None = path()
+    """Where checkpoints and metrics are written; default: `run` under `folder`."""
+    preset: TrainPresetName = changeable("none")  # the settings that it fills decide the result, not its name
+    """Optimizer, learning rates, warm-up and batch for pretraining, as measured: pretrain-nano for a CPU, pretrain-muon and
+    pretrain-adamw for a GPU. Explicit settings override the preset."""
     layout: Literal["packed", "padded", "features", "chat"] = "packed"
-    """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document a sample;
-    features: the rows that `tokens.kind=features` made, or existing ones that `tokens.use` names;
-    chat: whole conversations of `corpus.chat`, each by itself, with loss on what the assistant says."""
-    pack: bool = True
-    """chat: several short conversations in a sample; false: one each, as dsGPT2 has it."""
-    cut: Literal["start", "end"] = "start"
-    """chat: which side a conversation longer than `train.length` loses; without its start the last answer stays, and where it stops."""
-    apart: bool = False
-    """packed: keep documents apart: attention and positions begin anew with each, and none asks for the next one's first token."""
-    tail: Literal["keep", "drop"] = "keep"
-    """packed: whether the tokens after the last whole window of an epoch are kept, filled up from its beginning, or dropped."""
-    long: Literal["split", "cut"] = "split"
-    """padded: what becomes of a document longer than `train.length`: several samples, or its beginning alone."""
-    close: bool = False
-    """padded: end a cut sample with the end-of-text token, as dsGPT2 does."""
+    """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document per sample;
+    features: the rows written by `tokens.kind=features`, or existing ones named by `tokens.use`;
+    chat: conversations of `corpus.chat`, with loss only on what the assistant says."""
     length: int | None = Field(None, ge=2)
-    """Tokens in a sample; the model's positions if not said. A named size trained on less has no more positions than this."""
+    """Tokens in a sample; default: the model's positions. A named size trained on less has no more positions than this."""
     batch: int = Field(32, ge=1)
-    """Samples a step, over all devices."""
-    ramp: list[int] = []
-    """Begin with smaller batches: start, increment, samples, such as `16,16,100000`: from 16 samples a step to `train.batch`, 16 more at
-    a time, over the first 100,000 samples, as Megatron's rampup-batch-size."""
-    steps: int = how(1000, ge=1)
-    """Optimizer steps of the whole run; or say its length in one of the next three."""
-    epochs: float | None = how(None, gt=0)
-    """Passes over the train split; parts of one, too."""
-    samples: int | None = how(None, ge=1)
-    """Samples of the whole run, down to a whole step."""
-    tokens: int | None = how(None, ge=1)
-    """Tokens of the whole run, down to a whole step: every sample counts `train.length` of them."""
+    """Samples per optimizer step, over all devices (global batch)."""
+    batch_rampup: list[int] = []
+    """Start with smaller batches: start, increment, samples. `16,16,100000` grows from 16 samples per step to `train.batch`,
+    16 more at a time, over the first 100,000 samples, as Megatron's rampup-batch-size; default: no ramp-up."""
+    steps: int = changeable(1000, ge=1)
+    """Optimizer steps of the run; or set its length with one of the next three keys."""
+    epochs: float | None = changeable(None, gt=0)
+    """Passes over the train split; fractions are allowed."""
+    samples: int | None = changeable(None, ge=1)
+    """Samples of the run, rounded down to a full step."""
+    tokens: int | None = changeable(None, ge=1)
+    """Tokens of the run, rounded down to a full step; every sample counts as `train.length` tokens."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate."""
     min_learning_rate: float = Field(0.0, ge=0)
-    """Where the schedule ends."""
+    """Learning rate at the end of the schedule."""
     warmup: int | float = Field(0.05, ge=0)
-    """Steps of warm-up, or a share of the run when below 1."""
+    """Warm-up steps, or a fraction of the run when below 1."""
     warmup_shape: Literal["linear", "log"] = "linear"
-    """How the rate rises: in a line, or by the logarithm of the step from `train.min_learning_rate`, as DeepSpeed's WarmupLR does."""
+    """How the learning rate rises: linear in the step, or in its logarithm from `train.min_learning_rate`, as DeepSpeed's WarmupLR."""
     schedule: Literal["cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test"] = "cosine"
-    """How the learning rate falls after the warm-up: stable: only in the last `train.decay_share` of the way (warmup-stable-decay);
-    inverse_sqrt: by one over the root of the step; range_test: it rises from `train.min_learning_rate` until the net bears no more."""
-    decay_steps: int | None = how(None, ge=1)
-    """The step at which the rate meets its minimum; the last if not said."""
-    decay_share: float = how(0.2, gt=0, le=1)
-    """stable: the share of the way in which the rate falls."""
-    range_steps: int = Field(2000, ge=1)
-    """range_test: steps in which the rate rises once by `train.range_rate` times the minimum."""
-    range_rate: float = Field(1.0, gt=0)
-    """range_test: how fast it rises."""
-    range_stairs: bool = False
-    """range_test: in steps of `train.range_steps` instead of a line."""
+    """How the learning rate falls after the warm-up. stable: only in the last `train.stable.decay_fraction` of the run
+    (warmup-stable-decay); inverse_sqrt: by one over the root of the step; range_test: it rises from `train.min_learning_rate`
+    until training diverges, to find the highest usable rate."""
+    decay_steps: int | None = changeable(None, ge=1)
+    """The step at which the learning rate reaches its minimum; default: the last."""
+    stable: StableConfig = StableConfig()
+    """Settings of `train.schedule=stable`."""
+    range_test: RangeTestConfig = RangeTestConfig()
+    """Settings of `train.schedule=range_test`."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw: Adam with decoupled weight decay; muon: orthogonal momentum on the blocks' matrices, AdamW on the rest."""
-    rest_rate: float = Field(1.0, gt=0)
-    """muon: the rate of embeddings, biases and LayerNorms, as a multiple of `train.learning_rate`."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """muon: what each step keeps of the mean of the gradients before it."""
+    """adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the blocks' matrices, AdamW on the rest."""
+    muon: MuonConfig = MuonConfig()
+    """Settings of `train.optimizer=muon`."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
     """Adam's two decay rates."""
     epsilon: float = Field(1e-8, gt=0)
     """Adam's epsilon."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decay of matrices and embeddings, or of what `train.decayed` names."""
-    decayed: list[str] = []
-    """Weights that are decayed in place of matrices and embeddings: patterns as in `train.freeze`, such as "*.weight"."""
-    undecayed: list[str] = []
-    """Weights that are not decayed, whatever else names them: patterns such as wte, "*.bias"."""
+    """Weight decay of matrices and embeddings, or of the weights that `train.weight_decay_only` names."""
+    weight_decay_only: list[str] = []
+    """Weights that get weight decay instead of matrices and embeddings: patterns as in `train.freeze`, such as "*.weight"."""
+    no_weight_decay: list[str] = []
+    """Weights that get no weight decay, even if another setting names them: patterns such as wte, "*.bias"."""
     freeze: list[str] = []
-    """Weights that stay as they are: patterns over a checkpoint's names without their prefix, such as wpe, "h.0.*", "*.mlp"."""
+    """Weights that are not trained: patterns over a checkpoint's names without their prefix, such as wpe, "h.0.*", "*.mlp"."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Block i learns at the rate times this to the power of (layers - i), embeddings at one power more, the last LayerNorm at the rate."""
+    """Layer-wise learning rate: block i of n uses the rate times this to the power n - i, embeddings one power more,
+    the last LayerNorm the full rate."""
     clip: float = Field(1.0, ge=0)
-    """Largest global gradient norm; 0: no clipping."""
-    spike: float | None = how(None, gt=0)
-    """Leave out the update of a step whose loss is so many robust deviations above the median of the last `train.spike_window` updates'
-    losses, such as 6; off if not said."""
-    spike_window: int = how(128, ge=2)
-    """spike: updates whose losses are the level; before there are as many, none is left out."""
+    """Gradient clipping: largest global gradient norm; 0: no clipping."""
+    spikes: SpikesConfig = SpikesConfig()
+    """Skipping updates when the loss spikes."""
     loss: Literal["token_mean", "sample_mean"] = "token_mean"
-    """token_mean: summed loss over all asked tokens of the step; sample_mean: the mean of each sample's mean."""
+    """token_mean: mean over all loss tokens of the step; sample_mean: mean of each sample's mean."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """The share of each label that is spread over the whole vocabulary; training's loss alone."""
+    """The fraction of each label that is spread over the whole vocabulary; in the training loss only."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared logarithm of the softmax's denominator, which keeps scores from drifting; training's loss alone."""
+    """Weight of the squared logarithm of the softmax's denominator, which keeps logits from drifting; in the training loss only."""
     seed: int = Field(1234, ge=0, lt=2**63)
-    """Decides the first weights, the order of the data and dropout."""
-    log_every: int = how(10, ge=1)
+    """Determines the initial weights, the order of the data and dropout."""
+    log_every: int = changeable(10, ge=1)
     """Steps between two lines of metrics."""
-    save_every: int | Literal["epoch"] = how(500)
+    save_every: int | Literal["epoch"] = changeable(500)
     """Steps between two checkpoints, or `epoch`: after each pass; the last step is always saved."""
-    evaluate_every: int | Literal["epoch"] = how(500)
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    """Which checkpoints are kept."""
+    evaluate_every: int | Literal["epoch"] = changeable(500)
     """Steps between two losses on the valid split, or `epoch`: after each pass."""
-    evaluate_batches: int | None = how(None, ge=1)
-    """Batches of the valid split to look at; the whole split if not said."""
-    keep: int = how(2, ge=1)
-    """How many of the newest checkpoints stay; the best one and those of `train.keep_every` stay besides."""
-    keep_every: int | None = how(None, ge=1)
-    """Checkpoints whose step this divides are never pruned."""
-    file_gb: float = how(5.0, gt=0)
-    """Largest file of a checkpoint in GB; a larger state is written as several, which transformers opens as well."""
-    prompts: list[str] = texts([])
-    """Texts that each saved checkpoint continues, into samples.jsonl, so that progress can be read."""
+    evaluate_batches: int | None = changeable(None, ge=1)
+    """Batches of the valid split to evaluate; default: the full split."""
+    sample_prompts: list[str] = free_texts([])
+    """Texts that each saved checkpoint continues, into samples.jsonl, to watch progress."""
+    packed: PackedConfig = PackedConfig()
+    """Settings of `train.layout=packed`."""
+    padded: PaddedConfig = PaddedConfig()
+    """Settings of `train.layout=padded`."""
+    chat: ChatConfig = ChatConfig()
+    """Settings of `train.layout=chat`."""
 
     @property
     def unit(self) -> str:
-        """The word in which the run's length was said."""
+        """The key that sets the run's length."""
         return next((name for name in UNITS[1:] if getattr(self, name) is not None), "steps")
 
     @property
     def sizes(self) -> list[int]:
-        """The batch, and what it begins with and grows by: what divides them divides the batch of every step."""
-        return [self.batch, *self.ramp[:2]]
+        """The batch, its first size and its increment: what divides all of them divides the batch of every step."""
+        return [self.batch, *self.batch_rampup[:2]]
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        return filled(data, TRAIN_PRESETS)
+        return fill_from_preset(data, TRAIN_PRESETS)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unit(cls, data: Any) -> Any:
+    def _check_one_unit(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        said = [name for name in UNITS if data.get(name) is not None]
-        if len(said) > 1:
-            raise TextmillError(f"train.{said[1]}: the run's length is said in train.{said[0]} too; keep one of them")
+        given = [name for name in UNITS if data.get(name) is not None]
+        if len(given) > 1:
+            raise TextmillError(f"train.{given[1]}: the run's length is set by train.{given[0]} too; keep one of them")
         return {name: value for name, value in data.items() if name != "steps" or value is not None}
 
     @model_serializer(mode="wrap")
-    def _leave_to_unit_and_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Steps that nobody said are not written beside what was said in their place, nor what the preset says beside the preset.
-        said = TRAIN_PRESETS[self.preset]
-        own = {
-            name: value for name, value in write(self).items() if name not in said or getattr(self, name) != said[name]
-        }
+    def _omit_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Omit default steps and values equal to the preset: they would override another unit or another preset.
+        own = omit_preset_values(write(self), TRAIN_PRESETS[self.preset])
         return {name: value for name, value in own.items() if name != "steps" or self.unit == "steps"}
 
     @model_validator(mode="after")
-    def _grows_evenly(self) -> TrainConfig:
-        if not self.ramp:
+    def _check_batch_rampup(self) -> TrainConfig:
+        if not self.batch_rampup:
             return self
-        if len(self.ramp) != 3 or min(self.ramp) < 1:
+        if len(self.batch_rampup) != 3 or min(self.batch_rampup) < 1:
             raise TextmillError(
-                f"train.ramp: found {self.ramp}; give three whole numbers above 0: start, increment and samples"
+                f"train.batch_rampup: found {self.batch_rampup}; give three whole numbers above 0: "
+                "start, increment and samples"
             )
-        start, increment, _ = self.ramp
+        start, increment, _ = self.batch_rampup
         if start >= self.batch:
             raise TextmillError(
-                f"train.ramp: starts with {start}, which is not below train.batch={self.batch}; lower it, or take it out"
+                f"train.batch_rampup: starts with {start}, which is not below train.batch={self.batch}; "
+                "lower it or remove it"
             )
         if (self.batch - start) % increment:
             fits = math.gcd(self.batch - start, increment)
-            way = f"the way from {start} to train.batch={self.batch}"
-            raise TextmillError(f"train.ramp: an increment of {increment} does not divide {way}; {fits} does")
-        return self
-
-    @model_validator(mode="after")
-    def _read_by_the_layout(self) -> TrainConfig:
-        for name, layout in LAYOUT_OF.items():
-            if self.layout != layout and getattr(self, name) != type(self).model_fields[name].default:
-                raise TextmillError(f"train.{name}: is for train.layout={layout}, found {self.layout}; take it out")
-        if self.close and self.long != "cut":
+            growth = f"the growth from {start} to train.batch={self.batch}"
             raise TextmillError(
-                "train.close: ends samples that were cut, and train.long=split cuts none off; set train.long=cut"
+                f"train.batch_rampup: an increment of {increment} does not divide {growth}; {fits} does"
             )
         return self
 
     @model_validator(mode="after")
-    def _begins_somewhere(self) -> TrainConfig:
+    def _check_layout_groups(self) -> TrainConfig:
+        for group in LAYOUT_GROUPS:
+            section = getattr(self, group)
+            changed = [
+                name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default
+            ]
+            if changed and self.layout != group:
+                raise TextmillError(
+                    f"train.{group}.{changed[0]}: is for train.layout={group}, found {self.layout}; remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_range_test_start(self) -> TrainConfig:
         if self.schedule == "range_test" and not self.min_learning_rate:
             raise TextmillError(
-                "train.min_learning_rate: train.schedule=range_test rises from it; set it above 0, such as 1e-6"
+                "train.min_learning_rate: train.schedule=range_test starts from it; set it above 0, such as 1e-6"
             )
         return self
 
     @field_validator("save_every", "evaluate_every")
     @classmethod
-    def _some(cls, value: int | str, info: ValidationInfo) -> int | str:
+    def _check_interval(cls, value: int | str, info: ValidationInfo) -> int | str:
         if isinstance(value, int) and value < 1:
             raise TextmillError(f"train.{info.field_name}: found {value}; give a number of steps above 0, or epoch")
         return value
 
     @field_validator("betas")
     @classmethod
-    def _betas(cls, value: list[float]) -> list[float]:
+    def _check_betas(cls, value: list[float]) -> list[float]:
         if not all(0 <= beta < 1 for beta in value):
-            raise TextmillError(f"train.betas: found {value}; both lie from 0 to below 1, such as [0.9, 0.95]")
+            raise TextmillError(f"train.betas: found {value}; both must be at least 0 and below 1, such as [0.9, 0.95]")
         return value

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from textmill.config.section import Section, how, place, source
+from textmill.config.section import Section, changeable, path, source
 from textmill.errors import TextmillError
 
 TASKS = Path(__file__).parent.parent / "evaluation" / "tasks"
@@ -15,7 +15,7 @@ TASKS = Path(__file__).parent.parent / "evaluation" / "tasks"
 
 def task_names() -> list[str]:
     """The evaluation tasks: one file each."""
-    return sorted(path.stem for path in TASKS.glob("*.py") if path.stem != "__init__")
+    return sorted(file.stem for file in TASKS.glob("*.py") if file.stem != "__init__")
 
 
 class EvaluateConfig(Section):
@@ -26,7 +26,7 @@ class EvaluateConfig(Section):
     perplexity: token, word and byte perplexity and bits per byte of a split."""
     split: Literal["train", "valid", "test"] = "valid"
     """Which split is measured."""
-    batch: int = how(16, ge=1)
+    batch: int = changeable(16, ge=1)
     """Windows at a time."""
     stride: int | None = Field(None, ge=1)
     """How far a window is from the next; the window's length if not said. Below it, tokens are judged with more context."""
@@ -49,7 +49,7 @@ class SampleConfig(Section):
 
     prompt: str | None = None
     """The text to continue; without one the model starts from nothing."""
-    prompts: str | None = source()
+    prompts_file: str | None = source()
     """A file of texts to continue: one a line, or JSON lines with a key "prompt"; each answer is a line of JSON."""
     temperature: float = Field(0.8, ge=0)
     """0: always the likeliest token; higher: bolder."""
@@ -71,39 +71,46 @@ class SampleConfig(Section):
     """No end of text before this many new tokens."""
     max_tokens: int = Field(200, ge=1)
     """New tokens at most."""
-    stop: list[str] = Field([], json_schema_extra={"texts": True})
+    stop: list[str] = Field([], json_schema_extra={"free_texts": True})
     """The text ends before the first of these."""
     beams: int = Field(1, ge=1, le=64)
     """Above 1: the likeliest text that a search with so many beams finds; nothing is left to chance."""
     length_penalty: float = Field(1.0, ge=-100, le=100)
     """Of beam search: above 0 longer texts are favoured, below 0 shorter ones."""
-    slide: bool = True
+    slide_context: bool = True
     """Past the model's longest context, go on with the last half of it in view; false: stop there."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """The same seed gives the same text."""
     count: int = Field(1, ge=1, le=1000)
     """How many samples; each has its own seed, counted on from `sample.seed`."""
-    batch: int = how(16, ge=1, le=4096)
+    batch: int = changeable(16, ge=1, le=4096)
     """Texts that go through the model at a time; each takes memory for its keys and values."""
 
 
 class ExportConfig(Section):
     """A model as a folder for other tools."""
 
-    folder: str | None = place()
+    folder: str | None = path()
     """The folder to write: config.json, model.safetensors, the tokenizer's files."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What the weights are rounded to."""
 
 
-class TrackConfig(Section):
-    """Where the numbers of training go besides the console and metrics.jsonl."""
+class WandbConfig(Section):
+    """Settings of `track.kinds=wandb`."""
 
-    kinds: list[Literal["tensorboard", "wandb"]] = how([])
+    project: str = changeable("textmill")
+    """Project on W&B."""
+    name: str | None = changeable(None)
+    """Name of the run on W&B; default: the run folder's name."""
+    offline: bool = changeable(True)
+    """Write to the run folder and send nothing; `wandb sync` sends it later."""
+
+
+class TrackConfig(Section):
+    """Where training metrics are sent, in addition to the console and metrics.jsonl."""
+
+    kinds: list[Literal["tensorboard", "wandb"]] = changeable([])
     """tensorboard, wandb (extra: textmill[track])."""
-    project: str = how("textmill")
-    """W&B's project."""
-    name: str | None = how(None)
-    """W&B's name of the run; the run folder's if not said."""
-    offline: bool = how(True)
-    """W&B writes to the run folder and sends nothing; `wandb sync` sends it later."""
+    wandb: WandbConfig = changeable(WandbConfig())
+    """Settings of Weights & Biases."""

@@ -8,14 +8,14 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from textmill.config.chat import DSGPT2_TOKENS, END, check_turns, tokens_in, turns_of
-from textmill.config.section import Section, place, source
+from textmill.config.section import Section, path, source
 from textmill.errors import TextmillError
 
 
 class TokenizerConfig(Section):
     """Vocabulary: fitted on the corpus, or taken as it is."""
 
-    folder: str | None = place()
+    folder: str | None = path()
     """Where the tokenizer stands; `tokenizer` under `folder` if not said."""
     use: str | None = source()
     """Take this tokenizer and fit none: a folder, file or hub name with tokenizer.json, GPT-2's two files, a BERT vocab.txt or a .model."""
@@ -23,22 +23,22 @@ class TokenizerConfig(Section):
     """bpe: byte-level BPE as GPT-2 has it, for any text; wordpiece: BERT's; unigram: sentencepiece's."""
     fit_on: Literal["corpus", "sources"] = "corpus"
     """corpus: the train split that `prepare` made; sources: `corpus.sources`, read and cleaned, with no duplicates dropped and no split."""
-    sample: float = Field(1.0, gt=0)
+    fit_sample: float = Field(1.0, gt=0)
     """Fit on this share of the documents (up to 1), or on so many of them (above 1); a hash of the text chooses."""
     vocab: int = Field(32000, ge=260, le=2_000_000)
     """Size of the vocabulary, special tokens and bytes included."""
     min_frequency: int = Field(2, ge=1)
     """bpe, wordpiece: a pair seen less often than this is never merged."""
-    coverage: float = Field(0.9995, gt=0.5, le=1)
+    character_coverage: float = Field(0.9995, gt=0.5, le=1)
     """wordpiece, unigram: the alphabet covers this share of all characters; rarer ones become bytes, or unknown."""
     special_tokens: list[str] = []
     """More special tokens, after the kind's own; a list with the end-of-text token in it is all of them, in the order of their ids."""
-    end: str | None = None
+    end_token: str | None = None
     """The end-of-text token; <|endoftext|> for bpe, [SEP] for wordpiece, </s> for unigram, and what `tokenizer.use` says, if not said."""
     chat: Literal["default", "dsgpt2"] | None = None
     """The template of conversations; its special tokens are added, and transformers finds it in the files. default: <|user|>, <|assistant|>
     or <|system|> before what each says, the end-of-text token after it; dsgpt2: <usr> and <sys>, with <s> and </s>."""
-    turns: dict[str, str] = {}
+    chat_turns: dict[str, str] = {}
     """A template of your own, or what differs from the named one: for system, user and assistant the special tokens around {content},
     such as `user: <usr>{content}{end}`, where {end} is the end-of-text token."""
     byte_fallback: bool | None = None
@@ -47,18 +47,18 @@ class TokenizerConfig(Section):
     """Lower-case all text; no if not said, but a bare vocab.txt is taken to be uncased when no piece has a capital letter."""
     strip_accents: bool = False
     """wordpiece: take accents off, as BERT's uncased models do (Korean syllables come apart, Turkish letters lose their marks)."""
-    digits: bool = False
+    split_digits: bool = False
     """Every digit stands alone, so that numbers are read digit by digit."""
-    cjk: bool | None = None
+    split_cjk: bool | None = None
     """Every Chinese character stands alone; if not said, in wordpiece only, as BERT has it."""
-    compare_with: str | None = Field(None, json_schema_extra={"how": True, "source": True})
+    compare_with: str | None = Field(None, json_schema_extra={"changeable": True, "source": True})
     """Another tokenizer, such as GPT-2's files, that the report measures on the same text."""
 
-    @field_validator("special_tokens", "end")
+    @field_validator("special_tokens", "end_token")
     @classmethod
     def _special(cls, value: list[str] | str | None, info: ValidationInfo) -> list[str] | str | None:
         tokens = [token for text in ([value] if isinstance(value, str) else value or []) for token in expanded(text)]
-        for token in tokens if info.field_name != "end" or not info.data.get("use") else []:
+        for token in tokens if info.field_name != "end_token" or not info.data.get("use") else []:
             if not (any(map(str.isalnum, token)) and not token.isalnum()) or any(map(str.isspace, token)):
                 raise TextmillError(
                     f"tokenizer.{info.field_name}: found {token!r}, which plain text could spell too; "
@@ -68,7 +68,7 @@ class TokenizerConfig(Section):
             raise TextmillError(f"tokenizer.special_tokens: {twice[0]!r} stands there twice; keep one")
         return tokens if isinstance(value, list) else value
 
-    @field_validator("turns")
+    @field_validator("chat_turns")
     @classmethod
     def _template(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         if turns := turns_of(info.data.get("chat"), value):
@@ -77,10 +77,10 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TokenizerConfig:
-        turns = turns_of(self.chat, self.turns)
-        if self.end and turns and (stop := tokens_in(turns["assistant"])[-1]) not in (END, self.end):
+        turns = turns_of(self.chat, self.chat_turns)
+        if self.end_token and turns and (stop := tokens_in(turns["assistant"])[-1]) not in (END, self.end_token):
             raise TextmillError(
-                f"tokenizer.end: {self.end} is not the {stop} with which the chat template stops, so no answer would end; take it out"
+                f"tokenizer.end_token: {self.end_token} is not the {stop} with which the chat template stops, so no answer would end; take it out"
             )
         if self.use is not None:
             return self
@@ -93,9 +93,9 @@ class TokenizerConfig(Section):
             raise TextmillError(
                 f"tokenizer.strip_accents: is for wordpiece, found tokenizer.kind={self.kind}; take it out"
             )
-        if self.sample > 1 and self.sample != int(self.sample):
+        if self.fit_sample > 1 and self.fit_sample != int(self.fit_sample):
             raise TextmillError(
-                f"tokenizer.sample: found {self.sample}; give a share up to 1, or a whole number of documents"
+                f"tokenizer.fit_sample: found {self.fit_sample}; give a share up to 1, or a whole number of documents"
             )
         tokens = special_tokens_of(self)
         if self.kind != "bpe" and UNKNOWN.isdisjoint(tokens):
@@ -122,7 +122,7 @@ ENDS = {"bpe": "<|endoftext|>", "wordpiece": "[SEP]", "unigram": "</s>"}
 def special_tokens_of(config: TokenizerConfig) -> list[str]:
     """All special tokens in the order of their ids."""
     end = end_of(config)
-    turns = turns_of(config.chat, config.turns)
+    turns = turns_of(config.chat, config.chat_turns)
     chat = [end if token == END else token for text in turns.values() for token in tokens_in(text)]
     if end in config.special_tokens:
         return list(dict.fromkeys([*config.special_tokens, *chat]))
@@ -132,9 +132,9 @@ def special_tokens_of(config: TokenizerConfig) -> list[str]:
 
 def end_of(config: TokenizerConfig) -> str:
     """The end-of-text token of a tokenizer that is fitted: as said, else the one that the template stops with, else the kind's own."""
-    turns = turns_of(config.chat, config.turns)
+    turns = turns_of(config.chat, config.chat_turns)
     stop = tokens_in(turns["assistant"])[-1] if turns else END
-    return config.end or (ENDS[config.kind] if stop == END else stop)
+    return config.end_token or (ENDS[config.kind] if stop == END else stop)
 
 
 def expanded(text: str) -> list[str]:

@@ -75,7 +75,7 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
             lines.append(
                 f"{split} is empty: {_plural(counts['kept'], 'document')} are too few for a ratio of "
                 f"{ratio / sum(ratios):.1%}; "
-                f"make smaller documents with a smaller corpus.section or corpus.documents=block, or raise the ratio "
+                f"make smaller documents with a smaller corpus.section_chars or corpus.documents=block, or raise the ratio "
                 f"in corpus.split"
             )
     return lines

@@ -29,7 +29,7 @@ def read_corpora_file(path: str | None) -> dict[str, NamedCorpus]:
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise TextmillError(f"corpus.corpora: {path}: not readable ({str(error).splitlines()[0]})") from None
+        raise TextmillError(f"corpus.corpora_file: {path}: not readable ({str(error).splitlines()[0]})") from None
     if not isinstance(tree, dict):
         raise TextmillError(
             f"{path}: expected 'name:' lines with 'sources: [...]' below; found a {type(tree).__name__}"

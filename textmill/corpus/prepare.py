@@ -72,7 +72,7 @@ class _Input:
 def _find_sources(config: RunConfig) -> list[Source]:
     corpus = config.corpus
     return find_sources(
-        corpus.sources, skip=_own_folders(config), corpora=corpus.corpora, read_original=corpus.mongo_write_back
+        corpus.sources, skip=_own_folders(config), corpora=corpus.corpora_file, read_original=corpus.mongo_write_back
     )
 
 
@@ -139,11 +139,11 @@ def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path)
     """Run both passes and the deduplication between them; return the account and the checksum of every file."""
     (part / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
-    declared = declared_splits([source.name for source in sources], config.corpus.sides)
+    declared = declared_splits([source.name for source in sources], config.corpus.source_splits)
     tasks = [ChunkTask(chunk, config.corpus, part) for chunk in split_into_chunks(sources, config.corpus.documents)]
     read = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
     quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(tasks))
-    _check_quarantine(tasks, read, config.corpus.stop_at, part)
+    _check_quarantine(tasks, read, config.corpus.max_unreadable, part)
     decisions = decide_documents(tasks, dict(zip(sources, declared, strict=True)), config.corpus, run)
     for task, split_indexes in zip(tasks, decisions.splits, strict=True):
         write_bytes(task.path("sides"), [split_indexes.tobytes()])
@@ -198,9 +198,9 @@ def _check_quarantine(tasks: list[ChunkTask], read: list[Counts], stop_at: float
     if bad > stop_at * records:
         first = "\n".join(f"  {row}" for row in islice(_read_bad_records(tasks), SHOWN_BAD_RECORDS))
         raise TextmillError(
-            f"corpus.sources: {bad:,} of {records:,} records are unreadable, more than corpus.stop_at={stop_at:g}:"
+            f"corpus.sources: {bad:,} of {records:,} records are unreadable, more than corpus.max_unreadable={stop_at:g}:"
             f"\n{first}\nall of them are in {part / 'quarantine.jsonl'}; fix the files or the setting, "
-            f"or raise corpus.stop_at to continue without them"
+            f"or raise corpus.max_unreadable to continue without them"
         )
 
 

@@ -45,16 +45,16 @@ def assign_split(digest: bytes, ratios: Sequence[float]) -> Split:
 
 
 def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> list[Split | None]:
-    """The split that `corpus.sides` declares for each source, by name, folder or pattern; None if it declares none."""
+    """The split that `corpus.source_splits` declares for each source, by name, folder or pattern; None if it declares none."""
     for pattern in declarations:
         if not any(_matches(name, pattern) for name in names):
-            raise TextmillError(f"corpus.sides: no source matches '{pattern}'; found {list(names)[:5]}")
+            raise TextmillError(f"corpus.source_splits: no source matches '{pattern}'; found {list(names)[:5]}")
     splits: list[Split | None] = []
     for name in names:
         declared = {split: pattern for pattern, split in declarations.items() if _matches(name, pattern)}
         if len(declared) > 1:
             raise TextmillError(
-                f"corpus.sides: '{name}' has two splits: "
+                f"corpus.source_splits: '{name}' has two splits: "
                 f"{' and '.join(f'{split} by {pattern!r}' for split, pattern in declared.items())}; keep one"
             )
         splits.append(next(iter(declared), None))

@@ -156,7 +156,7 @@ def parse_text_key(source: Source, config: CorpusConfig, kept_fields: tuple[str,
     parsed_lists = tuple(_path(part) for part in list_paths)
     text_paths, kept = tuple(_path(part) for part in text_path.split("+")), tuple(config.keep_fields) or kept_fields
     url = bool(config.block_domains or config.block_extensions)
-    return TextFields(source.name, key, parsed_lists, text_paths, config.join, kept, url, config.chat)
+    return TextFields(source.name, key, parsed_lists, text_paths, config.join_with, kept, url, config.chat)
 
 
 def _path(text: str) -> FieldPath:

@@ -77,7 +77,7 @@ class Engine(Protocol):
     first: bool
     """The one process that prints and commits."""
     guard: Guard | None
-    """What leaves out the update of a loss far above those before it, where `train.spike` asks for it."""
+    """What leaves out the update of a loss far above those before it, where `train.spikes.threshold` asks for it."""
 
     def samples_of(self, batch: int) -> slice:
         """This process's part of a global batch; tensor-parallel peers have the same part."""

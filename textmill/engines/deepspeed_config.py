@@ -58,9 +58,11 @@ def read_file(path: str | None) -> Tree:
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise TextmillError(f"engine.config: {path} is not readable as JSON ({error})") from None
+        raise TextmillError(f"engine.deepspeed_config: {path} is not readable as JSON ({error})") from None
     if not isinstance(tree, dict):
-        raise TextmillError(f"engine.config: {path} holds a {type(tree).__name__}; DeepSpeed's settings are an object")
+        raise TextmillError(
+            f"engine.deepspeed_config: {path} holds a {type(tree).__name__}; DeepSpeed's settings are an object"
+        )
     tree = _said(tree)
     _check_kinds(tree, path)
     return tree
@@ -81,7 +83,12 @@ def their_say(engine: DeepSpeedEngine) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        where = " and ".join([*([engine.config] if engine.config else []), *(["engine.extra"] if engine.extra else [])])
+        where = " and ".join(
+            [
+                *([engine.deepspeed_config] if engine.deepspeed_config else []),
+                *(["engine.deepspeed_overrides"] if engine.deepspeed_overrides else []),
+            ]
+        )
         if not where or isinstance(error, TextmillError):
             raise
         said = " ".join(str(error).split())
@@ -99,7 +106,7 @@ def settled(engine: DeepSpeedEngine, theirs: Tree) -> DeepSpeedEngine:
         "precision": halves[0] if halves else AUTO,
         "offload_optimizer": _device_of(zero.get("offload_optimizer")) or ("cpu" if zero.get("cpu_offload") else None),
         "offload_weights": _device_of(zero.get("offload_param")),
-        "nvme": at.get("zero_optimization.offload_optimizer.nvme_path")
+        "nvme_folder": at.get("zero_optimization.offload_optimizer.nvme_path")
         or at.get("zero_optimization.offload_param.nvme_path"),
         "micro_batch": at.get("train_micro_batch_size_per_gpu", AUTO),
     }
@@ -110,7 +117,9 @@ def settled(engine: DeepSpeedEngine, theirs: Tree) -> DeepSpeedEngine:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         wrong = f"what it says for engine.{first['loc'][0]} is {first['input']!r}"
-        raise TextmillError(f"{engine.config}: {wrong}, which cannot be; say another, or take it out") from None
+        raise TextmillError(
+            f"{engine.deepspeed_config}: {wrong}, which cannot be; say another, or take it out"
+        ) from None
 
 
 def json_of(
@@ -125,11 +134,11 @@ def json_of(
 ) -> Tree:
     """All that DeepSpeed is told; `engine` is the settled section, `precision` what its auto came to, `block` the weights of a block."""
     train, passes = config.train, config.train.batch // (world * micro_batch)
-    _refuse_contradictions(engine.config, theirs, config, engine, micro_batch, passes, precision)
+    _refuse_contradictions(engine.deepspeed_config, theirs, config, engine, micro_batch, passes, precision)
     zero: Tree = {"stage": engine.zero}
     for name, device in (("offload_optimizer", engine.offload_optimizer), ("offload_param", engine.offload_weights)):
         if device:
-            zero[name] = {"device": device, **({"nvme_path": engine.nvme} if device == "nvme" else {})}
+            zero[name] = {"device": device, **({"nvme_path": engine.nvme_folder} if device == "nvme" else {})}
     ours: Tree = {
         "train_batch_size": train.batch, "train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": passes,
         "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False,
@@ -142,16 +151,16 @@ def json_of(
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if precision == "fp16":
         ours["fp16"] = {"enabled": True}
-    _check_kinds(engine.extra, "engine.extra")
+    _check_kinds(engine.deepspeed_overrides, "engine.deepspeed_overrides")
     kept = {name: value for name, value in theirs.items() if name not in OUR_OWN}
-    whole = _laid(_laid(_laid({"zero_optimization": _sizes(block)}, kept), ours), engine.extra)
+    whole = _laid(_laid(_laid({"zero_optimization": _sizes(block)}, kept), ours), engine.deepspeed_overrides)
     if (
         whole.get("bf16", {}).get("enabled")
         and engine.zero == 1
         and whole.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     ):
         raise TextmillError(
-            "engine.extra: data_types.grad_accum_dtype=fp32 in bf16 wants engine.zero=2 or 3; set one, or take it out"
+            "engine.deepspeed_overrides: data_types.grad_accum_dtype=fp32 in bf16 wants engine.zero=2 or 3; set one, or take it out"
         )
     return whole
 
@@ -224,9 +233,9 @@ def _schedule_of(train: TrainConfig, at: Tree) -> dict[str, tuple[str, Any]]:
         "warmup_type": ("train.warmup_shape", train.warmup_shape),
         "total_num_steps": ("train.decay_steps or train.steps", train.decay_steps or train.steps),
         "lr_range_test_min_lr": ("train.min_learning_rate", train.min_learning_rate),
-        "lr_range_test_step_size": ("train.range_steps", train.range_steps),
-        "lr_range_test_step_rate": ("train.range_rate", train.range_rate),
-        "lr_range_test_staircase": ("train.range_stairs", train.range_stairs),
+        "lr_range_test_step_size": ("train.range_test.steps", train.range_test.steps),
+        "lr_range_test_step_rate": ("train.range_test.rate", train.range_test.rate),
+        "lr_range_test_staircase": ("train.range_test.staircase", train.range_test.staircase),
     }
     ours = kind if SCHEDULES.get(kind) == train.schedule else train.schedule
     return {

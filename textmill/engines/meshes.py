@@ -48,14 +48,16 @@ def _mesh(config: MeshConfig, world: int) -> Mesh:
         raise TextmillError(
             f"engine.mesh: {asked} is for {replicate * held} processes, found {world}; start {fitting}, or set other axes"
         )
-    return Mesh(replicate, config.shard, config.tensor, config.sequence and config.tensor > 1, config.keep)
+    return Mesh(
+        replicate, config.shard, config.tensor, config.sequence_parallel and config.tensor > 1, config.keep_gathered
+    )
 
 
 def check_batch(
     train: TrainConfig, ways: int, micro_batch: int | str, unit: str = "process", units: str = "processes"
 ) -> None:
     """Refuse a batch, or one that it grows through, which so many ways or the micro-batches do not share evenly."""
-    for key, size in (("train.batch", train.batch), *(("train.ramp", size) for size in train.ramp[:2])):
+    for key, size in (("train.batch", train.batch), *(("train.batch_rampup", size) for size in train.batch_rampup[:2])):
         if size % ways:
             raise TextmillError(
                 f"{key}: {size} samples are not to be shared evenly by {ways} {units}; {nearest(size, ways)} are"
@@ -87,8 +89,8 @@ def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:
     length = config.train.length or shape.positions
     if mesh.sequence and length % mesh.tensor:
         raise TextmillError(
-            f"engine.mesh.sequence: {mesh.tensor} tensor peers do not share {length} tokens evenly; "
-            f"set train.length={nearest(length, mesh.tensor)}, or engine.mesh.sequence=false"
+            f"engine.mesh.sequence_parallel: {mesh.tensor} tensor peers do not share {length} tokens evenly; "
+            f"set train.length={nearest(length, mesh.tensor)}, or engine.mesh.sequence_parallel=false"
         )
 
 

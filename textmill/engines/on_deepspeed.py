@@ -253,12 +253,12 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     assert isinstance(config.engine, DeepSpeedEngine)
     device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
     deepspeed = _deepspeed(device)
-    theirs = read_file(config.engine.config)
+    theirs = read_file(config.engine.deepspeed_config)
     section = settled(config.engine, theirs)
     precision = precision_of(section.precision, device)
-    if config.train.spike and precision == torch.float16:
+    if config.train.spikes.threshold and precision == torch.float16:
         raise TextmillError(
-            "train.spike: in fp16 DeepSpeed would take a spike for an overflow; set engine.precision=bf16, or take it out"
+            "train.spikes.threshold: in fp16 DeepSpeed would take a spike for an overflow; set engine.precision=bf16, or take it out"
         )
     if precision == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
         raise TextmillError(

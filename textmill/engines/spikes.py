@@ -1,6 +1,6 @@
 """Spikes: a step whose loss is far above those before it changes nothing. One rule for every engine, decided on its device.
 
-A loss is a spike when loss > level + train.spike x spread, where of the losses w of the last train.spike_window updates
+A loss is a spike when loss > level + train.spikes.threshold x spread, where of the losses w of the last train.spikes.window updates
 
     level = median(w)
     spread = 1.4826 x median(|w - level|)
@@ -73,5 +73,5 @@ class Guard:
 
 
 def new_guard(train: TrainConfig, xp: Any, put: Callable[[Any], Any]) -> Guard | None:
-    """The guard that `train.spike` asks for."""
-    return None if train.spike is None else Guard(xp, train.spike, train.spike_window, put)
+    """The guard that `train.spikes.threshold` asks for."""
+    return None if train.spikes.threshold is None else Guard(xp, train.spikes.threshold, train.spikes.window, put)

@@ -32,9 +32,9 @@ def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
 
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     sample = config.sample
-    prompts = [sample.prompt or ""] if sample.prompts is None else _read_prompts(Path(sample.prompts), sample)
+    prompts = [sample.prompt or ""] if sample.prompts_file is None else _read_prompts(Path(sample.prompts_file), sample)
     generator = open_generator(checkpoint, config.engine)
-    if as_json or sample.prompts is not None:
+    if as_json or sample.prompts_file is not None:
         return _print_json(generator, prompts, sample)
     if sample.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         return _continue_lines(generator, sample, checkpoint)
@@ -66,13 +66,13 @@ def _seeded(sample: SampleConfig, number: int) -> SampleConfig:
 def _read_prompts(path: Path, sample: SampleConfig) -> list[str]:
     """Read prompts from a file: one per line, or one JSON object per line in a .jsonl file."""
     if sample.prompt:
-        raise TextmillError("sample.prompts: sample.prompt is set too; set one of them")
+        raise TextmillError("sample.prompts_file: sample.prompt is set too; set one of them")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TextmillError(f"sample.prompts: {path}: cannot be read as UTF-8 text ({error})") from None
+        raise TextmillError(f"sample.prompts_file: {path}: cannot be read as UTF-8 text ({error})") from None
     if not lines:
-        raise TextmillError(f"sample.prompts: {path}: is empty; write one prompt per line")
+        raise TextmillError(f"sample.prompts_file: {path}: is empty; write one prompt per line")
     return (
         [_parse_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
         if path.suffix == ".jsonl"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from textmill.checkpoints.folders import WhichStep
 from textmill.config import RunConfig, SampleConfig
-from textmill.config.load import config_of, merged, tree_of
+from textmill.config.load import build_config, merge_trees, parse_settings
 from textmill.errors import TextmillError, warn
 from textmill.generation.chat_answers import open_chat_model
 from textmill.generation.requests import Request
@@ -52,7 +52,7 @@ class Conversation:
     def sample(self) -> SampleConfig:
         """The settings of the next answer; each answer has its own seed."""
         sample = self.config.sample
-        return sample.model_copy(update={"seed": sample.seed + self.answers, "slide": False})
+        return sample.model_copy(update={"seed": sample.seed + self.answers, "slide_context": False})
 
     def handle_line(self, line: str) -> None:
         """Answer a line, or run a command."""
@@ -69,9 +69,9 @@ class Conversation:
 
     def _set(self, arguments: list[str]) -> None:
         """Change settings of this conversation; if one is wrong, none is changed."""
-        tree = tree_of([one if one.startswith("sample.") else f"sample.{one}" for one in arguments])
-        self.config = config_of(merged(self.config.model_dump(mode="json"), tree))
-        hidden = {"prompt", "prompts", "count", "batch", "slide"}
+        tree = parse_settings([one if one.startswith("sample.") else f"sample.{one}" for one in arguments])
+        self.config = build_config(merge_trees(self.config.model_dump(mode="json"), tree))
+        hidden = {"prompt", "prompts_file", "count", "batch", "slide_context"}
         print(" ".join(f"{key}={value}" for key, value in self.config.sample.model_dump(exclude=hidden).items()))
 
     def _answer(self, line: str) -> None:

@@ -58,7 +58,8 @@ def answer_all(
 ) -> list[Sample]:  # fmt: skip
     """Answer each question; `names` become the samples' prompts. The seed counts up from question to question."""
     settings = [
-        sample.model_copy(update={"seed": sample.seed + number, "slide": False}) for number in range(len(questions))
+        sample.model_copy(update={"seed": sample.seed + number, "slide_context": False})
+        for number in range(len(questions))
     ]
     stops, ends = tuple(sample.stop), tuple(template.stop_ids)
     requests = [Request(tuple(ids), one, stops, ends) for ids, one in zip(questions, settings, strict=True)]

@@ -73,7 +73,7 @@ def max_new_tokens(request: Request, positions: int, vocab: int) -> int:
             f"sample.prompt: {length:,} tokens; the model's context is {positions:,} tokens, at least one of them new; "
             f"shorten the prompt to {positions - 1:,} tokens"
         )
-    slides = request.sample.slide and request.sample.beams == 1
+    slides = request.sample.slide_context and request.sample.beams == 1
     return requested if slides else min(requested, positions - length)
 
 

@@ -281,7 +281,7 @@ def open_scheduler(
     checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after_step: Callable[[], None] = lambda: None
 ) -> Scheduler:
     """Load a checkpoint and return a scheduler that is ready for requests."""
-    generator = open_generator(checkpoint, engine, apart=serve.adapter == "apart")
+    generator = open_generator(checkpoint, engine, apart=serve.adapter == "separate")
     scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step)
     scheduler.warm_up()
     return scheduler

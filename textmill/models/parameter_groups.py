@@ -31,13 +31,14 @@ def rules_of(shape: Any, train: TrainConfig, lora: LoraConfig | None = None) -> 
 
     The rate of block i is `train.learning_rate * train.layer_decay ** (layers - i)`, so the last block has one power of it and
     the first has `layers`; embeddings (and so the tied head) have `layers + 1`, and what comes after the blocks has none.
-    Matrices and embeddings are decayed, or what `train.decayed` names instead, and of those nothing that `train.undecayed` names.
+    Matrices and embeddings are decayed, or what `train.weight_decay_only` names instead, and of those nothing that `train.no_weight_decay` names.
     Where there are adapters, they have rules too, and nothing else is trained.
     """
     family = open_family(shape.family)
     weights = {family.memory_name(weight.name): weight for weight in weights_with(shape, lora)}
     frozen, decayed, undecayed = (
-        matching(getattr(train, key), weights, f"train.{key}") for key in ("freeze", "decayed", "undecayed")
+        matching(getattr(train, key), weights, f"train.{key}")
+        for key in ("freeze", "weight_decay_only", "no_weight_decay")
     )
     if lora is not None:
         frozen |= weights.keys() - {family.memory_name(weight.name) for weight in adapters_of(shape, lora)}
@@ -46,7 +47,7 @@ def rules_of(shape: Any, train: TrainConfig, lora: LoraConfig | None = None) -> 
     rules = {}
     for short, weight in weights.items():
         trained = short not in frozen
-        decays = trained and short not in undecayed and (short in decayed if train.decayed else weight.decay)
+        decays = trained and short not in undecayed and (short in decayed if train.weight_decay_only else weight.decay)
         rules[weight.name] = Rule(trained, train.weight_decay * decays, train.layer_decay**weight.depth)
     return rules
 

@@ -48,7 +48,7 @@ def new_runner(config: BeamRunner) -> PipelineRunner:
         raise TextmillError(
             "started by a worker that was importing your script; put the call under: if __name__ == '__main__':"
         )
-    return PipelineRunner(tuple(config.options), config.folder)
+    return PipelineRunner(tuple(config.options), config.shared_folder)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PipelineRunner:
             return Path(tempfile.mkdtemp(prefix="textmill-beam-", dir=self.folder)).resolve()
         except OSError as error:
             raise TextmillError(
-                f"runner.folder: {self.folder or tempfile.gettempdir()}: {error.strerror}; name another"
+                f"runner.shared_folder: {self.folder or tempfile.gettempdir()}: {error.strerror}; name another"
             ) from None
 
     def _run(self, step: _ShardStep, shards: list[Any]) -> str:
@@ -238,7 +238,7 @@ def _has_outcome(folder: str, number: int) -> bool:
 
 def _write_outcome(folder: str, number: int, kind: str, outcome: Any) -> None:
     if not os.path.isdir(folder):
-        raise OSError(f"runner.folder: {folder} is not there on this worker; name one that every worker reaches")
+        raise OSError(f"runner.shared_folder: {folder} is not there on this worker; name one that every worker reaches")
     temporary = Path(folder) / f"{number:05d}.tmp-{uuid4().hex}"
     temporary.write_bytes(CODER.encode(outcome))
     os.replace(temporary, _outcome_path(folder, number, kind))
@@ -259,7 +259,7 @@ def _read_outcome(folder: Path, number: int, shard: Any, failure: str) -> Any:
             f"runner: Beam's pipeline failed: {failure}; mend that and run it again: what is finished is kept"
         )
     raise TextmillError(
-        f"runner: no result of {shard!r} in runner.folder; name a folder that this machine and every worker reach"
+        f"runner: no result of {shard!r} in runner.shared_folder; name a folder that this machine and every worker reach"
     )
 
 

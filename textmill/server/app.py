@@ -43,9 +43,9 @@ def new_app(service: Service) -> ASGIApp:
     _add_page(app)
     _add_state(app, service)
     guarded: ASGIApp = AccessControl(BodyLimit(JsonDispatcher(app, posted), service), service)
-    if service.config.origins:
+    if service.config.allowed_origins:
         guarded = CORSMiddleware(
-            guarded, allow_origins=service.config.origins, allow_methods=["GET", "POST"],
+            guarded, allow_origins=service.config.allowed_origins, allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"], expose_headers=["Retry-After"],
         )  # fmt: skip
     return RequestLog(guarded, service)

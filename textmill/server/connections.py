@@ -187,10 +187,10 @@ def _reply(status: int, message: str, code: str, headers: bytes = b"") -> bytes:
 
 def raise_file_limit(serve: ServeConfig) -> None:
     """Have the system let the process open as many files as the connections may want."""
-    wanted, (now, most) = serve.connections + FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted, (now, most) = serve.max_connections + FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and wanted > most:
         raise TextmillError(
-            f"serve.connections: {serve.connections:,} want {wanted:,} open files, of which this system allows {most:,}; "
+            f"serve.max_connections: {serve.max_connections:,} want {wanted:,} open files, of which this system allows {most:,}; "
             f"take {max(most - FILES, 0):,} at most, or raise ulimit -n"
         )
     if now != resource.RLIM_INFINITY and wanted > now:

@@ -97,7 +97,7 @@ class InFlightRequest:
 
     def _look_again(self) -> None:
         """Wake who waits when nothing has come for a while; one timer now and then, not one an event."""
-        most, silent = min(QUIET, self._service.config.patience), time.monotonic() - self._last
+        most, silent = min(QUIET, self._service.config.step_timeout), time.monotonic() - self._last
         if silent >= most:
             self._quiet, self._last, silent = True, time.monotonic(), 0.0
             self._wake()
@@ -126,7 +126,7 @@ def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> I
         raise broken_model_error(problem)
     flight = InFlightRequest(service)
     try:
-        flight.submit(requests, service.config.seconds, streamed)
+        flight.submit(requests, service.config.request_timeout, streamed)
     except QueueFull:
         raise (stopping_error() if service.stopping else queue_full_error(service)) from None
     except TextmillError as error:
@@ -191,9 +191,7 @@ def _refuse_ended(service: Service, texts: list[Text]) -> None:
             raise stopping_error()
         if not text.done.tokens and text.done.reason == "timeout":
             wait = service.wait_of()
-            told = (
-                f"no token came within the {service.config.seconds:g} s that a request may take; try again in {wait} s"
-            )
+            told = f"no token came within the {service.config.request_timeout:g} s that a request may take; try again in {wait} s"
             raise HttpError(429, told, code="timeout", retry_after=wait)
 
 

@@ -35,7 +35,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, finish what runs, end the rest with a word."""
         self.problem, self.service.stopping = self.service.problem(), True
-        closing = asyncio.create_task(asyncio.to_thread(self.service.scheduler.close, self.service.config.grace))
+        closing = asyncio.create_task(
+            asyncio.to_thread(self.service.scheduler.close, self.service.config.shutdown_grace)
+        )
         await self._close_door(sockets or [])
         await super().shutdown(sockets)
         await closing
@@ -75,13 +77,13 @@ def _last_at(door: socket.socket) -> list[socket.socket]:
 def run(service: Service, listening: socket.socket) -> str:
     """Serve on a bound socket until SIGTERM or ctrl-C; what was wrong with the model then, empty: nothing."""
     serve = service.config
-    protocol: Any = partial(Connection, ConnectionPool(serve.connections, serve.reading, service.metrics))
+    protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, service.metrics))
     listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
         new_app(service), http=protocol, lifespan="off", ws="none", access_log=False, log_level="warning", server_header=False,
-        timeout_graceful_shutdown=int(serve.grace + AFTER) + 1, backlog=BACKLOG,
+        timeout_graceful_shutdown=int(serve.shutdown_grace + AFTER) + 1, backlog=BACKLOG,
     )  # fmt: skip
     if service.key is None and host not in ("127.0.0.1", "::1"):
         warn(

@@ -104,18 +104,20 @@ class AccessControl:
             not _is_local(self.service.config.host)
             or _is_local(name)
             or _is_address(name)
-            or name in self.service.config.hosts
+            or name in self.service.config.allowed_hosts
         ):
             return None
         return HttpError(
-            403, f"the host name {quote_value(name)} is not this server's; add it to serve.hosts", code="host"
+            403, f"the host name {quote_value(name)} is not this server's; add it to serve.allowed_hosts", code="host"
         )
 
     def _site(self, headers: Headers) -> HttpError | None:
-        allowed = self.service.config.origins
+        allowed = self.service.config.allowed_origins
         if headers.get("sec-fetch-site") != "cross-site" or "*" in allowed or headers.get("origin") in allowed:
             return None
-        return HttpError(403, "a page of another site asks; add its origin to serve.origins if it may", code="origin")
+        return HttpError(
+            403, "a page of another site asks; add its origin to serve.allowed_origins if it may", code="origin"
+        )
 
     def _key(self, headers: Headers) -> HttpError | None:
         if self.service.key is None:

@@ -27,7 +27,9 @@ def open_service(
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
     scheduler = open_scheduler(checkpoint, config.engine, serve)
-    return Service(scheduler, serve, config.sample, serve.name or name_of(checkpoint), checkpoint.step, template, key)
+    return Service(
+        scheduler, serve, config.sample, serve.model_name or name_of(checkpoint), checkpoint.step, template, key
+    )
 
 
 def name_of(checkpoint: Checkpoint) -> str:

@@ -93,7 +93,8 @@ class Service:
 
     def facts(self) -> dict[str, Any]:
         """The model as /v1/models tells it."""
-        told = self.sample.model_dump(exclude={"prompt", "count", "seed"})
+        told = self.sample.model_dump(exclude={"prompt", "prompts_file", "count", "seed", "slide_context"})
+        told |= {"prompts": self.sample.prompts_file, "slide": self.sample.slide_context}  # the API keeps its names
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill", "max_model_len": self.scheduler.positions,
             "step": self.step, "vocab": self.scheduler.vocab, "chat": self.template is not None, "sample": told,
@@ -102,7 +103,7 @@ class Service:
 
     def problem(self) -> str:
         """What is wrong with the model, in words; empty: nothing."""
-        return self.scheduler.problem(self.config.patience)
+        return self.scheduler.problem(self.config.step_timeout)
 
     def wait_of(self) -> int:
         """Seconds after which a refused client may try again: what waits, at the rate of the last requests."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from textmill.config import RunConfig
+from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError
 from textmill.storage.files import (
     faults_of,
@@ -45,7 +46,9 @@ class Stage:
         self._refuse_foreign()
         if force == "yes":
             return False
-        if (self._part / MANIFEST).is_file() and open_manifest(self._part)["made_from"] == self.made_from:
+        if (self._part / MANIFEST).is_file() and rename_settings(
+            open_manifest(self._part)["made_from"]
+        ) == self.made_from:
             self._put_in_place()  # an earlier run was killed in its very last moment
         if not self.folder.exists():
             return False
@@ -128,7 +131,8 @@ def faults_in_stage(folder: Path) -> list[str]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What changed between two flat settings, a line each; one that was not known before had its default."""
+    """What changed between two flat settings, a line each; a setting that did not exist before had its default."""
+    before = rename_settings(before)
     lines, defaults = [], RunConfig().results(*RESULTS) if after.keys() - before.keys() else {}
     before = {key: defaults[key] for key in after if key in defaults} | before
     for key in sorted(before.keys() | after.keys()):

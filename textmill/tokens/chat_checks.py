@@ -72,9 +72,9 @@ def preflight(train: TrainConfig, data: Splits, length: int, vectors: int) -> No
         return
     tokenizer = data.tokenizer
     _check_tokens(tokenizer, vectors)
-    facts = sum((measure(store, length, train.cut, tokenizer.end) for store in stores), Facts())
+    facts = sum((measure(store, length, train.chat.truncate, tokenizer.end) for store in stores), Facts())
     for store in stores[:1]:
-        for number, pieces in enumerate(samples_of(store, tokenizer, length, train.cut), 1):
+        for number, pieces in enumerate(samples_of(store, tokenizer, length, train.chat.truncate), 1):
             show(f"sample {number}", pieces)
     print(_spoken(facts, length, tokenizer), flush=True)
     _refuse(facts, train, length, tokenizer)
@@ -178,7 +178,7 @@ def _refuse(facts: Facts, train: TrainConfig, length: int, tokenizer: TextTokeni
             f"look at the roles in the sources and at corpus.chat, and make the tokens anew"
         )
     mend = f"raise train.length (the longest has {facts.longest:,} tokens)" + (
-        "" if train.cut == "start" else ", or set train.cut=start"
+        "" if train.chat.truncate == "start" else ", or set train.chat.truncate=start"
     )
     if not facts.left:
         raise TextmillError(f"train.length: cutting to {length:,} removes every answer, so nothing is asked; {mend}")
@@ -196,7 +196,7 @@ def _refuse(facts: Facts, train: TrainConfig, length: int, tokenizer: TextTokeni
 def _warn(facts: Facts, train: TrainConfig, length: int) -> None:
     if facts.cut > MANY * facts.conversations:
         warn(
-            f"{facts.cut:,} conversations lose their {train.cut} to train.length={length:,}; the longest has {facts.longest:,} tokens"
+            f"{facts.cut:,} conversations lose their {train.chat.truncate} to train.length={length:,}; the longest has {facts.longest:,} tokens"
         )
     if facts.silent > SOME * facts.conversations:
         warn(
@@ -217,7 +217,7 @@ def _check_apart(train: list[TokenStore], valid: list[TokenStore]) -> None:
     if 2 * both >= len(digests):
         raise TextmillError(
             f"{both:,} of {len(digests):,} valid conversations are in train too, so the valid loss would mean nothing; "
-            f"set corpus.dedup=exact, and take copies out of corpus.sides and tokens.use"
+            f"set corpus.dedup=exact, and take copies out of corpus.source_splits and tokens.use"
         )
     if both:
         warn(

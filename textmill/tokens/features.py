@@ -62,7 +62,9 @@ class Piece:
 
 def rows_in(sizes: NDArray[Any], rule: FeaturesConfig) -> NDArray[np.int64]:
     """Rows that documents of these sizes give: a chunk every `stride` tokens, as long as enough tokens are left for one."""
-    starts, long_enough = (-(-amount // rule.stride) for amount in (sizes, sizes - (rule.min - rule.reserved)))
+    starts, long_enough = (
+        -(-amount // rule.stride) for amount in (sizes, sizes - (rule.min_length - rule.reserved_tokens))
+    )
     many: NDArray[np.int64] = np.maximum(np.minimum(starts, long_enough), 0).astype(np.int64)
     return many
 
@@ -72,24 +74,24 @@ def chunks_of(sizes: NDArray[Any], rule: FeaturesConfig) -> Chunks:
     many = rows_in(sizes, rule)
     documents = np.repeat(np.arange(len(sizes), dtype=np.int64), many)
     starts = (np.arange(len(documents)) - np.repeat(np.cumsum(many) - many, many)) * rule.stride
-    return Chunks(documents, starts, np.minimum(sizes[documents] - starts, rule.max - rule.reserved + 1))
+    return Chunks(documents, starts, np.minimum(sizes[documents] - starts, rule.max_length - rule.reserved_tokens + 1))
 
 
 def packed_rows(
     ids: NDArray[Any], counts: NDArray[np.int64], rule: FeaturesConfig, special: int
 ) -> dict[str, NDArray[Any]]:
     """Chunks, one after the other in `ids`, as rows between two special tokens; padding is neither seen nor asked."""
-    width = rule.max + 1
+    width = rule.max_length + 1
     rows = np.full((len(counts), max(width, int(counts.max(initial=0)) + 2)), 0 if rule.pad_zero else special, np.int64)
     places, lengths = np.arange(rows.shape[1]), counts[:, None]
     rows[(places >= 1) & (places <= lengths)] = ids
     rows[:, 0] = special
     rows[np.arange(len(counts)), counts + 1] = special
     filled = rows > 0 if rule.pad_zero else places < lengths + 2
-    labels = np.where(filled[:, 1:width], rows[:, 1:width], rule.ignore)
+    labels = np.where(filled[:, 1:width], rows[:, 1:width], rule.ignore_label)
     return {
-        "input_ids": rows[:, : rule.max],
-        "attention_mask": filled[:, : rule.max].astype(np.float32),
+        "input_ids": rows[:, : rule.max_length],
+        "attention_mask": filled[:, : rule.max_length].astype(np.float32),
         "labels": labels,
     }
 
@@ -108,7 +110,7 @@ def write_features(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]
         for many in open_runner(config.runner).map(write_piece, pieces):
             rows += many
             bar.advance(1)
-    print(f"tokenize: {rows:,} rows of {config.tokens.features.max} tokens in {len(pieces)} files of {FOLDER}/")
+    print(f"tokenize: {rows:,} rows of {config.tokens.features.max_length} tokens in {len(pieces)} files of {FOLDER}/")
     return {f"{FOLDER}/{piece.path.name}": account_of(piece.path) for piece in pieces}
 
 
@@ -152,12 +154,12 @@ def _tables(store: TokenStore, piece: Piece) -> Iterator[pa.Table]:
     """The rows of these documents, a row group at a time."""
     rule, ids = piece.rule, np.asarray(store.ids)
     chunks = chunks_of(np.maximum(store.sizes() - int(piece.closed), 0), rule)
-    step = max(1, CELLS // rule.max)
+    step = max(1, CELLS // rule.max_length)
     for start in range(0, len(chunks.counts), step):
         part = slice(start, start + step)
         begins, counts = store.borders(chunks.documents[part]) + chunks.starts[part], chunks.counts[part]
         rows = packed_rows(gathered(ids, begins, counts), counts, rule, piece.special)
-        offsets = np.arange(len(counts) + 1, dtype=np.int32) * rule.max
+        offsets = np.arange(len(counts) + 1, dtype=np.int32) * rule.max_length
         columns = [
             pa.ListArray.from_arrays(offsets, pa.array(rows[name].ravel()), type=SCHEMA.field(name).type)
             for name in SCHEMA.names

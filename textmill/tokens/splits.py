@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from textmill.config import RunConfig
+from textmill.config.renamed import rename_settings
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
@@ -97,7 +98,7 @@ def tokenizer_of(config: RunConfig) -> TextTokenizer:
             "tokenizer.use: nothing is named; tokens.use names existing tokens, so say which tokenizer they were made with"
         )
     named = (
-        open_named(config.tokenizer.use, config.tokenizer.end, config.tokenizer.lowercase)
+        open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
         if config.tokenizer.use
         else None
     )
@@ -128,10 +129,11 @@ def _made(folder: Path, tokenizer: TextTokenizer, named: Path | str, rows: bool)
             f"{folder}: was made with another tokenizer than {named}; make it anew with: textmill tokenize --force"
         )
     stores: dict[str, TokenStore] = {split: open_store(folder / split) for split in SPLITS}
-    made_from = manifest["made_from"]
+    made_from = rename_settings(manifest["made_from"])
     if not rows or made_from.get("tokens.kind") != "features":
         return _Part(stores, manifest["fingerprint"])
-    rule, closed = FeaturesConfig(**made_from["tokens.features"]), bool(made_from["tokens.append_end"])
+    features = {name: made_from[f"tokens.features.{name}"] for name in FeaturesConfig.model_fields}
+    rule, closed = FeaturesConfig(**features), bool(made_from["tokens.append_end"])
     names = {
         split: sorted(name for name in manifest["files"] if name.startswith(f"features/{split}-")) for split in SPLITS
     }

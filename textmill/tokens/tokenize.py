@@ -80,7 +80,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         splits: dict[str, Facts] = {split: _sum([facts[piece] for piece in pieces[split]]) for split in SPLITS}
         quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(facts))
         _check_quarantine(config, splits, part)
-        _join(part, pieces, dtype_for(tokenizer["vocab"]), config.tokens.format, chat)
+        _join(part, pieces, dtype_for(tokenizer["vocab"]), config.tokens.index_format, chat)
         endings = CHAT_ENDINGS if chat else ENDINGS
         files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in endings}
         files |= write_features(config, part)
@@ -115,7 +115,7 @@ def check_chat(config: RunConfig) -> Template:
         )
     raise TextmillError(
         f"{shown(folder)}: the corpus has conversations, and this tokenizer's chat template {found}; set tokenizer.chat=default, "
-        f"or say the turns in tokenizer.turns, and make it anew with: textmill fit-tokenizer --force"
+        f"or say the turns in tokenizer.chat_turns, and make it anew with: textmill fit-tokenizer --force"
     )
 
 
@@ -227,12 +227,13 @@ def _quarantine_lines(facts: dict[Piece, Facts]) -> Iterator[bytes]:
 
 def _check_quarantine(config: RunConfig, splits: dict[str, Facts], part: Path) -> None:
     bad, good = (sum(counts[name] for counts in splits.values()) for name in ("quarantined", "documents"))
-    if bad > config.corpus.stop_at * (bad + good):
+    if bad > config.corpus.max_unreadable * (bad + good):
         with open(part / "quarantine.jsonl", encoding="utf-8") as lines:
             first = next(lines).strip()
         raise TextmillError(
-            f"tokenize: {bad:,} of {bad + good:,} documents cannot be encoded, above corpus.stop_at={config.corpus.stop_at:g}; the first: "
-            f"{first}; all stand in {part / 'quarantine.jsonl'}; take another tokenizer, or raise corpus.stop_at"
+            f"tokenize: {bad:,} of {bad + good:,} documents cannot be encoded, "
+            f"above corpus.max_unreadable={config.corpus.max_unreadable:g}; the first: "
+            f"{first}; all stand in {part / 'quarantine.jsonl'}; take another tokenizer, or raise corpus.max_unreadable"
         )
 
 

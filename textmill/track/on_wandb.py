@@ -23,13 +23,13 @@ class WeightsAndBiases:
 
     def __init__(self, config: TrackConfig, folder: Path, run_id: str, settings: dict[str, Any]) -> None:
         self._run = wandb.init(
-            project=config.project,
-            name=config.name or folder.name,
+            project=config.wandb.project,
+            name=config.wandb.name or folder.name,
             id=run_id,
             dir=str(folder),
             config=settings,
-            mode="offline" if config.offline else "online",
-            resume=None if config.offline else "allow",
+            mode="offline" if config.wandb.offline else "online",
+            resume=None if config.wandb.offline else "allow",
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, save_code=False, disable_job_creation=True
             ),

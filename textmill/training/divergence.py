@@ -53,7 +53,7 @@ class Patience:
         if skipped:
             trackers.note(f"step {done}: loss or gradient is not finite{at}; the update was left out")
         if spikes and spikes["streak"] >= SPIKES:
-            advice = "look at the data there, or go back to a checkpoint with --step and raise train.spike or lower train.learning_rate"
+            advice = "look at the data there, or go back to a checkpoint with --step and raise train.spikes.threshold or lower train.learning_rate"
             self._end(
                 f"step {done}: the last {spikes['streak']} updates were left out, their losses far above those before; {advice}"
             )

@@ -83,7 +83,8 @@ class Training:
         self.engine, self.ranks, self.first, self.stopping = engine, engine.ranks, engine.first, stopping
         self.run, self.files = config.folder_of("train"), files_of(config, data, start)
         self.patience = Patience(self.run, engine.guard, self.first)
-        self.saver = Saver(self.run, keep=self.train.keep, keep_every=self.train.keep_every, ranks=self.ranks.again())
+        kept = self.train.checkpoints
+        self.saver = Saver(self.run, keep=kept.keep, keep_every=kept.keep_every, ranks=self.ranks.again())
         self.valid_loss: float | None = None
 
     def go(self, batches: Batches) -> None:
@@ -121,7 +122,7 @@ class Training:
             book.enter(done, result)
         if done == 1 or self.engine.guard:  # the first is waited for; a guard speaks of the last step there is
             book.write()
-        check_copies(self.ranks, self.engine, done, self.config.engine.check_every)
+        check_copies(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
         self.valid_loss = None
         if due(train.evaluate_every, done):
             with book.paused(result):
@@ -159,7 +160,7 @@ class Training:
             snapshot_of(self.engine, done, self.start, self.course, result.loss, self.valid_loss, self.files)
         )
         self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
-        if self.train.prompts:
+        if self.train.sample_prompts:
             self.saver.wait()
             for line in write_samples(self.config, self.run / f"step-{done:07d}", done) if self.first else ():
                 self.trackers.note(line)

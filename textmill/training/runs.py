@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from textmill import __version__
 from textmill.checkpoints.adapters import (
@@ -35,6 +34,8 @@ from textmill.checkpoints.folders import (
     tidy,
 )
 from textmill.config import LoraConfig, RunConfig, TrainConfig
+from textmill.config.load import merge_trees, read_recorded_config
+from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with
@@ -75,7 +76,7 @@ class Start:
     scaling: dict[str, float] = field(default_factory=dict)
     """Of fp16: what the loss scale goes on from."""
     spikes: dict[str, Any] = field(default_factory=dict)
-    """Of `train.spike`: what the guard goes on from."""
+    """Of `train.spikes.threshold`: what the guard goes on from."""
 
 
 def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> Start:
@@ -155,7 +156,7 @@ def _adapting(start: Start, lora: LoraConfig, given: Checkpoint, config: RunConf
 
 def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     shape = _shape_of(config, data, found)
-    before = yaml.safe_load((found.folder / "run.yaml").read_text(encoding="utf-8"))
+    before = read_recorded_config(found.folder / "run.yaml")
     after = {**config.model_dump(mode="json"), "textmill": __version__}
     changes = differences(_flat({**before, "textmill": found.progress["textmill"]}), _flat(after))
     for line in changes:
@@ -165,7 +166,7 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     moments = found.moments() if updates else []
     changes_so_far = found.progress["changes"] + noted
     start = Start(
-        found.step, shape, found.weights(), moments, updates, str(found.folder), found.progress["made_from"], changes_so_far,
+        found.step, shape, found.weights(), moments, updates, str(found.folder), rename_settings(found.progress["made_from"]), changes_so_far,
         scaling=found.progress.get("scaling", {}), spikes=found.progress.get("spikes", {}),
     )  # fmt: skip
     if config.model.lora is None:
@@ -177,7 +178,7 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     """What is worth noting when it changes in mid-run."""
     sections = {
-        "train": TrainConfig().model_dump(mode="json") | (tree.get("train") or {}),
+        "train": merge_trees(TrainConfig().model_dump(mode="json"), tree.get("train") or {}),
         "engine": tree.get("engine") or {},
     }
     return {
@@ -317,7 +318,7 @@ def snapshot_of(
         weight.name: 4 * math.prod(weight.shape) for weight in open_family(start.shape.family).weights_of(start.shape)
     }
     deal = partial(
-        Deal, size_of=lambda name: bytes_of.get(name.rpartition("/")[2], 0), limit=int(course.train.file_gb * 1e9),
+        Deal, size_of=lambda name: bytes_of.get(name.rpartition("/")[2], 0), limit=int(course.train.checkpoints.max_file_gb * 1e9),
         rank=engine.ranks.rank, world=engine.ranks.world,
     )  # fmt: skip
     prefix, weights = (PREFIX, deal(ADAPTER_MODEL.removesuffix(".safetensors"))) if start.base else ("", deal("model"))

@@ -14,11 +14,13 @@ from textmill.training.runs import SAMPLES
 
 
 def write_samples(config: RunConfig, folder: Path, step: int) -> Iterator[str]:
-    """Continue `train.prompts` with a checkpoint, into samples.jsonl; yields what to tell. A prompt that cannot be stops nothing."""
+    """Continue `train.sample_prompts` with a checkpoint, into samples.jsonl; yields what to tell. A prompt that cannot be stops nothing."""
     with closing(JsonLines(folder.parent / SAMPLES)) as lines:
         try:
-            for line in sample_prompts(open_checkpoint(folder), config.train.prompts, config.sample, config.engine):
+            for line in sample_prompts(
+                open_checkpoint(folder), config.train.sample_prompts, config.sample, config.engine
+            ):
                 lines.log(step, line)
                 yield f"step {step}: {line['prompt']}|{line['text'][:200]!r}"
         except Exception as error:
-            yield f"step {step}: train.prompts: {error}"
+            yield f"step {step}: train.sample_prompts: {error}"

@@ -106,11 +106,11 @@ def plan_of(config: RunConfig) -> Plan:
 def _without_file(config: RunConfig) -> RunConfig:
     """DeepSpeed's own file speaks of the run's batch and precision, which a small copy changes: the rest of it becomes settings."""
     engine = config.engine
-    if not isinstance(engine, DeepSpeedEngine) or engine.config is None:
+    if not isinstance(engine, DeepSpeedEngine) or engine.deepspeed_config is None:
         return config
-    theirs = read_file(engine.config)
+    theirs = read_file(engine.deepspeed_config)
     rest = {name: value for name, value in theirs.items() if name not in OF_THE_RUN}
-    update = {"config": None, "extra": rest | engine.extra}
+    update = {"deepspeed_config": None, "deepspeed_overrides": rest | engine.deepspeed_overrides}
     return config.model_copy(update={"engine": settled(engine, theirs).model_copy(update=update)})
 
 
@@ -154,7 +154,7 @@ def _shrunk(config: RunConfig, full: Any, precision: str, batch: int, tensor: in
         "batch": batch,
         "length": LENGTH,
         "steps": STEPS,
-        "ramp": [],
+        "batch_rampup": [],
         "epochs": None,
         "samples": None,
         "tokens": None,
@@ -220,6 +220,6 @@ def batches_of(config: RunConfig) -> Iterator[Batch]:
             labels[row, LENGTH - row * LENGTH // rows :] = IGNORED
         labels[step % rows] = IGNORED
         documents = None
-        if config.train.apart:
+        if config.train.packed.isolate_documents:
             documents = 1 + (np.arange(LENGTH)[None] >= dice.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
         yield Batch(ids[:, :-1], labels, np.arange(step * rows, (step + 1) * rows), documents)

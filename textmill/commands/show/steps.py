@@ -8,6 +8,7 @@ import numpy as np
 
 from textmill.checkpoints.folders import find_checkpoint
 from textmill.config import RunConfig
+from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError
 from textmill.storage.files import shown
 from textmill.storage.stages import differences
@@ -23,11 +24,11 @@ DECISIVE = (
     "train.layout",
     "train.seed",
     "train.batch",
-    "train.ramp",
-    "train.apart",
-    "train.tail",
-    "train.long",
-    "train.close",
+    "train.batch_rampup",
+    "train.packed.isolate_documents",
+    "train.packed.last_window",
+    "train.padded.long_documents",
+    "train.padded.end_truncated",
 )
 """The settings that decide which documents a step sees."""
 SHOWN_CHARACTERS = 60
@@ -40,7 +41,7 @@ def show_step(config: RunConfig, step: int) -> None:
         raise TextmillError(f"--step: found {step}; the first step is 1")
     run, splits = config.folder_of("train"), open_splits(config)
     checkpoint = find_checkpoint(run, "latest")
-    made_from = checkpoint.progress["made_from"] if checkpoint else {}
+    made_from = rename_settings(checkpoint.progress["made_from"]) if checkpoint else {}
     now = {**config.results("train"), "tokens": splits.fingerprint}
     seen = {name: made_from[name] for name in DECISIVE if name in made_from}
     if changes := differences(seen, {name: now[name] for name in seen}):

@@ -59,7 +59,10 @@ class Cleaner:
 
     def _apply_rules(self, text: str, changed: Counter[str]) -> str:
         return clean(
-            text, self.config.rules, changed, {"markers": partial(break_at_markers, markers=self.config.markers)}
+            text,
+            self.config.rules,
+            changed,
+            {"markers": partial(break_at_markers, markers=self.config.newline_markers)},
         )
 
     def _is_blocked(self, url: str | None) -> bool:

@@ -47,7 +47,7 @@ def sketch_chunk(task: ChunkTask) -> int:
         writing(band_hashes_path(task.folder / "work", task.chunk.number)) as stream,
     ):
         for texts in _text_blocks(_read_texts(task, keep)):
-            hashes, counts = _shingles(texts, task.config.dedup_shingles, task.config.dedup_n)
+            hashes, counts = _shingles(texts, task.config.dedup_shingles, task.config.dedup_shingle_size)
             found = band_hashes(hashes, counts, bands, rows)
             for band in range(bands):
                 stream.seek((band * count + documents_done) * 8)
@@ -58,7 +58,7 @@ def sketch_chunk(task: ChunkTask) -> int:
 
 
 def _shingle_sets(texts: list[str], config: CorpusConfig) -> list[Hashes]:
-    hashes, counts = _shingles(texts, config.dedup_shingles, config.dedup_n)
+    hashes, counts = _shingles(texts, config.dedup_shingles, config.dedup_shingle_size)
     return [distinct(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
 
 

@@ -78,7 +78,7 @@ def _file_record(chunk: SourceChunk) -> Document | BadRecord:
 
 
 def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
-    size = config.section
+    size = config.section_chars
     limits = (
         (size, 2 * size, 4 * size)
         if config.documents == "section"

@@ -95,7 +95,7 @@ class Updates:
         norm = jnp.sqrt(sum(jnp.square(grad).sum() for grad in grads.values()))
         if self.train.clip:
             grads = {name: grad * jnp.minimum(1.0, self.train.clip / (norm + 1e-6)) for name, grad in grads.items()}
-        rest_rate = lr * self.train.rest_rate if self.matrices else lr
+        rest_rate = lr * self.train.muon.adamw_rate_factor if self.matrices else lr
         new, after = self._adam(weights, state, grads, rest_rate)
         if self.matrices:
             turned, after["momentum"] = self._muon(weights, state["momentum"], grads, lr)
@@ -122,7 +122,7 @@ class Updates:
     def _muon(
         self, weights: dict[str, Array], momenta: dict[str, Array], grads: dict[str, Array], lr: Array
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        kept = self.train.momentum
+        kept = self.train.muon.momentum
         after = {name: momenta[name] + (1 - kept) * (grads[name] - momenta[name]) for name in self.matrices}
         new = {}
         for name, weight in self.matrices.items():

@@ -42,10 +42,10 @@ class Updates:
 
     def _muon(self, net: Net, matrices: list[Member], *, compiled: bool) -> Muon | SharedMuon:
         if self.layout.mesh.shard * self.layout.mesh.tensor == 1:
-            return Muon(matrices, net.shape.heads, self.train.momentum, compiled=compiled)
+            return Muon(matrices, net.shape.heads, self.train.muon.momentum, compiled=compiled)
         parameter_of = {own: parameter for parameter, own in self.own.items()}
         placed = [(member, parameter_of[member[1]]) for member in matrices]
-        return SharedMuon(placed, net, self.layout, self.train.momentum, compiled=compiled)
+        return SharedMuon(placed, net, self.layout, self.train.muon.momentum, compiled=compiled)
 
     def step(self, lr: float, scale: Tensor | None = None, spike: Tensor | None = None) -> Tensor:
         """One update from the gradients, which are `scale` times too large and then dropped, or none where there is a spike;
@@ -65,7 +65,12 @@ class Updates:
         clip = clip if scale is None else clip / scale
         if self.muon:
             self.muon.step(lr, clip, kept)
-        self.adam.step(lr * (self.train.rest_rate if self.muon else 1.0), clip.reciprocal(), (~kept).float(), self.done)
+        self.adam.step(
+            lr * (self.train.muon.adamw_rate_factor if self.muon else 1.0),
+            clip.reciprocal(),
+            (~kept).float(),
+            self.done,
+        )
         self.done += kept
         for parameter, own in self.own.items():
             parameter.grad = own.grad = None

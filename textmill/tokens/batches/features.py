@@ -41,7 +41,7 @@ class FeatureRows:
         self.samples = features.table.count
         if not self.samples:
             raise TextmillError(
-                f"{store.prefix}: there are no rows to learn from; lower tokens.features.min, or add text"
+                f"{store.prefix}: there are no rows to learn from; lower tokens.features.min_length, or add text"
             )
         self.cells = opened_cells(features.table, length, folder)
         expect(self.cells, scattered=seed is not None)

@@ -24,19 +24,19 @@ def open_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pat
     """The train split's batches, blended by weight; large indexes stand in `folder`."""
     shares = splits.stores["train"]
     layouts = [_layout(train, share, splits.tokenizer, length, train.seed, folder) for share in shares]
-    return Batches(layouts, [share.weight for share in shares], Sizes(train.batch, train.ramp))
+    return Batches(layouts, [share.weight for share in shares], Sizes(train.batch, train.batch_rampup))
 
 
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
     """The valid split in its own order, every token asked once, laid out as it is trained on."""
     shares, tokenizer = splits.shares("valid"), splits.tokenizer
-    if train.layout == "packed" and not train.apart:
+    if train.layout == "packed" and not train.packed.isolate_documents:
         for share in shares:
             yield from window_batches(
                 share.store, length=length, stride=length, batch=train.batch, first=tokenizer.end, vocab=tokenizer.vocab
             )  # fmt: skip
     else:
-        kept = train.model_copy(update={"tail": "keep"})
+        kept = train.model_copy(update={"packed": train.packed.model_copy(update={"last_window": "keep"})})
         layouts = [_layout(kept, share, tokenizer, length, None, folder) for share in shares if _asks(train, share)]
         yield from in_order(layouts, train.batch)
 
@@ -60,10 +60,37 @@ def _layout(
             )
         return FeatureRows(share.features, store, length=length, seed=seed, vocab=vocab, folder=folder)
     if train.layout == "packed":
-        return Packed(store, length=length, seed=seed, apart=train.apart, tail=train.tail, vocab=vocab, folder=folder)
-    pad, close = tokenizer.end if tokenizer.pad is None else tokenizer.pad, tokenizer.end if train.close else None
+        return Packed(
+            store,
+            length=length,
+            seed=seed,
+            apart=train.packed.isolate_documents,
+            tail=train.packed.last_window,
+            vocab=vocab,
+            folder=folder,
+        )
+    pad, close = (
+        tokenizer.end if tokenizer.pad is None else tokenizer.pad,
+        tokenizer.end if train.padded.end_truncated else None,
+    )
     if train.layout == "chat":
         return Chat(
-            store, length=length, seed=seed, pad=pad, cut=train.cut, pack=train.pack, vocab=vocab, folder=folder
+            store,
+            length=length,
+            seed=seed,
+            pad=pad,
+            cut=train.chat.truncate,
+            pack=train.chat.pack,
+            vocab=vocab,
+            folder=folder,
         )
-    return Padded(store, length=length, seed=seed, pad=pad, long=train.long, close=close, vocab=vocab, folder=folder)
+    return Padded(
+        store,
+        length=length,
+        seed=seed,
+        pad=pad,
+        long=train.padded.long_documents,
+        close=close,
+        vocab=vocab,
+        folder=folder,
+    )

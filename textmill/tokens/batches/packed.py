@@ -55,7 +55,7 @@ class Packed:
         self.samples = -(-store.tokens // length) if tail == "keep" else (store.tokens - 1) // length
         if not self.samples:
             raise TextmillError(
-                f"{store.prefix}: {store.tokens} tokens fill no window of {length}; set train.tail=keep or add text"
+                f"{store.prefix}: {store.tokens} tokens fill no window of {length}; set train.packed.last_window=keep or add text"
             )
         self.ends = lru_cache(maxsize=2)(self._ends)
 

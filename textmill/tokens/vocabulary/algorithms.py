@@ -76,7 +76,7 @@ def new_inner(config: TokenizerConfig, model: models.Model | None = None) -> Tok
     """A tokenizer of the kind that the config names, with a model or still without vocabulary."""
     inner = Tokenizer(model or models.BPE())
     if config.kind == "wordpiece":
-        cjk = config.cjk is not False
+        cjk = config.split_cjk is not False
         inner.normalizer = normalizers.BertNormalizer(
             clean_text=True,
             handle_chinese_chars=cjk,
@@ -97,8 +97,10 @@ def new_inner(config: TokenizerConfig, model: models.Model | None = None) -> Tok
 
 
 def _cuts(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if config.digits else []
-    han = [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")] if config.cjk and config.kind != "wordpiece" else []
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if config.split_digits else []
+    han = (
+        [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")] if config.split_cjk and config.kind != "wordpiece" else []
+    )
     if config.kind == "bpe":
         return [*han, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if config.kind == "wordpiece":
@@ -130,7 +132,9 @@ def apart(pieces: list[str], known: Container[str] = ()) -> pre_tokenizers.PreTo
 def train(words: Mapping[str, int], config: TokenizerConfig) -> Tokenizer:
     """Fit a vocabulary on counted words; its special tokens are known to the tokenizer."""
     if not words:
-        raise TextmillError("fit-tokenizer: there is no text to fit on; give it documents, or raise tokenizer.sample")
+        raise TextmillError(
+            "fit-tokenizer: there is no text to fit on; give it documents, or raise tokenizer.fit_sample"
+        )
     tokens = special_tokens_of(config)
     fitted = {"bpe": _train_bpe, "wordpiece": _train_wordpiece, "unigram": _train_unigram}[config.kind](
         words, config, tokens
@@ -153,7 +157,7 @@ def _train_bpe(words: Mapping[str, int], config: TokenizerConfig, tokens: list[s
 
 def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
     """BPE with marked continuations, as the library fits WordPiece; it numbers those in a random order, unless they are there before."""
-    alphabet = _alphabet(words, config.coverage)
+    alphabet = _alphabet(words, config.character_coverage)
     kept = {word: count for word, count in words.items() if alphabet.issuperset(word)}
     first = sorted(alphabet)
     inside = [MARK + character for character in sorted(set().union(*(word[1:] for word in kept)))]
@@ -174,7 +178,7 @@ def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: 
 def _train_unigram(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
     fallback, unknown = config.byte_fallback is not False, _unknown(tokens)
     reserved = [*tokens, *(BYTES if fallback else [])]
-    alphabet = _alphabet(words, config.coverage)
+    alphabet = _alphabet(words, config.character_coverage)
     _check_room(config, len(reserved) + len(alphabet), len(alphabet))
     trainer = trainers.UnigramTrainer(
         vocab_size=config.vocab - len(reserved) + 1, special_tokens=[unknown], unk_token=unknown,
@@ -247,7 +251,7 @@ def _check_room(config: TokenizerConfig, least: int, characters: int) -> None:
     if config.vocab < least:
         raise TextmillError(
             f"tokenizer.vocab: {config.vocab:,} is too small: the text's {characters:,} characters, special tokens and bytes "
-            f"take {least:,}; raise it, or lower tokenizer.coverage={config.coverage}"
+            f"take {least:,}; raise it, or lower tokenizer.character_coverage={config.character_coverage}"
         )
 
 

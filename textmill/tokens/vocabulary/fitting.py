@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from textmill.config import RunConfig
 from textmill.config.chat import WORDS, turns_of
+from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import account_of, read_json, shown, write_json
 from textmill.storage.stages import MANIFEST, Force, Stage, differences, open_manifest
@@ -23,12 +24,12 @@ FITTING = (
     "kind",
     "vocab",
     "min_frequency",
-    "coverage",
+    "character_coverage",
     "special_tokens",
     "byte_fallback",
     "strip_accents",
-    "digits",
-    "cjk",
+    "split_digits",
+    "split_cjk",
 )
 """Settings that only fitting reads."""
 
@@ -58,7 +59,7 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
 def check_fitted(config: RunConfig) -> None:
     """Refuse a tokenizer folder that other settings made; which text it was fitted on is its own affair."""
     folder, used = config.folder_of("tokenizer"), _used(config)
-    made_from = open_manifest(folder)["made_from"]
+    made_from = rename_settings(open_manifest(folder)["made_from"])
     before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
     now = config.results("tokenizer") if used is None else _made_from(config, used)
     if changes := differences(before, now):
@@ -73,7 +74,10 @@ def _used(config: RunConfig) -> TextTokenizer | None:
     section = config.tokenizer
     if not section.use:
         return None
-    used, turns = open_named(section.use, section.end, section.lowercase), turns_of(section.chat, section.turns)
+    used, turns = (
+        open_named(section.use, section.end_token, section.lowercase),
+        turns_of(section.chat, section.chat_turns),
+    )
     return used.with_chat(turns) if turns else used
 
 
@@ -105,7 +109,7 @@ def _compare_twin(tokenizer: TextTokenizer) -> None:
 
 def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:
     if used is not None:
-        end = {"tokenizer.end": config.tokenizer.end} if config.tokenizer.end else {}
+        end = {"tokenizer.end_token": config.tokenizer.end_token} if config.tokenizer.end_token else {}
         chat = {"tokenizer.chat": dict(used.chat.turns)} if used.chat else {}
         return {"tokenizer.use": used.fingerprint, **end, **chat}
     if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():

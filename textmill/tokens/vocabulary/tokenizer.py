@@ -162,7 +162,7 @@ def fit_words(parts: Iterable[Mapping[str, int]], config: TokenizerConfig) -> Te
     end = end_of(config)
     known = {"eos_token": end} if config.kind != "wordpiece" or end != ENDS[config.kind] else {}
     tokenizer = _wrapped(inner, roles_of(inner, roles_of(inner, {}) | known), end, "the fitted tokenizer")
-    turns = turns_of(config.chat, config.turns)
+    turns = turns_of(config.chat, config.chat_turns)
     return tokenizer.with_chat(turns) if turns else tokenizer
 
 
@@ -193,7 +193,7 @@ def _wrapped(inner: Tokenizer, roles: dict[str, str], end: str | None, where: st
     end = end or _end_of(roles)
     if end is None or (id_ := inner.token_to_id(end)) is None:
         raise TextmillError(
-            f"{where}: has no end-of-text token ({end or END}); name one with tokenizer.end, or as eos_token in tokenizer_config.json"
+            f"{where}: has no end-of-text token ({end or END}); name one with tokenizer.end_token, or as eos_token in tokenizer_config.json"
         )
     known = {token.content for token in inner.get_added_tokens_decoder().values()}
     inner.add_special_tokens([token for token in dict.fromkeys([end, *roles.values()]) if token not in known])

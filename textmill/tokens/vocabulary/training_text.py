@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import STAGE_FOLDERS, CorpusConfig, RunConfig, TokenizerConfig
+from textmill.config.renamed import original_settings
 from textmill.corpus.clean import Cleaner
 from textmill.corpus.clean.cleaner import check_packages
 from textmill.corpus.document import Split
@@ -96,14 +97,15 @@ def mark_of(config: RunConfig) -> dict[str, str]:
         (name, source_state(source).fingerprint or hash_file(source.path))
         for name, source in zip(portable_names(sources), sources, strict=True)
     ]
-    settings = {key: value for key, value in config.results("corpus").items() if key != "corpus.sources"}
+    settings = original_settings(config.results("corpus"))  # a hash of before the renaming stays valid
+    del settings["corpus.sources"]
     return {"sources": hash_json([sorted(states), {key: str(value) for key, value in settings.items()}])}
 
 
 def _sources(config: RunConfig) -> list[Source]:
     folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
     own = folders + [folder.with_name(folder.name + ".part") for folder in folders]
-    return find_sources(config.corpus.sources, skip=own, corpora=config.corpus.corpora)
+    return find_sources(config.corpus.sources, skip=own, corpora=config.corpus.corpora_file)
 
 
 def count_words(parts: Sequence[Part], config: RunConfig) -> Iterator[Counter[str]]:
@@ -116,7 +118,7 @@ def count_words(parts: Sequence[Part], config: RunConfig) -> Iterator[Counter[st
 
 def _limit(parts: Sequence[Part], config: RunConfig) -> int:
     """The hash below which a document is in the sample; for a number of documents they are all looked at first."""
-    sample = config.tokenizer.sample
+    sample = config.tokenizer.fit_sample
     if sample <= 1:
         return int(sample * 2**64)
     marks = np.concatenate(

@@ -1,0 +1,66 @@
+"""Paths of a config: relative to the file, or the folder, in which they are set."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from textmill.config.keys import all_fields
+from textmill.config.load import Tree, read_yaml
+from textmill.config.section import field_markers
+
+CORPORA = Path(__file__).parents[1] / "corpora"
+CORPORA_FILE = "corpora.yaml"
+"""Where named corpora are declared, if the file is next to a config."""
+
+
+def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree:
+    """The tree with full paths, read relative to `base`; names of corpora and of the hub stay as they are.
+
+    `names` are corpora that are already known; without them the tree is a file's, and a corpora.yaml next to it is used.
+    """
+    resolved = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    in_file, names = names is None, (names or set()) | corpora_names(tree, base)
+    for key, field in all_fields():
+        markers, (section, _, leaf) = field_markers(field), key.partition(".")
+        holder = resolved if not leaf else resolved.get(section)
+        name = leaf or section
+        if not (markers.get("path") or markers.get("source")) or not isinstance(holder, dict) or name not in holder:
+            continue
+        value = holder[name]
+        if isinstance(value, str):
+            full = _under(base, value)
+            holder[name] = full if markers.get("path") or os.path.exists(full) else value
+        elif isinstance(value, list):
+            holder[name] = [_resolve_item(base, item, names) for item in value]
+    corpus = resolved.setdefault("corpus", {})
+    if in_file and isinstance(corpus, dict) and "corpora_file" not in corpus and (base / CORPORA_FILE).is_file():
+        corpus["corpora_file"] = str(base / CORPORA_FILE)
+    return resolved
+
+
+def corpora_names(tree: Tree, base: Path) -> set[str]:
+    """The names that a corpora.yaml declares: the file that `corpus.corpora_file` names, or the one in `base`."""
+    corpus = tree.get("corpus")
+    named = corpus.get("corpora_file") if isinstance(corpus, dict) else None
+    path = Path(_under(base, named)) if isinstance(named, str) else base / CORPORA_FILE
+    return set(read_yaml(path)[0]) if path.is_file() else set()
+
+
+def _under(base: Path, value: str) -> str:
+    return os.path.normpath(base / os.path.expanduser(value))
+
+
+def _resolve_item(base: Path, item: Any, names: set[str]) -> Any:
+    if isinstance(item, dict) and isinstance(item.get("path"), str):
+        return {**item, "path": _under(base, item["path"])}
+    return _resolve_source(base, item, names) if isinstance(item, str) else item
+
+
+def _resolve_source(base: Path, value: str, names: set[str]) -> str:
+    """A source's full path; a corpus by name, a URL and a hub name stay as they are."""
+    if value.startswith("mongo:"):
+        return "mongo:" + _under(base, value.removeprefix("mongo:"))
+    named = "://" in value or value.startswith("hf:") or value in names or (CORPORA / f"{value}.txt").is_file()
+    return value if named else _under(base, value)

@@ -1,0 +1,94 @@
+"""Sub-sections of `train`: settings of one batch layout, one optimizer or one schedule, and of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from textmill.config.section import Section, changeable
+from textmill.errors import TextmillError
+
+
+class PackedConfig(Section):
+    """Settings of `train.layout=packed`."""
+
+    isolate_documents: bool = False
+    """Attention and positions start again at each document, and no document predicts the next one's first token."""
+    last_window: Literal["keep", "drop"] = "keep"
+    """The tokens after the last full window of an epoch: keep (filled up from the start of the epoch) or drop."""
+
+
+class PaddedConfig(Section):
+    """Settings of `train.layout=padded`."""
+
+    long_documents: Literal["split", "truncate"] = "split"
+    """A document longer than `train.length`: split into several samples, or truncate to its beginning."""
+    end_truncated: bool = False
+    """End a truncated sample with the end-of-text token, as dsGPT2 does."""
+
+    @model_validator(mode="after")
+    def _check_end_truncated(self) -> PaddedConfig:
+        if self.end_truncated and self.long_documents != "truncate":
+            raise TextmillError(
+                "train.padded.end_truncated: train.padded.long_documents=split truncates no document; "
+                "set train.padded.long_documents=truncate"
+            )
+        return self
+
+
+class ChatConfig(Section):
+    """Settings of `train.layout=chat`."""
+
+    pack: bool = True
+    """Put several short conversations into one sample; false: one conversation per sample, as dsGPT2 does."""
+    truncate: Literal["start", "end"] = "start"
+    """Which end of a conversation longer than `train.length` is dropped; start keeps the last answer and its end."""
+
+
+class MuonConfig(Section):
+    """Settings of `train.optimizer=muon`."""
+
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of the running mean of the gradients."""
+    adamw_rate_factor: float = Field(1.0, gt=0)
+    """Learning rate of the weights that AdamW updates (embeddings, biases, LayerNorms), as a multiple of `train.learning_rate`."""
+
+
+class StableConfig(Section):
+    """Settings of `train.schedule=stable` (warmup-stable-decay)."""
+
+    decay_fraction: float = changeable(0.2, gt=0, le=1)
+    """The last fraction of the run, in which the learning rate falls."""
+
+
+class RangeTestConfig(Section):
+    """Settings of `train.schedule=range_test` (DeepSpeed's LRRangeTest)."""
+
+    steps: int = Field(2000, ge=1)
+    """Steps in which the learning rate rises by `train.range_test.rate` times `train.min_learning_rate`."""
+    rate: float = Field(1.0, gt=0)
+    """How fast the learning rate rises."""
+    staircase: bool = False
+    """Rise once every `train.range_test.steps` steps instead of continuously."""
+
+
+class SpikesConfig(Section):
+    """Skip the optimizer step when the loss spikes."""
+
+    threshold: float | None = changeable(None, gt=0)
+    """Skip the update of a step whose loss is this many robust deviations above the median of the last
+    `train.spikes.window` losses, such as 6; default: skip none."""
+    window: int = changeable(128, ge=2)
+    """Updates whose losses are the reference; no update is skipped before there are as many."""
+
+
+class CheckpointsConfig(Section):
+    """Which checkpoints are kept, and how large their files are."""
+
+    keep: int = changeable(2, ge=1)
+    """How many of the newest checkpoints are kept; the best one and those of `train.checkpoints.keep_every` are kept too."""
+    keep_every: int | None = changeable(None, ge=1)
+    """Keep for good every checkpoint whose step is a multiple of this; default: none."""
+    max_file_gb: float = changeable(5.0, gt=0)
+    """Largest file of a checkpoint in GB; larger state is written as several files, which transformers also opens."""
