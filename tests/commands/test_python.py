@@ -33,7 +33,7 @@ def test_all_stages_in_python(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tiny_texts.parent)
     config = textmill.RunConfig(
         folder="mine",
-        corpus=CorpusConfig(sources=["texts/*.txt"], section=300),
+        corpus=CorpusConfig(sources=["texts/*.txt"], section_chars=300),
         tokenizer=TokenizerConfig(vocab=300),
         model=ModelConfig(size="nano"),
         train=TrainConfig(steps=2, warmup=0, batch=2, length=32),
