@@ -1,4 +1,4 @@
-"""python -m textmill."""
+"""Runs the command line as `python -m textmill`."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def _open(name: str, row: Command, argument: str, settings: list[str], options: 
     from textmill.where import open_where
 
     where = open_where(argument, settings)
-    if where.bare and row.opens != "model":
+    if where.bare_model and row.opens != "model":
         raise TextmillError(
             f"{argument}: is a model, not a run; start a run from it: textmill {name} CONFIG model.init_from={argument}"
         )

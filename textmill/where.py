@@ -1,4 +1,4 @@
-"""WHERE: a YAML file, a folder that textmill made, a Hugging Face model folder or a recipe's name, opened as a config."""
+"""Opens WHERE (a YAML file, a folder that textmill wrote, a model folder or the name of a recipe) as a config."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Where:
 
     config: RunConfig
     step: int | None = None
-    """Set when one checkpoint was named."""
-    bare: bool = False
-    """Set when it is a model without a run."""
+    """The step, if WHERE is one checkpoint of a run."""
+    bare_model: bool = False
+    """Whether WHERE is a model folder without a run."""
 
 
 def recipes_folder() -> Path:
-    """The recipes that come with textmill: inside the package when installed, beside it in a source tree."""
+    """The recipes that come with textmill: inside the package when installed, next to it in a source tree."""
     inside = PACKAGE / "recipes"
     return inside if inside.is_dir() else PACKAGE.parent / "recipes"
 
@@ -51,7 +51,7 @@ def recipe_names() -> list[str]:
 
 
 def open_where(where: str, settings: list[str]) -> Where:
-    """The config that WHERE stands for, with settings laid over it."""
+    """The config of WHERE; `settings` (section.key=value) override its values."""
     path = Path(where)
     if path.is_file():
         return _from_file(path, settings)
@@ -76,7 +76,7 @@ def _from_file(path: Path, settings: list[str]) -> Where:
             f"{path}: found a '{path.suffix}' file; WHERE is a YAML file or a folder (text goes into corpus.sources)"
         )
     tree, lines = read_user_config(path)
-    # A recipe leaves its results where the user stands; a project's file stands in its own folder.
+    # A project writes next to its textmill.yaml, any other file below the current folder.
     root = path.resolve().parent if path.name == PROJECT else Path.cwd() / "runs" / path.stem
     tree = {"folder": str(root), **resolve_paths(tree, path.resolve().parent)}
     return Where(_config_of(tree, settings, path, lines))
@@ -85,9 +85,9 @@ def _from_file(path: Path, settings: list[str]) -> Where:
 def _config_of(
     tree: Tree, settings: list[str], file: Path | None = None, lines: dict[str, int] | None = None
 ) -> RunConfig:
-    """What stands in a file is relative to it, what is said on the command line to where the user stands."""
-    said = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
-    over, below = said.get("model"), tree.get("model")
+    """Paths in a file are relative to the file, those in settings to the current folder; settings override the file."""
+    given = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
+    over, below = given.get("model"), tree.get("model")
     if (
         isinstance(over, dict)
         and isinstance(below, dict)
@@ -95,9 +95,9 @@ def _config_of(
         and isinstance(below.get("shape"), str)
     ):
         raise TextmillError(
-            f"model.shape: is a path in {file}; numbers cannot be laid over it; say model.shape=PATH, or change the file"
+            f"model.shape: is a path in {file}, so single numbers cannot override it; set model.shape=PATH, or edit the file"
         )
-    return build_config(merge_trees(drop_run_length(tree, said), said), file=file, lines=lines)
+    return build_config(merge_trees(drop_run_length(tree, given), given), file=file, lines=lines)
 
 
 def _from_folder(folder: Path, settings: list[str]) -> Where:
@@ -106,48 +106,50 @@ def _from_folder(folder: Path, settings: list[str]) -> Where:
     folder = folder.resolve()
     if (folder / "progress.json").is_file():
         return _from_checkpoint(folder, settings)
-    found = [folder, *(folder / name for name in reversed(STAGE_FOLDERS.values()))]
-    made = next((place for place in found if (place / "run.yaml").is_file()), None)
-    if made is not None:
-        return Where(_config_of(_moved(made), settings, made / "run.yaml"))
+    candidates = [folder, *(folder / name for name in reversed(STAGE_FOLDERS.values()))]
+    stage = next((place for place in candidates if (place / "run.yaml").is_file()), None)
+    if stage is not None:
+        return Where(_config_of(_recorded_tree(stage), settings, stage / "run.yaml"))
     if (folder / "config.json").is_file() or is_adapter(folder):
-        return Where(_config_of(_as_model(folder), settings), bare=True)
-    raise TextmillError(f"{folder}: not made by textmill and not a model; it has no {PROJECT}, run.yaml or config.json")
+        return Where(_config_of(_as_model(folder), settings), bare_model=True)
+    raise TextmillError(
+        f"{folder}: not written by textmill and not a model; it has no {PROJECT}, run.yaml or config.json"
+    )
 
 
 def _from_checkpoint(folder: Path, settings: list[str]) -> Where:
-    """A checkpoint inside its run is a step of it; one that was copied elsewhere is a model by itself."""
+    """A checkpoint inside its run is one step of the run; one that was copied elsewhere is a bare model."""
     step = re.match(r"^step-(\d+)$", folder.name)
     if step and (folder.parent / "run.yaml").is_file():
         return Where(
-            _config_of(_moved(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1])
+            _config_of(_recorded_tree(folder.parent, folder / "run.yaml"), settings, folder / "run.yaml"), int(step[1])
         )
     tree = read_recorded_config(folder / "run.yaml")
     tree.pop("model", None)
-    return Where(_config_of(merge_trees(tree, _as_model(folder)), settings), bare=True)
+    return Where(_config_of(merge_trees(tree, _as_model(folder)), settings), bare_model=True)
 
 
 def _as_model(folder: Path) -> Tree:
-    # No run of ours: nothing below the user's own folder may be taken for its checkpoints.
+    # There is no run: nothing inside the user's own folder may be taken for its checkpoints.
     return {"model": {"init_from": str(folder)}, "train": {"folder": str(folder)}}
 
 
-def _moved(made: Path, file: Path | None = None) -> Tree:
-    """A folder of ours is where it is, wherever it was made: its own place stands above the recorded one."""
-    tree = read_recorded_config(file or made / "run.yaml")
-    stage = _stage_of(made)
-    if made.name == STAGE_FOLDERS[stage] and not (tree.get(stage) or {}).get("folder"):
-        return {**tree, "folder": str(made.parent)}
-    return merge_trees(tree, {stage: {"folder": str(made)}})
+def _recorded_tree(folder: Path, file: Path | None = None) -> Tree:
+    """The config recorded in a stage's folder; where the folder is now overrides where it was written."""
+    tree = read_recorded_config(file or folder / "run.yaml")
+    stage = _stage_of(folder)
+    if folder.name == STAGE_FOLDERS[stage] and not (tree.get(stage) or {}).get("folder"):
+        return {**tree, "folder": str(folder.parent)}
+    return merge_trees(tree, {stage: {"folder": str(folder)}})
 
 
-def _stage_of(made: Path) -> StageName:
-    if not (made / MANIFEST).is_file():
+def _stage_of(folder: Path) -> StageName:
+    if not (folder / MANIFEST).is_file():
         return "train"
     stages: dict[str, StageName] = {"prepare": "corpus", "fit-tokenizer": "tokenizer", "tokenize": "tokens"}
-    verb = read_json(made / MANIFEST).get("verb")
-    if verb not in stages:
+    command = read_json(folder / MANIFEST).get("verb")
+    if command not in stages:
         raise TextmillError(
-            f"{made / MANIFEST}: names the verb {verb!r}, which makes no folder; it is not ours, or damaged"
+            f"{folder / MANIFEST}: names the command {command!r}, which writes no stage; it is damaged, or not from textmill"
         )
-    return stages[verb]
+    return stages[command]

@@ -83,7 +83,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["recipes", "x"], "recipes: needs no argument, found 1: x; write: textmill recipes"),
         (["show", "quickstart", "--step", "best"], "--step: found 'best'; give the number of a step"),
         (["check", "."], "nothing to check there"),
-        (["evaluate", "."], "not made by textmill and not a model"),
+        (["evaluate", "."], "not written by textmill and not a model"),
     ],
 )
 def test_mistakes_are_one_line(

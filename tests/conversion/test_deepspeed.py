@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints: read as DeepSpeed reads them, and by nothing that a file could tell what to do."""
+"""DeepSpeed's own checkpoints: read as DeepSpeed reads them, without running code from the files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.support.damage import WRONG, mutated
-from textmill.conversion.deepspeed import convert, main, weights_in
-from textmill.conversion.safe_unpickle import Left, read_pickle
+from textmill.conversion.deepspeed import convert, main, read_weights
+from textmill.conversion.safe_unpickle import Placeholder, read_pickle
 from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.storage.tensor_files import read_model
@@ -36,17 +36,17 @@ def net() -> Any:
 
 
 def saved(folder: Path, zero: int, half: bool) -> Any:
-    """Transformers' GPT-2 trained for two steps by DeepSpeed, and left as DeepSpeed leaves it."""
+    """Transformers' GPT-2, trained for two steps and saved by DeepSpeed."""
     deepspeed = pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     from tests.support.engine_runs import config_of, started
 
     started(config_of("deepspeed"))  # opens the group of one process
     model = net()
-    told = {
+    settings = {
         "train_batch_size": 2, "zero_optimization": {"stage": zero}, "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": half},
     }  # fmt: skip
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=told)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
     ids = torch.arange(32).view(2, 16)
     for _ in range(2):
         engine.backward(engine(ids, labels=ids).loss)
@@ -56,7 +56,7 @@ def saved(folder: Path, zero: int, half: bool) -> Any:
 
 
 @pytest.mark.parametrize(("zero", "half"), [(0, False), (1, True), (2, True), (3, True)])
-def test_masters_are_those_that_deepspeeds_own_script_finds(zero: int, half: bool, tmp_path: Path) -> None:
+def test_master_weights_equal_those_of_deepspeeds_own_script(zero: int, half: bool, tmp_path: Path) -> None:
     engine = saved(tmp_path / "saved", zero, half)
     if zero:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -76,8 +76,8 @@ def test_masters_are_those_that_deepspeeds_own_script_finds(zero: int, half: boo
     assert torch.equal(opened.transformer.wte.weight, theirs["transformer.wte.weight"].float())
 
 
-def test_parts_of_several_processes_are_put_together(tmp_path: Path) -> None:
-    """Both cuts as DeepSpeed documents them, made by hand from known weights: evenly over a group, and weight by weight."""
+def test_parts_of_several_ranks_are_joined(tmp_path: Path) -> None:
+    """Both layouts as DeepSpeed documents them, built by hand from known weights: per group, and per weight."""
     state = {name: value for name, value in net().state_dict().items() if name != "lm_head.weight"}
     shapes = [{f"module.{name}": value.shape for name, value in state.items()}]
     flat = torch.cat([value.flatten() for value in state.values()])
@@ -103,15 +103,15 @@ def test_parts_of_several_processes_are_put_together(tmp_path: Path) -> None:
         for rank, part in enumerate(parts):
             file = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": {"partition_count": 3, **part}}, file)
-        found = weights_in(folder)
+        found = read_weights(folder)
         assert all(torch.equal(found[f"module.{name}"], value) for name, value in state.items()), kind
         file.unlink()
         with pytest.raises(TextmillError, match="2 of 3 optim_states files"):
-            weights_in(folder)
+            read_weights(folder)
 
 
 class Hostile:
-    """A pickle that would make a file, if anyone ran what it says."""
+    """A pickle that creates a file when its code is run."""
 
     def __init__(self, call: Any, *given: Any) -> None:
         self.call, self.given = call, given
@@ -134,38 +134,38 @@ def test_a_hostile_file_runs_nothing(tmp_path: Path, old: bool) -> None:
     assert not canary.exists()
     assert found["epoch"] == 3
     assert torch.equal(found["module"]["transformer.wte.weight"], torch.ones(2))
-    assert all(isinstance(call, Left) for call in found["calls"])
+    assert all(isinstance(call, Placeholder) for call in found["calls"])
     plain = tmp_path / "plain.pt"
     plain.write_bytes(pickle.dumps(calls))
     with pytest.raises(TextmillError, match="not a file of torch"):
         read_pickle(plain)
     assert not canary.exists()
-    torch.load(path, weights_only=False)  # the canary sings where a file is believed
+    torch.load(path, weights_only=False)  # a reader that trusts the file runs its code
     assert canary.exists()
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     folder = tmp_path / "empty"
     folder.mkdir()
     assert main([str(folder), str(config), str(tmp_path / "out")]) == 2
-    assert "no mp_rank_00_model_states.pt there" in capsys.readouterr().err
+    assert "no mp_rank_00_model_states.pt found" in capsys.readouterr().err
     assert main([str(folder)]) == 2
     assert "usage:" in capsys.readouterr().err
     torch.save({"module": {"bert.embeddings": torch.ones(2)}}, folder / "mp_rank_00_model_states.pt")
     with pytest.raises(TextmillError, match="lacks 28 weights of a GPT-2"):
         convert(folder, config, tmp_path / "out")
     (folder / "latest").write_text("../elsewhere")
-    with pytest.raises(TextmillError, match="no folder beside it"):
+    with pytest.raises(TextmillError, match="not a folder next to it"):
         convert(folder, config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_damage_of_any_kind_is_one_sentence(
+def test_any_damage_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the files hold, the model's config and the name of the tag, each damaged in seeded places; no trace is ever shown."""
+    """The files, the model's config and the tag's name, damaged at random with a seed; there is never a traceback."""
     family = open_family("gpt2")
     state = {
         name: torch.from_numpy(values) for name, values in family.first_weights(family.shape_of_hf(CONFIG, "here"), 3)
@@ -178,7 +178,7 @@ def test_damage_of_any_kind_is_one_sentence(
         tmp_path / "tag" / name for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     )  # fmt: skip
     model.parent.mkdir()
-    dice, said, wrong = random.Random(7), [], (*WRONG, torch.zeros(3), torch.Size([2, 10**30]), Left())
+    dice, messages, wrong = random.Random(7), [], (*WRONG, torch.zeros(3), torch.Size([2, 10**30]), Placeholder())
     for number in range(200):
         config, tag = dict(CONFIG), b"tag"
         held: dict[Path, Any] = {model: whole, optim: {"optimizer_state_dict": {**aligned, **masters[number // 4 % 2]}}}
@@ -195,7 +195,7 @@ def test_damage_of_any_kind_is_one_sentence(
         (tmp_path / "latest").write_bytes(tag)
         (tmp_path / "config.json").write_text(json.dumps(config))
         code = main([str(tmp_path), str(tmp_path / "config.json"), str(tmp_path / "out")])
-        said.append(capsys.readouterr().err)
+        messages.append(capsys.readouterr().err)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        assert (code, said[-1].count("\n")) in ((0, 0), (2, 1)), said[-1]
-    assert len(set(said)) > 40
+        assert (code, messages[-1].count("\n")) in ((0, 0), (2, 1)), messages[-1]
+    assert len(set(messages)) > 40

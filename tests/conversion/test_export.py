@@ -1,4 +1,4 @@
-"""Exported folders, opened by transformers and held against what they came from."""
+"""Exported folders, opened by transformers and compared with the model they came from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TALK = [{"role": "user", "content": "물레방아는?"}, {"role": "assistant", "
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of ours with a tokenizer for chat; loud weights that no precision but fp32 can say."""
+    """A checkpoint of ours with a tokenizer for chat; large weights that only fp32 can represent."""
     family = open_family("gpt2")
     tokenizer = fit(
         iter([["The mill stands by the river. 물레방아는 강가에 서 있다."] * 3]),
@@ -40,8 +40,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("run"), Snapshot(7, shaken(shape), [], {"step": 7}, files))
 
 
-def export(source: Path, out: Path, *words: str) -> int:
-    return main(["export", str(source), f"export.folder={out}", *words])
+def export(source: Path, out: Path, *arguments: str) -> int:
+    return main(["export", str(source), f"export.folder={out}", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,9 @@ def test_transformers_opens_it_with_the_same_logits(
     assert main(["generate", str(out), "sample.max_tokens=3", "engine.device=cpu"]) == 0
 
 
-def test_done_changed_forced(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_export_is_kept_or_replaced_with_force(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert export(checkpoint, out) == 0
     assert "parameters of " in capsys.readouterr().out
@@ -81,9 +83,9 @@ def test_done_changed_forced(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
-def test_refusals_leave_nothing(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_leave_nothing_behind(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(checkpoint)]) == 2
-    assert "export.folder: says nothing" in capsys.readouterr().err
+    assert "export.folder: is not set" in capsys.readouterr().err
     assert export(checkpoint, checkpoint / "inside") == 2
     assert "name a folder elsewhere" in capsys.readouterr().err
     mine = tmp_path / "mine"
@@ -98,7 +100,7 @@ def test_refusals_leave_nothing(checkpoint: Path, tmp_path: Path, capsys: pytest
     named = list(read_tensors(checkpoint / "model.safetensors"))
     (lacking / "model.safetensors").write_bytes(b"".join(blocks_of(named[:-1])))
     assert export(lacking, tmp_path / "out") == 2
-    assert "lacks 1 weights, 'transformer.ln_f.bias' among them" in capsys.readouterr().err
+    assert "lacks 1 weights, such as 'transformer.ln_f.bias'" in capsys.readouterr().err
     loud = [(name, values * np.float32(1e7)) for name, values in named]
     (lacking / "model.safetensors").write_bytes(b"".join(blocks_of(loud)))
     assert export(lacking, tmp_path / "out", "export.precision=fp16") == 2
@@ -106,7 +108,7 @@ def test_refusals_leave_nothing(checkpoint: Path, tmp_path: Path, capsys: pytest
     assert not (tmp_path / "out").exists()
 
 
-def test_rounding_is_torchs_for_every_kind_of_number(tmp_path: Path) -> None:
+def test_rounding_equals_torchs_for_all_kinds_of_numbers(tmp_path: Path) -> None:
     dice = np.random.default_rng(3)
     drawn = dice.integers(0, 2**32, 20000, dtype=np.uint32).view(np.float32)
     edges = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1e-45, 1.00390625, 1.01171875], np.float32)

@@ -1,4 +1,4 @@
-"""The verb export: a model as a plain Hugging Face folder, its adapter merged, whole or not at all."""
+"""The command export: writes a model as a plain Hugging Face folder, adapter merged, atomically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
 from textmill.config import RunConfig
-from textmill.conversion.hugging_face import files_of, weights_of
+from textmill.conversion.hugging_face import read_all_weights, text_files
 from textmill.errors import TextmillError
 from textmill.models import shape_in
 from textmill.storage.files import hash_json, shown, write_bytes
@@ -20,13 +20,13 @@ def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -
     """Write the model of a run, or any model folder, into `export.folder`; return the folder."""
     if config.export.folder is None:
         raise TextmillError(
-            "export.folder: says nothing; name the folder to write: textmill export WHERE export.folder=OUT"
+            "export.folder: is not set; name the folder to write: textmill export WHERE export.folder=OUT"
         )
     folder, precision = Path(config.export.folder), config.export.precision
     checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
     _refuse_overlap(folder, checkpoint)
     shape, tokenizer = shape_in(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
-    files = files_of(shape, tokenizer, precision)
+    files = text_files(shape, tokenizer, precision)
     made_from = {"export.precision": precision, "weights": fingerprint_of(checkpoint.folder), "texts": hash_json(files)}
     stage = Stage("export", folder, made_from, None)
     if stage.done(force):
@@ -34,7 +34,7 @@ def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -
         return folder
     with stage.building() as part:
         accounts = {name: write_bytes(part / name, [text.encode()]) for name, text in files.items()}
-        blocks = blocks_of(list(weights_of(checkpoint, shape)), precision)
+        blocks = blocks_of(list(read_all_weights(checkpoint, shape)), precision)
         accounts["model.safetensors"] = write_bytes(part / "model.safetensors", blocks)
         stage.finish(part, accounts, {"precision": precision, "parameters": shape.parameters})
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
@@ -46,8 +46,8 @@ def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -
 
 
 def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:
-    """A folder inside the model's, or the model's own, would be read and replaced at once."""
+    """A folder inside the model's folder would be replaced while it is read."""
     if folder.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise TextmillError(
-            f"export.folder: {folder} lies in {checkpoint.folder}, which is to be exported; name a folder elsewhere"
+            f"export.folder: {folder} is inside {checkpoint.folder}, which is to be exported; name a folder elsewhere"
         )

@@ -1,9 +1,9 @@
-"""DeepSpeed's own checkpoints of a GPT-2, made into a folder that every verb opens: `model.init_from` names it.
+"""Converts DeepSpeed's own checkpoints of a GPT-2 into a model folder for `model.init_from`.
 
 python -m textmill.conversion.deepspeed CHECKPOINT CONFIG.json OUT
 
-CHECKPOINT is what save_checkpoint wrote (its folder, or that of one tag), CONFIG.json the model's Hugging Face config. Where ZeRO left fp32
-masters they are taken, else the weights as they are. Moments are not: a run goes on with DeepSpeed from there, or anew from the weights.
+CHECKPOINT is what save_checkpoint wrote (its folder, or that of one tag), CONFIG.json the model's Hugging Face config.
+ZeRO's fp32 master weights are used where they exist, else the weights as they are. Optimizer states are not converted.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ from textmill.storage.tensor_files import Named, blocks_of
 
 Tree = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
-WHOLE = "mp_rank_00_model_states.pt"
-RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
-PLACE = re.compile(r"^.*?(?=(transformer|lm_head)\.)")
-"""What wrappers put before a weight's own name: module., model. and the like."""
+MODEL_STATES = "mp_rank_00_model_states.pt"
+OPTIM_STATES = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
+PREFIX = re.compile(r"^.*?(?=(transformer|lm_head)\.)")
+"""What wrappers put before the name of a weight, such as module. or model."""
 
 
 def convert(checkpoint: Path, config: Path, out: Path) -> Path:
     """Write the model folder; its weights are fp32, under the names and in the layout of transformers."""
     hf = read_json(config)
     if not isinstance(hf, dict) or hf.get("model_type", "gpt2") != "gpt2":
-        raise TextmillError(f"{config}: not the config.json of a GPT-2; name the one that the model was made with")
+        raise TextmillError(f"{config}: not the config.json of a GPT-2; name the one that the model was built with")
     family = open_family("gpt2")
     shape = family.shape_of_hf(hf, str(config))
-    found = dict(family.known_weights(_renamed(weights_in(checkpoint))))
+    found = dict(family.known_weights(_strip_prefixes(read_weights(checkpoint))))
     wanted = {weight.name: weight.shape for weight in family.weights_of(shape)}
     if missing := [name for name in wanted if name not in found]:
         raise TextmillError(
-            f"{checkpoint}: lacks {len(missing)} weights of a GPT-2, '{missing[0]}' among them; found {sorted(found)[:3]}"
+            f"{checkpoint}: lacks {len(missing)} weights of a GPT-2, such as '{missing[0]}'; found {sorted(found)[:3]}"
         )
     for name, size in wanted.items():
         if found[name].shape != size:
-            raise TextmillError(f"{checkpoint}: '{name}' is {list(found[name].shape)}; {config} makes it {list(size)}")
+            raise TextmillError(
+                f"{checkpoint}: '{name}' is {list(found[name].shape)}; with {config} it must be {list(size)}"
+            )
     new_folder(out, "OUT")
     if any(out.iterdir()):
         raise TextmillError(f"{out}: not empty; name a new folder")
@@ -57,17 +59,19 @@ def convert(checkpoint: Path, config: Path, out: Path) -> Path:
     return out
 
 
-def weights_in(checkpoint: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint by DeepSpeed's names, fp32 where masters are there."""
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """All weights of a checkpoint by DeepSpeed's names; fp32 master weights where they exist."""
     folder = _tagged(checkpoint)
     if any(folder.glob("*mp_rank_01*")):
-        raise TextmillError(f"{folder}: was cut by tensor parallelism; only checkpoints of mp_rank_00 alone are read")
-    ranks = {path: found for path in folder.iterdir() if (found := RANK.search(path.name))}
+        raise TextmillError(
+            f"{folder}: was written with tensor parallelism; only checkpoints with mp_rank_00 alone can be read"
+        )
+    ranks = {path: found for path in folder.iterdir() if (found := OPTIM_STATES.search(path.name))}
     parts = sorted(ranks, key=lambda path: int(ranks[path][1]))
-    model = folder / WHOLE if (folder / WHOLE).is_file() else folder / f"zero_pp_rank_0_{WHOLE}"
+    model = folder / MODEL_STATES if (folder / MODEL_STATES).is_file() else folder / f"zero_pp_rank_0_{MODEL_STATES}"
     if not model.is_file():
-        raise TextmillError(f"{folder}: no {WHOLE} there; name a folder that DeepSpeed's save_checkpoint wrote")
-    states = _tree(read_pickle(model), "what it holds", model)
+        raise TextmillError(f"{folder}: no {MODEL_STATES} found; name a folder that DeepSpeed's save_checkpoint wrote")
+    states = _tree(read_pickle(model), "its content", model)
     module = _tree({} if states.get("module") is None else states["module"], "module", model)
     weights = {
         name: value
@@ -77,7 +81,7 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
     if not parts:
         return weights
     optims = [
-        _tree(_tree(read_pickle(path), "what it holds", path).get("optimizer_state_dict"), "optimizer_state_dict", path)
+        _tree(_tree(read_pickle(path), "its content", path).get("optimizer_state_dict"), "optimizer_state_dict", path)
         for path in parts
     ]
     count = optims[0].get("partition_count", len(optims))
@@ -85,8 +89,8 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
     if not counts or not all(type(one) is int for one in counts):
         raise _damaged(parts[0], "partition_count", count, "a number")
     if max(counts) != len(optims):
-        raise TextmillError(f"{folder}: {len(optims)} of {count} optim_states files are there; all are needed")
-    layouts = {"fp32_flat_groups": _pieces, "single_partition_of_fp32_groups": _stretches}
+        raise TextmillError(f"{folder}: {len(optims)} of {count} optim_states files found; all are needed")
+    layouts = {"fp32_flat_groups": _join_zero_3, "single_partition_of_fp32_groups": _join_zero_1_and_2}
     kind = next((kind for kind in layouts if kind in optims[0]), None)
     if kind is None:
         return weights
@@ -108,7 +112,7 @@ def _tensors(value: Any, what: str, where: Path) -> list[Tensor]:
 
 
 def _shapes(groups: Any, where: Path) -> list[Shapes]:
-    """The shape of each weight by name, in the order in which they lie in a group."""
+    """The shape of each weight by name, in the order in which a group stores them."""
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and all(map(_is_size, group.items())) for group in groups
     ):
@@ -127,73 +131,77 @@ def _is_size(item: tuple[Any, Any]) -> bool:
 
 def _damaged(where: Path, what: str, found: Any, wanted: str) -> TextmillError:
     return TextmillError(
-        f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or another's"
+        f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or not from DeepSpeed"
     )
 
 
-def _stretches(shapes: list[Shapes], flats: list[list[Tensor]], gaps: Any, where: Path) -> Iterator[tuple[str, Tensor]]:
-    """ZeRO-1 and 2: the weights of a group one after another, cut evenly into as many parts as there were processes."""
+def _join_zero_1_and_2(
+    shapes: list[Shapes], flats: list[list[Tensor]], paddings: Any, where: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """ZeRO-1 and 2: the weights of a group in a row, cut into one equal part per rank."""
     for number, sizes in enumerate(shapes):
-        whole, start = torch.cat([torch.empty(0), *[flat[number] for flat in flats if number < len(flat)]]), 0
+        joined, start = torch.cat([torch.empty(0), *[flat[number] for flat in flats if number < len(flat)]]), 0
         for place, (name, size) in enumerate(sizes.items()):
-            yield name, _shaped(whole[start : min(len(whole), start + math.prod(size))], name, size, where)
-            start += math.prod(size) + _gap(gaps, number, place, where)
+            yield name, _shaped(joined[start : min(len(joined), start + math.prod(size))], name, size, where)
+            start += math.prod(size) + _padding(paddings, number, place, where)
 
 
-def _gap(gaps: Any, number: int, place: int, where: Path) -> int:
-    """How many numbers are left out after a weight."""
-    if gaps is None or (isinstance(gaps, list) and not gaps):
+def _padding(paddings: Any, number: int, place: int, where: Path) -> int:
+    """How many padding numbers follow a weight."""
+    if paddings is None or (isinstance(paddings, list) and not paddings):
         return 0
     try:
-        return int(gaps[number][place])
+        return int(paddings[number][place])
     except (LookupError, TypeError, ValueError, OverflowError):
-        raise _damaged(where, "param_alignment_paddings", gaps, "a list of lists of numbers") from None
+        raise _damaged(where, "param_alignment_paddings", paddings, "a list of lists of numbers") from None
 
 
-def _pieces(shapes: list[Shapes], flats: list[list[Tensor]], _: Any, where: Path) -> Iterator[tuple[str, Tensor]]:
-    """ZeRO-3: every weight cut into as many parts as there were processes, the last filled up; a process has its parts in a row."""
+def _join_zero_3(shapes: list[Shapes], flats: list[list[Tensor]], _: Any, where: Path) -> Iterator[tuple[str, Tensor]]:
+    """ZeRO-3: each weight cut into one part per rank, the last part padded; a rank stores its parts in a row."""
     rows, start = [torch.cat([torch.empty(0), *flat]) for flat in flats], 0
     for name, size in (item for sizes in shapes for item in sizes.items()):
-        room = min(-(-math.prod(size) // len(rows)), len(rows[0]) - start)
+        size_per_rank = min(-(-math.prod(size) // len(rows)), len(rows[0]) - start)
         yield (
             name,
-            _shaped(torch.cat([row[start : start + room] for row in rows])[: math.prod(size)], name, size, where),
+            _shaped(
+                torch.cat([row[start : start + size_per_rank] for row in rows])[: math.prod(size)], name, size, where
+            ),
         )
-        start += room
+        start += size_per_rank
 
 
 def _shaped(flat: Tensor, name: str, size: tuple[int, ...], where: Path) -> Tensor:
     if len(flat) != math.prod(size):
         raise TextmillError(
-            f"{where}: '{name}' is {list(size)}, but its masters end after {len(flat)} numbers; the files are damaged"
+            f"{where}: '{name}' is {list(size)}, but its fp32 master weights end after {len(flat)} numbers; the files are damaged"
         )
     return flat.view(size)
 
 
-def _renamed(weights: dict[str, Tensor]) -> Iterator[Named]:
+def _strip_prefixes(weights: dict[str, Tensor]) -> Iterator[Named]:
     for name, value in weights.items():
-        yield PLACE.sub("", name), np.ascontiguousarray(value.detach().to(torch.float32).numpy())
+        yield PREFIX.sub("", name), np.ascontiguousarray(value.detach().to(torch.float32).numpy())
 
 
 def _tagged(checkpoint: Path) -> Path:
-    """The folder of a tag: the one named, or the one that `latest` names."""
+    """The folder of a tag: the one given, or the one that the file `latest` names."""
     if not checkpoint.is_dir():
         raise TextmillError(f"{checkpoint}: no such folder")
     if not (latest := checkpoint / "latest").is_file():
         return checkpoint
     tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if Path(tag).name != tag or not (checkpoint / tag).is_dir():
-        raise TextmillError(f"{latest}: names '{tag}', which is no folder beside it; name the tag's folder itself")
+        raise TextmillError(f"{latest}: names '{tag}', which is not a folder next to it; name the tag's folder itself")
     return checkpoint / tag
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """The command line."""
-    if len(words) != 3:
+    if len(argv) != 3:
         print("usage: python -m textmill.conversion.deepspeed CHECKPOINT CONFIG.json OUT", file=sys.stderr)
         return 2
     try:
-        out = convert(*map(Path, words))
+        out = convert(*map(Path, argv))
     except TextmillError as error:
         print(f"textmill: {error}", file=sys.stderr)
         return error.exit_code

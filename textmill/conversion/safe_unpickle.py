@@ -1,7 +1,7 @@
-"""Files of torch.save, read without running anything they name: tensors and plain values come out, all else stays a blank.
+"""Reads files of torch.save without running the code that they name: tensors and plain values are returned.
 
-A pickle says which functions to call on what. Here only those that put a tensor together are called; every other name becomes `Left`,
-which takes whatever it is given and does nothing.
+A pickle names functions to call. Only those that rebuild a tensor are called here; every other name becomes a
+`Placeholder`, which accepts any arguments and does nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from textmill.errors import TextmillError
 
-KNOWN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2")}
+ALLOWED = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2")}
 
 
-class Left:
-    """Stands where a file names a class or function that is none of ours to call."""
+class Placeholder:
+    """Takes the place of a class or function that must not be called."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Left:
+    def __new__(cls, *_: Any, **__: Any) -> Placeholder:
         return super().__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -34,9 +34,9 @@ class Left:
     __setstate__ = __setitem__ = append = extend = add = _nothing
 
 
-def _typed(make: Any, _: Any, given: Any, __: Any) -> Any:
-    """A tensor that bore attributes: the tensor, without them."""
-    return make(*given)
+def _rebuild_plain(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
+    """A tensor with attributes: the tensor without them."""
+    return rebuild(*arguments)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -44,23 +44,23 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-PLAIN = {
-    ("torch._tensor", "_rebuild_from_type_v2"): _typed,
+REPLACED = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_plain,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
 }
-"""What torch makes richer things with, in a form that makes plain ones."""
+"""Functions of torch that rebuild subclasses of tensors, replaced by ones that return the plain tensor."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the file stands for."""
-        if (module, name) in PLAIN:
-            return PLAIN[module, name]
-        if (module, name) in KNOWN:
+        """The object that a name in the file is resolved to."""
+        if (module, name) in REPLACED:
+            return REPLACED[module, name]
+        if (module, name) in ALLOWED:
             return super().find_class(module, name)
         known = getattr(torch, name, None) if module == "torch" else None
-        return known if isinstance(known, torch.dtype) else Left
+        return known if isinstance(known, torch.dtype) else Placeholder
 
 
 def _load(file: Any, **options: Any) -> Any:
@@ -68,7 +68,7 @@ def _load(file: Any, **options: Any) -> Any:
 
 
 def read_pickle(path: Path) -> Any:
-    """All that a file of torch.save holds."""
+    """The content of a file of torch.save."""
     try:
         if zipfile.is_zipfile(path) and any(
             name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()
