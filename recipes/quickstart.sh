@@ -1,15 +1,15 @@
 #!/bin/sh
-# The whole life of a model, a line a verb: from Shakespeare's plays to text that reads like them.
+# All stages of a model, one command per line: from Shakespeare's plays to text that resembles them.
 #
 #   sh recipes/quickstart.sh [section.key=value ...]
 #
-# `textmill run` does all of it; the verbs below are the same work one by one. Each is quick when done already.
+# `textmill run` does the same in one command. Finished stages are skipped.
 set -eu
 recipe="$(dirname "$0")/quickstart.yaml"
 
-textmill prepare       "$recipe" "$@"   # text in, clean documents out
-textmill fit-tokenizer "$recipe" "$@"   # a vocabulary for them
-textmill tokenize      "$recipe" "$@"   # documents in, token ids out
-textmill train         "$recipe" "$@"   # token ids in, checkpoints out
-textmill check         "$recipe" "$@"   # every bit where it should be
-textmill run           "$recipe" "$@"   # what is left: measure it, sample from it
+textmill prepare       "$recipe" "$@"   # turn text into clean documents
+textmill fit-tokenizer "$recipe" "$@"   # fit a vocabulary to them
+textmill tokenize      "$recipe" "$@"   # turn documents into token ids
+textmill train         "$recipe" "$@"   # train, writing checkpoints
+textmill check         "$recipe" "$@"   # compare every file with its checksum
+textmill run           "$recipe" "$@"   # what is left: evaluate, generate

@@ -52,7 +52,7 @@ def test_add_a_command(
     assert main(["size", str(model), "--bytes"]) == 0
     assert capsys.readouterr().out == f"{model}: {4 * parameters:,} bytes\n"
     assert main(["size", str(model)]) == 0
-    assert capsys.readouterr().out == f"{model}: {parameters:,}\n"
+    assert capsys.readouterr().out == f"{model}: {parameters:,} parameters\n"
     assert main(["size", "--help"]) == 0
     assert "  --bytes    print bytes instead of parameters" in capsys.readouterr().out
     assert main(["--help"]) == 0
@@ -77,5 +77,5 @@ def test_add_an_evaluation_task(
     assert main(["evaluate", str(model), "evaluate.tasks=yes_no", *on_cpu]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"yes_no accuracy  {result['yes_no']['accuracy']:.1%}\n")
-    assert "3 questions; the answer with the higher log-likelihood counts." in out
+    assert "3 questions; the answer with the higher likelihood counts." in out
     monkeypatch.delitem(sys.modules, "textmill.evaluation.tasks.yes_no")
