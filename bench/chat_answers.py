@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from textmill.checkpoints.folders import steps_of
+from textmill.checkpoints.folders import list_checkpoints
 from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.shards import list_shards
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--longest", type=int, default=40)
     asked = parser.parse_args()
-    steps = steps_of(asked.root / "run")
+    steps = list_checkpoints(asked.root / "run")
     folder = steps[asked.step or max(steps)]
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     stopped = 0

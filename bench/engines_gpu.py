@@ -31,7 +31,7 @@ import numpy as np
 
 from textmill.config import JaxEngine, ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
-from textmill.devices import peak_flops_of_card
+from textmill.devices import peak_flops_by_name
 from textmill.engines import Engine, open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
@@ -181,7 +181,7 @@ def one(who: str, size: str, batch: int, options: dict[str, Any]) -> dict[str, A
     peers = {"plain": plain_step, "hf": hf_step}
     step, card = peers[who](shape, batch, options) if who in peers else engines_step(who, shape, size, batch, options)
     first, each, loss = measured(step, options["steps"])
-    rate, peak = batch * options["length"] / each, peak_flops_of_card(card)
+    rate, peak = batch * options["length"] / each, peak_flops_by_name(card)
     share = rate * shape.flops_per_token(options["length"]) / peak if peak else None
     return {"card": card, "rate": rate, "share": share, "first": first, "loss": loss}
 

@@ -16,7 +16,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
-from textmill.devices import open_device, precision_of
+from textmill.devices import open_device, torch_dtype
 from textmill.engines import open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
@@ -55,7 +55,7 @@ def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10,
     theirs = GPT2LMHeadModel(GPT2Config(**family.hf_config_of(shape))).to(device).train()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
     inputs = torch.from_numpy(ids[:, :-1]).long().to(device)
-    precision = precision_of("auto", device)
+    precision = torch_dtype("auto", device)
 
     def their_step(number: int) -> float:
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):

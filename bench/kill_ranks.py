@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.kill_train import numbers_of, prepared, trained
 
 STEPS, TIMEOUT = 12, 4
-KINDS = {"kill": "silent", "stop": "silent", "hang": "the others wait for"}
+KINDS = {"kill": "no heartbeat", "stop": "no heartbeat", "hang": "the other ranks wait for"}
 """What is done to a process, and what the others say of it."""
 LONGEST = 300
 

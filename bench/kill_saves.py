@@ -17,17 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from textmill.checkpoints.file_plan import dealt
+from textmill.checkpoints.file_plan import plan_files
 from textmill.checkpoints.folders import (
-    BEST,
+    BEST_LINK,
     STEP_NAME,
     Checkpoint,
     Snapshot,
-    faults_in,
     find_checkpoint,
+    find_checkpoint_damage,
+    list_checkpoints,
     prune,
-    steps_of,
-    tidy,
+    remove_leftovers,
     write_checkpoint,
 )
 from textmill.storage import faults
@@ -45,8 +45,8 @@ def snapshot(step: int, kilobytes: int = 1) -> Snapshot:
     files = {"config.json": b"{}", "run.yaml": b"step: %d\n" % step}
     weights, moments = [("w", values), ("b", values[0])], [("m/w", values * 2), ("v/w", values * 3)]
     deals = (
-        dealt("model", weights, values.nbytes)[0],
-        dealt("optimizer", moments, values.nbytes)[0],
+        plan_files("model", weights, values.nbytes)[0],
+        plan_files("optimizer", moments, values.nbytes)[0],
     )  # two files of each
     return Snapshot(step, weights, moments, progress, files, deals)
 
@@ -90,14 +90,14 @@ def found_in(run: Path, kilobytes: int) -> int:
     assert found is not None, f"{run}: nothing found"
     assert best is not None, f"{run}: the best one is not found"
     _assert_same(found, snapshot(found.step, kilobytes))
-    tidy(run)
-    assert all(STEP_NAME.match(path.name) or path.name == BEST for path in run.iterdir()), (
+    remove_leftovers(run)
+    assert all(STEP_NAME.match(path.name) or path.name == BEST_LINK for path in run.iterdir()), (
         f"{run}: something half made is left"
     )
-    assert not (run / BEST).is_symlink() or not faults_in((run / BEST).resolve()), (
-        f"{run}: {BEST} leads to nothing whole"
+    assert not (run / BEST_LINK).is_symlink() or not find_checkpoint_damage((run / BEST_LINK).resolve()), (
+        f"{run}: {BEST_LINK} leads to nothing whole"
     )
-    assert not [fault for folder in steps_of(run).values() for fault in faults_in(folder)]
+    assert not [fault for folder in list_checkpoints(run).values() for fault in find_checkpoint_damage(folder)]
     return found.step
 
 

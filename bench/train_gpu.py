@@ -24,7 +24,7 @@ import torch
 from engines_gpu import VOCAB, batch_of, losses_of, measured
 
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
-from textmill.devices import open_device, peak_flops_of, precision_of
+from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
@@ -56,7 +56,7 @@ def theirs(shape: Any, batch: int, options: dict[str, Any]) -> Callable[[int], A
     from transformers import GPT2Config, GPT2LMHeadModel
 
     device = open_device("auto")
-    precision = precision_of(options["precision"], device)
+    precision = torch_dtype(options["precision"], device)
     net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape))).to(device).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     inputs = torch.from_numpy(batch_of(batch, options["length"]).inputs).long().to(device)

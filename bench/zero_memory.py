@@ -58,7 +58,7 @@ def measure(size: str, zero: int, path: Path) -> None:
                 engine.train_step(Batch(ids[:, :-1], ids[:, 1:], np.array([step])), step, 1e-4)
             gc.collect()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            found = ranks.gather({"peak": peak * 1024, "held": held()})
+            found = ranks.all_gather({"peak": peak * 1024, "held": held()})
         if ranks.first:
             path.write_text(json.dumps(found))
 

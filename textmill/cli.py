@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from textmill.commands.table import COMMANDS, Command, Flag
 from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError
-from textmill.processes.exits import leave_after
+from textmill.processes.exits import run_and_exit
 
 USAGE = "textmill COMMAND WHERE [section.key=value ...] [--flag]"
 WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face model folder, or the name of a recipe."
@@ -19,7 +19,7 @@ WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face
 
 def command() -> NoReturn:
     """The program `textmill`."""
-    leave_after(main)
+    run_and_exit(main)
 
 
 def main(argv: list[str] | None = None) -> int:

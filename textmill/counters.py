@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -18,24 +18,24 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values
 
 
-def keys_of(counters: NDArray[np.int64], *numbers: int) -> NDArray[np.uint64]:
+def hash_counters(counters: NDArray[np.int64], *numbers: int) -> NDArray[np.uint64]:
     """A 64-bit key for each counter, under several numbers in their order."""
-    return mix((counters.astype(np.uint64) + np.uint64(1)) * GOLDEN + np.uint64(key_of(*numbers)))
+    return mix((counters.astype(np.uint64) + np.uint64(1)) * GOLDEN_RATIO + np.uint64(hash_numbers(*numbers)))
 
 
 def sample_keys(seed: int, step: int, samples: NDArray[np.int64]) -> NDArray[np.uint32]:
     """A 32-bit key for each sample of a step, from which dropout is made."""
-    return (keys_of(samples, seed, step) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    return (hash_counters(samples, seed, step) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
 
 
-def key_of(*numbers: int) -> int:
+def hash_numbers(*numbers: int) -> int:
     """One 64-bit key from several numbers, in their order."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
-        key = mix(key * GOLDEN + np.uint64(number % (1 << 64)) + GOLDEN)
+        key = mix(key * GOLDEN_RATIO + np.uint64(number % (1 << 64)) + GOLDEN_RATIO)
     return int(key[0])
 
 
-def uniform_at(*numbers: int) -> float:
+def uniform_from(*numbers: int) -> float:
     """A number from 0 to below 1."""
-    return (key_of(*numbers) >> 11) / (1 << 53)
+    return (hash_numbers(*numbers) >> 11) / (1 << 53)

@@ -34,7 +34,7 @@ def open_device(name: str) -> torch.device:
     return device
 
 
-def precision_of(name: str, device: torch.device) -> torch.dtype:
+def torch_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of the matrix products; auto: bf16 on a GPU that has it, fp16 on one of the generation before, else fp32.
 
     fp8 is for some products of training: all else that is done in it, and whoever uses the model later, works in bf16.
@@ -61,7 +61,7 @@ def check_fp8(device: torch.device) -> None:
         )
 
 
-def arithmetic(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, precision: torch.dtype) -> AbstractContextManager[Any]:
     """Matrix products in a precision while weights stay fp32; training and evaluation share it, so that their losses agree."""
     return torch.autocast(device.type, precision) if precision != torch.float32 else nullcontext()
 
@@ -70,9 +70,9 @@ def peak_flops_of(device: torch.device) -> float | None:
     """The device's peak rate, where it is known."""
     if device.type != "cuda":
         return None
-    return peak_flops_of_card(torch.cuda.get_device_name(device))
+    return peak_flops_by_name(torch.cuda.get_device_name(device))
 
 
-def peak_flops_of_card(card: str) -> float | None:
+def peak_flops_by_name(card: str) -> float | None:
     """The peak rate of a card by its maker's name, where it is known."""
     return next((rate for name, rate in PEAK_FLOPS.items() if name in card), None)

@@ -11,12 +11,12 @@ EXIT_STOPPED = 75
 
 
 class TextmillError(Exception):
-    """What is wrong; what was found; what to do. Printed as one line, without a traceback."""
+    """A user's mistake: what is wrong; what was found; what to do. Printed as one line, without a traceback."""
 
     exit_code = EXIT_USER
 
 
-class Stopped(TextmillError):
+class Interrupted(TextmillError):
     """The work was stopped on request and is saved; the same command resumes it."""
 
     exit_code = EXIT_STOPPED

@@ -26,7 +26,9 @@ def lr_at(step: int, train: TrainConfig) -> float:
         )
     if train.schedule == "inverse_sqrt":
         return max(low, high * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
-    return low + (high - low) * FALLS[train.schedule](step - warmup, (train.decay_steps or train.steps) - warmup, train)
+    return low + (high - low) * DECAYS[train.schedule](
+        step - warmup, (train.decay_steps or train.steps) - warmup, train
+    )
 
 
 def _log_rise(step: int, warmup: int) -> float:
@@ -42,16 +44,16 @@ def _range_test(step: int, train: TrainConfig) -> float:
     )
 
 
-def _share(gone: int, whole: int) -> float:
+def _fraction(gone: int, whole: int) -> float:
     return min(1.0, gone / max(1, whole))
 
 
 def _linear(gone: int, whole: int, train: TrainConfig) -> float:
-    return 1 - _share(gone, whole)
+    return 1 - _fraction(gone, whole)
 
 
 def _cosine(gone: int, whole: int, train: TrainConfig) -> float:
-    return (1 + math.cos(math.pi * _share(gone, whole))) / 2
+    return (1 + math.cos(math.pi * _fraction(gone, whole))) / 2
 
 
 def _constant(gone: int, whole: int, train: TrainConfig) -> float:
@@ -61,10 +63,10 @@ def _constant(gone: int, whole: int, train: TrainConfig) -> float:
 def _stable(gone: int, whole: int, train: TrainConfig) -> float:
     """High until the last share of the way, then down in a line."""
     down = max(1, round(train.stable.decay_fraction * whole))
-    return 1 - _share(max(0, gone - (whole - down)), down)
+    return 1 - _fraction(max(0, gone - (whole - down)), down)
 
 
-FALLS: dict[str, Callable[[int, int, TrainConfig], float]] = {
+DECAYS: dict[str, Callable[[int, int, TrainConfig], float]] = {
     "cosine": _cosine, "linear": _linear, "constant": _constant, "stable": _stable,
 }  # fmt: skip
 """What is left of the rise after so many steps of so many."""

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from textmill.checkpoints.file_plan import Deal, dealt
+from textmill.checkpoints.file_plan import FilePlan, plan_files
 from textmill.checkpoints.folders import (
     Snapshot,
-    faults_in,
     find_checkpoint,
+    find_checkpoint_damage,
+    list_checkpoints,
     open_checkpoint,
     prune,
-    steps_of,
     write_checkpoint,
 )
-from textmill.errors import AlreadyReported, Stopped, TextmillError
+from textmill.errors import AlreadyReported, Interrupted, TextmillError
 from textmill.processes.ranks import Ranks
 from textmill.storage import faults
-from textmill.storage.tensor_files import blocks_of, read_tensors
+from textmill.storage.tensor_files import encode_safetensors, read_tensors
 from textmill.training.saving import Saver
 
 
@@ -57,14 +57,14 @@ class Threads:
         self.rank, self.world, self.first = rank, len(shared), rank == 0
         self.shared, self.gate = shared, gate
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.shared[self.rank] = json.dumps(value)
         self.gate.wait(60)
         found = [json.loads(text) for text in self.shared]
         self.gate.wait(60)
         return found
 
-    def at(self, place: str | None = None) -> None:
+    def report_progress(self, place: str | None = None) -> None:
         """Nobody watches."""
 
 
@@ -89,7 +89,7 @@ def test_safetensors_reads_our_file(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     wanted = snapshot(1).weights
-    (tmp_path / "x.safetensors").write_bytes(b"".join(blocks_of(wanted)))
+    (tmp_path / "x.safetensors").write_bytes(b"".join(encode_safetensors(wanted)))
     assert equal(load_file(tmp_path / "x.safetensors").items(), wanted)
 
 
@@ -119,7 +119,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             damaged = bytearray(whole)
             damaged[place] ^= 1 << dice.randrange(8)
             path.write_bytes(damaged)
-            faults = faults_in(folder)
+            faults = find_checkpoint_damage(folder)
             # A bit of a manifest's own white space or of a key that nothing reads may do no harm; then all else must be whole.
             if not faults:
                 assert "manifest" in path.name
@@ -127,7 +127,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
                     "files"
                 ]
         path.write_bytes(whole)
-    assert faults_in(folder) == []
+    assert find_checkpoint_damage(folder) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing", "swap"])
@@ -171,7 +171,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
     for step, loss in ((1, float("nan")), (2, 1.0), (3, 3.0), (4, float("inf"))):
         write_checkpoint(tmp_path, snapshot(step, valid_loss=loss))
         prune(tmp_path, keep=1, keep_every=None)
-    assert list(steps_of(tmp_path)) == [2, 4]
+    assert list(list_checkpoints(tmp_path)) == [2, 4]
     best = find_checkpoint(tmp_path, "best")
     assert best is not None
     assert best.step == 2
@@ -181,12 +181,14 @@ def test_retention(tmp_path: Path) -> None:
     for step in range(10, 80, 10):
         write_checkpoint(tmp_path, snapshot(step, valid_loss=abs(step - 30.0)))
         prune(tmp_path, keep=2, keep_every=40)
-    assert list(steps_of(tmp_path)) == [30, 40, 60, 70], "the best, every 40th, the last two"
-    assert [step for step, folder in steps_of(tmp_path).items() if (folder / "optimizer.safetensors").exists()] == [
+    assert list(list_checkpoints(tmp_path)) == [30, 40, 60, 70], "the best, every 40th, the last two"
+    assert [
+        step for step, folder in list_checkpoints(tmp_path).items() if (folder / "optimizer.safetensors").exists()
+    ] == [
         60,
         70,
     ]
-    assert all(faults_in(folder) == [] for folder in steps_of(tmp_path).values()), (
+    assert all(find_checkpoint_damage(folder) == [] for folder in list_checkpoints(tmp_path).values()), (
         "without its optimizer it is still whole"
     )
     best, by_number = find_checkpoint(tmp_path, "best"), find_checkpoint(tmp_path, 40)
@@ -206,12 +208,12 @@ def test_a_full_disk_stops_with_a_reason_and_loses_nothing(tmp_path: Path) -> No
     faults.arm("full@disk:9")
     try:
         saver.save(snapshot(10))
-        with pytest.raises(Stopped, match="No space left on device"):
+        with pytest.raises(Interrupted, match="No space left on device"):
             saver.wait()
     finally:
         faults.arm("")
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000005"]
-    assert faults_in(tmp_path / "step-0000005") == []
+    assert find_checkpoint_damage(tmp_path / "step-0000005") == []
 
 
 def test_headers_that_lie_are_refused(tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         list(open_checkpoint(tmp_path).weights())
     index = {"weight_map": {"a": "../elsewhere.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(TextmillError, match="leaves the folder"):
+    with pytest.raises(TextmillError, match="outside the folder"):
         list(open_checkpoint(tmp_path).weights())
 
 
@@ -259,7 +261,7 @@ def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None
         for name, size in (("a", 10), ("b", 5), ("c", 30), ("d", 1))
     ]
     moments = [(f"m/{name}", values * 2) for name, values in weights]
-    deals = (dealt("model", weights, 700)[0], dealt("optimizer", moments, 700)[0])
+    deals = (plan_files("model", weights, 700)[0], plan_files("optimizer", moments, 700)[0])
     assert [list(file) for file in deals[0].files] == [["a", "b"], ["c"], ["d"]], (
         "in order, none above the limit but one that is larger alone"
     )
@@ -277,12 +279,12 @@ def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None
     for name in sorted(names):
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[:-1])
-        assert any(name in fault for fault in faults_in(folder))
+        assert any(name in fault for fault in find_checkpoint_damage(folder))
         (folder / name).write_bytes(data)
     write_checkpoint(tmp_path, snapshot(4))
     prune(tmp_path, keep=1, keep_every=3)
     assert not list(folder.glob("optimizer*"))
-    assert faults_in(folder) == []
+    assert find_checkpoint_damage(folder) == []
 
 
 def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path: Path) -> None:
@@ -291,9 +293,9 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
     moments = {f"m/{name}": array * 2 for name, array in values.items()}
 
     def work(ranks: Ranks, step: int) -> tuple[set[str], BaseException | None]:
-        deal = Deal("model", lambda name: values[name].nbytes, 128, ranks.rank, ranks.world)
+        deal = FilePlan("model", lambda name: values[name].nbytes, 128, ranks.rank, ranks.world)
         own = [(name, array) for name, array in values.items() if deal.mine(name)]
-        state = Deal("optimizer", lambda name: moments[name].nbytes, 64, ranks.rank, ranks.world, len(deal.files))
+        state = FilePlan("optimizer", lambda name: moments[name].nbytes, 64, ranks.rank, ranks.world, len(deal.files))
         mine = [(name, array) for name, array in moments.items() if state.mine(name)]
         try:
             if step == 2 and ranks.rank == 1:
@@ -319,7 +321,7 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
 
 def test_a_folder_that_machines_do_not_share_is_told_at_the_first_save(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> str:
-        model, state = (Deal(stem, lambda _: 4, 4, ranks.rank, 2) for stem in ("model", "optimizer"))
+        model, state = (FilePlan(stem, lambda _: 4, 4, ranks.rank, 2) for stem in ("model", "optimizer"))
         own = [(name, np.zeros(1, np.float32)) for name in "ab" if model.mine(name)]
         with pytest.raises(TextmillError) as told:
             write_checkpoint(tmp_path / str(ranks.rank), Snapshot(1, own, [], {"step": 1}, {}, (model, state)), ranks)
@@ -344,10 +346,12 @@ def test_transformers_opens_several_files(tmp_path: Path) -> None:
         ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0
     )
     weights = list(gpt2.first_weights(shape, 3))
-    deal = dealt("model", weights, 4000)[0]
+    deal = plan_files("model", weights, 4000)[0]
     assert len(deal.files) > 5
     files = {"config.json": json.dumps(gpt2.hf_config_of(shape)).encode()}
-    folder = write_checkpoint(tmp_path, Snapshot(1, weights, [], {"step": 1}, files, (deal, dealt("optimizer", [])[0])))
+    folder = write_checkpoint(
+        tmp_path, Snapshot(1, weights, [], {"step": 1}, files, (deal, plan_files("optimizer", [])[0]))
+    )
     theirs, loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loaded.values())
     found = {name.removeprefix("transformer."): values.numpy() for name, values in theirs.state_dict().items()}

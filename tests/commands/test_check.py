@@ -11,7 +11,7 @@ import pytest
 from textmill.cli import main
 from textmill.commands.check import check
 from textmill.errors import TextmillError
-from textmill.storage.files import shown
+from textmill.storage.files import format_path
 from textmill.tokens.index_formats import faults_in_index
 from textmill.tokens.store import open_store
 
@@ -60,6 +60,6 @@ def test_a_path_is_shown_as_it_stands_when_the_folder_here_is_gone(
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    assert shown(here / "run") == "run"
+    assert format_path(here / "run") == "run"
     here.rmdir()
-    assert shown(tmp_path / "run") == str(tmp_path / "run")
+    assert format_path(tmp_path / "run") == str(tmp_path / "run")

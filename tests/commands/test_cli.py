@@ -105,7 +105,7 @@ def test_stages_that_were_not_run_are_named(
     for command in ("fit-tokenizer", "tokenize", "train"):
         code, _, err = said(capsys, command, "quickstart")
         assert code == 2
-        assert "the stage before has not been run" in err or "run textmill prepare first" in err
+        assert "the previous stage has not been run" in err or "run textmill prepare first" in err
 
 
 def test_a_refusal_on_its_way_is_said_though_a_signal_comes(

@@ -15,7 +15,7 @@ from textmill.checkpoints.folders import Snapshot, write_checkpoint
 from textmill.cli import main
 from textmill.config import ModelConfig, ShapeConfig, TokenizerConfig
 from textmill.models import open_family
-from textmill.storage.tensor_files import blocks_of, read_tensors
+from textmill.storage.tensor_files import encode_safetensors, read_tensors
 from textmill.tokens.vocabulary.tokenizer import fit
 
 TALK = [{"role": "user", "content": "물레방아는?"}, {"role": "assistant", "content": "By the river."}]
@@ -98,13 +98,13 @@ def test_errors_leave_nothing_behind(checkpoint: Path, tmp_path: Path, capsys: p
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (lacking / name).write_bytes((checkpoint / name).read_bytes())
     named = list(read_tensors(checkpoint / "model.safetensors"))
-    (lacking / "model.safetensors").write_bytes(b"".join(blocks_of(named[:-1])))
+    (lacking / "model.safetensors").write_bytes(b"".join(encode_safetensors(named[:-1])))
     assert export(lacking, tmp_path / "out") == 2
     assert "lacks 1 weights, such as 'transformer.ln_f.bias'" in capsys.readouterr().err
     loud = [(name, values * np.float32(1e7)) for name, values in named]
-    (lacking / "model.safetensors").write_bytes(b"".join(blocks_of(loud)))
+    (lacking / "model.safetensors").write_bytes(b"".join(encode_safetensors(loud)))
     assert export(lacking, tmp_path / "out", "export.precision=fp16") == 2
-    assert "more than fp16 can say; take bf16 or fp32" in capsys.readouterr().err
+    assert "more than fp16 can represent; use bf16 or fp32" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -113,7 +113,7 @@ def test_rounding_equals_torchs_for_all_kinds_of_numbers(tmp_path: Path) -> None
     drawn = dice.integers(0, 2**32, 20000, dtype=np.uint32).view(np.float32)
     edges = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1e-45, 1.00390625, 1.01171875], np.float32)
     values = np.concatenate([drawn, edges])
-    (tmp_path / "a").write_bytes(b"".join(blocks_of([("x", values)], "bf16")))
+    (tmp_path / "a").write_bytes(b"".join(encode_safetensors([("x", values)], "bf16")))
     ours = dict(read_tensors(tmp_path / "a"))["x"]
     wanted = torch.from_numpy(values).bfloat16().float().numpy()
     assert np.array_equal(ours, wanted, equal_nan=True)

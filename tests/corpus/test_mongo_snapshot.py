@@ -83,7 +83,7 @@ def test_prepare_reads_what_was_there_when_it_began(
     )
     folder = prepare(config)
     assert [document.text for path in list_shards(folder, "train") for document in read_documents(path)] == WANTED
-    with pytest.raises(TextmillError, match=r"was made from something else: inputs\.mongo"):
+    with pytest.raises(TextmillError, match=r"was made from other settings or inputs: inputs\.mongo"):
         prepare(config)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, run, started
 from textmill.config import RunConfig
-from textmill.devices import precision_of
+from textmill.devices import torch_dtype
 from textmill.engines import loss_scale_torch as scaling_torch
 from textmill.engines import open_engine
 from textmill.engines.loss_scale_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, Scaler
@@ -141,5 +141,5 @@ def test_auto_goes_by_the_chip(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert precision_of("auto", torch.device("cuda")) == getattr(torch, wanted)
-    assert precision_of("auto", torch.device("cpu")) == torch.float32
+    assert torch_dtype("auto", torch.device("cuda")) == getattr(torch, wanted)
+    assert torch_dtype("auto", torch.device("cpu")) == torch.float32

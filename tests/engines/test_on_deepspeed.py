@@ -18,7 +18,7 @@ from tests.support.deepspeed_job import done
 from tests.support.engine_runs import LORA, batch_of, config_of, run, started
 from tests.support.together import ended_together
 from textmill.errors import TextmillError
-from textmill.processes.ranks import Alone
+from textmill.processes.ranks import SingleProcess
 
 STEPS = 50
 FP32, BF16 = 2e-6, 2e-2
@@ -50,7 +50,7 @@ def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[di
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_one_process_has_torchs_losses(zero: int, straight: list[float]) -> None:
-    found = done({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, Alone())
+    found = done({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, SingleProcess())
     assert worst(found["losses"], straight[:STEPS]) <= FP32
     assert found["updates"] == STEPS
 
@@ -105,7 +105,7 @@ def test_fp16_is_refused_where_deepspeed_has_none(monkeypatch: pytest.MonkeyPatc
         TextmillError,
         match=r"engine\.precision: DeepSpeed has no fp16 on this cpu; set bf16 or fp32, or engine\.kind=torch",
     ):
-        done({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, Alone())
+        done({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, SingleProcess())
 
 
 @pytest.mark.parametrize("name", ["recompute", "offload"])
@@ -119,7 +119,8 @@ def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) ->
 
 def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, Any]]) -> None:
     torch = done(
-        {"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"batch_rampup": RAMP}}, Alone()
+        {"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"batch_rampup": RAMP}},
+        SingleProcess(),
     )
     assert worst(two["ramp"]["losses"], torch["losses"]) <= FP32
 
@@ -143,8 +144,8 @@ def test_two_processes_state_goes_on_on_one_and_on_three(two: dict[str, dict[str
     saved = two["saved"]["at"]
     assert np.load(saved)["updates"] == STEPS
     again = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [STEPS, STEPS + 6], "start": saved, "rows": 6}
-    torch = done({**again, "engine": {"kind": "torch", "micro_batch": 6}}, Alone())
-    for found in (done(again, Alone()), *launched([again], 3, tmp_path)):
+    torch = done({**again, "engine": {"kind": "torch", "micro_batch": 6}}, SingleProcess())
+    for found in (done(again, SingleProcess()), *launched([again], 3, tmp_path)):
         assert found["same"], "weights and moments by name, bit for bit"
         assert found["updates"] == STEPS + 6
         assert worst(found["losses"], torch["losses"]) <= FP32
@@ -156,7 +157,7 @@ def test_a_run_goes_from_torch_to_deepspeed_and_back(tmp_path: Path, straight: l
         save = str(tmp_path / f"{number}.npz")
         engine = {"kind": kind, "micro_batch": 4, **({"zero": 3} if kind == "deepspeed" else {})}
         found = done(
-            {"engine": engine, "steps": [10 * number, 10 * number + 10], "start": start, "save": save}, Alone()
+            {"engine": engine, "steps": [10 * number, 10 * number + 10], "start": start, "save": save}, SingleProcess()
         )
         assert found["same"], "weights and moments by name, bit for bit"
         losses, start = [*losses, *found["losses"]], save
@@ -172,7 +173,7 @@ def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path:
     for name, engine in runs.items():
         save = str(tmp_path / f"{name}.npz")
         losses[name] = done(
-            {"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, Alone()
+            {"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, SingleProcess()
         )["losses"]
         states[name] = np.load(save)
     assert worst(losses["fp32"], losses["torch"]) <= FP32
@@ -199,7 +200,7 @@ def test_what_deepspeed_does_not_take_is_told_in_a_sentence(zero: int, tree: dic
             TextmillError,
             match=r"(ds_config.json|engine.deepspeed_overrides): DeepSpeed does not take these settings \(.*\); mend them",
         ) as told:
-            done({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, Alone())
+            done({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, SingleProcess())
         assert "\n" not in str(told.value)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from textmill.config import SampleConfig
-from textmill.counters import uniform_at
+from textmill.counters import uniform_from
 from textmill.generation import sampling
 
 N, T, V, END = 3, 12, 50, 4
@@ -144,7 +144,8 @@ def test_choices_follow_the_probabilities() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf"), 0.5, 3.0]])
     draws = 20_000
     chosen = sampling.sample_ids(
-        logits.expand(draws, -1), torch.tensor([uniform_at(99, number) for number in range(draws)], dtype=torch.double)
+        logits.expand(draws, -1),
+        torch.tensor([uniform_from(99, number) for number in range(draws)], dtype=torch.double),
     )
     counts = torch.bincount(chosen, minlength=7).double()
     wanted = logits[0].double().softmax(0) * draws
@@ -211,7 +212,7 @@ def test_the_numbers_of_a_batch_are_those_of_its_rows(pairs: list[tuple[int, int
     uniforms = sampling.UniformNumbers(states, torch.device("cpu"))
     for step in (0, 1, 15, 16, 40, 3):
         ours = uniforms.at(states[0].new_tokens + step)
-        np.testing.assert_array_equal(ours.numpy(), [uniform_at(seed, number + step) for seed, number in pairs])
+        np.testing.assert_array_equal(ours.numpy(), [uniform_from(seed, number + step) for seed, number in pairs])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -18,7 +18,7 @@ from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from tests.support.loss_oracle import VOCAB as SCORES
 from tests.support.loss_oracle import apart, exact, given
 from textmill.config import LoraConfig, RunConfig
-from textmill.devices import check_fp8, precision_of
+from textmill.devices import check_fp8, torch_dtype
 from textmill.engines import open_engine
 from textmill.engines.losses_torch import summed_loss
 from textmill.errors import TextmillError
@@ -254,7 +254,7 @@ def test_refused_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch)
         check_fp8(torch.device("cuda"))
     found = (8, 9)
     check_fp8(torch.device("cuda"))
-    assert precision_of("fp8", torch.device("cpu")) == torch.bfloat16, "who only uses the model needs no such chip"
+    assert torch_dtype("fp8", torch.device("cpu")) == torch.bfloat16, "who only uses the model needs no such chip"
 
 
 @pytest.mark.parametrize(

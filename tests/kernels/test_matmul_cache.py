@@ -18,7 +18,7 @@ from textmill.errors import TextmillError
 from textmill.kernels import matmul_cache as choices
 from textmill.kernels import matmul_torch as products_torch
 from textmill.kernels.cublaslt import Form
-from textmill.storage.files import locked
+from textmill.storage.files import file_lock
 
 CARD = "NVIDIA H200, cuBLAS 130200"
 FORM = Form(64, 32, 16, False, True, torch.bfloat16, torch.float32, True, False)
@@ -67,8 +67,8 @@ def test_where_nothing_can_be_locked_nothing_is_written(folder: Path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", flock)
     choices.keep(CARD, "a", b"way")
     assert choices.kept(CARD, "a") is None
-    said = r"a\.lock: its file system does not lock files \(Function not implemented\); "
-    with pytest.raises(TextmillError, match=said), locked(folder / "a.lock", "busy"):
+    said = r"a\.lock: its file system does not support file locks \(Function not implemented\); "
+    with pytest.raises(TextmillError, match=said), file_lock(folder / "a.lock", "busy"):
         pass
 
 

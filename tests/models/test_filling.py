@@ -12,7 +12,7 @@ import pytest
 from textmill.models import open_family
 from textmill.models.gpt2.facts import Shape
 from textmill.storage.files import write_bytes
-from textmill.storage.tensor_files import blocks_of
+from textmill.storage.tensor_files import encode_safetensors
 
 SHAPE = Shape(vocab=4096, positions=256, layers=8, heads=8, width=512, inner=2048, end=0)
 HELD, PEAK = 1.5, 2.6
@@ -40,7 +40,7 @@ print((held("RssAnon") - own) / size, (held("VmHWM") - before) / size)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made, family = tmp_path_factory.mktemp("large"), open_family("gpt2")
-    write_bytes(made / "model.safetensors", blocks_of(list(family.first_weights(SHAPE, 1))))
+    write_bytes(made / "model.safetensors", encode_safetensors(list(family.first_weights(SHAPE, 1))))
     (made / "config.json").write_text(json.dumps(family.hf_config_of(SHAPE)))
     return made
 

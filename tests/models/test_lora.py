@@ -14,14 +14,21 @@ import torch
 
 from tests.support.damage import WRONG, mutated
 from tests.support.weights import shaken, shape_of
-from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, open_adapter, read_apart, read_weights
+from textmill.checkpoints.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    PREFIX,
+    open_adapter,
+    read_base_and_adapter,
+    read_weights,
+)
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop, dropout_keys
 from textmill.models import open_family
 from textmill.models.lora import adapters_of, first_adapters, lora_of, peft_config_of, sites_of
 from textmill.models.nets_torch import fill, named_copies, new_net, open_net, weights_of
-from textmill.storage.tensor_files import blocks_of, fingerprint_of
+from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
 
 CPU = torch.device("cpu")
 NUMBERS = {"layers": 2, "heads": 3, "width": 24, "inner": 40, "positions": 20}
@@ -35,7 +42,7 @@ LORAS = [
 
 
 def write(path: Path, named: list[Any]) -> None:
-    path.write_bytes(b"".join(blocks_of(named)))
+    path.write_bytes(b"".join(encode_safetensors(named)))
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +184,10 @@ def test_adapters_leave_the_net_as_they_came(base: Path, tmp_path: Path) -> None
     lora = LORAS[0]
     adapter = open_adapter(written(tmp_path / "ours", base, lora))
     net = new_net(shape_of("nano", NUMBERS, VOCAB), CPU, lora)
-    fill(net, read_apart(adapter), "test")
+    fill(net, read_base_and_adapter(adapter), "test")
     back = dict(named_copies(net, {parameter: parameter for _, parameter in net.named_parameters()}))
     assert len(back) == len(weights_of(net)) == 2 * 12 + 4 + 2 * len(adapter.pairs)
-    for name, values in read_apart(adapter):
+    for name, values in read_base_and_adapter(adapter):
         assert np.array_equal(back[name], values), name
 
 
@@ -243,7 +250,7 @@ def test_damage_of_any_kind_is_one_sentence(base: Path, tmp_path: Path) -> None:
         "use_dora": False,
     }
     wrong = tuple("./no such folder" if one == "wrong" else one for one in WRONG)  # no hub is asked
-    progress = {"step": 3, "made_from": {"model.init_from": fingerprint_of(base)}}
+    progress = {"step": 3, "made_from": {"model.init_from": fingerprint_weights(base)}}
     for number in range(120):
         trees = [mutated(settings, dice, wrong), progress] if number % 4 else [settings, mutated(progress, dice, wrong)]
         for name, tree in zip((ADAPTER_CONFIG, "progress.json"), trees, strict=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROGRAM = """
 import atexit, sys, threading
-from textmill.processes.exits import leave_after
+from textmill.processes.exits import run_and_exit
 
 def work():
     threading.Thread(target=threading.Event().wait).start()
@@ -16,7 +16,7 @@ def work():
     print("work")
     {last}
 
-leave_after(work)
+run_and_exit(work)
 """
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.kill_ranks import started, words_of
-from textmill.processes.heartbeat import Sign, any_moves, verdict_of, waits_in
-from textmill.training.replica_check import parted
+from textmill.processes.heartbeat import Heartbeat, any_progress, diagnose, find_collective
+from textmill.training.replica_check import find_mismatch
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def _hash_of(folder: Path) -> str:
 
 BROKEN = """
 import os, signal
-from textmill.processes import heartbeat as watch
-watch.PULSE = 0.2
-class Board:
-    signs = 0
+from textmill.processes import heartbeat
+heartbeat.BEAT_SECONDS = 0.2
+class Store:
+    writes = 0
     def set(self, key, value):
-        self.signs += 1
-        if self.signs > 1:
+        self.writes += 1
+        if self.writes > 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            raise TypeError("no board of mine")
-watch.Watch(0, 2, Board(), 60.0).end("a collective failed")
+            raise TypeError("this store is broken")
+heartbeat.Watchdog(0, 2, Store(), 60.0).end_job("a collective failed")
 """
 
 
@@ -74,35 +74,36 @@ def test_a_watch_that_fails_itself_ends_who_waits_for_it() -> None:
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75, done.stderr
     assert (
-        "rank 0: in the start: a collective failed; its own watch failed (TypeError: no board of mine)" in done.stderr
+        "rank 0: in the start: a collective failed; the watchdog itself failed (TypeError: this store is broken)"
+        in done.stderr
     )
 
 
 def test_who_is_to_blame() -> None:
     at, waits = "step 5", "all_reduce (x.py:1)"
-    first: list[Sign | None] = [Sign(3, at, waits, 5), Sign(9, at, waits, 5), Sign(4, at, None, 5)]
-    later: list[Sign | None] = [Sign(6, at, waits, 6), Sign(9, at, waits, 5), Sign(7, at, None, 6)]
-    assert verdict_of(first, later) == "silent, so dead, stopped or cut off: rank 1 (last seen in step 5)"
-    assert "rank 2 (never seen)" in verdict_of([*first[:2], None], [*later[:2], None])
-    later[1] = Sign(12, at, waits, 6)
-    assert verdict_of(first, later) == "the others wait for rank 2 (in step 5)"
-    later[2] = Sign(8, at, waits, 6)
-    assert verdict_of(first, later).startswith("all processes wait for one another")
+    first: list[Heartbeat | None] = [Heartbeat(3, at, waits, 5), Heartbeat(9, at, waits, 5), Heartbeat(4, at, None, 5)]
+    later: list[Heartbeat | None] = [Heartbeat(6, at, waits, 6), Heartbeat(9, at, waits, 5), Heartbeat(7, at, None, 6)]
+    assert diagnose(first, later) == "no heartbeat (dead, stopped or cut off): rank 1 (last seen in step 5)"
+    assert "rank 2 (never seen)" in diagnose([*first[:2], None], [*later[:2], None])
+    later[1] = Heartbeat(12, at, waits, 6)
+    assert diagnose(first, later) == "the other ranks wait for rank 2 (in step 5)"
+    later[2] = Heartbeat(8, at, waits, 6)
+    assert diagnose(first, later).startswith("deadlock: all ranks wait for one another")
 
 
 def test_who_still_moves() -> None:
-    before: list[Sign | None] = [Sign(3, "step 5", None, 9), Sign(4, "step 5", None, 1)]
-    assert not any_moves(before, [Sign(4, "step 5", None, 10), Sign(4, "step 5", None, 1)], 5), (
+    before: list[Heartbeat | None] = [Heartbeat(3, "step 5", None, 9), Heartbeat(4, "step 5", None, 1)]
+    assert not any_progress(before, [Heartbeat(4, "step 5", None, 10), Heartbeat(4, "step 5", None, 1)], 5), (
         "one is silent, one does not move"
     )
-    assert any_moves(before, [Sign(4, "step 5", None, 10), Sign(5, "step 5", None, 2)], 5)
-    assert not any_moves(before, [Sign(4, "step 5", None, 10), Sign(5, "step 5", None, 6)], 5)
-    assert any_moves([None], [Sign(1, "the start", None, 0)], 5)
+    assert any_progress(before, [Heartbeat(4, "step 5", None, 10), Heartbeat(5, "step 5", None, 2)], 5)
+    assert not any_progress(before, [Heartbeat(4, "step 5", None, 10), Heartbeat(5, "step 5", None, 6)], 5)
+    assert any_progress([None], [Heartbeat(1, "the start", None, 0)], 5)
 
 
 def test_a_slow_disk_is_no_hang_and_a_hang_at_the_start_is_one(root: Path) -> None:
     """One process writes for longer than the time-out, and the other waits for it; then one never gets to its first step."""
-    run, short = root / "slow", "import textmill.processes.heartbeat; textmill.processes.heartbeat.START = 20"
+    run, short = root / "slow", "import textmill.processes.heartbeat; textmill.processes.heartbeat.START_SECONDS = 20"
     words = words_of(root, run, "train.steps=4", "train.warmup=0", "engine.timeout=4")
     slow = started(words, ranks=2, fault="slow@disk:1", waits_for=[0, 1])
     assert [slow[rank].code for rank in range(2)] == [0, 0], slow[0].said
@@ -121,25 +122,25 @@ def test_the_place_of_a_wait_is_read_from_the_stack() -> None:
     with end:
         thread.start()
         busy.start()
-        found = waits_in(thread)
-        assert waits_in(busy) is None
+        found = find_collective(thread)
+        assert find_collective(busy) is None
     gate.set()
     thread.join()
     busy.join()
     assert found is not None
     assert "gate.wait()" in found
-    assert "test_watch.py" in found
+    assert "test_heartbeat.py" in found
 
 
 def test_the_odd_one_is_named() -> None:
-    assert parted([{"a": 1, "b": 2}, {"a": 1, "b": 2}]) is None
-    assert parted([{}, {}]) is None
-    assert parted([{"a": 1}, {"b": 2}]) is None, "parts that only one holds have no copy"
-    alone = parted([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
+    assert find_mismatch([{"a": 1, "b": 2}, {"a": 1, "b": 2}]) is None
+    assert find_mismatch([{}, {}]) is None
+    assert find_mismatch([{"a": 1}, {"b": 2}]) is None, "parts that only one holds have no copy"
+    alone = find_mismatch([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
     assert alone is not None
     assert "'b'" in alone
     assert "rank 1 differs from the other 2" in alone
-    two = parted([{"a": 1}, {"a": 2}])
+    two = find_mismatch([{"a": 1}, {"a": 2}])
     assert two is not None
     assert "rank 0 and 1 differ, and no majority" in two
 
@@ -149,5 +150,5 @@ def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> Non
     endings = started(words_of(root, root / "broken"), ranks=2, fault="", waits_for=[0, 1], before=broken)
     assert [endings[rank].code for rank in range(2)] == [1, 1], endings[0].said
     assert "FileNotFoundError" in endings[1].said
-    assert "this was rank 1 of 2, which ends the others" in endings[1].said
+    assert "this was rank 1 of 2; it ends the other ranks too" in endings[1].said
     assert endings[0].said == "", "one speaks"

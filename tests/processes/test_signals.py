@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-from textmill.processes.signals import SIGNALS, Stopping
+from textmill.processes.signals import SIGNALS, StopSignals
 
 BUSY = """
 import hashlib, sys, threading, time
-from textmill.processes.signals import Stopping
-with Stopping() as stopping:
+from textmill.processes.signals import StopSignals
+with StopSignals() as stopping:
     def tell():
-        while stopping.asked is None:
+        while stopping.received is None:
             time.sleep(0.01)
-        print(stopping.asked, flush=True)
+        print(stopping.received, flush=True)
     threading.Thread(target=tell, daemon=True).start()
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # minutes in C, where no handler in Python is called
@@ -45,12 +45,12 @@ def test_what_was_before_is_put_back() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     threads = threading.active_count()
     for _ in range(2):
-        with Stopping() as stopping:
+        with StopSignals() as stopping:
             signal.raise_signal(signal.SIGUSR1)
             deadline = time.monotonic() + 60
-            while stopping.asked is None and time.monotonic() < deadline:
+            while stopping.received is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert stopping.asked == "SIGUSR1"
+            assert stopping.received == "SIGUSR1"
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
     deadline = time.monotonic() + 60

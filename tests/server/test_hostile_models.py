@@ -97,7 +97,7 @@ def holding(name: str, text: str) -> Callable[[Path, Path], None]:
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "a pickle": (pickled, "can run code when opened"),
-    "a shard outside": (indexed({"weight_map": {"a": "../outside.safetensors"}}), "leaves the folder"),
+    "a shard outside": (indexed({"weight_map": {"a": "../outside.safetensors"}}), "outside the folder"),
     "an index without a map": (indexed({"weights": {}}), "weight_map"),
     "an index of numbers": (indexed({"weight_map": {"a": 7}}), "weight_map"),
     "a header longer than the file": (starting((10**17).to_bytes(8, "little") + b"{}"), "claims"),

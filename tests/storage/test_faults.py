@@ -68,11 +68,11 @@ def test_what_can_be_said() -> None:
 def test_a_rank_is_hit_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("nan@step:5:1")
     try:
-        assert not faults.hits("nan", 5), "one process is rank 0"
+        assert not faults.is_due("nan", 5), "one process is rank 0"
         monkeypatch.setenv("RANK", "1")
-        assert faults.hits("nan", 5)
-        assert not faults.hits("nan", 4)
-        assert not faults.hits("flip", 5)
+        assert faults.is_due("nan", 5)
+        assert not faults.is_due("nan", 4)
+        assert not faults.is_due("flip", 5)
     finally:
         faults.arm("")
-    assert not faults.hits("nan", 5)
+    assert not faults.is_due("nan", 5)

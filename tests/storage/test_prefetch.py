@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from textmill.storage.prefetch import ahead
+from textmill.storage.prefetch import prefetch
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -16,14 +16,14 @@ def test_all_come_in_order_whoever_is_done_first(threads: int) -> None:
         time.sleep(0.01 * (one % 2 == 0))
         return one * one
 
-    assert list(ahead(slow_for_even, range(3, 20), threads=threads, depth=threads)) == [
+    assert list(prefetch(slow_for_even, range(3, 20), threads=threads, depth=threads)) == [
         (one, one * one) for one in range(3, 20)
     ]
 
 
 def test_no_more_are_made_than_may_wait() -> None:
     asked: list[int] = []
-    taken = ahead(lambda one: asked.append(one), iter(range(1000)), threads=4, depth=3)
+    taken = prefetch(lambda one: asked.append(one), iter(range(1000)), threads=4, depth=3)
     next(taken)
     taken.close()
     assert sorted(asked) == list(range(len(asked)))
@@ -32,11 +32,11 @@ def test_no_more_are_made_than_may_wait() -> None:
 
 def test_threads_work_at_the_same_time() -> None:
     together = threading.Barrier(3, timeout=20)
-    assert [one for one, _ in ahead(lambda one: together.wait(), range(3), threads=3, depth=3)] == [0, 1, 2]
+    assert [one for one, _ in prefetch(lambda one: together.wait(), range(3), threads=3, depth=3)] == [0, 1, 2]
 
 
 def test_what_fails_fails_where_it_is_taken() -> None:
-    taken = ahead(lambda one: 1 // one, [2, 1, 0, 3])
+    taken = prefetch(lambda one: 1 // one, [2, 1, 0, 3])
     assert [next(taken), next(taken)] == [(2, 0), (1, 1)]
     with pytest.raises(ZeroDivisionError):
         next(taken)

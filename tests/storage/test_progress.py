@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from textmill.storage.progress import PlainLines, amount_of, progress, span_of
+from textmill.storage.progress import PlainLines, format_amount, format_duration, progress
 
 
 def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_a_second_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 20.0, 40.0])
     monkeypatch.setattr("textmill.storage.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
-    lines = PlainLines("read", 100e6, "bytes", stream, also="tokens")
+    lines = PlainLines("read", 100e6, "bytes", stream, second_unit="tokens")
     lines.advance(50e6, 10_000_000)
     lines.end()
     assert stream.getvalue().splitlines() == [
@@ -64,13 +64,13 @@ def test_nothing_is_said_of_work_that_failed(capsys: pytest.CaptureFixture[str])
     [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")],
 )
 def test_spans(seconds: float, told: str) -> None:
-    assert span_of(seconds) == told
+    assert format_duration(seconds) == told
 
 
 def test_amounts() -> None:
-    assert amount_of(1234567, "bytes") == "1.2 MB"
-    assert amount_of(1234567, "tokens") == "1,234,567 tokens"
-    assert amount_of(12, "") == "12"
+    assert format_amount(1234567, "bytes") == "1.2 MB"
+    assert format_amount(1234567, "tokens") == "1,234,567 tokens"
+    assert format_amount(12, "") == "12"
 
 
 def _read(terminal: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from tests.support.engine_runs import LORA, MAKE, ROWS, VOCAB, batch_of, config_of, first_of, rows_of
 from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
-from textmill.processes.exits import leave_after
+from textmill.processes.exits import run_and_exit
 from textmill.processes.ranks import Ranks
 from textmill.tokens.batches.batch_sizes import Sizes
 
@@ -77,4 +77,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    leave_after(lambda: main(Path(sys.argv[1])))
+    run_and_exit(lambda: main(Path(sys.argv[1])))

@@ -16,7 +16,7 @@ from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
 from textmill.models import open_family
 from textmill.models.lora import first_adapters
-from textmill.processes.exits import leave_after
+from textmill.processes.exits import run_and_exit
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 20, 6, 3
@@ -181,4 +181,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    leave_after(lambda: main(Path(sys.argv[1])))
+    run_and_exit(lambda: main(Path(sys.argv[1])))

@@ -19,7 +19,7 @@ from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
-from textmill.storage.files import faults_of, read_json
+from textmill.storage.files import find_damage, read_json
 from textmill.tokens import features as features_module
 from textmill.tokens.batches import features as layout_module
 from textmill.tokens.batches.batch import IGNORED
@@ -150,7 +150,7 @@ def life(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_rows_of_a_corpus_open_in_datasets(life: Path) -> None:
     tokens, tokenizer = life / "tokens", open_tokenizer(life / "tokenizer")
     files = read_json(tokens / "manifest.json")["files"]
-    assert faults_of(tokens, files) == []
+    assert find_damage(tokens, files) == []
     for split in SPLITS:
         paths = sorted((tokens / "features").glob(f"{split}-*.parquet"))
         assert [path.name for path in paths] == [

@@ -10,7 +10,7 @@ import pytest
 from textmill.cli import main
 from textmill.commands.check import check
 from textmill.errors import TextmillError
-from textmill.storage.files import account_of, read_json, write_json
+from textmill.storage.files import manifest_entry, read_json, write_json
 from textmill.storage.stages import Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path, open_lineage
 from textmill.tokens.merge import merge
@@ -33,7 +33,9 @@ def token_folder(folder: Path, documents: dict[str, list[list[int]]], tokenizer:
         write(folder / split, rows)
         with LineageWriter(lineage_path(folder / split)) as lineage:
             lineage.add([f"{folder.name}.txt"] * len(rows), [f"line {number}" for number in range(len(rows))])
-        files |= {f"{split}.{end}": account_of(folder / f"{split}.{end}") for end in ("bin", "idx", "lineage.parquet")}
+        files |= {
+            f"{split}.{end}": manifest_entry(folder / f"{split}.{end}") for end in ("bin", "idx", "lineage.parquet")
+        }
         splits[split] = {"documents": len(rows), "tokens": sum(map(len, rows)), "bytes": 7, "words": 3}
     facts = {"tokenizer": tokenizer, "vocab": 99, "end": 0, "splits": splits}
     write_json(
@@ -73,7 +75,7 @@ def test_folders_join_split_by_split(tmp_path: Path) -> None:
     before = (out / "manifest.json").stat().st_mtime_ns
     merge(str(out), [str(one), str(two)])
     assert (out / "manifest.json").stat().st_mtime_ns == before, "done already"
-    with pytest.raises(TextmillError, match="made from something else"):
+    with pytest.raises(TextmillError, match="made from other settings or inputs"):
         merge(str(out), [str(two), str(one)])
 
 
@@ -97,7 +99,7 @@ def test_damage_in_a_long_file_is_placed(tmp_path: Path) -> None:
     path = tmp_path / "long"
     with open(path, "wb") as stream:
         stream.truncate(200 << 20)
-    Stage("x", tmp_path, {}, "folder: .\n").finish(tmp_path, {"long": account_of(path)}, {})
+    Stage("x", tmp_path, {}, "folder: .\n").write_manifest(tmp_path, {"long": manifest_entry(path)}, {})
     assert len(read_json(tmp_path / "manifest.json")["files"]["long"]["parts"]) == 4
     with open(path, "r+b") as stream:
         stream.seek(150 << 20)

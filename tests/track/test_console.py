@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from textmill.track.console import LiveConsole, Pace, PlainConsole, new_console, spoken_time
+from textmill.track.console import LiveConsole, Pace, PlainConsole, format_time, new_console
 
 
 class Clock:
@@ -74,7 +74,7 @@ def test_time_to_begin_is_not_expected_again() -> None:
     clock.now = 49.0
     assert compiled.words(10, {"loss": 8.0})[-1] == "left 16:30"
     clock.now = 199.0  # an evaluation and a save among the next ten
-    assert compiled.words(20, {"loss": 8.0})[-1] == f"left {spoken_time(159 / 19 * 980)}"
+    assert compiled.words(20, {"loss": 8.0})[-1] == f"left {format_time(159 / 19 * 980)}"
 
 
 def test_average_speed_where_the_loop_gives_none() -> None:
@@ -87,7 +87,7 @@ def test_average_speed_where_the_loop_gives_none() -> None:
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (200, "3:20"), (3725, "1:02:05"), (180_000, "50:00:00")]
 )
 def test_spoken_time(seconds: float, text: str) -> None:
-    assert spoken_time(seconds) == text
+    assert format_time(seconds) == text
 
 
 def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

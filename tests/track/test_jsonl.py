@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from textmill.track.jsonl import NAME, JsonLines, cut_back, read_metrics
+from textmill.track.jsonl import METRICS_FILE, JsonLines, read_metrics, truncate_after
 
 
 def bits(value: float) -> bytes:
@@ -19,7 +19,7 @@ def bits(value: float) -> bytes:
 
 @given(st.lists(st.floats(allow_nan=False), max_size=8))
 def test_every_float_reads_back_bitwise(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
-    path = tmp_path_factory.mktemp("floats") / NAME
+    path = tmp_path_factory.mktemp("floats") / METRICS_FILE
     lines = JsonLines(path)
     for step, value in enumerate(values):
         lines.log(step, {"loss": value})
@@ -28,28 +28,28 @@ def test_every_float_reads_back_bitwise(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_step_stands_first_and_each_line_is_there_at_once(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / NAME)
+    lines = JsonLines(tmp_path / METRICS_FILE)
     lines.log(7, {"loss": 1.5, "learning_rate": 1e-3})
-    assert (tmp_path / NAME).read_text() == '{"step": 7, "loss": 1.5, "learning_rate": 0.001}\n'
+    assert (tmp_path / METRICS_FILE).read_text() == '{"step": 7, "loss": 1.5, "learning_rate": 0.001}\n'
     lines.close()
 
 
 def test_not_a_number_is_kept(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / NAME)
+    lines = JsonLines(tmp_path / METRICS_FILE)
     lines.log(1, {"loss": float("nan")})
     lines.close()
-    assert str(read_metrics(tmp_path / NAME)[0]["loss"]) == "nan"
+    assert str(read_metrics(tmp_path / METRICS_FILE)[0]["loss"]) == "nan"
 
 
 @given(st.integers(0, 12), st.integers(0, 400))
 def test_cut_back_keeps_whole_lines_up_to_the_step(
     tmp_path_factory: pytest.TempPathFactory, step: int, killed_at: int
 ) -> None:
-    path = tmp_path_factory.mktemp("cut") / NAME
+    path = tmp_path_factory.mktemp("cut") / METRICS_FILE
     whole = [json.dumps({"step": number, "loss": 1 / number}).encode() + b"\n" for number in range(1, 11)]
     path.write_bytes(b"".join(whole)[:killed_at])
     complete = [line for index, line in enumerate(whole) if sum(map(len, whole[: index + 1])) - 1 <= killed_at]
-    cut_back(path, step)
+    truncate_after(path, step)
     assert path.read_bytes() == b"".join(complete[:step])
 
 
@@ -62,7 +62,7 @@ def test_cut_back_then_append_gives_the_undisturbed_file(tmp_path: Path) -> None
         lines.close()
     with open(killed, "ab") as stream:
         stream.write(b'{"step": 8, "lo')
-    cut_back(killed, 5)
+    truncate_after(killed, 5)
     lines = JsonLines(killed)
     for step in range(6, 10):
         lines.log(step, {"loss": 1 / step})
@@ -72,13 +72,13 @@ def test_cut_back_then_append_gives_the_undisturbed_file(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"[1]", b"3", b'{"loss": 1.0}', b'{"step": "x"}', b"null"])
 def test_what_is_no_metric_is_dropped(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / NAME
+    path = tmp_path / METRICS_FILE
     path.write_bytes(b'{"step": 1}\n' + line + b"\n" + b'{"step": 2}\n')
-    cut_back(path, 2)
+    truncate_after(path, 2)
     assert [found["step"] for found in read_metrics(path)] == [1, 2]
     assert len(path.read_bytes().splitlines()) == 2
 
 
 def test_no_file_is_no_fault(tmp_path: Path) -> None:
-    cut_back(tmp_path / NAME, 3)
-    assert not (tmp_path / NAME).exists()
+    truncate_after(tmp_path / METRICS_FILE, 3)
+    assert not (tmp_path / METRICS_FILE).exists()

@@ -12,7 +12,7 @@ import pytest
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
 from textmill.track import Trackers, open_trackers
-from textmill.track.jsonl import NAME, read_metrics
+from textmill.track.jsonl import METRICS_FILE, read_metrics
 
 
 def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:
@@ -46,7 +46,7 @@ def test_console_and_metrics_always(tmp_path: Path) -> None:
     trackers.close()
     assert "loss 2.5000" in stream.getvalue()
     assert stream.getvalue().endswith("saved step-0000003\n")
-    assert read_metrics(tmp_path / NAME) == [{"step": 3, "loss": 2.5}]
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 3, "loss": 2.5}]
 
 
 def test_opening_at_a_step_forgets_what_came_after(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_opening_at_a_step_forgets_what_came_after(tmp_path: Path) -> None:
         for step in range(start + 1, 6):
             trackers.log(step, {"loss": float(step)})
         trackers.close()
-    assert [line["step"] for line in read_metrics(tmp_path / NAME)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 5]
 
 
 def test_a_failing_tracker_is_switched_off_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_a_failing_tracker_is_switched_off_with_one_line(tmp_path: Path, capsys:
         == "textmill: broken is switched off: OSError: no space left on device; training goes on\n"
     )
     assert (broken.logged, broken.closed) == (2, 1)
-    assert len(read_metrics(tmp_path / NAME)) == 5
+    assert len(read_metrics(tmp_path / METRICS_FILE)) == 5
 
 
 def test_a_tracker_that_cannot_open_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_a_tracker_that_cannot_open_is_warned_of(tmp_path: Path, capsys: pytest.
     trackers.close()
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1
-    assert NAME in warning
+    assert METRICS_FILE in warning
 
 
 def test_a_closed_console_does_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_a_closed_console_does_not_stop_training(tmp_path: Path, capsys: pytest.
     trackers.note("and again")
     trackers.close()
     assert capsys.readouterr().err.count("console is switched off") == 1
-    assert read_metrics(tmp_path / NAME)
+    assert read_metrics(tmp_path / METRICS_FILE)
 
 
 def test_a_stop_from_the_keyboard_passes_through() -> None:
@@ -112,7 +112,7 @@ def test_a_missing_extra_is_said_at_the_door(tmp_path: Path, kind: str, monkeypa
     with pytest.raises(TextmillError) as caught:
         opened(tmp_path, io.StringIO(), kinds=[kind])
     assert str(caught.value) == f"track.kinds: '{kind}' needs {kind}; run: pip install 'textmill[track]'"
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / METRICS_FILE).exists()
 
 
 def test_a_broken_package_is_only_warned_of(

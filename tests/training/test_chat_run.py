@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.chat_runs import PAIRS, config_of, made, written
-from textmill.checkpoints.folders import steps_of
+from textmill.checkpoints.folders import list_checkpoints
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
@@ -52,7 +52,7 @@ def test_it_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         train={"steps": 150, "learning_rate": 5e-3, "weight_decay": 0.0, "evaluate_every": 150, "save_every": 150},
     )
     made(config)
-    checkpoint = steps_of(train(config))[150]
+    checkpoint = list_checkpoints(train(config))[150]
     said = capsys.readouterr()
     assert "sample 1: <|user|>" in said.out
     assert "<|assistant|>{+" in said.out
@@ -72,7 +72,7 @@ async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
         transport = httpx.ASGITransport(app=new_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             info = (await client.get("/tokenizer_info")).json()
-            theirs = AutoTokenizer.from_pretrained(steps_of(config.folder_of("train"))[150])
+            theirs = AutoTokenizer.from_pretrained(list_checkpoints(config.folder_of("train"))[150])
             assert (info["chat_template"], info["eos_token"]) == (theirs.chat_template, END)
             for question in PAIRS:
                 body = {
@@ -97,7 +97,7 @@ def test_accuracy_stands_beside_the_loss(tmp_path: Path) -> None:
     valid = [line for line in lines if "valid_loss" in line]
     assert len(valid) == 2
     # Held against transformers: the share of asked tokens that its logits put first.
-    model, store = AutoModelForCausalLM.from_pretrained(steps_of(run)[2]), open_store(folder / "valid")
+    model, store = AutoModelForCausalLM.from_pretrained(list_checkpoints(run)[2]), open_store(folder / "valid")
     assert store.asked is not None
     right = asked = 0
     losses = 0.0
@@ -140,7 +140,7 @@ def test_cutting(tmp_path: Path, pairs: list[tuple[str, str]], settings: dict[st
     with pytest.raises(TextmillError) as caught:
         train(config)
     assert said in str(caught.value)
-    assert not steps_of(tmp_path / "out" / "run")
+    assert not list_checkpoints(tmp_path / "out" / "run")
     train(config_of(tmp_path, train={**settings, "chat": {"truncate": "start"}}))
 
 
@@ -248,7 +248,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = {"sources": [str(folder / "a.jsonl")], "chat": None}
     config = config_of(folder, corpus=corpus, tokenizer={"chat": None}, train={"layout": "packed"})
     made(config)
-    return steps_of(train(config))[2]
+    return list_checkpoints(train(config))[2]
 
 
 def test_new_tokens_begin_as_the_mean_of_their_pieces(
@@ -262,7 +262,7 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
         train={"learning_rate": 1e-12},
     )
     made(config)
-    checkpoint = steps_of(train(config))[2]
+    checkpoint = list_checkpoints(train(config))[2]
     assert (
         "3 new tokens get vectors, each the mean of the pieces its text was made of: <|system|>, <|user|>"
         in capsys.readouterr().out
@@ -282,7 +282,7 @@ def test_it_goes_on_after_growing(pretrained: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"tokenizer": {"use": str(pretrained)}, "model": {"init_from": str(pretrained)}}
     made(config_of(tmp_path, **sections))
     train(config_of(tmp_path, **sections))
-    assert list(steps_of(train(config_of(tmp_path, train={"steps": 4}, **sections)))) == [2, 4]
+    assert list(list_checkpoints(train(config_of(tmp_path, train={"steps": 4}, **sections)))) == [2, 4]
 
 
 @pytest.mark.parametrize("vocab", [280, 700])

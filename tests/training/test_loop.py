@@ -65,12 +65,12 @@ def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
 
 def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: Path) -> None:
     """The kernel refuses every file above a size, as a quota or a full disk does; the run says so, and the checkpoint before is whole."""
-    from textmill.checkpoints.folders import faults_in, steps_of
+    from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints
 
     run, limit = root / "full", 100_000
     words = trained(root, run, STEPS)
     assert textmill(*words, env={**os.environ, "TEXTMILL_FAULT": "kill@step:11"}).returncode == -signal.SIGKILL
-    whole = list(steps_of(run))
+    whole = list(list_checkpoints(run))
     assert 5 in whole, "the save of step 10 waits for it, and may itself be cut short"
     small = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); {COMMAND[-1]}"
     full = subprocess.run([*COMMAND[:-1], small, *words], capture_output=True, text=True, timeout=300)
@@ -83,7 +83,7 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
     assert sorted(path.name for path in run.glob("step-*")) == [f"step-{step:07d}" for step in whole], (
         "nothing half written, nothing lost"
     )
-    assert [faults_in(folder) for folder in steps_of(run).values()] == [[] for _ in whole]
+    assert [find_checkpoint_damage(folder) for folder in list_checkpoints(run).values()] == [[] for _ in whole]
     assert textmill(*words).returncode == 0
     assert numbers_of(run) == numbers_of(undisturbed)
     assert last_weights(run, STEPS) == last_weights(undisturbed, STEPS)
@@ -212,9 +212,12 @@ def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
 
 
 def test_a_second_process_is_kept_out(root: Path, undisturbed: Path) -> None:
-    from textmill.storage.files import locked
+    from textmill.storage.files import file_lock
 
-    with locked(undisturbed / ".lock", "busy"), pytest.raises(TextmillError, match="another process is training there"):
+    with (
+        file_lock(undisturbed / ".lock", "busy"),
+        pytest.raises(TextmillError, match="another process is training in this folder"),
+    ):
         train(config_for(root, undisturbed, STEPS))
 
 
@@ -265,11 +268,11 @@ def _with_fewer_vectors(run: Path, root: Path) -> Path:
 
 def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) -> None:
     """Going back or starting anew clears nothing until the start is sure."""
-    from textmill.checkpoints.folders import faults_in, steps_of
+    from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints
 
     run = root / "kept"
     train(config_for(root, run, 12, "train.checkpoints.keep=1", "train.checkpoints.keep_every=5"))
-    assert list(steps_of(run)) == [5, 10, 12]
+    assert list(list_checkpoints(run)) == [5, 10, 12]
     metrics = numbers_of(run)
     attempts: list[tuple[list[str], dict[str, object], str]] = [
         ([], {"step": 5}, "its optimizer was pruned"),
@@ -284,11 +287,11 @@ def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) ->
                 config_for(root, run, steps, "train.checkpoints.keep=1", "train.checkpoints.keep_every=5", *words),
                 **options,
             )  # type: ignore[arg-type]
-        assert list(steps_of(run)) == [5, 10, 12]
-        assert all(faults_in(folder) == [] for folder in steps_of(run).values())
+        assert list(list_checkpoints(run)) == [5, 10, 12]
+        assert all(find_checkpoint_damage(folder) == [] for folder in list_checkpoints(run).values())
         assert numbers_of(run) == metrics
     train(config_for(root, run, 5), step=5)
-    assert list(steps_of(run)) == [5, 10, 12], "done already, and nothing touched"
+    assert list(list_checkpoints(run)) == [5, 10, 12], "done already, and nothing touched"
 
 
 def test_a_run_may_start_anew_from_its_own_weights(root: Path) -> None:

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.chat_runs import PAIRS, config_of, made, written
-from textmill.checkpoints.folders import find_checkpoint, open_model, steps_of
+from textmill.checkpoints.folders import find_checkpoint, list_checkpoints, open_model
 from textmill.cli import main
 from textmill.config import JaxEngine, RunConfig, SampleConfig, TorchEngine
 from textmill.config.engines import DeepSpeedEngine
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     config = config_of(folder, corpus=plain(folder), tokenizer={"chat": None}, train={"layout": "packed", "steps": 4})
     made(config)
-    return steps_of(train(config))[4]
+    return list_checkpoints(train(config))[4]
 
 
 def plain(folder: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_it_changes_its_engine_in_the_middle(base: Path, run: Path, tmp_path: Pa
 
 
 def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
-    folder = steps_of(run)[6]
+    folder = list_checkpoints(run)[6]
     assert not (folder / "model.safetensors").exists()
     named = dict(read_tensors(folder / "adapter_model.safetensors"))
     assert {name.rpartition(".lora_")[2] for name in named} == {"A.weight", "B.weight"}
@@ -139,7 +139,7 @@ def test_apart_it_writes_what_it_writes_merged(run: Path) -> None:
 
 def test_verbs_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run), "sample.prompt=Bye", "sample.max_tokens=5", "engine.device=cpu"]) == 0
-    assert main(["generate", str(steps_of(run)[3]), "sample.max_tokens=5", "engine.device=cpu"]) == 0
+    assert main(["generate", str(list_checkpoints(run)[3]), "sample.max_tokens=5", "engine.device=cpu"]) == 0
     assert main(["check", str(run)]) == 0
     assert main(["evaluate", str(run), "evaluate.split=train", "engine.device=cpu", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -148,16 +148,16 @@ def test_verbs_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_folder_of_peft_without_anything_else_is_a_model(base: Path, run: Path, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        shutil.copy(steps_of(run)[6] / name, tmp_path)
+        shutil.copy(list_checkpoints(run)[6] / name, tmp_path)
     assert main(["generate", str(tmp_path), "sample.max_tokens=5", "engine.device=cpu"]) == 0
-    assert torch.equal(logits_of(tmp_path), logits_of(steps_of(run)[6]))
+    assert torch.equal(logits_of(tmp_path), logits_of(list_checkpoints(run)[6]))
     # Weights to start from, too: all of them, merged.
     config = adapting(tmp_path / "trained", base, 2)
     whole = config.model.model_copy(update={"init_from": str(tmp_path), "lora": None})
     started = train(
         config.model_copy(update={"model": whole, "train": config.train.model_copy(update={"learning_rate": 1e-12})})
     )
-    assert (logits_of(steps_of(started)[2]) - logits_of(tmp_path)).abs().max() < NEAR
+    assert (logits_of(list_checkpoints(started)[2]) - logits_of(tmp_path)).abs().max() < NEAR
     with pytest.raises(TextmillError, match=r"is an adapter itself; merge it first: textmill export"):
         train(
             config.model_copy(update={"model": config.model.model_copy(update={"init_from": str(tmp_path)})}),
@@ -222,7 +222,7 @@ def test_adapters_need_something_to_adapt() -> None:
 
 
 def test_exported_it_is_one_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, out = steps_of(run)[6], tmp_path / "out"
+    folder, out = list_checkpoints(run)[6], tmp_path / "out"
     assert main(["export", str(run), f"export.folder={out}"]) == 0
     assert "with its adapter merged" in capsys.readouterr().out
     with torch.no_grad():

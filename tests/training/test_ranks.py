@@ -118,7 +118,8 @@ def test_launchers_are_understood() -> None:
 
 def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Path) -> None:
     place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    short = "import sys, textmill.processes.heartbeat; textmill.processes.heartbeat.START = 2; from textmill.cli import main; sys.exit(main())"
+    short = "import sys; from textmill.processes import heartbeat; heartbeat.START_SECONDS = 2; "
+    short += "from textmill.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", short, *words(root, root / "alone-of-two", 10)]
     first = subprocess.run(
         [*command, "engine.timeout=2"], env={**place, "RANK": "0"}, capture_output=True, text=True, timeout=300

@@ -22,7 +22,7 @@ from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.loop import train
-from textmill.training.run_length import Course, course_of
+from textmill.training.run_length import RunLength, plan_run_length
 from textmill.where import open_where
 
 
@@ -33,10 +33,12 @@ class Laid:
         self.samples = samples
 
 
-def course(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -> Course:
+def course(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -> RunLength:
     section = TrainConfig(**{"batch": 8, "warmup": 0, **settings})
     layouts: Any = [Laid(samples) for samples in stores]
-    return course_of(section, Batches(layouts, [1.0] * len(stores), Sizes(section.batch, section.batch_rampup)), length)
+    return plan_run_length(
+        section, Batches(layouts, [1.0] * len(stores), Sizes(section.batch, section.batch_rampup)), length
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from textmill.checkpoints.folders import Checkpoint, WhichStep, find_checkpoint, name_best, steps_of
+from textmill.checkpoints.folders import Checkpoint, StepChoice, find_checkpoint, link_best, list_checkpoints
 from textmill.config import TokenizerConfig
 from textmill.config.load import build_config
 from textmill.corpus.prepare import prepare
@@ -20,7 +20,7 @@ from textmill.storage.files import remove_folder
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.tokenizer import fit
 from textmill.training.loop import train
-from textmill.training.step_log import spoken_best
+from textmill.training.step_log import describe_best
 
 POSITIONS = 24
 
@@ -50,7 +50,7 @@ def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
     config = build_config(tree)
     prepare(config)
     tokenize(config)
-    return steps_of(train(config))[1]
+    return list_checkpoints(train(config))[1]
 
 
 def test_another_tokenizer_and_more_positions(
@@ -118,7 +118,7 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
     tokenize(config)
     train(config)
 
-    def older(run: Path, which: WhichStep) -> Checkpoint | None:
+    def older(run: Path, which: StepChoice) -> Checkpoint | None:
         found = find_checkpoint(run, which)
         assert found
         del found.progress["made_from"]["train.muon.momentum"]
@@ -129,7 +129,7 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
         TextmillError, match=r"was trained from something else: train\.muon\.momentum was 0\.95, is 0\.5; set it back"
     ):
         train(build_config({**tree, "train": {**tree["train"], "steps": 2, "muon": {"momentum": 0.5}}}))
-    assert list(steps_of(train(build_config({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
+    assert list(list_checkpoints(train(build_config({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
 
 
 def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path: Path) -> None:
@@ -139,24 +139,24 @@ def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path:
         (folder / "progress.json").write_text(
             json.dumps({"step": step, "valid_loss": None if loss is None else loss.hex()})
         )
-    assert name_best(tmp_path) == 20
+    assert link_best(tmp_path) == 20
     assert (tmp_path / "best").resolve() == (tmp_path / "step-0000020").resolve()
-    assert spoken_best(tmp_path) == f"train: the best checkpoint is step 20, valid loss 2.2500: {tmp_path / 'best'}"
+    assert describe_best(tmp_path) == f"train: the best checkpoint is step 20, valid loss 2.2500: {tmp_path / 'best'}"
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 20, "valid_loss": 2.25}\n{"step": 25, "valid_loss": 2.125}\n{"step": 25}\n'
     )
-    assert spoken_best(tmp_path).endswith(
+    assert describe_best(tmp_path).endswith(
         "; step 25 had 2.1250 and was not saved: let train.save_every divide train.evaluate_every"
     )
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 30, "valid_loss": 2.13}\n')
-    assert "risen" not in spoken_best(tmp_path)
+    assert "risen" not in describe_best(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 40, "valid_loss": 2.15}\n')
-    assert "; it has risen to 2.1500 since: the text is being learnt by heart" in spoken_best(tmp_path)
+    assert "; it has risen to 2.1500 since: the text is being learnt by heart" in describe_best(tmp_path)
     remove_folder(tmp_path / "step-0000020")
-    assert name_best(tmp_path) == 10
+    assert link_best(tmp_path) == 10
     remove_folder(tmp_path / "step-0000010")
-    assert name_best(tmp_path) is None
+    assert link_best(tmp_path) is None
     assert not (tmp_path / "best").is_symlink()
-    assert spoken_best(tmp_path) == "train: no checkpoint has a valid loss, so none is best"
+    assert describe_best(tmp_path) == "train: no checkpoint has a valid loss, so none is best"

@@ -57,7 +57,7 @@ def test_spikes_are_told_remembered_and_end_the_run(
     train(config, step=15)
     assert numbers_of(root / "spiky") == first
     assert json.loads((root / "spiky" / "step-0000024" / "progress.json").read_text()) == progress
-    monkeypatch.setattr("textmill.training.divergence.SPIKES", 5)
+    monkeypatch.setattr("textmill.training.divergence.MAX_SPIKES", 5)
     faults.arm(",".join(f"spike@step:{step}" for step in range(17, 24)))
     with pytest.raises(
         TextmillError, match=r"step 24: the last 7 updates were left out, their losses far above .* with --step"

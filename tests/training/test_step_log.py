@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from textmill.training.step_log import Logbook
+from textmill.training.step_log import StepLog
 
 
 @dataclass
@@ -46,9 +46,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def _book(device: Device) -> Logbook[Result]:
+def _book(device: Device) -> StepLog[Result]:
     course: Any = SimpleNamespace(samples=lambda done: 4 * done, length=100)
-    return Logbook(course, 0, lambda done, result, rate: device.told.append((done, rate)))
+    return StepLog(course, 0, lambda done, result, rate: device.told.append((done, rate)))
 
 
 def test_a_rate_counts_the_wait_for_the_device(device: Device) -> None:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
-from textmill.storage.hub import open_folder
-from textmill.storage.tensor_files import Named, fingerprint_of, read_model, read_tensors
+from textmill.storage.hub import find_model_folder
+from textmill.storage.tensor_files import Named, fingerprint_weights, read_model, read_tensors
 
 Array = NDArray[np.float32]
 
@@ -24,9 +24,9 @@ MERGED_CONFIG = "merged_config.json"
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the model that it wraps."""
 A, B = ".lora_A.weight", ".lora_B.weight"
-MOST = 1e38
+FP32_MAX = 1e38
 """Where fp32 ends, about."""
-UNKNOWN = (
+UNSUPPORTED = (
     "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
     "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
@@ -63,7 +63,7 @@ def config_path(folder: Path) -> Path:
     """Where a model's config stands: that of an adapter merged into its base, where it tells its own, else the base's."""
     if not is_adapter(folder):
         return folder / "config.json"
-    return folder / MERGED_CONFIG if (folder / MERGED_CONFIG).is_file() else base_of(folder) / "config.json"
+    return folder / MERGED_CONFIG if (folder / MERGED_CONFIG).is_file() else find_base(folder) / "config.json"
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -71,26 +71,26 @@ def tokenizer_folder(folder: Path) -> Path:
     lacks = is_adapter(folder) and not any(
         path for pattern in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(pattern)
     )
-    return base_of(folder) if lacks else folder
+    return find_base(folder) if lacks else folder
 
 
 def read_weights(folder: Path) -> Iterator[Named]:
     """The weights of a model folder; those of an adapter merged into its base's."""
-    return merged(open_adapter(folder)) if is_adapter(folder) else read_model(folder)
+    return merge_adapter(open_adapter(folder)) if is_adapter(folder) else read_model(folder)
 
 
-def read_apart(adapter: Adapter) -> Iterator[Named]:
+def read_base_and_adapter(adapter: Adapter) -> Iterator[Named]:
     """The weights of the base as they are, then the adapter's own."""
-    yield from _based(adapter)
+    yield from _read_base(adapter)
     for stem, (a, b) in adapter.pairs.items():
         yield stem + A, a
         yield stem + B, b
 
 
-def merged(adapter: Adapter) -> Iterator[Named]:
+def merge_adapter(adapter: Adapter) -> Iterator[Named]:
     """The weights of the base with the adapter's products added."""
     left = dict(adapter.pairs)
-    for name, values in _based(adapter):
+    for name, values in _read_base(adapter):
         if (pair := left.pop(_full(name).removesuffix(".weight"), None)) is None:
             yield name, values
             continue
@@ -107,7 +107,7 @@ def merged(adapter: Adapter) -> Iterator[Named]:
         )
 
 
-def _based(adapter: Adapter) -> Iterator[Named]:
+def _read_base(adapter: Adapter) -> Iterator[Named]:
     """The base's weights, with those that the adapter's folder has in their place."""
     for name, values in read_model(adapter.base):
         yield name, adapter.whole.get(_full(name), values)
@@ -118,22 +118,22 @@ def _full(name: str) -> str:
     return name if name.startswith("transformer.") else f"transformer.{name}"
 
 
-def base_of(folder: Path) -> Path:
+def find_base(folder: Path) -> Path:
     """The folder of an adapter's base; one that is gone, or is no longer what it was when the adapter was trained, is refused."""
-    named = _settings_of(folder).get("base_model_name_or_path")
+    named = _read_settings(folder).get("base_model_name_or_path")
     if not isinstance(named, str):
         raise TextmillError(
             f"{folder / ADAPTER_CONFIG}: names no base_model_name_or_path; write there which model the adapter changes"
         )
     try:
-        base = open_folder(named)
+        base = find_model_folder(named)
     except TextmillError as error:
         raise TextmillError(f"{folder}: the model that this adapter changes is gone: {error}; put it back") from None
     if is_adapter(base):
         raise TextmillError(
             f"{folder}: changes {named}, which is an adapter itself; merge that one first: textmill export {named}"
         )
-    if (folder / "progress.json").is_file() and _trained_on(folder / "progress.json") != fingerprint_of(base):
+    if (folder / "progress.json").is_file() and _trained_on(folder / "progress.json") != fingerprint_weights(base):
         raise TextmillError(
             f"{folder}: {named}, which this adapter changes, has other weights than when it was trained; put those back"
         )
@@ -152,28 +152,28 @@ def _trained_on(progress: Path) -> str:
 
 def open_adapter(folder: Path) -> Adapter:
     """The adapter in a folder; what plain LoRA cannot say is refused by name."""
-    settings, where = _settings_of(folder), folder / ADAPTER_CONFIG
+    settings, where = _read_settings(folder), folder / ADAPTER_CONFIG
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none":
         found = f"peft_type {settings.get('peft_type')!r} with bias {settings.get('bias')!r}"
         raise TextmillError(f"{where}: found {found}; textmill reads LORA with bias 'none'")
-    for key in UNKNOWN:
+    for key in UNSUPPORTED:
         if settings.get(key):
             raise TextmillError(f"{where}: {key} is {settings[key]!r}; textmill reads plain LoRA, without it")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < MOST:
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < FP32_MAX:
         raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both are numbers above 0, r a whole one")
     dropout = settings.get("lora_dropout", 0.0)
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it is a share, 0 or more and less than 1")
     if not (folder / ADAPTER_MODEL).is_file():
         raise TextmillError(f"{folder}: no {ADAPTER_MODEL} there; save the adapter as safetensors")
-    pairs, whole = _sorted_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
+    pairs, whole = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
     scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
-    base, inputs_first = base_of(folder), bool(settings.get("fan_in_fan_out"))
+    base, inputs_first = find_base(folder), bool(settings.get("fan_in_fan_out"))
     return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, whole)
 
 
-def _sorted_tensors(
+def _sort_tensors(
     named: Iterable[Named], rank: int, where: Path
 ) -> tuple[dict[str, tuple[Array, Array]], dict[str, Array]]:
     """The pairs of an adapter file, and the weights that it holds whole."""
@@ -196,7 +196,7 @@ def _sorted_tensors(
     return {stem: (first[stem], second[stem]) for stem in first}, whole
 
 
-def _settings_of(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / ADAPTER_CONFIG)
     if not isinstance(settings, dict):
         raise TextmillError(

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from textmill.storage.files import write_bytes
-from textmill.storage.tensor_files import Named, blocks_of
+from textmill.storage.tensor_files import Named, encode_safetensors
 
-LIMIT = 5_000_000_000
+MAX_FILE_BYTES = 5_000_000_000
 """Bytes of tensors in a file, if nothing else is said."""
 
 
-class Deal:
+class FilePlan:
     """Tensors dealt into files as they are named, none above the limit, and the files to processes in turn: the same on all of them."""
 
     def __init__(
-        self, stem: str, size_of: Callable[[str], int], limit: int = LIMIT, rank: int = 0, world: int = 1, turn: int = 0
+        self,
+        stem: str,
+        size_of: Callable[[str], int],
+        limit: int = MAX_FILE_BYTES,
+        rank: int = 0,
+        world: int = 1,
+        turn: int = 0,
     ) -> None:
         self.stem, self.size_of, self.limit = stem, size_of, limit
         self.rank, self.world, self.turn = rank, world, turn
@@ -48,22 +54,22 @@ class Deal:
         }
 
 
-def dealt(stem: str, named: Iterable[Named], limit: int = LIMIT) -> tuple[Deal, list[Named]]:
+def plan_files(stem: str, named: Iterable[Named], limit: int = MAX_FILE_BYTES) -> tuple[FilePlan, list[Named]]:
     """A deal of tensors that are all at hand."""
     held = list(named)
-    deal = Deal(stem, {name: values.nbytes for name, values in held}.__getitem__, limit)
+    deal = FilePlan(stem, {name: values.nbytes for name, values in held}.__getitem__, limit)
     for name, _ in held:
         deal.mine(name)
     return deal, held
 
 
-def write_dealt(
-    folder: Path, deal: Deal, named: Iterable[Named], heard: Callable[[Iterable[Any]], Iterable[Any]] = iter
+def write_planned_files(
+    folder: Path, deal: FilePlan, named: Iterable[Named], heard: Callable[[Iterable[Any]], Iterable[Any]] = iter
 ) -> dict[str, dict[str, Any]]:
     """Write this process's files, one at a time, `heard` of each piece; return the length and checksum of each file."""
     places = deal.place_of()
     files = itertools.groupby(named, lambda one: places[one[0]])
-    accounts = {name: write_bytes(folder / name, heard(blocks_of(list(tensors)))) for name, tensors in files}
+    accounts = {name: write_bytes(folder / name, heard(encode_safetensors(list(tensors)))) for name, tensors in files}
     if not places and deal.rank == deal.turn % deal.world:
-        accounts[f"{deal.stem}.safetensors"] = write_bytes(folder / f"{deal.stem}.safetensors", blocks_of([]))
+        accounts[f"{deal.stem}.safetensors"] = write_bytes(folder / f"{deal.stem}.safetensors", encode_safetensors([]))
     return accounts

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from textmill.checkpoints.folders import faults_in, steps_of
+from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints
 from textmill.config import STAGE_FOLDERS
 from textmill.errors import TextmillError
-from textmill.storage.stages import MANIFEST, faults_in_stage
+from textmill.storage.stages import MANIFEST, find_stage_damage
 from textmill.tokens.index_formats import faults_in_index
 from textmill.tokens.store import open_store, paths_of, prefix_of
 from textmill.where import open_where
@@ -23,7 +23,7 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
     else:
         config = open_where(where, settings or []).config
         folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
-    checkpoints = [path for folder in folders for path in steps_of(folder).values()]
+    checkpoints = [path for folder in folders for path in list_checkpoints(folder).values()]
     stages = [folder for folder in folders if (folder / MANIFEST).is_file() and not (folder / "progress.json").exists()]
     if (root / "progress.json").exists():
         checkpoints.append(root)
@@ -31,9 +31,9 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
         raise TextmillError(f"{where}: nothing to check there; name a folder that textmill wrote")
     faults = []
     for folder in stages:
-        faults += _report(folder, faults_in_stage(folder))
+        faults += _report(folder, find_stage_damage(folder))
     for folder in checkpoints:
-        faults += _report(folder, faults_in(folder))
+        faults += _report(folder, find_checkpoint_damage(folder))
     if faults:
         raise TextmillError(f"{len(faults)} faults: {'; '.join(faults)}")
     return stages + checkpoints

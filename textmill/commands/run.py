@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.folders import steps_of
+from textmill.checkpoints.folders import list_checkpoints
 from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.corpus.prepare import prepare
@@ -14,7 +14,7 @@ from textmill.devices import open_device
 from textmill.evaluation import evaluate, format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
-from textmill.storage.files import read_json, shown, write_json
+from textmill.storage.files import format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.splits import open_splits, tokenizer_of
 from textmill.tokens.tokenize import tokenize
@@ -40,7 +40,7 @@ def run(config: RunConfig, force: Force = "no") -> Path:
             stage(config, force)
     _headline(4, "train")
     folder = train(config, force)
-    checkpoint = list(steps_of(folder).values())[-1]
+    checkpoint = list(list_checkpoints(folder).values())[-1]
     files = read_json(checkpoint / MANIFEST)["files"]
     weights = [account["sha256"] for name, account in files.items() if name.endswith(".safetensors")]
     inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
@@ -69,7 +69,7 @@ def _not_needed(config: RunConfig, command: str) -> str | None:
         tokenizer_of(config)  # fails here, before any work, if there is none
         return "tokens.use names existing tokens"
     if config.tokens.use and command == "fit-tokenizer" and not config.tokenizer.use:
-        return f"{shown(config.folder_of('tokenizer'))} is used as it is"
+        return f"{format_path(config.folder_of('tokenizer'))} is used as it is"
     return None
 
 
@@ -110,8 +110,8 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def _print_next_steps(config: RunConfig, checkpoint: Path) -> None:
-    root = shlex.quote(shown(Path(config.folder)))
-    print(f"\nAll stages are done. The model is {shown(checkpoint)} (transformers opens it as it is). Next:")
+    root = shlex.quote(format_path(Path(config.folder)))
+    print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers opens it as it is). Next:")
     print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
     print(f"  textmill train {root} train.{config.train.unit}={2 * getattr(config.train, config.train.unit)}")
     print("  textmill new mine --text 'texts/*.txt' && textmill run mine")

@@ -5,42 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 
 from textmill.checkpoints.adapters import is_adapter
-from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import RunConfig
 from textmill.conversion.hugging_face import read_all_weights, text_files
 from textmill.errors import TextmillError
 from textmill.models import shape_in
-from textmill.storage.files import hash_json, shown, write_bytes
+from textmill.storage.files import format_path, hash_json, write_bytes
 from textmill.storage.stages import Force, Stage
-from textmill.storage.tensor_files import blocks_of, fingerprint_of
+from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
-def export(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
+def export(config: RunConfig, force: Force = "no", step: StepChoice = "latest") -> Path:
     """Write the model of a run, or any model folder, into `export.folder`; return the folder."""
     if config.export.folder is None:
         raise TextmillError(
             "export.folder: is not set; name the folder to write: textmill export WHERE export.folder=OUT"
         )
     folder, precision = Path(config.export.folder), config.export.precision
-    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
     _refuse_overlap(folder, checkpoint)
     shape, tokenizer = shape_in(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
     files = text_files(shape, tokenizer, precision)
-    made_from = {"export.precision": precision, "weights": fingerprint_of(checkpoint.folder), "texts": hash_json(files)}
+    made_from = {
+        "export.precision": precision,
+        "weights": fingerprint_weights(checkpoint.folder),
+        "texts": hash_json(files),
+    }
     stage = Stage("export", folder, made_from, None)
-    if stage.done(force):
-        print(f"export: done already: {shown(folder)}")
+    if stage.is_done(force):
+        print(f"export: done already: {format_path(folder)}")
         return folder
-    with stage.building() as part:
+    with stage.unfinished_folder() as part:
         accounts = {name: write_bytes(part / name, [text.encode()]) for name, text in files.items()}
-        blocks = blocks_of(list(read_all_weights(checkpoint, shape)), precision)
+        blocks = encode_safetensors(list(read_all_weights(checkpoint, shape)), precision)
         accounts["model.safetensors"] = write_bytes(part / "model.safetensors", blocks)
-        stage.finish(part, accounts, {"precision": precision, "parameters": shape.parameters})
+        stage.write_manifest(part, accounts, {"precision": precision, "parameters": shape.parameters})
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     size = accounts["model.safetensors"]["bytes"] / 1e6
     print(
-        f"export: {shown(folder)}: {shape.parameters:,} parameters of {shown(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB"
+        f"export: {format_path(folder)}: {shape.parameters:,} parameters of {format_path(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB"
     )
     return folder
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from textmill.conversion.safe_unpickle import read_pickle
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.storage.files import new_folder, read_json, shown, write_bytes, write_json
-from textmill.storage.tensor_files import Named, blocks_of
+from textmill.storage.files import create_folder, format_path, read_json, write_bytes, write_json
+from textmill.storage.tensor_files import Named, encode_safetensors
 
 Tree = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -51,10 +51,10 @@ def convert(checkpoint: Path, config: Path, out: Path) -> Path:
             raise TextmillError(
                 f"{checkpoint}: '{name}' is {list(found[name].shape)}; with {config} it must be {list(size)}"
             )
-    new_folder(out, "OUT")
+    create_folder(out, "OUT")
     if any(out.iterdir()):
         raise TextmillError(f"{out}: not empty; name a new folder")
-    write_bytes(out / "model.safetensors", blocks_of([(name, found[name]) for name in wanted]))
+    write_bytes(out / "model.safetensors", encode_safetensors([(name, found[name]) for name in wanted]))
     write_json(out / "config.json", family.hf_config_of(shape))
     return out
 
@@ -205,7 +205,7 @@ def main(argv: list[str]) -> int:
     except TextmillError as error:
         print(f"textmill: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"wrote {shown(out)}; start from it with model.init_from={out}")
+    print(f"wrote {format_path(out)}; start from it with model.init_from={out}")
     return 0
 
 

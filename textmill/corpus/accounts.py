@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.corpus.document import SPLITS
-from textmill.storage.files import shown
+from textmill.storage.files import format_path
 
 Counts = dict[str, Any]
 
@@ -61,12 +61,12 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         (
             "quarantined",
             counts["quarantined"],
-            f"see {shown(folder / 'quarantine.jsonl')}" if counts["quarantined"] else "",
+            f"see {format_path(folder / 'quarantine.jsonl')}" if counts["quarantined"] else "",
         ),
     ]
     for split, amounts in counts["by_split"].items():
         rows.append((split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
-    lines = [f"prepare: {shown(folder)}"]
+    lines = [f"prepare: {format_path(folder)}"]
     lines += [f"  {name:<12}{number:>14,}  {note}".rstrip() for name, number, note in rows]
     if rules["changed"]:
         lines.insert(3, f"  {'changed':<28}{rules['changed']}")

@@ -23,7 +23,7 @@ from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.split import DIGEST_BYTES, text_digest
-from textmill.storage.files import account_of, read_json, write_json, writing
+from textmill.storage.files import atomic_writer, manifest_entry, read_json, write_json
 
 CLEANED_SCHEMA = pa.schema(
     [("text", pa.string()), ("id", pa.string()), ("meta", pa.string()), ("messages", pa.string())]
@@ -106,8 +106,8 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
     cleaner, split_lines = Cleaner(task.config), SENTENCE_SPLITTERS.get(task.config.sentences)
     records = quarantined = 0
     files = (
-        writing(task.path("bad")),
-        writing(task.path("digests")),
+        atomic_writer(task.path("bad")),
+        atomic_writer(task.path("digests")),
         new_shard(task.path("parquet"), CLEANED_SCHEMA, "lz4"),
     )
     with files[0] as bad, files[1] as digests, files[2] as shard:
@@ -163,7 +163,7 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
                 writers[split].add(part.append_column("source", source).select(schema.names))
     for _, split in present_splits:
         name = shard_name(split, task.chunk.number)
-        splits[split]["file"] = {"name": name, **account_of(task.folder / name)}
+        splits[split]["file"] = {"name": name, **manifest_entry(task.folder / name)}
     write_json(task.path("written.json"), splits)
     return splits
 

@@ -24,7 +24,7 @@ from textmill.corpus.sources import find_sources, portable_names, source_state, 
 from textmill.corpus.split import declared_splits
 from textmill.errors import TextmillError
 from textmill.runners import Runner, open_runner
-from textmill.storage.files import hash_file, read_json, remove_folder, shown, write_bytes, write_json
+from textmill.storage.files import format_path, hash_file, read_json, remove_folder, write_bytes, write_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
@@ -42,16 +42,16 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     inputs = _inspect_inputs(_find_sources(config), folder, force)
     _check_conversation_formats(config, inputs)
     stage = Stage("prepare", folder, _describe_inputs(config, inputs), config.to_yaml())
-    if stage.done(force):
-        print(f"prepare: done already: {shown(folder)} ({open_manifest(folder)['documents']:,} documents)")
+    if stage.is_done(force):
+        print(f"prepare: done already: {format_path(folder)} ({open_manifest(folder)['documents']:,} documents)")
         return _export_to_mongo(config, folder, inputs)
     _export_to_mongo(config, folder, inputs, check=True)
-    with stage.building() as part, runner:
+    with stage.unfinished_folder() as part, runner:
         counts, files = _build(config, runner, [item.source for item in inputs], part)
         _check_unchanged(inputs)
         _remove_intermediate_files(part, files)
         manifest_fields = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
-        stage.finish(part, files, manifest_fields)
+        stage.write_manifest(part, files, manifest_fields)
     print("\n".join(format_account(counts, folder, config.corpus.split)))
     return _export_to_mongo(config, folder, inputs)
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.document import Document, Split
 from textmill.errors import TextmillError
-from textmill.storage.files import writing
+from textmill.storage.files import atomic_writer
 
 SCHEMA = pa.schema([("text", pa.string()), ("source", pa.string()), ("id", pa.string()), ("meta", pa.string())])
 CHAT_SCHEMA = SCHEMA.append(pa.field("messages", pa.string()))
@@ -152,7 +152,10 @@ class ShardWriter:
 def new_shard(path: Path, schema: pa.Schema = SCHEMA, compression: str = "zstd") -> Iterator[ShardWriter]:
     """Open a new shard for writing; the file is written atomically."""
     options: dict[str, Any] = {"compression": compression, "write_statistics": False, "write_page_checksum": True}
-    with writing(path) as stream, pq.ParquetWriter(stream, schema, use_dictionary=["source"], **options) as writer:
+    with (
+        atomic_writer(path) as stream,
+        pq.ParquetWriter(stream, schema, use_dictionary=["source"], **options) as writer,
+    ):
         shard = ShardWriter(writer)
         yield shard
         shard.flush()

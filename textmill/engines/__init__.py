@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from textmill.engines.spikes import Guard
 from textmill.errors import TextmillError
-from textmill.processes.ranks import Alone, Ranks
+from textmill.processes.ranks import Ranks, SingleProcess
 from textmill.storage import faults
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
@@ -119,7 +119,7 @@ class Engine(Protocol):
         """Take weights, moments (none with 0 updates), the count of updates and the loss scale's state; `where` names them in errors."""
         ...
 
-    def copies(self) -> dict[str, int]:
+    def replica_checksums(self) -> dict[str, int]:
         """A number for each weight, or part of one, that other processes hold a copy of: the same for the same bits."""
         ...
 
@@ -146,11 +146,11 @@ def open_engine(config: Any, shape: Any, ranks: Ranks | None = None) -> Engine:
     """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with FAULTS that it breaks
     where `textmill.storage.faults` tells it to."""
     module = _module_of(config)
-    if (inner := faults.armed("nan", "flip")) and not getattr(module, "FAULTS", False):
+    if (inner := faults.armed_actions("nan", "flip")) and not getattr(module, "FAULTS", False):
         raise TextmillError(
             f"{faults.VARIABLE}: {inner[0]} happens inside the torch engine alone; take it out, or set engine.kind=torch"
         )
-    engine: Engine = module.new_engine(config, shape, ranks or Alone())
+    engine: Engine = module.new_engine(config, shape, ranks or SingleProcess())
     return engine
 
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
-from textmill.devices import arithmetic, open_device, peak_flops_of, precision_of
+from textmill.devices import autocast, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.checksum_torch import bit_sums
 from textmill.engines.deepspeed_config import json_of, read_file, settled, their_say
@@ -59,7 +59,7 @@ class Task(nn.Module):
     ) -> Any:
         """The loss of a micro-batch; without shares, the sums of its losses and of its right answers."""
         train, vocab = self.train_config, self.net.shape.vocab
-        with arithmetic(inputs.device, self.precision) if self.mixed else nullcontext(), attention_order(inputs.device):
+        with autocast(inputs.device, self.precision) if self.mixed else nullcontext(), attention_order(inputs.device):
             x_ME = hidden_states(self.net, inputs, keys, documents, self.precision)
         if share is None:
             losses, right = scored(x_ME, self.net.head, labels.flatten(), vocab)
@@ -95,7 +95,7 @@ class OnDeepSpeed:
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """DeepSpeed's forward and backward by micro-batches, then its step, an empty one for a spike or a gradient that is not finite."""
-        asked, asking = (int(count) for count in self.ranks.sums(asked_of(batch)))
+        asked, asking = (int(count) for count in self.ranks.all_reduce(asked_of(batch)))
         # DeepSpeed takes means over processes, and scales a loss of fp16 after it has made its gradient: both go into the shares.
         scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
         shares = token_shares(batch, self.train.loss, asked, asking) * np.float32(self.ranks.world * scale)
@@ -161,7 +161,7 @@ class OnDeepSpeed:
         ]
         self.engine.train()
         losses, right = (torch.stack(kind).cpu().double().sum() for kind in zip(*sums, strict=True))
-        loss, asked, correct = self.ranks.sums([float(losses), asked_of(batch)[0], int(right)])
+        loss, asked, correct = self.ranks.all_reduce([float(losses), asked_of(batch)[0], int(right)])
         return Sums(loss, int(asked), int(correct))
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
@@ -186,7 +186,7 @@ class OnDeepSpeed:
             if mine(prefix + name):
                 yield prefix + name, host_copy(family.to_checkpoint(weight, whole, self.net.shape)).numpy()
 
-    def copies(self) -> dict[str, int]:
+    def replica_checksums(self) -> dict[str, int]:
         """The bits of each weight of the net; under ZeRO-3 nobody holds a copy of another's part."""
         known = weights_of(self.net).items() if self.stage < 3 else ()
         return bit_sums({name: parameter.float() for name, (_, parameter) in known}) if known else {}
@@ -255,7 +255,7 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     deepspeed = _deepspeed(device)
     theirs = read_file(config.engine.deepspeed_config)
     section = settled(config.engine, theirs)
-    precision = precision_of(section.precision, device)
+    precision = torch_dtype(section.precision, device)
     if config.train.spikes.threshold and precision == torch.float16:
         raise TextmillError(
             "train.spikes.threshold: in fp16 DeepSpeed would take a spike for an overflow; set engine.precision=bf16, or take it out"

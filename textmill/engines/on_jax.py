@@ -13,7 +13,7 @@ import numpy as np
 
 from textmill.config import JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
-from textmill.devices import peak_flops_of_card
+from textmill.devices import peak_flops_by_name
 from textmill.engines import Mine, Named, Ranks, Sums, compiled_in, every
 from textmill.engines.shared_torch import part_of
 from textmill.engines.spikes import State, new_guard
@@ -118,7 +118,7 @@ class JaxOnMesh:
         for kind in self.optimizer.kinds() if self.updates() else []:
             yield from self._copies(self.state[kind], f"{kind}/", mine)
 
-    def copies(self) -> dict[str, int]:
+    def replica_checksums(self) -> dict[str, int]:
         """The bits of each part of a weight that this process holds, summed on its device; who holds the same has the same."""
         parts = [
             (f"{name}{shard.index}", shard.data)
@@ -160,7 +160,7 @@ class JaxOnMesh:
 
     def facts(self) -> dict[str, Any]:
         """Device, arithmetic and size."""
-        count, peak = self.layout.mesh.size, peak_flops_of_card(self.device.device_kind)
+        count, peak = self.layout.mesh.size, peak_flops_by_name(self.device.device_kind)
         return {
             "device": f"{count} x {self.device.device_kind}" if count > 1 else self.device.device_kind,
             "precision": jnp.dtype(self.way.precision).name, "micro_batch": self.micro_batch, "peak_flops": peak and peak * count,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from textmill.config import RunConfig, TorchEngine, TrainConfig
-from textmill.devices import arithmetic, check_fp8, open_device, peak_flops_of, precision_of
+from textmill.devices import autocast, check_fp8, open_device, peak_flops_of, torch_dtype
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.checksum_torch import bit_sums, flip_a_bit
 from textmill.engines.compile_torch import Compiling, compiling
@@ -125,11 +125,11 @@ class OnTorch:
         ):  # the first step compiles meanwhile
             saved = [*saved_of(self.net.shape, self.net.lora), *self.optimizer.stated()]
             self.room = Room([math.prod(weight.shape) for weight in saved])
-        asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.sums(asked_of(batch)))
+        asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.all_reduce(asked_of(batch)))
         shares = token_shares(batch, self.train.loss, asked, asking)
-        if faults.hits("nan", step):
+        if faults.is_due("nan", step):
             shares = shares * np.float32("nan")
-        if faults.hits("flip", step):
+        if faults.is_due("flip", step):
             flip_a_bit(self.layout.own(self.optimizer.parameters[0]))
         keys_N = (
             dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
@@ -177,7 +177,7 @@ class OnTorch:
     ) -> Tensor:
         """The loss of a micro-batch; its gradients are added to those there are."""
         with attention_order(self.device):  # backward too, where states are made again
-            with arithmetic(self.device, self.precision):
+            with autocast(self.device, self.precision):
                 x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.parts)
             asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
             smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
@@ -197,7 +197,7 @@ class OnTorch:
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
-            with arithmetic(self.device, self.precision):
+            with autocast(self.device, self.precision):
                 x_ME = hidden_states(self.net, inputs, None, self._documents(batch, rows), self.precision)
             asked = (x_ME, self.net.head, labels.flatten(), self.net.shape.vocab)
             losses, right = shared_scores(*asked, self.layout.peers) if self.layout.peers else scored(*asked)
@@ -206,7 +206,7 @@ class OnTorch:
         # Doubles are for the host: not every device has them.
         total = float(torch.stack(sums).cpu().double().sum())
         self.layout.rest()
-        found = self.ranks.sums([total, asked_of(batch)[0], int(torch.stack(correct).sum())])
+        found = self.ranks.all_reduce([total, asked_of(batch)[0], int(torch.stack(correct).sum())])
         summed = [value / self.layout.mesh.tensor for value in found]
         return Sums(summed[0], int(summed[1]), int(summed[2]))
 
@@ -225,7 +225,7 @@ class OnTorch:
         for kind, state in self.optimizer.states():
             yield from named_copies(self.net, state, f"{kind}/", mine, self.layout.whole)
 
-    def copies(self) -> dict[str, int]:
+    def replica_checksums(self) -> dict[str, int]:
         """The bits of what this process holds of each weight, summed on its device; processes that hold the same have the same."""
         layout, members = self.layout, weights_of(self.net).values()
         return bit_sums({layout.name_of(weight): layout.own(parameter) for weight, parameter in members})
@@ -284,7 +284,7 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
     assert isinstance(engine, TorchEngine)
     mesh = mesh_of(config, shape, ranks.world)
     device = ranks.device if isinstance(ranks, TorchRanks) else open_device(engine.device)
-    precision = precision_of(engine.precision, device)
+    precision = torch_dtype(engine.precision, device)
     if engine.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

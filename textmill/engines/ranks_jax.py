@@ -9,7 +9,7 @@ import jax
 from textmill.engines.ranks_torch import launch_of
 from textmill.engines.ranks_torch import open_ranks as open_torch_ranks
 from textmill.errors import TextmillError
-from textmill.processes.heartbeat import START
+from textmill.processes.heartbeat import START_SECONDS
 from textmill.processes.ranks import Ranks
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
@@ -26,7 +26,10 @@ def open_ranks(device: str, timeout: float) -> Ranks:
         host, _, port = launch.meet.rpartition(":")
         _choose(device)
         jax.distributed.initialize(
-            f"{host}:{int(port) + 1}", launch.world, launch.rank, initialization_timeout=int(max(timeout, START))
+            f"{host}:{int(port) + 1}",
+            launch.world,
+            launch.rank,
+            initialization_timeout=int(max(timeout, START_SECONDS)),
         )
     return ranks
 

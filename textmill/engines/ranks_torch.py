@@ -19,9 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from textmill.devices import open_device
 from textmill.errors import TextmillError
-from textmill.processes import heartbeat as watch
-from textmill.processes.ranks import Alone, Ranks
-from textmill.processes.signals import leaving_at_once
+from textmill.processes import heartbeat
+from textmill.processes.ranks import Ranks, SingleProcess
+from textmill.processes.signals import default_signals
 
 LOST = ("gloo", "NCCL", "Connection closed")
 """Words of errors that a collective raises when another process is gone."""
@@ -78,19 +78,19 @@ def open_ranks(device: str, timeout: float) -> Ranks:
     """The processes that a launcher started together, their groups opened; the words of `engine.device` and `engine.timeout`."""
     launch = launch_of(os.environ)
     if launch is None or launch.world == 1:
-        return Alone()
+        return SingleProcess()
     chosen = device_of(device, launch)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     # torchrun has a meeting place of its own behind env://.
     place = "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.meet}"
-    patience = max(timeout, watch.START)
+    patience = max(timeout, heartbeat.START_SECONDS)
     try:
-        with leaving_at_once():
+        with default_signals():
             store, rank, world = next(rendezvous(place, launch.rank, launch.world, timeout=timedelta(seconds=patience)))
-            ours = watch.Watch(rank, world, _board(store, timeout), timeout)
-            # The watch is to speak first: it knows whom the others wait for.
+            watchdog = heartbeat.Watchdog(rank, world, _status_store(store, timeout), timeout)
+            # A longer timeout than the watchdog's, which knows which rank the others wait for.
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60)
             )
@@ -99,14 +99,14 @@ def open_ranks(device: str, timeout: float) -> Ranks:
             f"the {launch.world} processes of this run did not meet at {launch.meet} within {patience:.0f} seconds "
             f"({str(error).splitlines()[0][:160]}); start all of them, or raise engine.timeout"
         ) from None
-    return TorchRanks(launch, chosen, ours)
+    return TorchRanks(launch, chosen, watchdog)
 
 
-def _board(store: Any, timeout: float) -> PrefixStore:
-    """A line of its own to the place where the processes meet, for the thread that watches."""
-    board = store.clone()
-    board.set_timeout(timedelta(seconds=max(5.0, timeout / 2)))
-    return PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", board)
+def _status_store(store: Any, timeout: float) -> PrefixStore:
+    """A separate connection to the rendezvous store, for the watchdog's thread."""
+    status_store = store.clone()
+    status_store.set_timeout(timedelta(seconds=max(5.0, timeout / 2)))
+    return PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", status_store)
 
 
 def device_of(word: str, launch: Launch) -> torch.device:
@@ -132,8 +132,14 @@ def device_of(word: str, launch: Launch) -> torch.device:
 class TorchRanks:
     """Ranks over a gloo group of its own, so that agreeing never meets the collectives of a step."""
 
-    def __init__(self, launch: Launch, device: torch.device, ours: watch.Watch) -> None:
-        self.launch, self.rank, self.world, self.device, self.watch = launch, launch.rank, launch.world, device, ours
+    def __init__(self, launch: Launch, device: torch.device, watchdog: heartbeat.Watchdog) -> None:
+        self.launch, self.rank, self.world, self.device, self.watchdog = (
+            launch,
+            launch.rank,
+            launch.world,
+            device,
+            watchdog,
+        )
         self.group = dist.new_group(backend="gloo")
 
     @property
@@ -143,17 +149,17 @@ class TorchRanks:
 
     def any(self, flag: bool) -> bool:
         """One all-reduce of one number."""
-        return self.sums([int(flag)])[0] > 0
+        return self.all_reduce([int(flag)])[0] > 0
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
         """One all-reduce."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
-        self.at()
+        self.report_progress()
         found: list[float] = tensor.tolist()
         return found
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Lengths first, then texts filled up to the longest."""
         text = json.dumps(value).encode()
         lengths = self._gathered(torch.tensor([len(text)], dtype=torch.int64))
@@ -164,35 +170,35 @@ class TorchRanks:
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(found, tensor, group=self.group)
-        self.at()
+        self.report_progress()
         return found
 
     def barrier(self) -> None:
         """Wait for all."""
         dist.barrier(group=self.group)
-        self.at()
+        self.report_progress()
 
-    def again(self) -> TorchRanks:
+    def new_group(self) -> TorchRanks:
         """Over another group."""
-        return TorchRanks(self.launch, self.device, self.watch)
+        return TorchRanks(self.launch, self.device, self.watchdog)
 
-    def at(self, place: str | None = None) -> None:
-        """Known to the watch."""
-        self.watch.moved(place)
+    def report_progress(self, place: str | None = None) -> None:
+        """Passed to the watchdog."""
+        self.watchdog.report_progress(place)
 
     @contextmanager
-    def watched(self, leave: Callable[[str], None]) -> Iterator[None]:
-        """The thread is there since they met; here it learns what to leave behind, and of collectives that fail."""
-        self.watch.leave = leave
+    def under_watchdog(self, on_end: Callable[[str], None]) -> Iterator[None]:
+        """The watchdog runs since the ranks met; here it gets `on_end`, and the errors of failed collectives."""
+        self.watchdog.on_end = on_end
         try:
             yield
         except RuntimeError as error:
             if any(word in str(error) for word in LOST):
-                self.watch.end(f"a collective failed ({str(error).splitlines()[0][:160]})")
+                self.watchdog.end_job(f"a collective failed ({str(error).splitlines()[0][:160]})")
             raise
 
     def close(self) -> None:
-        """Give all groups back; nothing to watch any more."""
-        self.watch.close()
+        """Stop the watchdog and destroy all groups."""
+        self.watchdog.close()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import RunConfig
 from textmill.evaluation.task import Result, Scorer
 from textmill.evaluation.tasks import open_task
-from textmill.storage.files import shown, write_json
+from textmill.storage.files import format_path, write_json
 
 
-def evaluate(config: RunConfig, step: WhichStep = "latest", as_json: bool = False) -> Result:
+def evaluate(config: RunConfig, step: StepChoice = "latest", as_json: bool = False) -> Result:
     """Run every task, print the numbers and how they were measured, and save them in the run; return all results in one."""
     from textmill.evaluation.scorer_torch import open_scorer  # torch is loaded only when there is something to measure
 
-    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
     scorer = open_scorer(checkpoint, config.engine, config.evaluate.batch)
     results: Result = {}
     for name in config.evaluate.tasks:
@@ -25,7 +25,7 @@ def evaluate(config: RunConfig, step: WhichStep = "latest", as_json: bool = Fals
         if not as_json:
             print(f"{format_tables([name], result)}\n\n{_describe(name, result)}")
             if saved is not None:
-                print(f"Saved in {shown(saved)}")
+                print(f"Saved in {format_path(saved)}")
         results |= result
     if as_json:
         print(json.dumps(results, ensure_ascii=False))
@@ -45,9 +45,7 @@ def _measure(name: str, scorer: Scorer, config: RunConfig) -> Result:
 
 
 def _describe(name: str, result: Result) -> str:
-    model = (
-        f"{shown(Path(result['checkpoint']))}, step {result['step']:,}, in {result['precision']} on {result['device']}."
-    )
+    model = f"{format_path(Path(result['checkpoint']))}, step {result['step']:,}, in {result['precision']} on {result['device']}."
     return f"{model}\n{open_task(name).describe_method(result)}"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig
-from textmill.devices import arithmetic, open_device, precision_of
+from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Score, StoreLoss
 from textmill.models.nets_torch import Net, open_net
@@ -39,7 +39,7 @@ def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> Tor
             f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding {net.shape.vocab:,} rows; "
             f"use the tokenizer that the model was trained with"
         )
-    return TorchScorer(checkpoint, net, tokenizer, batch, precision_of(engine.precision, device))
+    return TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _token_losses(net: Net, batch: Batch, precision: torch.dtype, greedy: bool =
     has_loss_NT = labels_NT != IGNORED
     labels_M = labels_NT[has_loss_NT].long()
     losses, likeliest = [], []
-    with arithmetic(device, precision):
+    with autocast(device, precision):
         hidden_ME = net(inputs_NT)[has_loss_NT]
         rows = max(1, MAX_LOGITS // net.shape.padded_vocab)
         for begin in range(0, len(labels_M), rows):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.terminal import Terminal
@@ -23,14 +23,14 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 SEPARATOR = "-" * 40
 
 
-def generate(config: RunConfig, step: WhichStep = "latest", as_json: bool = False) -> list[str]:
+def generate(config: RunConfig, step: StepChoice = "latest", as_json: bool = False) -> list[str]:
     """Continue `sample.prompt` `sample.count` times, or without a prompt every line typed on a terminal.
 
     Returns the new texts.
     """
     from textmill.generation.generator import open_generator  # imports torch, which is slow
 
-    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
     sample = config.sample
     prompts = [sample.prompt or ""] if sample.prompts_file is None else _read_prompts(Path(sample.prompts_file), sample)
     generator = open_generator(checkpoint, config.engine)

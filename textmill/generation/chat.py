@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from textmill.checkpoints.folders import WhichStep
+from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig, SampleConfig
 from textmill.config.load import build_config, merge_trees, parse_settings
 from textmill.errors import TextmillError, warn
@@ -23,7 +23,7 @@ HELP = (
 )
 
 
-def chat(config: RunConfig, step: WhichStep = "latest") -> None:
+def chat(config: RunConfig, step: StepChoice = "latest") -> None:
     """Chat with a model until the input ends."""
     checkpoint, template = open_chat_model(config, step)
     from textmill.generation.generator import open_generator  # imports torch, which is slow

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
@@ -21,16 +21,16 @@ QUESTIONS = 3
 """Conversations taken from the valid split if there is no prompt."""
 
 
-def open_chat_model(config: RunConfig, step: WhichStep) -> tuple[Checkpoint, TalkTemplate]:
+def open_chat_model(config: RunConfig, step: StepChoice) -> tuple[Checkpoint, TalkTemplate]:
     """Return the checkpoint that a config names, and its chat template."""
-    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
     if template is None:
         raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
     return checkpoint, template
 
 
-def answer(config: RunConfig, step: WhichStep = "latest") -> list[str]:
+def answer(config: RunConfig, step: StepChoice = "latest") -> list[str]:
     """Answer `sample.prompt`, or the first questions of the valid split; print and return question and answer."""
     from textmill.generation.generator import open_generator  # imports torch, which is slow
 

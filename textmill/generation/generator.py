@@ -12,7 +12,7 @@ from torch import nn
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig
-from textmill.devices import open_device, precision_of
+from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event, Slots, slots_type
 from textmill.generation.beams import beam_search
@@ -166,4 +166,4 @@ def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, apart: bool 
             f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} pieces, its embedding {net.shape.vocab:,} vectors; "
             f"put the tokenizer that the model was trained with beside it"
         )
-    return Generator(cast(Net, cast(nn.Module, net).to(precision_of(engine.precision, device))), tokenizer)
+    return Generator(cast(Net, cast(nn.Module, net).to(torch_dtype(engine.precision, device))), tokenizer)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from textmill.config import SampleConfig
-from textmill.counters import GOLDEN, mix
+from textmill.counters import GOLDEN_RATIO, mix
 from textmill.generation.gpu_sampling import MASKED, MIN_TEMPERATURE, TopKSampling, new_top_k_sampling
 from textmill.kernels.transfer_torch import on_device
 
@@ -130,7 +130,7 @@ class UniformNumbers:
     """Random numbers in [0, 1): each is computed from a row's seed and its number of new tokens, some steps ahead."""
 
     def __init__(self, states: Sequence[SamplingState], device: torch.device) -> None:
-        self.seeds_N = mix(np.array([state.sample.seed for state in states], np.uint64) + GOLDEN)
+        self.seeds_N = mix(np.array([state.sample.seed for state in states], np.uint64) + GOLDEN_RATIO)
         self.counts_N = np.array([state.new_tokens for state in states], np.uint64)
         self.device, self.first_step, self.numbers_SN = device, 0, torch.empty(0)
 
@@ -139,7 +139,7 @@ class UniformNumbers:
         step = new_tokens - int(self.counts_N[0])
         if not 0 <= step - self.first_step < len(self.numbers_SN):
             steps_S1 = np.arange(step, step + STEPS_AHEAD, dtype=np.uint64)[:, None]
-            keys_SN = mix(self.seeds_N * GOLDEN + (self.counts_N + steps_S1) + GOLDEN)
+            keys_SN = mix(self.seeds_N * GOLDEN_RATIO + (self.counts_N + steps_S1) + GOLDEN_RATIO)
             numbers_SN = torch.from_numpy((keys_SN >> np.uint64(11)).astype(np.float64) / (1 << 53))
             if self.device.type == "cuda":
                 numbers_SN = numbers_SN.pin_memory().to(self.device, non_blocking=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from textmill.errors import TextmillError
-from textmill.storage.files import locked, read_json, write_json
+from textmill.storage.files import file_lock, read_json, write_json
 
 NAME = "products-2.json"
 """The number changes when algorithms are searched or measured differently."""
@@ -32,7 +32,7 @@ def keep(card: str, form: str, way: bytes) -> None:
     """Add a choice to the file, under a lock; do nothing if the file cannot be written or locked."""
     with suppress(OSError, RuntimeError, TextmillError):  # RuntimeError: no home directory
         place().parent.mkdir(parents=True, exist_ok=True)
-        with locked(place().with_suffix(".lock"), None):
+        with file_lock(place().with_suffix(".lock"), None):
             cached_choices = _read()
             chosen = cached_choices.get(card)
             cached_choices[card] = {**(chosen if isinstance(chosen, dict) else {}), form: way.hex()}

@@ -17,7 +17,7 @@ from textmill.checkpoints.adapters import config_path
 from textmill.config import SIZES
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
-from textmill.storage.prefetch import ahead
+from textmill.storage.prefetch import prefetch
 
 DRAWING = 8
 """Threads that draw first weights at most."""
@@ -77,7 +77,7 @@ def shape_in(folder: Path) -> Any:
 def first_of(weights: Iterable[Weight], seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Weights before the first step, drawn by threads, since drawing leaves the interpreter's lock; no more than a few wait in memory."""
     threads = min(DRAWING, os.cpu_count() or 1)
-    for weight, values in ahead(lambda weight: _first_values(weight, seed), weights, threads=threads, depth=threads):
+    for weight, values in prefetch(lambda weight: _first_values(weight, seed), weights, threads=threads, depth=threads):
         yield weight.name, values
 
 

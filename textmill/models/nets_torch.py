@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from textmill.checkpoints.adapters import is_adapter, open_adapter, read_apart, read_weights
+from textmill.checkpoints.adapters import is_adapter, open_adapter, read_base_and_adapter, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Family, Weight, open_family, shape_in
@@ -80,7 +80,7 @@ def open_net(folder: Path, device: torch.device, *, apart: bool = False) -> Net:
         _check_size(shape, folder)
     adapter = open_adapter(folder) if apart and is_adapter(folder) else None
     net = new_net(shape, device, lora_of(adapter, shape) if adapter else None)
-    fill(net, read_apart(adapter) if adapter else read_weights(folder), str(folder))
+    fill(net, read_base_and_adapter(adapter) if adapter else read_weights(folder), str(folder))
     return net
 
 

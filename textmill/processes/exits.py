@@ -1,4 +1,4 @@
-"""The end of a process: with its own exit code, whatever the threads of libraries are still at."""
+"""Exit a process with its own exit code, even if library threads are still running."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import NoReturn
 from textmill.errors import EXIT_BUG
 
 
-def leave_after(work: Callable[[], int]) -> NoReturn:
-    """Do all that a process is there for, and end it with the code that this returns; a bug is told as ever.
+def run_and_exit(work: Callable[[], int]) -> NoReturn:
+    """Run `work` and exit with the code that it returns; an unexpected exception prints its traceback.
 
-    What the interpreter does at its end is done too, but for taking itself apart: a thread of gloo's that still has a tensor to give back
-    then aborts the process, as it finds no interpreter to give it to, and other threads keep it from ending at all.
+    Exit handlers run and output is flushed, but the interpreter is not finalized: then a gloo thread that still
+    holds a tensor would abort the process, and other threads could keep it from ending.
     """
     code = EXIT_BUG
     try:
         code = work()
     except Exception:
         sys.excepthook(*sys.exc_info())
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process is ending already
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

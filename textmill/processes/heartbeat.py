@@ -1,4 +1,4 @@
-"""Watch: a thread beside training that tells the other processes where this one is, and ends the job when one is gone or stuck."""
+"""A watchdog thread in every process of a run: it sends heartbeats and ends the job when a process dies or hangs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from typing import Protocol
 from textmill.errors import EXIT_STOPPED
 
 STDERR = 2
-PULSE = 1.0
-"""Seconds between two signs of life."""
-GRACE = 3
-"""Pulses for the others to tell where they are before the job ends."""
-LEAVE = 10
-"""Pulses that the first process, which may keep the board, waits for the others to be done."""
-PATIENCE = 8
-"""Pulses without a sign before a process counts as silent."""
-START = 60.0
-"""Seconds that a process has at least before its first step, where it loads more than it talks."""
+BEAT_SECONDS = 1.0
+"""Seconds between two heartbeats."""
+GRACE_BEATS = 3
+"""Beats that the other ranks have to print their own report before the job ends."""
+EXIT_WAIT_BEATS = 10
+"""Beats that rank 0, which may host the status store, waits at the end for the other ranks to finish."""
+SILENT_BEATS = 8
+"""Beats without a heartbeat after which a process counts as silent."""
+START_SECONDS = 60.0
+"""Lowest timeout before the first step, when a process loads files and rarely reports progress."""
 
 
-class Board(Protocol):
-    """Where the processes leave notes for one another; torch's stores are such."""
+class StatusStore(Protocol):
+    """A key-value store that all processes share; torch's distributed stores fit."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -41,166 +41,166 @@ class Board(Protocol):
 
 
 @dataclass(frozen=True)
-class Sign:
-    """The last that was heard of a process."""
+class Heartbeat:
+    """The last status that a process wrote."""
 
-    pulse: int
+    beat: int
+    """Counts up with every heartbeat."""
     place: str
-    """What it is at, such as step 12."""
-    waits: str | None
-    """The collective that its main thread waits in."""
-    still: float
-    """Seconds since it last moved."""
+    """Where the process is, such as 'step 12'."""
+    collective: str | None
+    """The collective that its main thread waits in, if it waits in one."""
+    idle_seconds: float
+    """Seconds since it last reported progress."""
 
 
-class Watch:
-    """Ends this process with the stack of each thread when no process moves for `timeout` seconds, or when another process ends the job.
+class Watchdog:
+    """Ends this process when no rank makes progress for `timeout` seconds, or when another rank ends the job.
 
-    `leave` is called with the verdict before that.
+    Before that it prints the stack of each thread and calls `on_end` with the verdict.
     """
 
-    def __init__(self, rank: int, world: int, board: Board, timeout: float) -> None:
-        self.rank, self.world, self.board, self.timeout = rank, world, board, timeout
-        self.leave: Callable[[str], None] = lambda _: None
-        self._place, self._since, self._pulse = "the start", time.monotonic(), 0
-        self._limit = max(timeout, START)
+    def __init__(self, rank: int, world: int, store: StatusStore, timeout: float) -> None:
+        self.rank, self.world, self.store, self.timeout = rank, world, store, timeout
+        self.on_end: Callable[[str], None] = lambda _: None
+        self._place, self._progress_time, self._beats = "the start", time.monotonic(), 0
+        self._current_timeout = max(timeout, START_SECONDS)
         self._reason: str | None = None
         self._closed = threading.Event()
-        self._main = threading.main_thread()
-        self._beat()
-        threading.Thread(target=self._watched, name="watch", daemon=True).start()
+        self._main_thread = threading.main_thread()
+        self._send()
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
-    def moved(self, place: str | None = None) -> None:
-        """This process goes on; the step that its main thread is at now."""
+    def report_progress(self, place: str | None = None) -> None:
+        """Record that this process makes progress and, if given, where it is now."""
         if place is not None:
-            self._place, self._limit = place, self.timeout
-        self._since = time.monotonic()
+            self._place, self._current_timeout = place, self.timeout
+        self._progress_time = time.monotonic()
 
-    def end(self, reason: str) -> None:
-        """End the job from the main thread, which cannot go on, by what was just raised; never returns."""
+    def end_job(self, reason: str) -> None:
+        """End the job because of the exception just caught in the main thread; never returns."""
         self._reason = reason
-        # A launcher that sees one process die asks the others to go: first they say which one it was.
+        # A launcher that sees one process die sends SIGTERM to the rest: they must still name the rank at fault.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         traceback.print_exc()
         while True:
             time.sleep(1)
 
     def close(self) -> None:
-        """Nothing to watch any more; who may keep the board for all is the last to go."""
+        """Stop watching; rank 0 may host the status store, so it waits for the others and exits last."""
         try:
-            self.board.set(f"done/{self.rank}", "")
-            until = time.monotonic() + LEAVE * PULSE
-            while (
-                self.rank == 0
-                and time.monotonic() < until
-                and not self.board.check([f"done/{rank}" for rank in range(self.world)])
-            ):
-                time.sleep(PULSE / 20)
+            self.store.set(f"done/{self.rank}", "")
+            deadline = time.monotonic() + EXIT_WAIT_BEATS * BEAT_SECONDS
+            all_done = [f"done/{rank}" for rank in range(self.world)]
+            while self.rank == 0 and time.monotonic() < deadline and not self.store.check(all_done):
+                time.sleep(BEAT_SECONDS / 20)
         except RuntimeError:
-            pass  # the board has gone
+            pass  # the process that hosts the store has ended
         finally:
             self._closed.set()
 
-    def _watched(self) -> None:
-        """Look until it is closed, and take back the watchdog that each look sets; a watch that fails ends the job, which waits for it."""
+    def _run(self) -> None:
+        """The watchdog's thread; if the watchdog itself fails, it ends the job, since `end_job` waits for it."""
         try:
-            self._look()
+            self._watch()
         except Exception as error:
-            self._finish(f"its own watch failed ({type(error).__name__}: {_first_line(error)})")
+            self._end(f"the watchdog itself failed ({type(error).__name__}: {_first_line(error)})")
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _look(self) -> None:
-        while not self._closed.wait(PULSE):
-            # Where even this thread cannot run, the interpreter's own watchdog speaks.
-            faulthandler.dump_traceback_later(2 * self._limit + 10 * PULSE, exit=True, file=STDERR)
+    def _watch(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            # If even this thread cannot run (the GIL is held), the interpreter's own watchdog ends the process.
+            faulthandler.dump_traceback_later(2 * self._current_timeout + 10 * BEAT_SECONDS, exit=True, file=STDERR)
             try:
-                self._beat()
-                said = self.board.get("over").decode() if self.board.check(["over"]) else None
+                self._send()
+                verdict = self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
             except RuntimeError as error:
-                if self._closed.wait(GRACE * PULSE):  # rank 0 was the first to be done
+                if self._closed.wait(GRACE_BEATS * BEAT_SECONDS):  # rank 0 finished before this rank did
                     return
-                self._finish(
-                    f"the place where the processes meet is gone ({_first_line(error)}): rank 0 or its launcher has ended"
-                )
+                self._end(f"lost the status store ({_first_line(error)}): rank 0 or its launcher has ended")
                 return
-            if said or self._reason:
-                self._finish(said or self._verdict())
+            if verdict or self._reason:
+                self._end(verdict or self._find_verdict())
                 return
-            if self._still() > self._limit and (verdict := self._verdict(moving=True)):
-                self._reason = self._reason or f"nothing moved for {self._still():.0f} s"
-                self._finish(verdict)
+            if self._idle_seconds() > self._current_timeout and (verdict := self._find_verdict(unless_progress=True)):
+                self._reason = self._reason or f"no progress for {self._idle_seconds():.0f} s"
+                self._end(verdict)
                 return
 
-    def _still(self) -> float:
-        return time.monotonic() - self._since
+    def _idle_seconds(self) -> float:
+        return time.monotonic() - self._progress_time
 
-    def _beat(self) -> None:
-        self._pulse += 1
-        self.board.set(f"sign/{self.rank}", json.dumps([self._pulse, self._place, waits_in(self._main), self._still()]))
+    def _send(self) -> None:
+        self._beats += 1
+        status = [self._beats, self._place, find_collective(self._main_thread), self._idle_seconds()]
+        self.store.set(f"heartbeat/{self.rank}", json.dumps(status))
 
-    def _sign_of(self, rank: int) -> Sign | None:
-        key = f"sign/{rank}"
-        return Sign(*json.loads(self.board.get(key))) if self.board.check([key]) else None
+    def _read_heartbeats(self) -> list[Heartbeat | None]:
+        keys = [f"heartbeat/{rank}" for rank in range(self.world)]
+        return [Heartbeat(*json.loads(self.store.get(key))) if self.store.check([key]) else None for key in keys]
 
-    def _verdict(self, moving: bool = False) -> str:
-        """Who is to blame, from two looks at every process; nobody, if it matters whether one is still `moving`, as one that saves is."""
+    def _find_verdict(self, unless_progress: bool = False) -> str:
+        """Which rank is at fault, from two reads of all heartbeats.
+
+        With `unless_progress` it is empty when any rank still makes progress, such as one that saves.
+        """
         try:
-            before = [self._sign_of(rank) for rank in range(self.world)]
-            for _ in range(PATIENCE):
-                time.sleep(PULSE)
-                self._beat()
-                now = [self._sign_of(rank) for rank in range(self.world)]
-                if moving and any_moves(before, now, self._limit):
+            before = self._read_heartbeats()
+            for _ in range(SILENT_BEATS):
+                time.sleep(BEAT_SECONDS)
+                self._send()
+                now = self._read_heartbeats()
+                if unless_progress and any_progress(before, now, self._current_timeout):
                     return ""
-                if not silent_in(before, now):
+                if not find_silent(before, now):
                     break
-            return verdict_of(before, now)
+            return diagnose(before, now)
         except RuntimeError as error:
             return f"rank 0 or its launcher has ended ({_first_line(error)})"
 
-    def _finish(self, verdict: str) -> None:
-        """Say where this process is, let the others do so, and end."""
+    def _end(self, verdict: str) -> None:
+        """Print where this process is, give the other ranks time to do the same, and exit."""
         try:
-            waits, reason = waits_in(self._main), self._reason or "another process ends the job"
-            where = f"{self._place}, waiting in {waits}" if waits else self._place
+            collective, reason = find_collective(self._main_thread), self._reason or "another rank ends the job"
+            where = f"{self._place}, waiting in {collective}" if collective else self._place
             print(f"textmill: rank {self.rank}: in {where}: {reason}; {verdict}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=STDERR, all_threads=True)
-            self.leave(verdict)
-            self.board.set("over", verdict)
-            time.sleep(GRACE * PULSE)
+            self.on_end(verdict)
+            self.store.set("verdict", verdict)
+            time.sleep(GRACE_BEATS * BEAT_SECONDS)
         finally:
             os._exit(EXIT_STOPPED)
 
 
-def silent_in(before: list[Sign | None], now: list[Sign | None]) -> dict[int, Sign | None]:
-    """The processes that gave no sign between two looks."""
+def find_silent(before: list[Heartbeat | None], now: list[Heartbeat | None]) -> dict[int, Heartbeat | None]:
+    """The ranks that sent no heartbeat between two reads."""
     pairs = enumerate(zip(before, now, strict=True))
-    return {rank: new for rank, (old, new) in pairs if new is None or (old is not None and old.pulse == new.pulse)}
+    return {rank: new for rank, (old, new) in pairs if new is None or (old is not None and old.beat == new.beat)}
 
 
-def any_moves(before: list[Sign | None], now: list[Sign | None], limit: float) -> bool:
-    """Whether a process that gave a sign between two looks has moved within so many seconds."""
-    pairs = zip(before, now, strict=True)
-    return any(new is not None and new.still < limit and (old is None or old.pulse != new.pulse) for old, new in pairs)
+def any_progress(before: list[Heartbeat | None], now: list[Heartbeat | None], timeout: float) -> bool:
+    """Whether any rank that sent a heartbeat between two reads made progress within `timeout` seconds."""
+    return any(
+        new is not None and new.idle_seconds < timeout and (old is None or old.beat != new.beat)
+        for old, new in zip(before, now, strict=True)
+    )
 
 
-def verdict_of(before: list[Sign | None], now: list[Sign | None]) -> str:
-    """Whom the others wait for: those that are silent, else those that take no part in what the others wait in."""
-    if silent := silent_in(before, now):
+def diagnose(before: list[Heartbeat | None], now: list[Heartbeat | None]) -> str:
+    """Which ranks block the others: those without a heartbeat, else those that wait in no collective."""
+    if silent := find_silent(before, now):
         places = [
-            f"rank {rank} ({f'last seen in {sign.place}' if sign else 'never seen'})" for rank, sign in silent.items()
+            f"rank {rank} ({f'last seen in {last.place}' if last else 'never seen'})" for rank, last in silent.items()
         ]
-        return f"silent, so dead, stopped or cut off: {', '.join(places)}"
-    idle = [
-        f"rank {rank} (in {sign.place})" for rank, sign in enumerate(now) if sign is not None and sign.waits is None
-    ]
-    if idle and len(idle) < len(now):
-        return f"the others wait for {', '.join(idle)}"
-    return "all processes wait for one another: a network that is lost, or a collective that not all have come to"
+        return f"no heartbeat (dead, stopped or cut off): {', '.join(places)}"
+    missing = [f"rank {rank} (in {one.place})" for rank, one in enumerate(now) if one and one.collective is None]
+    if missing and len(missing) < len(now):
+        return f"the other ranks wait for {', '.join(missing)}"
+    return "deadlock: all ranks wait for one another; the network is down, or not all ranks called the same collective"
 
 
-def waits_in(thread: threading.Thread) -> str | None:
+def find_collective(thread: threading.Thread) -> str | None:
     """The collective that a thread waits in, read from its stack."""
     frame: FrameType | None = sys._current_frames().get(thread.ident or -1)
     collective = None

@@ -1,4 +1,4 @@
-"""Ranks: the processes of one run, which of them this is, and what they agree on."""
+"""The ranks of a run: which one this process is, and how they exchange values and fail together."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """All processes call each method together, in the same order; none of them waits for a device."""
+    """The processes of a run. All of them call each method in the same order; no method waits for a GPU."""
 
     rank: int
     world: int
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that prints, locks and commits."""
+        """True on rank 0, which prints, locks the run folder and commits checkpoints."""
         ...
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any process."""
+        """Whether the flag is true on any rank."""
         ...
 
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """Numbers, each summed over all processes in double precision."""
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        """Each number summed over all ranks, in double precision."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
-        """The small JSON value of every process, by rank."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in order of rank."""
         ...
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait until all ranks are here."""
         ...
 
-    def again(self) -> Ranks:
-        """The same processes over a group of its own, for a thread of its own."""
+    def new_group(self) -> Ranks:
+        """The same ranks over a separate process group, for use in another thread."""
         ...
 
-    def at(self, place: str | None = None) -> None:
-        """Say that this process moves, and the step that it is at, for the others to know if it never comes back."""
+    def report_progress(self, place: str | None = None) -> None:
+        """Report progress to the watchdog and, if given, where this process is, such as 'step 12'."""
         ...
 
-    def watched(self, leave: Callable[[str], None]) -> AbstractContextManager[None]:
-        """While open, one that dies or hangs ends them all, with its rank and every other's stack; `leave` is told why before that."""
+    def under_watchdog(self, on_end: Callable[[str], None]) -> AbstractContextManager[None]:
+        """While open, a rank that dies or hangs ends all ranks; each prints its stack and calls `on_end` with the reason."""
         ...
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the process group."""
         ...
 
 
-class Alone:
-    """One process, which agrees with itself."""
+class SingleProcess:
+    """The ranks of a run with one process: every exchange returns its own value."""
 
     rank, world, first = 0, 1, True
 
@@ -65,77 +65,77 @@ class Alone:
         """The flag."""
         return flag
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
         """The values."""
         return list(values)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """The value alone."""
         return [value]
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Nothing to wait for."""
 
-    def again(self) -> Alone:
+    def new_group(self) -> SingleProcess:
         """Itself."""
         return self
 
-    def at(self, place: str | None = None) -> None:
-        """Nobody asks."""
+    def report_progress(self, place: str | None = None) -> None:
+        """There is no watchdog."""
 
-    def watched(self, leave: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Nobody to watch."""
+    def under_watchdog(self, on_end: Callable[[str], None]) -> AbstractContextManager[None]:
+        """There is no watchdog."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nobody to leave."""
+        """Nothing to close."""
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
-def agreed(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What every process does, or none: an error of one ends all of them and is told once, as is all they say.
+def run_on_all(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on every rank; if it fails on one, it fails on all, and only one rank raises the error.
 
-    One that nobody foresaw names the process it came from.
+    Only rank 0 prints. An unexpected exception gets a note with the rank that it came from.
     """
-    value, fault = None, None
+    value, failure = None, None
     try:
-        with ExitStack() as silent:
+        with ExitStack() as silenced:
             if not ranks.first:
-                silent.enter_context(redirect_stdout(io.StringIO()))
-                silent.enter_context(redirect_stderr(io.StringIO()))
+                silenced.enter_context(redirect_stdout(io.StringIO()))
+                silenced.enter_context(redirect_stderr(io.StringIO()))
             value = work()
     except Exception as error:
-        fault = error
+        failure = error
         if ranks.world > 1 and not isinstance(error, TextmillError):
-            error.add_note(f"textmill: this was rank {ranks.rank} of {ranks.world}, which ends the others")
-    codes = ranks.gather(None if fault is None else getattr(fault, "exit_code", EXIT_BUG))
-    teller = next((rank for rank, code in enumerate(codes) if code is not None), None)
-    if fault is not None and teller == ranks.rank:
-        raise fault
-    if teller is not None:
-        raise AlreadyReported(codes[teller])
+            error.add_note(f"textmill: this was rank {ranks.rank} of {ranks.world}; it ends the other ranks too")
+    codes = ranks.all_gather(None if failure is None else getattr(failure, "exit_code", EXIT_BUG))
+    reporter = next((rank for rank, code in enumerate(codes) if code is not None), None)
+    if failure is not None and reporter == ranks.rank:
+        raise failure
+    if reporter is not None:
+        raise AlreadyReported(codes[reporter])
     return value  # type: ignore[return-value]
 
 
-def moving(ranks: Ranks, things: Iterable[T]) -> Iterator[T]:
-    """The things, each of which is a move: long work is not a hang while they come."""
-    for thing in things:
-        ranks.at()
-        yield thing
+def report_each(ranks: Ranks, items: Iterable[T]) -> Iterator[T]:
+    """Yield the items and report progress at each, so that the watchdog does not take long work for a hang."""
+    for item in items:
+        ranks.report_progress()
+        yield item
 
 
-def together(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
-    """What the work of each process gave, by rank; where one fails, all do, the others without a word of their own."""
-    value, fault = None, None
+def gather_results(ranks: Ranks, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank and return all results, in order of rank; if it fails on one, it fails on all."""
+    value, failure = None, None
     try:
         value = work()
     except BaseException as error:
-        fault = error
-    found = ranks.gather([value, fault is not None])
-    if fault is not None:
-        raise fault
-    if any(failed for _, failed in found):
+        failure = error
+    results = ranks.all_gather([value, failure is not None])
+    if failure is not None:
+        raise failure
+    if any(failed for _, failed in results):
         raise AlreadyReported(EXIT_STOPPED)
-    return [value for value, _ in found]
+    return [value for value, _ in results]

@@ -1,4 +1,4 @@
-"""Signals that ask training to stop: the first is heard at the end of the step, the second ends at once."""
+"""Stop signals of training: the first stops after the current step, the second exits at once."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from textmill.errors import EXIT_STOPPED, AlreadyReported, Stopped, TextmillError
+from textmill.errors import EXIT_STOPPED, AlreadyReported, Interrupted, TextmillError
 from textmill.storage.files import write_json
 
-STOPPED = "stopped.json"
+STOPPED_FILE = "stopped.json"
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
 
-class Stopping:
-    """Hears signals while it is open, in a thread: the main one may be waiting for a device or for other processes."""
+class StopSignals:
+    """Receives stop signals in a thread, because the main thread may be waiting for a GPU or for other ranks."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None
-        """The name of the signal that asked to stop."""
-        self._before: dict[signal.Signals, object] = {}
+        self.received: str | None = None
+        """The name of the stop signal received."""
+        self._old_handlers: dict[signal.Signals, object] = {}
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._far, near = socket.socketpair()
-            near.setblocking(False)
-            self._near, self._fd_before = near, signal.set_wakeup_fd(near.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._hear, name="signals", daemon=True).start()
-            self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            self._read_end, write_end = socket.socketpair()
+            write_end.setblocking(False)
+            self._write_end = write_end
+            self._old_wakeup_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._receive, name="signals", daemon=True).start()
+            self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         return self
 
-    def _hear(self) -> None:
-        """The interpreter writes the number of each signal to a socket, whatever its main thread is at."""
-        with self._far:
-            while numbers := self._far.recv(1):
+    def _receive(self) -> None:
+        """The interpreter writes each signal's number to the socket, whatever the main thread is doing."""
+        with self._read_end:
+            while numbers := self._read_end.recv(1):
                 if numbers[0] not in SIGNALS:
                     continue
-                if self.asked is not None:
+                if self.received is not None:
                     os._exit(EXIT_STOPPED)
-                self.asked = signal.Signals(numbers[0]).name
+                self.received = signal.Signals(numbers[0]).name
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before:
-            for number, handler in self._before.items():
+        if self._old_handlers:
+            for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
-            signal.set_wakeup_fd(self._fd_before)
-            self._near.close()
+            signal.set_wakeup_fd(self._old_wakeup_fd)
+            self._write_end.close()
 
 
 @contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Around a wait in which the interpreter hears no signal, before there is anything to save: they end the process as it stands."""
+def default_signals() -> Iterator[None]:
+    """Let stop signals end the process at once, around a wait in C code before there is anything to save."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -69,15 +70,15 @@ def leaving_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def stopped(run: Path, why: str, step: int | None = None) -> None:
-    """Leave word that the run ended before its time and may go on; exit codes do not outlive every launcher."""
-    if run.is_dir():  # else it has not begun
-        write_json(run / STOPPED, {"why": why, **({} if step is None else {"step": step})})
+def write_stopped_file(run: Path, why: str, step: int | None = None) -> None:
+    """Write stopped.json: the run ended early and can be resumed. Some launchers lose the exit code."""
+    if run.is_dir():  # else the run has not started
+        write_json(run / STOPPED_FILE, {"why": why, **({} if step is None else {"step": step})})
 
 
-def stopped_by(signal: str, run: Path, step: int, first: bool) -> TextmillError:
-    """What ends a run that was asked to stop and is saved; one process says so for all."""
+def stop_error(signal: str, run: Path, step: int, first: bool) -> TextmillError:
+    """The exception that ends a run which was stopped by a signal and is saved; only rank 0 reports it."""
     if not first:
         return AlreadyReported(EXIT_STOPPED)
-    stopped(run, f"stopped by {signal}", step)
-    return Stopped(f"stopped by {signal} at step {step:,}, saved; the same command goes on from there")
+    write_stopped_file(run, f"stopped by {signal}", step)
+    return Interrupted(f"stopped by {signal} at step {step:,}, saved; run the same command again to resume")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from textmill.checkpoints.folders import WhichStep
+from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
 from textmill.errors import EXIT_BUG, AlreadyReported
 
 
-def serve(config: RunConfig, step: WhichStep = "latest") -> None:
+def serve(config: RunConfig, step: StepChoice = "latest") -> None:
     """Answer over HTTP until stopped."""
     from textmill.server.connections import (
         raise_file_limit,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from textmill.checkpoints.folders import Checkpoint, WhichStep, model_of
+from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
 from textmill.server.model_process import open_remote_scheduler
@@ -20,11 +20,11 @@ Open = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
 
 
 def open_service(
-    config: RunConfig, step: WhichStep = "latest", open_scheduler: Open = open_remote_scheduler
+    config: RunConfig, step: StepChoice = "latest", open_scheduler: Open = open_remote_scheduler
 ) -> Service:
     """The service of a config: the model, in a process of its own unless `open_scheduler` puts it elsewhere, and all a request needs."""
     serve, key = config.serve, read_api_key(config.serve)
-    checkpoint = model_of(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
     scheduler = open_scheduler(checkpoint, config.engine, serve)
     return Service(

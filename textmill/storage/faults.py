@@ -1,15 +1,15 @@
-"""Faults on purpose: TEXTMILL_FAULT says what is to break and where, so that a promise is tried on the product itself.
+"""Fault injection for tests: TEXTMILL_FAULT names what fails and when, so that recovery is tested on the real program.
 
-    kill@disk:7        die as by SIGKILL before the 7th write, fsync, rename or removal
-    full@disk:7        from the 7th on, what is written or synced finds the disk full
-    slow@disk:7        from the 7th on, each takes a tenth of a second more
-    kill@step:5:1      rank 1 dies before step 5; stop: it is stopped as by SIGSTOP; hang: it waits for ever
-    hang@start:1       rank 1 waits for ever before it has looked at the data; kill, stop: as at a step
-    spike@step:5:1     the labels of rank 1 are garbage in step 5
-    nan@step:5:1       a gradient of rank 1 is not a number in step 5, on the torch engine
-    flip@step:5:1      one bit of a weight flips on rank 1 before step 5, on the torch engine
+    kill@disk:7        SIGKILL before the 7th write, fsync, rename or removal
+    full@disk:7        from the 7th on, every write or fsync fails with "no space left on device"
+    slow@disk:7        from the 7th on, each takes 0.1 seconds longer
+    kill@step:5:1      rank 1 gets SIGKILL before step 5; stop: SIGSTOP; hang: it sleeps forever
+    hang@start:1       rank 1 sleeps forever before it opens the data; kill and stop work here too
+    spike@step:5:1     rank 1 gets random labels in step 5, which gives a loss spike
+    nan@step:5:1       one gradient of rank 1 is NaN in step 5 (torch engine only)
+    flip@step:5:1      one bit of a weight flips on rank 1 before step 5 (torch engine only)
 
-Several are parted by commas; steps count from 0, and a rank that is not said is 0. Without the variable nothing is looked at.
+Separate several faults by commas. Steps count from 0. The default rank is 0. Without the variable nothing is checked.
 """
 
 from __future__ import annotations
@@ -26,86 +26,91 @@ from typing import Literal
 from textmill.errors import TextmillError
 
 VARIABLE = "TEXTMILL_FAULT"
-SPELLING = re.compile(
+PATTERN = re.compile(
     r"(?P<disk>kill|full|slow)@disk:(?P<number>\d+)|(?P<start>kill|stop|hang)@start(?::(?P<first>\d+))?"
     r"|(?P<step>kill|stop|hang|spike|nan|flip)@step:(?P<at>\d+)(?::(?P<rank>\d+))?"
 )
-SLOW = 0.1
+SLOW_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that breaks."""
+    """One fault to inject."""
 
-    what: str
-    where: str
+    action: str
+    """kill, full, slow, stop, hang, spike, nan or flip."""
+    place: str
+    """disk, start or step."""
     number: int
+    """Which disk access or which step."""
     rank: int
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults that a text names."""
+    """The faults listed in a text such as 'kill@disk:7,nan@step:5:1'."""
     faults = []
-    for word in filter(None, text.split(",")):
-        if (match := SPELLING.fullmatch(word)) is None:
-            raise TextmillError(f"{VARIABLE}: found '{word}'; say such as kill@disk:7 or nan@step:5:1 (step 5, rank 1)")
-        where = next(name for name in ("disk", "start", "step") if match[name])
+    for part in filter(None, text.split(",")):
+        if (match := PATTERN.fullmatch(part)) is None:
+            raise TextmillError(
+                f"{VARIABLE}: found '{part}'; write for example kill@disk:7 or nan@step:5:1 (step 5, rank 1)"
+            )
+        place = next(name for name in ("disk", "start", "step") if match[name])
         number, rank = match["number"] or match["at"] or 0, match["rank"] or match["first"] or 0
-        faults.append(Fault(match[where], where, int(number), int(rank)))
+        faults.append(Fault(match[place], place, int(number), int(rank)))
     return faults
 
 
 _armed: list[Fault] = []
-_touches = itertools.count(1)
+_disk_accesses = itertools.count(1)
 
 
 def arm(text: str) -> None:
-    """Make these faults happen in this process from now on, counting touches of the disk anew."""
-    global _touches
-    _touches = itertools.count(1)
+    """Inject these faults in this process from now on; disk accesses are counted from 1 again."""
+    global _disk_accesses
+    _disk_accesses = itertools.count(1)
     _armed[:] = parse(text)
 
 
-def touch(kind: Literal["write", "name"] = "name") -> None:
-    """Called before a file is written or synced, and before a name is given or taken away."""
+def on_disk_access(kind: Literal["write", "name"] = "name") -> None:
+    """Called before each write or fsync (kind `write`), rename or removal (kind `name`)."""
     if not _armed:
         return
-    number = next(_touches)
+    number = next(_disk_accesses)
     for fault in _armed:
-        if fault.where != "disk":
+        if fault.place != "disk":
             continue
-        if fault.what == "kill" and fault.number == number:
-            _die()
-        if fault.what == "slow" and fault.number <= number:
-            time.sleep(SLOW)
-        if fault.what == "full" and fault.number <= number and kind == "write":
+        if fault.action == "kill" and fault.number == number:
+            _kill_self()
+        if fault.action == "slow" and fault.number <= number:
+            time.sleep(SLOW_SECONDS)
+        if fault.action == "full" and fault.number <= number and kind == "write":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def begin_step(step: int | Literal["start"]) -> None:
-    """Called before a step, and before all of them: here a process dies, is stopped, or waits for ever."""
-    if hits("kill", step):
-        _die()
-    if hits("stop", step):
+def break_process(step: int | Literal["start"]) -> None:
+    """Called at the start and before each step: kill, stop or hang this process if such a fault is due."""
+    if is_due("kill", step):
+        _kill_self()
+    if is_due("stop", step):
         os.kill(os.getpid(), signal.SIGSTOP)
-    while hits("hang", step):
+    while is_due("hang", step):
         time.sleep(1)
 
 
-def hits(what: str, step: int | Literal["start"]) -> bool:
-    """Whether this process is to break so in this step, or at the start."""
+def is_due(action: str, step: int | Literal["start"]) -> bool:
+    """Whether this fault is due on this rank in this step, or at the start."""
     if not _armed:
         return False
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    return (Fault(what, "start", 0, rank) if step == "start" else Fault(what, "step", step, rank)) in _armed
+    return (Fault(action, "start", 0, rank) if step == "start" else Fault(action, "step", step, rank)) in _armed
 
 
-def armed(*kinds: str) -> list[str]:
-    """Which of these are to happen at some step of some process."""
-    return [fault.what for fault in _armed if fault.what in kinds]
+def armed_actions(*actions: str) -> list[str]:
+    """Which of these actions are planned at all, on any rank."""
+    return [fault.action for fault in _armed if fault.action in actions]
 
 
-def _die() -> None:
+def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

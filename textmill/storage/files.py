@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the checksums that prove it later."""
+"""Atomic file writes, checksums, file locks and safe removal of folders."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from textmill.errors import TextmillError
-from textmill.storage.faults import touch
+from textmill.storage.faults import on_disk_access
 
-BLOCK = 1 << 20
-PART = 1 << 26
-"""Bytes of a long file that have a checksum of their own."""
+BLOCK_BYTES = 1 << 20
+PART_BYTES = 1 << 26
+"""A longer file also gets one checksum per this many bytes, so that damage can be located."""
 
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file, read in blocks."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
-        while block := stream.read(BLOCK):
+        while block := stream.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
 def hash_json(value: Any) -> str:
-    """SHA-256 of a JSON value in its one canonical spelling."""
+    """SHA-256 of a JSON value, independent of key order and white space."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Make a file, or the names inside a folder, survive a power cut."""
+def fsync_path(path: Path) -> None:
+    """fsync a file, or the names in a folder, so that they survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        touch("write")
+        on_disk_access("write")
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
 def write_bytes(path: Path, blocks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a file whole or not at all; return its length and SHA-256, taken while writing."""
+    """Write a file atomically; return its length and SHA-256, computed while writing."""
     digest, length = hashlib.sha256(), 0
-    with writing(path) as stream:
+    with atomic_writer(path) as stream:
         for block in blocks:
-            touch("write")
+            on_disk_access("write")
             stream.write(block)
             digest.update(block)
             length += len(block)
@@ -60,16 +60,16 @@ def write_bytes(path: Path, blocks: Iterable[bytes | memoryview]) -> dict[str, A
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[BinaryIO]:
-    """A stream into a file that appears whole when the block ends, or not at all."""
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """A stream to a temporary file; it is renamed to `path` when the block ends, and removed if the block fails."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with open(temporary, "wb") as stream:
             yield stream
-            touch("write")
+            on_disk_access("write")
             stream.flush()
             os.fsync(stream.fileno())
-        touch()
+        on_disk_access()
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -77,165 +77,172 @@ def writing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> dict[str, Any]:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically."""
     return write_bytes(path, [text.encode()])
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
-    """Write a JSON file whole or not at all, readable by a person."""
+    """Write an indented JSON file atomically."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; a broken one is named."""
+    """Read a JSON file; the error names a missing or damaged one."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TextmillError(f"{path}: no such file") from None
     except (ValueError, OSError, RecursionError) as error:
-        raise TextmillError(f"{path}: not readable as JSON ({error}); the file is damaged or not ours") from None
+        raise TextmillError(
+            f"{path}: not readable as JSON ({error}); the file is damaged or was not written by textmill"
+        ) from None
 
 
-def account_of(path: Path) -> dict[str, Any]:
-    """A file's length and SHA-256, as a manifest records them; of a long file also those of its parts, to say where damage is."""
+def manifest_entry(path: Path) -> dict[str, Any]:
+    """A file's length and SHA-256 as a manifest stores them; a long file also gets a short checksum per part."""
     digest, parts = hashlib.sha256(), [hashlib.sha256()]
     with open(path, "rb") as stream:
         for number in itertools.count(1):
-            if not (block := stream.read(BLOCK)):
+            if not (block := stream.read(BLOCK_BYTES)):
                 break
             digest.update(block)
             parts[-1].update(block)
-            if number * BLOCK % PART == 0:
+            if number * BLOCK_BYTES % PART_BYTES == 0:
                 parts.append(hashlib.sha256())
-    account: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-    return {**account, "parts": [part.hexdigest()[:16] for part in parts]} if len(parts) > 1 else account
+    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {**entry, "parts": [part.hexdigest()[:16] for part in parts]} if len(parts) > 1 else entry
 
 
-def faults_of(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = True) -> list[str]:
-    """What is wrong with the files that a manifest names: missing, another length, another checksum."""
-    faults = []
-    for name, account in files.items():
+def find_damage(folder: Path, files: dict[str, dict[str, Any]], *, deep: bool = True) -> list[str]:
+    """Problems of the files that a manifest lists: missing, wrong length or, with `deep`, wrong checksum."""
+    problems = []
+    for name, entry in files.items():
         path = folder / name
         if not path.is_file():
-            faults.append(f"{name} is missing")
-        elif (length := path.stat().st_size) != account["bytes"]:
-            faults.append(f"{name} has {length:,} bytes instead of {account['bytes']:,}")
-        elif deep and (now := account_of(path))["sha256"] != account["sha256"]:
-            faults.append(
-                f"{name} does not match its checksum{_place_of(now.get('parts', []), account.get('parts', []))}"
-            )
-    return faults
+            problems.append(f"{name} is missing")
+        elif (length := path.stat().st_size) != entry["bytes"]:
+            problems.append(f"{name} has {length:,} bytes instead of {entry['bytes']:,}")
+        elif deep and (now := manifest_entry(path))["sha256"] != entry["sha256"]:
+            damaged = _format_damaged_range(now.get("parts", []), entry.get("parts", []))
+            problems.append(f"{name} does not match its checksum{damaged}")
+    return problems
 
 
-def _place_of(now: list[str], before: list[str]) -> str:
-    """Where a long file differs from what it was."""
+def _format_damaged_range(now: list[str], before: list[str]) -> str:
+    """The first byte range whose checksum changed, in brackets; empty for a short file."""
     changed = [number for number, (one, other) in enumerate(zip(now, before, strict=False)) if one != other]
-    return f" (between bytes {changed[0] * PART:,} and {(changed[0] + 1) * PART:,})" if changed else ""
+    return f" (between bytes {changed[0] * PART_BYTES:,} and {(changed[0] + 1) * PART_BYTES:,})" if changed else ""
 
 
 @contextmanager
-def locked(path: Path, busy: str | None) -> Iterator[None]:
-    """Keep a second process out, with what `busy` says, or let it wait; the lock goes with the process, however it ends."""
+def file_lock(path: Path, busy_message: str | None) -> Iterator[None]:
+    """Hold an exclusive lock; if another process holds it, raise `busy_message`, or wait when that is None.
+
+    The operating system releases the lock when the process ends, however it ends.
+    """
     while True:
         with open(path, "w") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+                fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy_message else 0))
             except BlockingIOError:
-                raise TextmillError(busy) from None
+                raise TextmillError(busy_message) from None
             except OSError as error:
-                advice = "take a folder on another one, or have it mounted with locks (flock)"
-                raise TextmillError(
-                    f"{path}: its file system does not lock files ({error.strerror}); {advice}"
-                ) from None
-            if _stands(lock, path):
+                problem = f"{path}: its file system does not support file locks ({error.strerror})"
+                raise TextmillError(f"{problem}; use a folder on another disk, or mount this one with flock") from None
+            if _is_same_file(lock, path):
                 yield
                 return
 
 
-def _stands(stream: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+def _is_same_file(stream: IO[str], path: Path) -> bool:
+    """Whether `path` still names this open file; another process may have removed it."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
 
-def new_folder(path: Path, setting: str) -> None:
-    """Make a folder and those above it; where that cannot be, say which setting names another."""
+def create_folder(path: Path, setting: str) -> None:
+    """Create a folder and its parents; the error names the setting that chooses another one."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TextmillError(f"{path}: cannot be made ({error.strerror}); set another {setting}") from None
+        raise TextmillError(f"{path}: cannot be created ({error.strerror}); set another {setting}") from None
 
 
 @contextmanager
-def taken(folder: Path, setting: str, first: bool) -> Iterator[Callable[[], None]]:
-    """A folder that the first process makes and locks for all; unless what is given is called, nothing stays that was not there before."""
+def claim_folder(folder: Path, setting: str, first: bool) -> Iterator[Callable[[], None]]:
+    """Create a folder and lock it on the first rank; yields a function that keeps what is written there.
+
+    Without a call of that function, everything new in the folder is removed at the end.
+    """
     if not first:
-        yield partial(new_folder, folder, setting)
+        yield partial(create_folder, folder, setting)
         return
-    there = next(above for above in (folder, *folder.parents) if above.exists())
-    before = set(os.listdir(folder)) if there == folder and folder.is_dir() else set()
+    parent = next(above for above in (folder, *folder.parents) if above.exists())
+    before = set(os.listdir(folder)) if parent == folder and folder.is_dir() else set()
     kept: list[bool] = []
-    new_folder(folder, setting)
-    with locked(folder / ".lock", f"{folder}: another process is training there; wait for it or set another {setting}"):
+    create_folder(folder, setting)
+    with file_lock(
+        folder / ".lock", f"{folder}: another process is training in this folder; wait for it or set another {setting}"
+    ):
         try:
             yield partial(kept.append, True)
         finally:
             if not kept:
-                _clear_back(folder, before, there)
+                _remove_new(folder, before, parent)
 
 
-def _clear_back(folder: Path, before: set[str], there: Path) -> None:
-    """Take out of a folder what was not in it before, and the folder and those above it that were not there either."""
+def _remove_new(folder: Path, before: set[str], parent: Path) -> None:
+    """Remove the files of a folder that are not in `before`, then the empty folders below `parent`."""
     for path in folder.iterdir():
         if path.name not in before:
-            clear(path)
-    with suppress(OSError):  # something else came into it
-        while folder != there:
+            try_remove(path)
+    with suppress(OSError):  # another process wrote into it
+        while folder != parent:
             folder.rmdir()
             folder = folder.parent
 
 
-def shown(path: Path) -> str:
-    """A path as a person standing here would write it."""
+def format_path(path: Path) -> str:
+    """A path for messages: relative where it is inside the working directory."""
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # the folder was taken away from under a run that goes on
+    except FileNotFoundError:  # the working directory was removed while a run continues
         return str(path)
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def remove_folder(folder: Path) -> None:
-    """Take the name away first, so that a folder half removed is never taken for a damaged or a half-made one."""
+    """Rename a folder, then remove it, so that a half-removed folder is never mistaken for a damaged one."""
     if folder.exists():
         aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
-        clear(aside)  # an earlier removal in this process, or under its number, was cut short
-        touch()
+        try_remove(aside)  # left by an earlier removal under the same process id that was interrupted
+        on_disk_access()
         os.rename(folder, aside)
-        clear(aside)
+        try_remove(aside)
 
 
 def replace_folder(new: Path, old: Path) -> None:
-    """Put a finished folder in its place; a folder that stood there before goes only after that."""
-    sync(new)
+    """Rename a finished folder to its final name; a folder that had this name is removed only after that."""
+    fsync_path(new)
     if old.exists():
-        touch()
+        on_disk_access()
         os.rename(old, old.with_name(f"{old.name}.old-{os.getpid()}"))
-    touch()
+    on_disk_access()
     os.rename(new, old)
-    sync(old.parent)
+    fsync_path(old.parent)
     for aside in old.parent.glob(f"{glob.escape(old.name)}.old-*"):
-        clear(aside)
+        try_remove(aside)
 
 
-def clear(path: Path) -> None:
-    """Remove a file, or a folder with all in it, if it is there; what cannot be removed stays."""
-    touch()
+def try_remove(path: Path) -> None:
+    """Remove a file, or a folder with its content, if it exists; ignore what cannot be removed."""
+    on_disk_access()
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             for inner in path.iterdir():
-                clear(inner)
+                try_remove(inner)
             path.rmdir()
         else:
             path.unlink()

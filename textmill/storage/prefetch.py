@@ -1,4 +1,4 @@
-"""Work done by threads ahead of whoever takes it: the next pieces are ready when they are asked for."""
+"""Prefetching: threads compute the next items while the caller uses the current one."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def ahead(
-    work: Callable[[Given], Made], given: Iterable[Given], *, threads: int = 1, depth: int = 2
-) -> Iterator[tuple[Given, Made]]:
-    """(one, what work makes of it) for each, in order; at most `depth` wait while one is taken."""
-    with ThreadPoolExecutor(threads, "ahead") as pool:
-        waiting: deque[tuple[Given, Future[Made]]] = deque()
+def prefetch(
+    work: Callable[[Item], Result], items: Iterable[Item], *, threads: int = 1, depth: int = 2
+) -> Iterator[tuple[Item, Result]]:
+    """Yield (item, work(item)) in order; at most `depth` further results are computed ahead."""
+    with ThreadPoolExecutor(threads, "prefetch") as pool:
+        pending: deque[tuple[Item, Future[Result]]] = deque()
         try:
-            for one in given:
-                waiting.append((one, pool.submit(work, one)))
-                if len(waiting) > depth:
-                    yield _done(*waiting.popleft())
-            while waiting:
-                yield _done(*waiting.popleft())
+            for item in items:
+                pending.append((item, pool.submit(work, item)))
+                if len(pending) > depth:
+                    yield _wait_for(*pending.popleft())
+            while pending:
+                yield _wait_for(*pending.popleft())
         finally:
-            for _, future in waiting:
+            for _, future in pending:
                 future.cancel()
 
 
-def _done(one: Given, future: Future[Made]) -> tuple[Given, Made]:
-    return one, future.result()
+def _wait_for(item: Item, future: Future[Result]) -> tuple[Item, Result]:
+    return item, future.result()

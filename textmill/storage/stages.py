@@ -1,4 +1,4 @@
-"""How a verb owns its folder: done already, changed, half made, or new; and how it appears whole."""
+"""Stage folders: decide whether a stage is done, changed or unfinished, and put its finished folder in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError
 from textmill.storage.files import (
-    faults_of,
+    create_folder,
+    file_lock,
+    find_damage,
     hash_json,
-    locked,
-    new_folder,
     read_json,
     replace_folder,
     write_json,
@@ -26,75 +26,77 @@ from textmill.storage.files import (
 Force = Literal["no", "changed", "yes"]
 MANIFEST = "manifest.json"
 MADE_FROM = "made_from.json"
-RESULTS = ("corpus", "tokenizer", "tokens", "train")
-"""The sections whose settings decide what a folder holds."""
+RESULT_SECTIONS = ("corpus", "tokenizer", "tokens", "train")
+"""Config sections whose settings decide the content of a folder."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One verb's folder and everything that decides its content."""
+    """The folder of one command and everything that decides its content."""
 
-    verb: str
+    command: str
     folder: Path
     made_from: dict[str, Any]
-    """Settings and fingerprints of inputs, flat: 'corpus.split' -> value."""
+    """Settings and fingerprints of the inputs, flat: 'corpus.split' -> value."""
     run_yaml: str | None
-    """The resolved config, kept beside the result; none beside what is for others."""
+    """The resolved config, saved next to the result; None for an exported model."""
 
-    def done(self, force: Force) -> bool:
-        """Whether the folder holds this very result already; refuses a folder made from something else."""
-        self._refuse_foreign()
+    def is_done(self, force: Force) -> bool:
+        """Whether the folder already holds this result; raises if it was made from other settings or inputs."""
+        self._check_ownership()
         if force == "yes":
             return False
         if (self._part / MANIFEST).is_file() and rename_settings(
             open_manifest(self._part)["made_from"]
         ) == self.made_from:
-            self._put_in_place()  # an earlier run was killed in its very last moment
+            self._commit()  # an earlier run was killed in its very last moment
         if not self.folder.exists():
             return False
         if not (self.folder / MANIFEST).is_file():
             return False
         manifest = open_manifest(self.folder)
-        changes = differences(manifest["made_from"], self.made_from)
+        changes = list_changes(manifest["made_from"], self.made_from)
         if not changes:
-            faults = faults_of(self.folder, manifest["files"], deep=False)
-            if faults and force == "no":
-                raise TextmillError(f"{self.folder}: {faults[0]}; make it anew with: textmill {self.verb} --force")
-            return not faults
+            damage = find_damage(self.folder, manifest["files"], deep=False)
+            if damage and force == "no":
+                raise TextmillError(f"{self.folder}: {damage[0]}; run it again with: textmill {self.command} --force")
+            return not damage
         if force == "changed":
             return False
         raise TextmillError(
-            f"{self.folder} was made from something else: {'; '.join(changes[:4])}; "
-            f"set it back, choose another folder, or start this stage anew with --force"
+            f"{self.folder} was made from other settings or inputs: {'; '.join(changes[:4])}; "
+            f"set them back, choose another folder, or run this stage again from scratch with --force"
         )
 
-    def _refuse_foreign(self) -> None:
-        """A folder that this verb did not make is never replaced, not even by force."""
+    def _check_ownership(self) -> None:
+        """Refuse to replace a folder that this command did not write, even with --force."""
         if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
             return
-        made = (self.folder / MANIFEST).is_file() and open_manifest(self.folder).get("verb") == self.verb
-        if not made:
+        ours = (self.folder / MANIFEST).is_file() and open_manifest(self.folder).get("verb") == self.command
+        if not ours:
             raise TextmillError(
-                f"{self.folder}: stands there and was not made by 'textmill {self.verb}'; move it away or set another folder"
+                f"{self.folder}: exists and was not made by 'textmill {self.command}'; move it away or set another folder"
             )
 
     @contextmanager
-    def building(self) -> Iterator[Path]:
-        """A half-made folder to fill; kept when interrupted, put in place with its manifest when filled."""
-        part, mark = self._part, hash_json(self.made_from)
-        new_folder(part.parent, "folder")
-        with locked(part.with_name(part.name + ".lock"), f"{self.folder}: another textmill is making it; wait for it"):
-            if part.exists() and not ((part / MADE_FROM).is_file() and read_json(part / MADE_FROM) == mark):
+    def unfinished_folder(self) -> Iterator[Path]:
+        """A folder to fill. It is kept when interrupted, and renamed to its final name when the block ends."""
+        part, inputs_hash = self._part, hash_json(self.made_from)
+        create_folder(part.parent, "folder")
+        with file_lock(
+            part.with_name(part.name + ".lock"), f"{self.folder}: another textmill process is writing it; wait for it"
+        ):
+            if part.exists() and not ((part / MADE_FROM).is_file() and read_json(part / MADE_FROM) == inputs_hash):
                 shutil.rmtree(part)
             part.mkdir(exist_ok=True)
-            write_json(part / MADE_FROM, mark)
+            write_json(part / MADE_FROM, inputs_hash)
             yield part
-            self._put_in_place()
+            self._commit()
             part.with_name(part.name + ".lock").unlink()
 
-    def _put_in_place(self) -> None:
+    def _commit(self) -> None:
         (self._part / MADE_FROM).unlink(missing_ok=True)
-        for pattern in ("*.tmp-*", "*.old-*"):  # what a killed run left half written or half removed
+        for pattern in ("*.tmp-*", "*.old-*"):  # left by a killed run
             for path in self._part.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         replace_folder(self._part, self.folder)
@@ -103,47 +105,53 @@ class Stage:
     def _part(self) -> Path:
         return self.folder.with_name(self.folder.name + ".part")
 
-    def finish(self, part: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
-        """Write the manifest, as the very last thing: facts, every file's length and checksum, and what it was made from."""
-        fingerprint = hash_json({name: account["sha256"] for name, account in files.items()})
-        # The config says where and how, too; a manifest says what, and is the same wherever it was made.
+    def write_manifest(self, part: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
+        """Write the manifest, last of all files: facts, length and checksum of every file, settings and inputs."""
+        fingerprint = hash_json({name: entry["sha256"] for name, entry in files.items()})
+        # run.yaml holds paths too; the manifest does not, so it is the same on every machine.
         if self.run_yaml is not None:
             write_text(part / "run.yaml", self.run_yaml)
-        manifest = {"verb": self.verb, "fingerprint": fingerprint, **facts, "files": files, "made_from": self.made_from}
+        manifest = {
+            "verb": self.command,
+            "fingerprint": fingerprint,
+            **facts,
+            "files": files,
+            "made_from": self.made_from,
+        }
         write_json(part / MANIFEST, {**manifest, "seal": hash_json(manifest)})
 
 
 def open_manifest(folder: Path) -> dict[str, Any]:
-    """A stage folder's manifest; the error says which verb makes the folder."""
+    """Read the manifest of a stage folder."""
     if not (folder / MANIFEST).is_file():
-        raise TextmillError(f"{folder}: no {MANIFEST} there; the stage before has not been run")
+        raise TextmillError(f"{folder}: no {MANIFEST} found; the previous stage has not been run")
     manifest: dict[str, Any] = read_json(folder / MANIFEST)
     return manifest
 
 
-def faults_in_stage(folder: Path) -> list[str]:
-    """What is wrong with a stage's folder, its manifest among it."""
+def find_stage_damage(folder: Path) -> list[str]:
+    """Problems of a stage folder, including its manifest."""
     manifest = open_manifest(folder)
     seal = manifest.pop("seal", None)
     if seal != hash_json(manifest):
         return [f"{MANIFEST} does not match its own checksum"]
-    return faults_of(folder, manifest["files"])
+    return find_damage(folder, manifest["files"])
 
 
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What changed between two flat settings, a line each; a setting that did not exist before had its default."""
     before = rename_settings(before)
-    lines, defaults = [], RunConfig().results(*RESULTS) if after.keys() - before.keys() else {}
+    lines, defaults = [], RunConfig().results(*RESULT_SECTIONS) if after.keys() - before.keys() else {}
     before = {key: defaults[key] for key in after if key in defaults} | before
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            lines += [f"{key}.{line}" for line in differences(old, new)]
+            lines += [f"{key}.{line}" for line in list_changes(old, new)]
         elif old != new:
-            lines.append(f"{key} was {_short(old)}, is {_short(new)}")
+            lines.append(f"{key} was {_shorten(old)}, is {_shorten(new)}")
     return lines
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:28] + "..." + text[-28:]

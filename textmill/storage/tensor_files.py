@@ -1,4 +1,4 @@
-"""Named arrays in safetensors files: written byte by byte, read with every claim of the header checked."""
+"""Read and write safetensors files; every size and offset in a header is checked before use."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from textmill.errors import TextmillError
 from textmill.storage.files import hash_file, hash_json, read_json
 
 Named = tuple[str, NDArray[np.float32]]
-"""A weight or moment: its checkpoint name and its values in checkpoint layout, with the real vocabulary."""
+"""A weight or optimizer moment: checkpoint name and values in checkpoint layout, without vocabulary padding."""
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-READ_AS: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+NUMPY_DTYPES: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 Precision = Literal["fp32", "bf16", "fp16"]
-WRITTEN_AS: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-LONGEST_HEADER = 100_000_000
-INDEX = "model.safetensors.index.json"
+SAFETENSORS_DTYPES: dict[Precision, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+MAX_HEADER_BYTES = 100_000_000
+SHARD_INDEX = "model.safetensors.index.json"
 
 
-def blocks_of(named: list[Named], precision: Precision = "fp32") -> Iterator[bytes]:
-    """The bytes of a safetensors file of arrays in one precision: header, then every array in order."""
-    dtype = WRITTEN_AS[precision]
+def encode_safetensors(named: list[Named], precision: Precision = "fp32") -> Iterator[bytes]:
+    """The bytes of a safetensors file in one precision: the header, then every array in order."""
+    dtype = SAFETENSORS_DTYPES[precision]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in named:
@@ -39,18 +39,20 @@ def blocks_of(named: list[Named], precision: Precision = "fp32") -> Iterator[byt
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name, values in named:
-        yield _bytes_of(name, np.ascontiguousarray(values, "<f4"), precision)
+        yield _encode_array(name, np.ascontiguousarray(values, "<f4"), precision)
 
 
-def _bytes_of(name: str, values: NDArray[np.float32], precision: Precision) -> bytes:
-    """Values rounded to the nearest of a precision, ties to even."""
+def _encode_array(name: str, values: NDArray[np.float32], precision: Precision) -> bytes:
+    """Round to the nearest value of a precision, ties to even."""
     if precision == "fp32":
         return values.tobytes()
     if precision == "fp16":
         with np.errstate(over="ignore"):
             halves = values.astype("<f2")
         if np.isinf(halves).any():
-            raise TextmillError(f"'{name}' holds {np.abs(values).max():.4g}, more than fp16 can say; take bf16 or fp32")
+            raise TextmillError(
+                f"'{name}' holds {np.abs(values).max():.4g}, more than fp16 can represent; use bf16 or fp32"
+            )
         return halves.tobytes()
     bits = values.view(np.uint32)
     rounded = np.where(np.isnan(values), bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
@@ -58,54 +60,55 @@ def _bytes_of(name: str, values: NDArray[np.float32], precision: Precision) -> b
 
 
 def read_tensors(path: Path) -> Iterator[Named]:
-    """Every floating-point array of a safetensors file as fp32, mapped where it can be."""
+    """Every floating-point array of a safetensors file as fp32; fp32 arrays are memory-mapped, not copied."""
     try:
         with open(path, "rb") as stream:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise TextmillError(f"{path}: not readable ({error})") from None
     length = int.from_bytes(data[:8], "little")
-    if length > min(LONGEST_HEADER, len(data) - 8):
+    if length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise TextmillError(
-            f"{path}: its header claims {length:,} bytes of a file of {len(data):,}; the file is cut or not safetensors"
+            f"{path}: its header claims {length:,} bytes, the file has {len(data):,}; it is truncated or not safetensors"
         )
     try:
         header = json.loads(data[8 : 8 + length])
         header.pop("__metadata__", None)
-        claims = sorted(
-            (_whole(one["data_offsets"]), name, one["dtype"], _whole(one["shape"])) for name, one in header.items()
+        entries = sorted(
+            (_integers(one["data_offsets"]), name, one["dtype"], _integers(one["shape"]))
+            for name, one in header.items()
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise TextmillError(f"{path}: its header is not that of a safetensors file") from None
+        raise TextmillError(f"{path}: its header is not a safetensors header") from None
     position = 0
-    for (start, end), name, dtype, shape in claims:
-        wanted = math.prod(shape) * ITEM_BYTES.get(dtype, -1)
-        if start != position or end - start != wanted or min(shape, default=0) < 0 or 8 + length + end > len(data):
+    for (start, end), name, dtype, shape in entries:
+        expected = math.prod(shape) * ITEM_BYTES.get(dtype, -1)
+        if start != position or end - start != expected or min(shape, default=0) < 0 or 8 + length + end > len(data):
             claim = f"'{name}' ({dtype} {list(shape)}) claims bytes {start:,} to {end:,}"
-            raise TextmillError(f"{path}: {claim}, which do not fit; the file is damaged")
+            raise TextmillError(f"{path}: {claim}, which does not fit its size or the file; the file is damaged")
         position = end
-    for (start, _), name, dtype, shape in claims:
-        if (values := _values(data, 8 + length + start, math.prod(shape), dtype)) is not None:
+    for (start, _), name, dtype, shape in entries:
+        if (values := _decode_array(data, 8 + length + start, math.prod(shape), dtype)) is not None:
             yield name, values.reshape(shape)
 
 
-def _whole(numbers: list[int]) -> tuple[int, ...]:
-    """Numbers that a header claims, each of them whole."""
+def _integers(numbers: list[int]) -> tuple[int, ...]:
+    """Numbers from a header as integers; TypeError if one is not."""
     return tuple(index(number) for number in numbers)
 
 
-def _values(data: mmap.mmap, offset: int, count: int, dtype: str) -> NDArray[np.float32] | None:
+def _decode_array(data: mmap.mmap, offset: int, count: int, dtype: str) -> NDArray[np.float32] | None:
     if dtype == "BF16":
         halves = np.frombuffer(data, "<u2", count, offset)
         return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype not in READ_AS:
+    if dtype not in NUMPY_DTYPES:
         return None
-    return np.frombuffer(data, READ_AS[dtype], count, offset).astype(np.float32, copy=False)
+    return np.frombuffer(data, NUMPY_DTYPES[dtype], count, offset).astype(np.float32, copy=False)
 
 
 def read_model(folder: Path) -> Iterator[Named]:
     """The weights of a model folder, in one safetensors file or in Hugging Face shards."""
-    shards = folder / INDEX
+    shards = folder / SHARD_INDEX
     if (folder / "model.safetensors").is_file():
         yield from read_tensors(folder / "model.safetensors")
     elif shards.is_file():
@@ -113,23 +116,25 @@ def read_model(folder: Path) -> Iterator[Named]:
             yield from read_tensors(folder / name)
     else:
         pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
-        found = f"found {', '.join(pickles[:3])}, which can run code when opened" if pickles else "found none"
-        raise TextmillError(f"{folder}: no model.safetensors there, {found}; save the model as safetensors")
+        found = (
+            f"found {', '.join(pickles[:3])}, which can run code when opened" if pickles else "no other weights either"
+        )
+        raise TextmillError(f"{folder}: no model.safetensors found, {found}; save the model as safetensors")
 
 
 def _shards_in(path: Path) -> list[str]:
-    """The files that an index names."""
+    """The shard files that an index lists."""
     tree = read_json(path)
     names = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise TextmillError(f"{path}: has no weight_map from weights to files; save the model as safetensors again")
     for name in names.values():
         if Path(name).name != name:
-            raise TextmillError(f"{path}: names the file '{name}', which leaves the folder")
+            raise TextmillError(f"{path}: lists the file '{name}', which is outside the folder")
     return sorted(set(names.values()))
 
 
-def fingerprint_of(folder: Path) -> str:
-    """A hash of a model folder's weights: their files' whole content."""
+def fingerprint_weights(folder: Path) -> str:
+    """A hash of the full content of a model folder's weight files."""
     files = sorted(folder.glob("*.safetensors"))
     return hash_json({path.name: hash_file(path) for path in files if not path.name.startswith("optimizer")})

@@ -13,7 +13,7 @@ from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.runners import open_runner
-from textmill.storage.files import account_of, hash_file, read_json, shown
+from textmill.storage.files import format_path, hash_file, manifest_entry, read_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.batches.layout import check_ids
@@ -50,21 +50,21 @@ def tokenize_used(config: RunConfig, force: Force = "no") -> Path:
     accounts, mtimes = _look_at(inputs, folder)
     made_from = {"corpus.split": config.corpus.split, "tokenizer": tokenizer.fingerprint, **accounts}
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
-    if stage.done(force):
-        print(f"tokenize: done already: {shown(folder)} ({_spoken(open_manifest(folder)['splits'])})")
+    if stage.is_done(force):
+        print(f"tokenize: done already: {format_path(folder)} ({_spoken(open_manifest(folder)['splits'])})")
         return folder
-    with stage.building() as part:
+    with stage.unfinished_folder() as part:
         places = {number: part / place_of(config, number).relative_to(folder) for number in tables}
         splits = _convert(config, tables, places, tokenizer.vocab)
         pairs = [place / f"{split}.{end}" for place in places.values() for split in SPLITS for end in ("bin", "idx")]
-        files = {path.relative_to(part).as_posix(): account_of(path) for path in pairs}
+        files = {path.relative_to(part).as_posix(): manifest_entry(path) for path in pairs}
         shared = {"tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab, "end": tokenizer.end, "mtimes": mtimes}
-        stage.finish(
+        stage.write_manifest(
             part,
             files,
             {**shared, "used": {str(number): path.name for number, path in tables.items()}, "splits": splits},
         )
-    print(f"tokenize: {shown(folder)}: {_spoken(splits)}")
+    print(f"tokenize: {format_path(folder)}: {_spoken(splits)}")
     return folder
 
 

@@ -16,7 +16,7 @@ from textmill.config import RunConfig
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.runners import open_runner
-from textmill.storage.files import account_of, writing
+from textmill.storage.files import atomic_writer, manifest_entry
 from textmill.storage.progress import progress
 from textmill.tokens.batches.layout import gathered
 from textmill.tokens.store import TokenStore, open_store
@@ -111,7 +111,7 @@ def write_features(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]
             rows += many
             bar.advance(1)
     print(f"tokenize: {rows:,} rows of {config.tokens.features.max_length} tokens in {len(pieces)} files of {FOLDER}/")
-    return {f"{FOLDER}/{piece.path.name}": account_of(piece.path) for piece in pieces}
+    return {f"{FOLDER}/{piece.path.name}": manifest_entry(piece.path) for piece in pieces}
 
 
 def _pieces(config: RunConfig, folder: Path, split: str, special: int) -> list[Piece]:
@@ -144,7 +144,7 @@ def write_piece(piece: Piece) -> int:
     """Write one file of rows, unless it stands there; return how many rows it has."""
     if not piece.path.exists():
         options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}
-        with writing(piece.path) as stream, pq.ParquetWriter(stream, SCHEMA, **options) as writer:
+        with atomic_writer(piece.path) as stream, pq.ParquetWriter(stream, SCHEMA, **options) as writer:
             for table in _tables(open_store(piece.prefix).part(piece.first, piece.end), piece):
                 writer.write_table(table)
     return int(pq.read_metadata(piece.path).num_rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.storage.files import account_of, new_folder, shown, write_bytes
+from textmill.storage.files import create_folder, format_path, manifest_entry, write_bytes
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
@@ -38,10 +38,10 @@ def _merge_prefixes(out: Path, parts: list[Path], force: Force) -> Path:
     stores = [open_store(part) for part in parts]
     if paths_of(out)[0].exists() and force == "no":
         raise TextmillError(f"{paths_of(out)[0]}: stands there already; name another, or make it anew with --force")
-    new_folder(out.parent, "OUT")
+    create_folder(out.parent, "OUT")
     _join(out, stores)
     made = open_store(out)
-    print(f"merge: {shown(out)}: {len(made):,} documents, {made.tokens:,} tokens of {len(stores)} stores")
+    print(f"merge: {format_path(out)}: {len(made):,} documents, {made.tokens:,} tokens of {len(stores)} stores")
     return out
 
 
@@ -67,16 +67,16 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
     made_from = {f"part {number}": manifest["fingerprint"] for number, manifest in enumerate(manifests)}
     # The joined store is a stage of the same chain, so it knows the config that its first part came from.
     stage = Stage("tokenize", out, {"merged": made_from}, (parts[0] / "run.yaml").read_text(encoding="utf-8"))
-    if stage.done(force):
-        print(f"merge: done already: {shown(out)}")
+    if stage.is_done(force):
+        print(f"merge: done already: {format_path(out)}")
         return out
-    with stage.building() as part:
+    with stage.unfinished_folder() as part:
         files: dict[str, dict[str, Any]] = {}
         for split in SPLITS:
             _join(part / split, [open_store(folder / split) for folder in parts])
             lineage = _join_lineages(part / split, [folder / split for folder in parts])
             made = (*reversed(paths_of(part / split)), *lineage, mask_path(part / split))
-            files |= {path.name: account_of(path) for path in made if path.is_file()}
+            files |= {path.name: manifest_entry(path) for path in made if path.is_file()}
         lines = (
             line
             for folder in parts
@@ -85,9 +85,9 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
         )
         files[BAD] = write_bytes(part / BAD, lines)
         splits = {split: _summed([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
-        stage.finish(part, files, {**{name: manifests[0][name] for name in SHARED}, "splits": splits})
+        stage.write_manifest(part, files, {**{name: manifests[0][name] for name in SHARED}, "splits": splits})
     spoken = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
-    print(f"merge: {shown(out)}: {spoken}")
+    print(f"merge: {format_path(out)}: {spoken}")
     return out
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.storage.files import sync
+from textmill.storage.files import fsync_path
 from textmill.tokens.index_formats import BLOCK, CODES, Format, index_blocks
 from textmill.tokens.store import TokenStore, mask_path, paths_of
 
@@ -111,7 +111,7 @@ class StoreWriter:
                 self._write_index()
                 index_path, ids_path = paths_of(self.prefix)
                 if self._mask is not None:
-                    sync(self._temporary(".mask"))
+                    fsync_path(self._temporary(".mask"))
                     os.replace(self._temporary(".mask"), mask_path(self.prefix))
                 # The ids first: a pair with an index is a whole pair.
                 os.replace(self._temporary(".bin"), ids_path)
@@ -121,14 +121,14 @@ class StoreWriter:
                 self._temporary(ending).unlink(missing_ok=True)
 
     def _write_index(self) -> None:
-        sync(self._temporary(".bin"))
+        fsync_path(self._temporary(".bin"))
         lengths, documents = (
             _mapped(self._temporary(ending), dtype)
             for ending, dtype in ((".lengths", np.int32), (".documents", np.int64))
         )
         with open(self._temporary(".idx"), "wb") as index:
             index.writelines(index_blocks(self.form, self.dtype, lengths, documents))
-        sync(self._temporary(".idx"))
+        fsync_path(self._temporary(".idx"))
 
     def _open(self, ending: str) -> BinaryIO:
         return open(self._temporary(ending), "wb")

@@ -15,7 +15,7 @@ from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.shards import count_group_bytes, list_shards, read_groups
 from textmill.errors import TextmillError, warn
 from textmill.runners import open_runner
-from textmill.storage.files import account_of, read_json, remove_folder, shown, write_bytes
+from textmill.storage.files import format_path, manifest_entry, read_json, remove_folder, write_bytes
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.chat_rendering import Template
@@ -72,29 +72,29 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     if chat:
         made_from["chat"] = dict(check_chat(config).turns)
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
-    if stage.done(force):
-        print(f"tokenize: done already: {shown(folder)} ({_spoken(open_manifest(folder)['splits'])})")
+    if stage.is_done(force):
+        print(f"tokenize: done already: {format_path(folder)} ({_spoken(open_manifest(folder)['splits'])})")
         return folder
-    with stage.building() as part:
+    with stage.unfinished_folder() as part:
         pieces, facts = _encode_all(config, part / PARTS)
         splits: dict[str, Facts] = {split: _sum([facts[piece] for piece in pieces[split]]) for split in SPLITS}
         quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(facts))
         _check_quarantine(config, splits, part)
         _join(part, pieces, dtype_for(tokenizer["vocab"]), config.tokens.index_format, chat)
         endings = CHAT_ENDINGS if chat else ENDINGS
-        files = {f"{split}.{end}": account_of(part / f"{split}.{end}") for split in SPLITS for end in endings}
+        files = {f"{split}.{end}": manifest_entry(part / f"{split}.{end}") for split in SPLITS for end in endings}
         files |= write_features(config, part)
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
-        stage.finish(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
-    print(f"tokenize: {shown(folder)}: {_spoken(splits)}")
+        stage.write_manifest(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
+    print(f"tokenize: {format_path(folder)}: {_spoken(splits)}")
     return folder
 
 
 def _check_sentences(config: RunConfig, source: dict[str, Any]) -> None:
     if config.tokens.level == "sentence" and source["made_from"].get("corpus.sentences", "none") == "none":
         raise TextmillError(
-            f"tokens.level=sentence: the corpus in {shown(config.folder_of('corpus'))} has no sentence a line; "
+            f"tokens.level=sentence: the corpus in {format_path(config.folder_of('corpus'))} has no sentence a line; "
             "make it anew with corpus.sentences=split (or lines, if it comes so), or set tokens.level=document"
         )
 
@@ -114,7 +114,7 @@ def check_chat(config: RunConfig) -> Template:
             "" if "add_generation_prompt" in tokenizer.jinja else ", without a generation prompt"
         )
     raise TextmillError(
-        f"{shown(folder)}: the corpus has conversations, and this tokenizer's chat template {found}; set tokenizer.chat=default, "
+        f"{format_path(folder)}: the corpus has conversations, and this tokenizer's chat template {found}; set tokenizer.chat=default, "
         f"or say the turns in tokenizer.chat_turns, and make it anew with: textmill fit-tokenizer --force"
     )
 
@@ -204,7 +204,7 @@ def _run(config: RunConfig, pieces: Pieces, verdict: Future[str | None] | None =
     todo = [piece for split in pieces.values() for piece in split]
     total = sum(split["bytes"] for split in read_json(config.folder_of("corpus") / "account.json")["by_split"].values())
     try:
-        with progress("tokenize", total=total, unit="bytes", also="tokens") as bar:
+        with progress("tokenize", total=total, unit="bytes", second_unit="tokens") as bar:
             for piece, counts in zip(todo, open_runner(config.runner).map(encode_piece, todo), strict=True):
                 facts[piece] = counts
                 bar.advance(counts["bytes"], counts["tokens"])

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
 from textmill.track.console import Console, Pace, new_console
-from textmill.track.jsonl import NAME, JsonLines, cut_back
+from textmill.track.jsonl import METRICS_FILE, JsonLines, truncate_after
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
 
@@ -88,7 +88,7 @@ def open_trackers(
     modules = {kind: _module_of(kind) for kind in config.kinds}
     trackers = Trackers(new_console(Pace(steps, start, tokens, flops_per_token, peak_flops), stream or sys.stdout))
     try:
-        trackers.add(NAME, lambda: _json_lines(folder, start))
+        trackers.add(METRICS_FILE, lambda: _json_lines(folder, start))
         for kind, module in modules.items():
             if module is not None:
                 trackers.add(kind, lambda module=module: module.new_tracker(config, folder, start, settings))  # type: ignore[misc]
@@ -105,8 +105,8 @@ def check_trackers(config: TrackConfig) -> None:
 
 
 def _json_lines(folder: Path, start: int) -> Tracker:
-    cut_back(folder / NAME, start)
-    return JsonLines(folder / NAME)
+    truncate_after(folder / METRICS_FILE, start)
+    return JsonLines(folder / METRICS_FILE)
 
 
 def _module_of(kind: str) -> Any:

@@ -72,7 +72,7 @@ class Pace:
             if self.peak_flops:
                 words.append(f"MFU {100 * speed * self.flops_per_token / self.peak_flops:.1f}%")
         if (left := self.seconds_left(step)) is not None:
-            words.append(f"left {spoken_time(left)}{'' if self.told else ' at most'}")
+            words.append(f"left {format_time(left)}{'' if self.told else ' at most'}")
         self.told = self.told or (step, self.clock())
         return words
 
@@ -91,7 +91,7 @@ class PlainConsole:
         if "loss" in rest or valid is None:
             self._print("  ".join([where, *self._pace.words(step, rest)]))
         if valid is not None:
-            self._print(f"{where}  {spoken_valid(values)}")
+            self._print(f"{where}  {format_valid(values)}")
 
     def note(self, text: str) -> None:
         """A line of its own."""
@@ -127,7 +127,7 @@ class LiveConsole:
         """Renew the line; the last valid loss stays in it."""
         if "valid_loss" in values:
             self._valid = values["valid_loss"]
-            self.note(f"step {step}: {spoken_valid(values)}")
+            self.note(f"step {step}: {format_valid(values)}")
         if "loss" not in values:
             return
         words = self._pace.words(step, values)
@@ -150,13 +150,13 @@ def new_console(pace: Pace, stream: TextIO) -> Console:
     return LiveConsole(pace, stream) if live else PlainConsole(pace, stream)
 
 
-def spoken_valid(values: Values) -> str:
+def format_valid(values: Values) -> str:
     """The loss on the valid split, and beside it the share of its tokens that were guessed right."""
     right = f"  accuracy {values['valid_accuracy']:.1%}" if "valid_accuracy" in values else ""
     return f"valid loss {values['valid_loss']:.4f}{right}"
 
 
-def spoken_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """3:20, or 1:02:05 from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

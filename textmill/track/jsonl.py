@@ -8,7 +8,7 @@ from typing import Any
 
 from textmill.storage.files import write_bytes
 
-NAME = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 class JsonLines:
@@ -27,7 +27,7 @@ class JsonLines:
         self._stream.close()
 
 
-def cut_back(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Keep the whole lines up to a step: what comes after is done again, and a killed run may leave half a line."""
     if not path.exists():
         return

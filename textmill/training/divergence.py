@@ -8,9 +8,9 @@ from typing import Protocol
 from textmill.errors import AlreadyReported, TextmillError
 from textmill.track import Trackers
 
-LOGS = 5
+MAX_BAD_LOGS = 5
 """Logged steps in a row without a finite loss before the run gives up."""
-SPIKES = 20
+MAX_SPIKES = 20
 """Updates in a row left out for a loss far above its level before the run gives up."""
 
 
@@ -23,7 +23,7 @@ class Step(Protocol):
     def scale(self) -> float | None: ...
 
 
-class Counts(Protocol):
+class SpikeCounts(Protocol):
     """An engine's guard, as far as it is asked here."""
 
     deviations: float
@@ -31,10 +31,10 @@ class Counts(Protocol):
     def counts(self) -> dict[str, int]: ...
 
 
-class Patience:
+class SkippedUpdates:
     """Looks at each logged step; all processes see the same, and one speaks."""
 
-    def __init__(self, run: Path, guard: Counts | None, first: bool) -> None:
+    def __init__(self, run: Path, guard: SpikeCounts | None, first: bool) -> None:
         self.run, self.guard, self.first = run, guard, first
         self._bad_logs, self._left = 0, guard.counts()["left"] if guard else 0
 
@@ -52,12 +52,12 @@ class Patience:
         self._bad_logs = self._bad_logs + 1 if skipped and (result.scale or 1.0) <= 1.0 else 0
         if skipped:
             trackers.note(f"step {done}: loss or gradient is not finite{at}; the update was left out")
-        if spikes and spikes["streak"] >= SPIKES:
+        if spikes and spikes["streak"] >= MAX_SPIKES:
             advice = "look at the data there, or go back to a checkpoint with --step and raise train.spikes.threshold or lower train.learning_rate"
             self._end(
                 f"step {done}: the last {spikes['streak']} updates were left out, their losses far above those before; {advice}"
             )
-        if self._bad_logs >= LOGS:
+        if self._bad_logs >= MAX_BAD_LOGS:
             advice = "lower train.learning_rate or set engine.precision=fp32, and start anew with --force"
             self._end(f"no finite loss any more at step {done}{at}; {advice}")
 

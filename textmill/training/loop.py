@@ -7,67 +7,71 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from textmill.checkpoints.folders import WhichStep
+from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
 from textmill.engines import Engine, Step, Sums, open_engine, open_ranks
-from textmill.processes.ranks import Ranks, agreed, moving
-from textmill.processes.signals import Stopping, stopped, stopped_by
+from textmill.processes.ranks import Ranks, report_each, run_on_all
+from textmill.processes.signals import StopSignals, stop_error, write_stopped_file
 from textmill.schedules import lr_at
 from textmill.storage import faults
-from textmill.storage.files import shown, taken, write_text
-from textmill.storage.prefetch import ahead
+from textmill.storage.files import claim_folder, format_path, write_text
+from textmill.storage.prefetch import prefetch
 from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import garbled
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import open_batches, valid_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.track import Trackers
-from textmill.training.divergence import Patience
-from textmill.training.replica_check import check_copies
-from textmill.training.run_length import Course, course_of
+from textmill.training.divergence import SkippedUpdates
+from textmill.training.replica_check import check_replicas
+from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.runs import INDEX, Start, begin, files_of, make_room, snapshot_of, trackers_of
 from textmill.training.sample_prompts import write_samples
-from textmill.training.saving import Saver, asked_to_stop
-from textmill.training.step_log import Logbook, spoken_best
+from textmill.training.saving import Saver, agree_to_stop
+from textmill.training.step_log import StepLog, describe_best
 
 
-def train(config: RunConfig, force: Force = "no", step: WhichStep = "latest") -> Path:
+def train(config: RunConfig, force: Force = "no", step: StepChoice = "latest") -> Path:
     """Train from the newest checkpoint, or from the beginning, to the last step; return the run's folder."""
     run = config.folder_of("train")
     with (
         closing(open_ranks(config)) as ranks,
         ExitStack() as folder,
-        ranks.watched(partial(stopped, run)),
+        ranks.under_watchdog(partial(write_stopped_file, run)),
         ExitStack() as held,
     ):
-        keep = agreed(ranks, lambda: folder.enter_context(taken(run, "train.folder", ranks.first)))
-        data, start, batches, course = agreed(ranks, lambda: _begun(config, force, step))
+        keep = run_on_all(ranks, lambda: folder.enter_context(claim_folder(run, "train.folder", ranks.first)))
+        data, start, batches, course = run_on_all(ranks, lambda: _begun(config, force, step))
         if start.step >= course.steps:
             if ranks.first:
-                print(f"train: done already: {shown(run)} (step {start.step:,})")
+                print(f"train: done already: {format_path(run)} (step {start.step:,})")
             return run
-        engine = agreed(ranks, lambda: _loaded(config.model_copy(update={"train": course.train}), start, ranks, held))
-        agreed(ranks, keep)
-        with Stopping() as stopping:
+        engine = run_on_all(
+            ranks, lambda: _loaded(config.model_copy(update={"train": course.train}), start, ranks, held)
+        )
+        run_on_all(ranks, keep)
+        with StopSignals() as stopping:
             Training(config, course, data, start, engine, stopping).go(batches)
     return run
 
 
-def _begun(config: RunConfig, force: Force, step: WhichStep) -> tuple[Splits, Start, Batches, Course]:
+def _begun(config: RunConfig, force: Force, step: StepChoice) -> tuple[Splits, Start, Batches, RunLength]:
     """All that is known before the engine."""
-    faults.begin_step("start")
+    faults.break_process("start")
     data = open_splits(config)
     start = begin(config, data, force, step)
     length = config.train.length or start.shape.positions
     batches = open_batches(config.train, data, length=length, folder=config.folder_of("train") / INDEX)
-    return data, start, batches, course_of(config.train, batches, length)
+    return data, start, batches, plan_run_length(config.train, batches, length)
 
 
 def _loaded(config: RunConfig, start: Start, ranks: Ranks, held: ExitStack) -> Engine:
     """An engine that holds what the run starts from."""
     engine = open_engine(config, start.shape, ranks)
     held.callback(engine.close)
-    engine.load(moving(ranks, start.weights), moving(ranks, start.moments), start.updates, start.where, start.scaling)
+    engine.load(
+        report_each(ranks, start.weights), report_each(ranks, start.moments), start.updates, start.where, start.scaling
+    )
     if engine.guard:
         engine.guard.take(start.spikes)
     return engine
@@ -77,14 +81,14 @@ class Training:
     """One sitting of a run: what must be at hand from step to step."""
 
     def __init__(
-        self, config: RunConfig, course: Course, data: Splits, start: Start, engine: Engine, stopping: Stopping
+        self, config: RunConfig, course: RunLength, data: Splits, start: Start, engine: Engine, stopping: StopSignals
     ) -> None:
         self.config, self.course, self.train, self.data, self.start = config, course, course.train, data, start
         self.engine, self.ranks, self.first, self.stopping = engine, engine.ranks, engine.first, stopping
         self.run, self.files = config.folder_of("train"), files_of(config, data, start)
-        self.patience = Patience(self.run, engine.guard, self.first)
+        self.patience = SkippedUpdates(self.run, engine.guard, self.first)
         kept = self.train.checkpoints
-        self.saver = Saver(self.run, keep=kept.keep, keep_every=kept.keep_every, ranks=self.ranks.again())
+        self.saver = Saver(self.run, keep=kept.keep, keep_every=kept.keep_every, ranks=self.ranks.new_group())
         self.valid_loss: float | None = None
 
     def go(self, batches: Batches) -> None:
@@ -95,19 +99,17 @@ class Training:
         self.trackers = (
             trackers_of(self.config, self.course, self.start, self.engine.facts()) if self.first else Trackers()
         )
-        self.book = Logbook(self.course, self.start.step, self._log)
+        self.book = StepLog(self.course, self.start.step, self._log)
+        read = lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step)))  # noqa: E731
         try:
-            for step, batch in ahead(
-                lambda step: batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step))),
-                range(self.start.step, self.course.steps),
-            ):
-                self.ranks.at(f"step {step + 1}")
-                faults.begin_step(step)
-                batch = garbled(batch) if faults.hits("spike", step) else batch
+            for step, batch in prefetch(read, range(self.start.step, self.course.steps)):
+                self.ranks.report_progress(f"step {step + 1}")
+                faults.break_process(step)
+                batch = garbled(batch) if faults.is_due("spike", step) else batch
                 self._after(step + 1, self.engine.train_step(batch, step, lr_at(step, self.train)))
             self.saver.wait()
             if self.first:
-                self.trackers.note(spoken_best(self.run))
+                self.trackers.note(describe_best(self.run))
         finally:
             self.saver.join()
             self.trackers.close()
@@ -122,18 +124,18 @@ class Training:
             book.enter(done, result)
         if done == 1 or self.engine.guard:  # the first is waited for; a guard speaks of the last step there is
             book.write()
-        check_copies(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
+        check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
         self.valid_loss = None
         if due(train.evaluate_every, done):
             with book.paused(result):
                 self.valid_loss = self._evaluate(done)
-        asked = asked_to_stop(self.ranks, self.stopping, self.saver)
+        asked = agree_to_stop(self.ranks, self.stopping, self.saver)
         if asked or due(train.save_every, done):
             with book.paused(result):
                 self._save(done, result)
         if asked and not last:
             self.saver.wait()
-            raise stopped_by(asked, self.run, done, self.first)
+            raise stop_error(asked, self.run, done, self.first)
 
     def _log(self, done: int, result: Step, rate: float) -> None:
         values = {
@@ -159,7 +161,7 @@ class Training:
         self.saver.save(
             snapshot_of(self.engine, done, self.start, self.course, result.loss, self.valid_loss, self.files)
         )
-        self.trackers.note(f"step {done}: saving {shown(self.run / f'step-{done:07d}')}")
+        self.trackers.note(f"step {done}: saving {format_path(self.run / f'step-{done:07d}')}")
         if self.train.sample_prompts:
             self.saver.wait()
             for line in write_samples(self.config, self.run / f"step-{done:07d}", done) if self.first else ():

@@ -9,23 +9,23 @@ from textmill.errors import EXIT_USER, AlreadyReported, TextmillError
 from textmill.processes.ranks import Ranks
 
 
-class Copied(Protocol):
+class HasReplicas(Protocol):
     """An engine, as far as it is asked here."""
 
-    def copies(self) -> dict[str, int]: ...
+    def replica_checksums(self) -> dict[str, int]: ...
 
 
-def check_copies(ranks: Ranks, engine: Copied, step: int, every: int) -> None:
+def check_replicas(ranks: Ranks, engine: HasReplicas, step: int, every: int) -> None:
     """Now and then, compare what each process has of each weight; where they differ, name the weight and the process that stands alone."""
     if ranks.world == 1 or step % every:
         return
-    if fault := parted(ranks.gather(engine.copies())):
+    if fault := find_mismatch(ranks.all_gather(engine.replica_checksums())):
         back = max(0, step - every)
         advice = f"memory or a device is faulty; leave it out, and go back to a checkpoint of step {back:,} or before with --step"
         raise TextmillError(f"step {step:,}: {fault}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
 
 
-def parted(found: list[dict[str, Any]]) -> str | None:
+def find_mismatch(found: list[dict[str, Any]]) -> str | None:
     """The first weight whose copies differ, and whose copy is unlike most."""
     for name in sorted({name for one in found for name in one}):
         held = {rank: one[name] for rank, one in enumerate(found) if name in one}

@@ -15,7 +15,7 @@ from textmill.tokens.batches.by_step import Batches
 
 
 @dataclass(frozen=True)
-class Course:
+class RunLength:
     """Steps from the first to the last, and the samples that each of them has."""
 
     train: TrainConfig
@@ -53,7 +53,7 @@ class Course:
         )
 
 
-def course_of(train: TrainConfig, batches: Batches, length: int) -> Course:
+def plan_run_length(train: TrainConfig, batches: Batches, length: int) -> RunLength:
     """The course that `train` describes, now that the data is known; epochs are rounded up to a whole step, samples and tokens down."""
     sizes, epoch = batches.sizes, sum(layout.samples for layout in batches.layouts)
     steps = train.steps
@@ -72,4 +72,4 @@ def course_of(train: TrainConfig, batches: Batches, length: int) -> Course:
         raise TextmillError(
             f"train.warmup: {train.warmup} is above the {steps:,} steps of train.{unit}={said}; lower it, or give a share"
         )
-    return Course(train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps}), sizes, epoch, length)
+    return RunLength(train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps}), sizes, epoch, length)

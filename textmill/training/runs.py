@@ -20,18 +20,18 @@ from textmill.checkpoints.adapters import (
     PREFIX,
     is_adapter,
     open_adapter,
-    read_apart,
+    read_base_and_adapter,
 )
-from textmill.checkpoints.file_plan import Deal
+from textmill.checkpoints.file_plan import FilePlan
 from textmill.checkpoints.folders import (
     Checkpoint,
     Snapshot,
-    WhichStep,
+    StepChoice,
     find_checkpoint,
-    name_best,
+    link_best,
+    list_checkpoints,
     open_model,
-    steps_of,
-    tidy,
+    remove_leftovers,
 )
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.config.load import merge_trees, read_recorded_config
@@ -41,16 +41,16 @@ from textmill.models import open_family, shape_in
 from textmill.models.lora import first_adapters, peft_config_of, weights_with
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import resized
-from textmill.processes.signals import STOPPED
+from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import remove_folder
-from textmill.storage.stages import Force, differences
-from textmill.storage.tensor_files import Named, fingerprint_of
+from textmill.storage.stages import Force, list_changes
+from textmill.storage.tensor_files import Named, fingerprint_weights
 from textmill.tokens.chat_checks import preflight
 from textmill.tokens.splits import Splits
 from textmill.tokens.vocabulary.transfer import Inherited, inherited
 from textmill.track import Trackers, check_trackers, open_trackers
-from textmill.track.jsonl import cut_back
-from textmill.training.run_length import Course
+from textmill.track.jsonl import truncate_after
+from textmill.training.run_length import RunLength
 
 SAMPLES = "samples.jsonl"
 INDEX = "index"
@@ -79,7 +79,7 @@ class Start:
     """Of `train.spikes.threshold`: what the guard goes on from."""
 
 
-def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> Start:
+def begin(config: RunConfig, data: Splits, force: Force, which: StepChoice) -> Start:
     """Where to start: the run's checkpoint, given weights, or nothing. Only looks; `make_room` clears what is not gone on from."""
     run = config.folder_of("train")
     check_trackers(config.track)
@@ -88,7 +88,7 @@ def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> St
         before = found.progress["made_from"]
         # Given weights may be gone by now; what they were stands in the checkpoint made of them.
         shape = _shape_of(config, data, found if config.model.init_from else None)
-        faults = differences(
+        faults = list_changes(
             before, _made_from(config, data, shape, _weights_now(config.model.init_from, before["model.init_from"]))
         )
         if not faults:
@@ -103,13 +103,13 @@ def begin(config: RunConfig, data: Splits, force: Force, which: WhichStep) -> St
 
 def make_room(run: Path, step: int) -> None:
     """Take away what comes after the step that a run goes on from, and word of an earlier stop; all of it, when it starts anew."""
-    tidy(run)
-    (run / STOPPED).unlink(missing_ok=True)
-    for later, folder in steps_of(run).items():
+    remove_leftovers(run)
+    (run / STOPPED_FILE).unlink(missing_ok=True)
+    for later, folder in list_checkpoints(run).items():
         if later > step:
             remove_folder(folder)
-    name_best(run)
-    cut_back(run / SAMPLES, step)
+    link_best(run)
+    truncate_after(run / SAMPLES, step)
     if not step:
         remove_folder(run / "evaluation")
 
@@ -133,7 +133,7 @@ def _anew(config: RunConfig, data: Splits) -> Start:
         [],
         0,
         where,
-        _made_from(config, data, shape, fingerprint_of(given.folder) if given else None),
+        _made_from(config, data, shape, fingerprint_weights(given.folder) if given else None),
     )
     return _adapting(start, config.model.lora, given, config) if config.model.lora and given else start
 
@@ -158,7 +158,7 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     shape = _shape_of(config, data, found)
     before = read_recorded_config(found.folder / "run.yaml")
     after = {**config.model_dump(mode="json"), "textmill": __version__}
-    changes = differences(_flat({**before, "textmill": found.progress["textmill"]}), _flat(after))
+    changes = list_changes(_flat({**before, "textmill": found.progress["textmill"]}), _flat(after))
     for line in changes:
         warn(f"changed since step {found.step}: {line}")
     noted = [{"step": found.step, "change": line} for line in changes]
@@ -172,7 +172,7 @@ def _go_on(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     if config.model.lora is None:
         return start
     adapter = open_adapter(found.folder)
-    return replace(start, weights=read_apart(adapter), base=adapter.named, whole=list(adapter.whole.items()))
+    return replace(start, weights=read_base_and_adapter(adapter), base=adapter.named, whole=list(adapter.whole.items()))
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _weights_now(init_from: str | None, before: str | None) -> str | None:
     if init_from is None:
         return None
     try:
-        return fingerprint_of(open_model(init_from).folder)
+        return fingerprint_weights(open_model(init_from).folder)
     except TextmillError:
         if before is None:
             raise
@@ -288,7 +288,7 @@ def files_of(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
     return {name: text.encode() for name, text in texts.items()}
 
 
-def trackers_of(config: RunConfig, course: Course, start: Start, facts: dict[str, Any]) -> Trackers:
+def trackers_of(config: RunConfig, course: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
     """Every place that the run's numbers go to; the first lines say what trains where, and for how long."""
     rules = rules_of(start.shape, config.train, config.model.lora)
     trained = [weight for weight in weights_with(start.shape, config.model.lora) if rules[weight.name].trained]
@@ -305,7 +305,13 @@ def trackers_of(config: RunConfig, course: Course, start: Start, facts: dict[str
 
 
 def snapshot_of(
-    engine: Any, step: int, start: Start, course: Course, loss: float, valid_loss: float | None, files: dict[str, bytes]
+    engine: Any,
+    step: int,
+    start: Start,
+    course: RunLength,
+    loss: float,
+    valid_loss: float | None,
+    files: dict[str, bytes],
 ) -> Snapshot:
     """A copy in host memory of what a checkpoint holds and this process writes; losses as hex, so that no digit is lost."""
     samples = course.samples(step)
@@ -318,7 +324,7 @@ def snapshot_of(
         weight.name: 4 * math.prod(weight.shape) for weight in open_family(start.shape.family).weights_of(start.shape)
     }
     deal = partial(
-        Deal, size_of=lambda name: bytes_of.get(name.rpartition("/")[2], 0), limit=int(course.train.checkpoints.max_file_gb * 1e9),
+        FilePlan, size_of=lambda name: bytes_of.get(name.rpartition("/")[2], 0), limit=int(course.train.checkpoints.max_file_gb * 1e9),
         rank=engine.ranks.rank, world=engine.ranks.world,
     )  # fmt: skip
     prefix, weights = (PREFIX, deal(ADAPTER_MODEL.removesuffix(".safetensors"))) if start.base else ("", deal("model"))

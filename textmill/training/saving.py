@@ -6,16 +6,16 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from textmill.checkpoints.folders import Snapshot, faults_in, prune, write_checkpoint
-from textmill.errors import Stopped
-from textmill.processes.ranks import ALONE, Ranks
-from textmill.processes.signals import Stopping
+from textmill.checkpoints.folders import Snapshot, find_checkpoint_damage, prune, write_checkpoint
+from textmill.errors import Interrupted
+from textmill.processes.ranks import SINGLE_PROCESS, Ranks
+from textmill.processes.signals import StopSignals
 
 
 class Saver:
     """Writes checkpoints in a thread; the processes agree there over a group that nothing else uses."""
 
-    def __init__(self, run: Path, *, keep: int, keep_every: int | None, ranks: Ranks = ALONE) -> None:
+    def __init__(self, run: Path, *, keep: int, keep_every: int | None, ranks: Ranks = SINGLE_PROCESS) -> None:
         self.run, self.ranks = run, ranks
         self._prune = partial(prune, run, keep=keep, keep_every=keep_every)
         self._thread: threading.Thread | None = None
@@ -30,7 +30,7 @@ class Saver:
     def _write(self, snapshot: Snapshot) -> None:
         try:
             folder = write_checkpoint(self.run, snapshot, self.ranks)
-            if self.ranks.first and not faults_in(folder, deep=False):
+            if self.ranks.first and not find_checkpoint_damage(folder, deep=False):
                 self._prune()
         except BaseException as error:
             self._error = error
@@ -53,15 +53,15 @@ class Saver:
             self._error = None
             if isinstance(error, OSError):
                 reason = f"a checkpoint could not be written ({error.strerror}); those before it are whole"
-                raise Stopped(f"{self.run}: {reason}; make room and run again") from None
+                raise Interrupted(f"{self.run}: {reason}; make room and run again") from None
             raise error
 
 
-def asked_to_stop(ranks: Ranks, stopping: Stopping, saver: Saver) -> str | None:
+def agree_to_stop(ranks: Ranks, stopping: StopSignals, saver: Saver) -> str | None:
     """The signal that any process has heard, so that all stop after the same step; a save that failed ends all of them here."""
-    if not ranks.any(stopping.asked is not None or saver.failed):
+    if not ranks.any(stopping.received is not None or saver.failed):
         return None
-    signals, failures = zip(*ranks.gather([stopping.asked, saver.failed]), strict=True)
+    signals, failures = zip(*ranks.all_gather([stopping.received, saver.failed]), strict=True)
     if any(failures):
         saver.wait()
     return next(filter(None, signals), None)

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from textmill.checkpoints.folders import BEST, losses_of, steps_of
-from textmill.storage.files import shown
-from textmill.track.jsonl import NAME
-from textmill.training.run_length import Course
+from textmill.checkpoints.folders import BEST_LINK, list_checkpoints, read_valid_losses
+from textmill.storage.files import format_path
+from textmill.track.jsonl import METRICS_FILE
+from textmill.training.run_length import RunLength
 
-RISEN = 1.005
+OVERFITTING_RATIO = 1.005
 """How far above its lowest a valid loss at the end is worth a word: by its share, half a hundredth."""
 
 
@@ -30,10 +30,10 @@ class Step(Protocol):
 Result = TypeVar("Result", bound=Step)
 
 
-class Logbook(Generic[Result]):
+class StepLog(Generic[Result]):
     """Tells of a step while the device is at work on the next one, if it still was on this one; a rate is of work that is done."""
 
-    def __init__(self, course: Course, step: int, tell: Callable[[int, Result, float], None]) -> None:
+    def __init__(self, course: RunLength, step: int, tell: Callable[[int, Result, float], None]) -> None:
         self.course, self.tell = course, tell
         self._clock, self._clocked = time.perf_counter(), step
         self._late: tuple[int, Result] | None = None
@@ -65,19 +65,22 @@ class Logbook(Generic[Result]):
         self._clock += time.perf_counter() - began
 
 
-def spoken_best(run: Path) -> str:
+def describe_best(run: Path) -> str:
     """Which checkpoint is best, for the end of a run; whether a lower loss was seen where none was saved, and whether it rose again."""
-    losses = losses_of(run)
+    losses = read_valid_losses(run)
     if not losses:
         return "train: no checkpoint has a valid loss, so none is best"
     best = min(losses, key=losses.__getitem__)
-    lines = (run / NAME).read_text(encoding="utf-8").splitlines() if (run / NAME).is_file() else []
+    lines = (run / METRICS_FILE).read_text(encoding="utf-8").splitlines() if (run / METRICS_FILE).is_file() else []
     seen = losses | {line["step"]: line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line}
-    lowest, place = min(seen, key=seen.__getitem__), run / BEST if (run / BEST).exists() else steps_of(run)[best]
-    told = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {shown(place)}"
+    lowest, place = (
+        min(seen, key=seen.__getitem__),
+        run / BEST_LINK if (run / BEST_LINK).exists() else list_checkpoints(run)[best],
+    )
+    told = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {format_path(place)}"
     if seen[lowest] < losses[best]:
         told += f"; step {lowest:,} had {seen[lowest]:.4f} and was not saved: let train.save_every divide train.evaluate_every"
-    if (last := seen[max(seen)]) > RISEN * seen[lowest]:
+    if (last := seen[max(seen)]) > OVERFITTING_RATIO * seen[lowest]:
         told += f"; it has risen to {last:.4f} since: the text is being learnt by heart, against which there are more text, fewer steps "
         told += "and a higher train.weight_decay"
     return told

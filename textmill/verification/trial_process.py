@@ -18,9 +18,9 @@ from textmill.engines import Engine, Named, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
 from textmill.models import open_family
 from textmill.models.lora import first_adapters
-from textmill.processes.exits import leave_after
+from textmill.processes.exits import run_and_exit
 from textmill.storage.files import write_json
-from textmill.storage.tensor_files import blocks_of
+from textmill.storage.tensor_files import encode_safetensors
 from textmill.tokens.batches.batch import Batch
 from textmill.verification.small_config import VOCAB, batches_of, handed_over, rate_of
 
@@ -51,12 +51,12 @@ def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
         if step == 0:
             moments = [(name, values) for name, values in engine.moments() if not name.startswith("v/")]
             if engine.first:
-                (folder / "gradients.safetensors").write_bytes(b"".join(blocks_of(moments)))
+                (folder / "gradients.safetensors").write_bytes(b"".join(encode_safetensors(moments)))
     sums = engine.eval_step(batch)
     return {
         "steps": seen,
         "valid": [sums.loss, sums.asked, sums.correct],
-        "copies": engine.ranks.gather(hash_of(engine.weights())),
+        "copies": engine.ranks.all_gather(hash_of(engine.weights())),
     }
 
 
@@ -81,4 +81,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_after(partial(main, sys.argv[1:]))
+    run_and_exit(partial(main, sys.argv[1:]))

@@ -17,8 +17,8 @@ from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.document import SPLITS
 from textmill.corpus.reader import Corpus, open_corpus
 from textmill.corpus.shards import list_shards, open_shard
-from textmill.counters import uniform_at
-from textmill.storage.files import read_json, shown
+from textmill.counters import uniform_from
+from textmill.storage.files import format_path, read_json
 
 SAMPLED = 300
 """Documents whose scripts and languages are examined, evenly spread over the corpus."""
@@ -32,13 +32,14 @@ def show_corpus(config: RunConfig) -> None:
     folder = config.folder_of("corpus")
     corpus = open_corpus(folder)
     account = read_json(folder / "account.json")
-    print(f"{shown(folder)}: {len(corpus):,} documents")
+    print(f"{format_path(folder)}: {len(corpus):,} documents")
     for split, counts in account["by_split"].items():
         print(
             f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  {counts['characters']:>14,} characters"
         )
     print_bars(
-        "sources, by documents kept", {shown(Path(name)): one["kept"] for name, one in account["by_source"].items()}
+        "sources, by documents kept",
+        {format_path(Path(name)): one["kept"] for name, one in account["by_source"].items()},
     )
     outcomes = {"kept": account["kept"], **account["dropped"], "quarantined": account["quarantined"]}
     print_bars("records by outcome", {name: count for name, count in outcomes.items() if count})
@@ -51,9 +52,9 @@ def show_corpus(config: RunConfig) -> None:
         print("\nlanguages: to see them, run: pip install 'textmill[clean]'")
     print("\na few documents")
     for number in range(min(SHOWN_DOCUMENTS, len(corpus))):
-        document = corpus[int(uniform_at(config.train.seed, number) * len(corpus))]
+        document = corpus[int(uniform_from(config.train.seed, number) * len(corpus))]
         text = document.text if len(document.text) <= SHOWN_CHARACTERS else document.text[:SHOWN_CHARACTERS] + " ..."
-        print(f"--- {shown(Path(document.source))}, {document.id}\n{text}")
+        print(f"--- {format_path(Path(document.source))}, {document.id}\n{text}")
 
 
 def _lengths(folder: Path) -> dict[str, int]:

@@ -10,8 +10,8 @@ from textmill.checkpoints.folders import find_checkpoint
 from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError
-from textmill.storage.files import shown
-from textmill.storage.stages import differences
+from textmill.storage.files import format_path
+from textmill.storage.stages import list_changes
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
 from textmill.tokens.splits import open_splits
@@ -44,15 +44,15 @@ def show_step(config: RunConfig, step: int) -> None:
     made_from = rename_settings(checkpoint.progress["made_from"]) if checkpoint else {}
     now = {**config.results("train"), "tokens": splits.fingerprint}
     seen = {name: made_from[name] for name in DECISIVE if name in made_from}
-    if changes := differences(seen, {name: now[name] for name in seen}):
+    if changes := list_changes(seen, {name: now[name] for name in seen}):
         raise TextmillError(
-            f"{run}: was trained with other settings: {'; '.join(changes)}; use those of the run: textmill show {shown(run)}"
+            f"{run}: was trained with other settings: {'; '.join(changes)}; use those of the run: textmill show {format_path(run)}"
         )
     length = made_from.get("train.length", config.train.length)
     if not length:
         raise TextmillError(f"{run}: has no checkpoint yet, so the length of a sample is not known; set train.length")
     batches = open_batches(config.train, splits, length=length, folder=run / INDEX)
-    print(f"{shown(run)}: step {step:,}: {batches.sizes.at(step - 1):,} samples of {length:,} tokens")
+    print(f"{format_path(run)}: step {step:,}: {batches.sizes.at(step - 1):,} samples of {length:,} tokens")
     paths = [lineage_path(share.store.prefix) for share in splits.stores["train"]]
     lineages = [open_lineage(path) if path.is_file() else None for path in paths]
     for sample, number, document in sorted(batches.seen_at(step - 1), key=lambda found: found[0]):
@@ -64,8 +64,8 @@ def _describe(store: TokenStore, document: int, tokenizer: TextTokenizer, lineag
     """Where a document came from, or its place in the token store, and how it begins."""
     begin, end = store.borders(np.array([document, document + 1])).tolist()
     text = tokenizer.decode(np.asarray(store.ids[begin : min(end, begin + SHOWN_CHARACTERS)]).tolist())
-    place = f"{shown(store.prefix)} document {store.first + document:,}"
+    place = f"{format_path(store.prefix)} document {store.first + document:,}"
     if lineage is not None:
         source, id_ = lineage[store.first + document]
-        place = f"{shown(Path(source))}, {id_}"
+        place = f"{format_path(Path(source))}, {id_}"
     return f"{place}, {end - begin:,} tokens: {text[:SHOWN_CHARACTERS]!r}"

@@ -9,8 +9,8 @@ import numpy as np
 
 from textmill.commands.show.bars import print_bars
 from textmill.config import RunConfig
-from textmill.counters import uniform_at
-from textmill.storage.files import shown
+from textmill.counters import uniform_from
+from textmill.storage.files import format_path
 from textmill.tokens.index_formats import BLOCK
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import TokenStore
@@ -25,9 +25,8 @@ def show_tokens(config: RunConfig) -> None:
     """Print the token stores of a config."""
     splits = open_splits(config)
     train = splits.of("train")
-    print(
-        f"{shown(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} vocabulary entries, {train[0].ids.dtype if train else 'no train split'}"
-    )
+    dtype = train[0].ids.dtype if train else "no train split"
+    print(f"{format_path(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} vocabulary entries, {dtype}")
     for split in splits.stores:
         stores = splits.of(split)
         documents, tokens = sum(map(len, stores)), sum(store.tokens for store in stores)
@@ -39,7 +38,7 @@ def show_tokens(config: RunConfig) -> None:
     print_bars(f"most frequent of {counted:,} train tokens", _frequent(train, splits.tokenizer), max_rows=FREQUENT + 1)
     print("\na few documents, token by token")
     for number in range(min(SHOWN_DOCUMENTS, len(train[0]))):
-        _show_document(train[0], int(uniform_at(config.train.seed, number) * len(train[0])), splits.tokenizer)
+        _show_document(train[0], int(uniform_from(config.train.seed, number) * len(train[0])), splits.tokenizer)
 
 
 def _bytes_per_token(splits: Splits, split: str, tokens: int) -> str:

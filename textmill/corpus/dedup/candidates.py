@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from textmill.corpus.dedup.clusters import count_partitions
 from textmill.corpus.dedup.shingles import Hashes
-from textmill.storage.files import write_bytes, writing
+from textmill.storage.files import atomic_writer, write_bytes
 
 BUCKET_LINKS = 8
 """In a bucket of more than twice this size, a document is paired only with the first ones and those just before it."""
@@ -110,7 +110,7 @@ def merge_pairs(tasks: list[BandTask], path: Path, marks_path: Path) -> int:
     if path.is_file() and marks_path.is_file():
         return path.stat().st_size // 8
     is_in_pair = np.zeros(sum(tasks[0].counts), dtype=np.uint8)
-    with writing(path) as stream:
+    with atomic_writer(path) as stream:
         for pairs in _merge_sorted(tasks):
             stream.write(pairs.tobytes())
             is_in_pair[(pairs >> np.uint64(32)).astype(np.int64)] = 1

@@ -20,7 +20,7 @@ from textmill.corpus.dedup.minhash import band_hashes, choose_bands
 from textmill.corpus.dedup.shingles import SEGMENT_CHARACTERS, Hashes, Unit, distinct, jaccard, shingle, shingle_set
 from textmill.corpus.passes import ChunkTask
 from textmill.corpus.shards import open_shard
-from textmill.storage.files import write_bytes, writing
+from textmill.storage.files import atomic_writer, write_bytes
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 17, 1 << 10
 """The size of a block that is sketched at once: fits the processor's cache, large enough for numpy."""
@@ -43,8 +43,8 @@ def sketch_chunk(task: ChunkTask) -> int:
     documents_done = 0
     # The lengths file is written last; its presence means that both files are complete.
     with (
-        writing(task.path("lengths")) as lengths,
-        writing(band_hashes_path(task.folder / "work", task.chunk.number)) as stream,
+        atomic_writer(task.path("lengths")) as lengths,
+        atomic_writer(band_hashes_path(task.folder / "work", task.chunk.number)) as stream,
     ):
         for texts in _text_blocks(_read_texts(task, keep)):
             hashes, counts = _shingles(texts, task.config.dedup_shingles, task.config.dedup_shingle_size)
@@ -122,7 +122,7 @@ def write_shingle_sets(shingle_task: ShingleTask) -> int:
         is_wanted = keep.copy()
         is_wanted[keep] = is_in_pair
         sizes = np.zeros(len(is_in_pair), np.int64)
-        with writing(task.path("sets")) as stream:
+        with atomic_writer(task.path("sets")) as stream:
             found = chain.from_iterable(
                 map(partial(_shingle_sets, config=task.config), _text_blocks(_read_texts(task, is_wanted)))
             )

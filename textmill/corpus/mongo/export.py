@@ -29,7 +29,7 @@ from textmill.corpus.mongo.writing import (
 from textmill.corpus.shards import count_documents, list_shards, read_documents, read_places
 from textmill.corpus.source import Source
 from textmill.errors import TextmillError
-from textmill.storage.files import locked, read_json, shown, write_json
+from textmill.storage.files import file_lock, format_path, read_json, write_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import open_manifest
 
@@ -74,7 +74,7 @@ def check_export(config: CorpusConfig, sources: Sequence[Source]) -> None:
 def export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source]) -> None:
     """Do what is asked and not done yet; say what was done."""
     lock = folder.with_name(folder.name + ".mongo.lock")
-    with locked(lock, f"{folder}: another textmill is bringing it to MongoDB; wait for it"):
+    with file_lock(lock, f"{folder}: another textmill is bringing it to MongoDB; wait for it"):
         if config.mongo_write_back:
             for source in sources:
                 if source.format == "mongo":
@@ -182,5 +182,5 @@ def _run_steps(folder: Path, task: str, steps: Sequence[ExportStep], check: Call
         total.update(counts)
     summary = ", ".join(f"{number:,} {what}" for what, number in total.items())
     print(
-        f"prepare: {task}: {f'{summary}; {changed:,} changed now' if pending else f'done already ({summary}); see {shown(path)}'}"
+        f"prepare: {task}: {f'{summary}; {changed:,} changed now' if pending else f'done already ({summary}); see {format_path(path)}'}"
     )

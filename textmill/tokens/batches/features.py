@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.storage.files import hash_json, locked, writing
+from textmill.storage.files import atomic_writer, file_lock, hash_json
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import Rows, Seen, check_ids
 from textmill.tokens.batches.prefix_sums import Amounts, running_sums, sums_path
@@ -87,9 +87,9 @@ def opened_cells(table: Table, length: int, folder: Path | None) -> NDArray[np.i
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in table.files]
     path = folder / f"features-{hash_json([states, table.first, table.count, length])[:20]}.rows"
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name("lock"), None):
+    with file_lock(path.with_name("lock"), None):
         if not path.exists():
-            with writing(path) as stream:
+            with atomic_writer(path) as stream:
                 for block in _blocks(table, length):
                     stream.write(block.data)
     return np.memmap(path, np.int32, "r", shape=shape)

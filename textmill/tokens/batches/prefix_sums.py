@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.storage.files import hash_json, locked
+from textmill.storage.files import file_lock, hash_json
 from textmill.tokens.mmap_advice import expect
 from textmill.tokens.store import TokenStore
 
@@ -29,7 +29,7 @@ def running_sums(count: int, amounts: Callable[[], Amounts], path: Path | None) 
         _fill(sums, amounts())
         return sums
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name("lock"), None):
+    with file_lock(path.with_name("lock"), None):
         if not path.exists():
             temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
             made = np.memmap(temporary, np.int64, "w+", shape=(count,))

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.counters import key_of
+from textmill.counters import hash_numbers
 
 ROUNDS = 6
 
@@ -37,7 +37,7 @@ def placed(samples: NDArray[np.int64], count: int, seed: int | None, *numbers: i
 
 @lru_cache(maxsize=64)
 def _keys(*numbers: int) -> list[int]:
-    return [key_of(*numbers, number) for number in range(ROUNDS)]
+    return [hash_numbers(*numbers, number) for number in range(ROUNDS)]
 
 
 def _scattered(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:

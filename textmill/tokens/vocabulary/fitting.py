@@ -11,8 +11,8 @@ from textmill.config import RunConfig
 from textmill.config.chat import WORDS, turns_of
 from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError, warn
-from textmill.storage.files import account_of, read_json, shown, write_json
-from textmill.storage.stages import MANIFEST, Force, Stage, differences, open_manifest
+from textmill.storage.files import format_path, manifest_entry, read_json, write_json
+from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.tokens.chat_rendering import render
 from textmill.tokens.vocabulary.encoders import ReferenceEncoder
 from textmill.tokens.vocabulary.report import measure, table_of
@@ -40,17 +40,19 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     used = _used(config)
     other = open_named(section.compare_with) if section.compare_with else None
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
-    if stage.done(force):
-        print(f"fit-tokenizer: done already: {shown(folder)} ({open_manifest(folder)['vocab']:,} pieces)")
+    if stage.is_done(force):
+        print(f"fit-tokenizer: done already: {format_path(folder)} ({open_manifest(folder)['vocab']:,} pieces)")
         return folder
     _say_unread(config)
-    with stage.building() as part:
+    with stage.unfinished_folder() as part:
         tokenizer = used or fit_words(count_words(parts_of(config), config), section)
         tokenizer.save(part)
         report = _report(config, tokenizer, other)
         write_json(part / REPORT, report)
-        files = {name: account_of(part / name) for name in (*FILES, REPORT)}
-        stage.finish(part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end})
+        files = {name: manifest_entry(part / name) for name in (*FILES, REPORT)}
+        stage.write_manifest(
+            part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end}
+        )
     _tell(config, folder, tokenizer)
     _compare_twin(tokenizer)
     return folder
@@ -62,7 +64,7 @@ def check_fitted(config: RunConfig) -> None:
     made_from = rename_settings(open_manifest(folder)["made_from"])
     before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
     now = config.results("tokenizer") if used is None else _made_from(config, used)
-    if changes := differences(before, now):
+    if changes := list_changes(before, now):
         raise TextmillError(
             f"{folder} was made from something else: {'; '.join(changes[:4])}; set it back, "
             f"or make the tokenizer anew with: textmill fit-tokenizer --force"
@@ -135,7 +137,7 @@ def _report(config: RunConfig, tokenizer: TextTokenizer, other: TextTokenizer | 
 
 
 def _tell(config: RunConfig, folder: Path, tokenizer: TextTokenizer) -> None:
-    line = f"fit-tokenizer: {tokenizer.vocab:,} pieces in {shown(folder)}"
+    line = f"fit-tokenizer: {tokenizer.vocab:,} pieces in {format_path(folder)}"
     if config.tokenizer.use is None and tokenizer.vocab < config.tokenizer.vocab:
         line += f" (the text has no more pieces worth having; {config.tokenizer.vocab:,} were asked)"
     print(line)

@@ -18,7 +18,7 @@ from textmill.config.chat import turns_of
 from textmill.config.vocabulary import ENDS, end_of
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_json, read_json, write_text
-from textmill.storage.hub import open_folder
+from textmill.storage.hub import find_model_folder
 from textmill.tokens.chat_rendering import Form, Template, new_template
 from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_inner, train
 from textmill.tokens.vocabulary.foreign_files import END, open_files, roles_of
@@ -186,7 +186,7 @@ def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None =
 def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
     """What `tokenizer.use` names: a folder or file on this machine, or a tokenizer of the Hugging Face hub."""
     path = Path(name)
-    return open_tokenizer(path if path.exists() else open_folder(name, WANTED), end, lowercase)
+    return open_tokenizer(path if path.exists() else find_model_folder(name, WANTED), end, lowercase)
 
 
 def _wrapped(inner: Tokenizer, roles: dict[str, str], end: str | None, where: str) -> TextTokenizer:
