@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from bench.kill_train import prepared
 
+pytest_plugins = ["tests.support.report"]
+
 # A check on a change must say the same of the same code; at a desk every run looks at new examples.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("desk", deadline=None)
