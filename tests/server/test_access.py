@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.support import web
 from tests.support.live_server import Live
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
@@ -44,22 +44,22 @@ def test_no_wrong_and_right_key(guarded: Live, method: str, path: str, body: Any
         "Bearer \u00fc\u00fc".encode("latin-1"),
     ):
         headers = {} if header is None else {"Authorization": header}
-        reply = httpx.request(method, guarded.url + path, json=body, headers=headers)  # type: ignore[arg-type]
+        reply = web.request(method, guarded.url + path, json=body, headers=headers)  # type: ignore[arg-type]
         assert reply.status_code == 401, header
         assert reply.headers["www-authenticate"] == "Bearer"
         assert KEY not in reply.text
     assert (
-        httpx.request(method, guarded.url + path, json=body, headers={"Authorization": f"Bearer {KEY}"}).status_code
+        web.request(method, guarded.url + path, json=body, headers={"Authorization": f"Bearer {KEY}"}).status_code
         == 200
     )
 
 
 def test_every_route_is_guarded_or_named_open(guarded: Live) -> None:
-    api = httpx.get(f"{guarded.url}/openapi.json").json()
+    api = web.get(f"{guarded.url}/openapi.json").json()
     covered = {path.partition("?")[0] for _, path, _ in GUARDED}
     assert {path.replace("{name}", "mill") for path in api["paths"]} - OPEN == covered
     for path in OPEN:
-        assert httpx.get(guarded.url + path).status_code == 200
+        assert web.get(guarded.url + path).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_no_spelling_goes_round_the_guard(guarded: Live, path: str) -> None:
 
 def test_a_local_server_answers_to_local_names_only(live: Live, new_live: Callable[..., Live]) -> None:
     def status(server: Live, name: str) -> int:
-        return httpx.get(f"{server.url}/v1/models", headers={"Host": name}).status_code
+        return web.get(f"{server.url}/v1/models", headers={"Host": name}).status_code
 
     for name in ("localhost", f"localhost:{live.port}", "127.0.0.1", "[::1]:80"):
         assert status(live, name) == 200
@@ -85,21 +85,21 @@ def test_a_local_server_answers_to_local_names_only(live: Live, new_live: Callab
     assert status(named, "mill.example") == 200
     asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
     assert (
-        httpx.options(f"{named.url}/v1/completions", headers=asked).headers["access-control-allow-origin"]
+        web.options(f"{named.url}/v1/completions", headers=asked).headers["access-control-allow-origin"]
         == "https://app.example"
     )
     other = {**asked, "Origin": "https://evil.example"}
-    assert "access-control-allow-origin" not in httpx.options(f"{named.url}/v1/completions", headers=other).headers
+    assert "access-control-allow-origin" not in web.options(f"{named.url}/v1/completions", headers=other).headers
     for origin, wanted in (("https://app.example", 200), ("https://evil.example", 403)):
         crossing = {"Sec-Fetch-Site": "cross-site", "Origin": origin}
-        assert httpx.get(f"{named.url}/generate?sentence=x", headers=crossing).status_code == wanted
+        assert web.get(f"{named.url}/generate?sentence=x", headers=crossing).status_code == wanted
 
 
 def test_cors_is_closed_unless_opened(live: Live) -> None:
-    reply = httpx.get(f"{live.url}/v1/models", headers={"Origin": "https://app.example"})
+    reply = web.get(f"{live.url}/v1/models", headers={"Origin": "https://app.example"})
     assert not [name for name in reply.headers if name.startswith("access-control")]
     crossing = {"Sec-Fetch-Site": "cross-site", "Origin": "https://app.example"}
-    assert httpx.get(f"{live.url}/generate?sentence=x", headers=crossing).status_code == 403
+    assert web.get(f"{live.url}/generate?sentence=x", headers=crossing).status_code == 403
 
 
 def test_the_key_comes_from_the_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
+from tests.support import web
 from tests.support.live_server import Live
+from tests.support.waiting import LONGEST
 
 COUNT = int(os.environ.get("TEXTMILL_TEST_CONTRACT", "20"))
 """Requests of each route and kind."""
@@ -22,7 +23,9 @@ COUNT = int(os.environ.get("TEXTMILL_TEST_CONTRACT", "20"))
 
 @pytest.fixture(scope="module")
 def target(new_live: Callable[..., Live]) -> Live:
-    return new_live({"delay": 0.0002, "serve": {"max_tokens": 8, "request_timeout": 5.0}, "sample": {"max_tokens": 4}})
+    return new_live(
+        {"delay": 0.0002, "serve": {"max_tokens": 8, "request_timeout": LONGEST}, "sample": {"max_tokens": 4}}
+    )
 
 
 def send(target: Live, operation: Any, mode: GenerationMode, statuses: Counter[tuple[str, int]]) -> None:
@@ -39,7 +42,7 @@ def send(target: Live, operation: Any, mode: GenerationMode, statuses: Counter[t
     @quick
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
-        reply = case.call(base_url=target.url, timeout=60)
+        reply = case.call(base_url=target.url)
         statuses[mode.value, reply.status_code] += 1
         told = (case.method, case.path, str(case.body)[:300], reply.text[:300])
         assert reply.status_code < 500, told
@@ -51,7 +54,7 @@ def send(target: Live, operation: Any, mode: GenerationMode, statuses: Counter[t
 
 
 def test_no_request_is_a_failure_of_the_server(target: Live) -> None:
-    api = schemathesis.openapi.from_dict(httpx.get(f"{target.url}/openapi.json").json())
+    api = schemathesis.openapi.from_dict(web.get(f"{target.url}/openapi.json").json())
     statuses = Counter[tuple[str, int]]()
     for found in api.get_all_operations():
         operation = found.ok()
@@ -59,7 +62,7 @@ def test_no_request_is_a_failure_of_the_server(target: Live) -> None:
         if operation.body:
             send(target, operation, GenerationMode.NEGATIVE, statuses)
     print(f"answers by kind: {dict(sorted(statuses.items()))}")
-    assert httpx.get(f"{target.url}/health").status_code == 200
+    assert web.get(f"{target.url}/health").status_code == 200
     assert {mode for mode, status in statuses if status == 200} >= {"positive"}
     assert {mode for mode, status in statuses if status == 400} >= {"negative"}
     target.wait_idle()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import web
 from tests.support.browser import Browser, missing
 from tests.support.live_server import Live
 
@@ -65,11 +66,10 @@ def test_javascript(live: Live) -> None:
 
 
 def test_every_setting_and_place_is_on_the_page(live: Live) -> None:
-    import httpx
 
     from textmill.config import ServeConfig
 
     for key in ServeConfig.model_fields:
         assert f"`serve.{key}`" in PAGE
-    for path in httpx.get(f"{live.url}/openapi.json").json()["paths"]:
+    for path in web.get(f"{live.url}/openapi.json").json()["paths"]:
         assert path.replace("/{name}", "") in PAGE

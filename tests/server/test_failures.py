@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +16,7 @@ from pydantic import ValidationError
 
 from tests.support.server_process import in_process
 from tests.support.small_models import TEXT, write_model
+from tests.support.waiting import LONGEST
 from textmill.config import RunConfig, TokenizerConfig
 from textmill.models.gpt2 import facts as gpt2
 from textmill.server.app import new_app
@@ -27,12 +30,14 @@ ASKED = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    """A real model whose steps may take a second and a half."""
+    """A real model; how long its steps take is for the tests to say."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
     write_model(tmp_path / "run", tokenizer, shape)
     engine = {"device": "cpu", "precision": "fp32"}
-    config = RunConfig.model_validate({"folder": str(tmp_path), "serve": {"step_timeout": 1.5}, "engine": engine})
+    config = RunConfig.model_validate(
+        {"folder": str(tmp_path), "serve": {"step_timeout": 1000, "request_timeout": 86400}, "engine": engine}
+    )
     service = open_service(config, open_scheduler=in_process)
     yield service
     service.scheduler.close(0)
@@ -41,7 +46,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 async def seen(service: Service, hung: threading.Event) -> dict[str, Any]:
     """What a server whose model hangs answers, and what it answers when the model is back."""
     transport = httpx.ASGITransport(app=new_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=LONGEST) as client:
         found: dict[str, Any] = {"before": (await client.get("/health")).status_code}
         found["whole"], found["stream"] = await asyncio.gather(
             client.post("/v1/completions", json=ASKED), client.post("/v1/completions", json={**ASKED, "stream": True})
@@ -60,14 +65,19 @@ async def seen(service: Service, hung: threading.Event) -> dict[str, Any]:
 
 
 def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, hung = service.scheduler.inner._batch.slots, threading.Event()  # type: ignore[attr-defined]
+    ahead, slots, hung = [0.0], service.scheduler.inner._batch.slots, threading.Event()  # type: ignore[attr-defined]
     decode = slots.decode
 
     def hang(*args: Any) -> Any:
-        hung.wait(60)
+        if not hung.is_set():
+            ahead[0] += 2 * service.config.step_timeout
+            hung.wait(LONGEST)
         return decode(*args)
 
     monkeypatch.setattr(slots, "decode", hang)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr("textmill.generation.scheduler.time", clock)
+    monkeypatch.setattr("textmill.server.in_flight.QUIET", 0.05)
     found = asyncio.run(seen(service, hung))
     assert (found["before"], found["after"]) == (200, [200, 200])
     for path in ("/health", "/ready"):
@@ -88,7 +98,7 @@ def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=new_app(service), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=LONGEST) as client:
             return [await client.post("/tokenize", json={"prompt": "x"}), await client.get("/v1/models")]
 
     for reply in asyncio.run(ask()):
@@ -104,7 +114,7 @@ async def beside(
 ) -> tuple[int, int]:
     """Statuses of a long request, and of a look at the server while the tokenizer works for it."""
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60
+        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=LONGEST
     ) as client:
         asked = asyncio.create_task(client.post(path, json=body))
         while not begun.is_set():
@@ -125,7 +135,7 @@ def test_long_texts_hold_nobody_up(
 
     def held(self: TextTokenizer, many: Any) -> Any:
         begun.set()
-        in_time.append(free.wait(20))
+        in_time.append(free.wait(LONGEST))
         return real(self, many)
 
     monkeypatch.setattr(TextTokenizer, work, held)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support import web
 from tests.support.live_server import Live
 from tests.support.small_models import TEXT
+from tests.support.waiting import LONGEST
 
 PAIRS = [
     ("The mill stands", " by the river"),
@@ -61,7 +63,7 @@ def asked(live: Live, prompt: Any, **more: Any) -> list[dict[str, Any]]:
         "max_tokens": 1,
         **more,
     }
-    reply = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+    reply = web.post(f"{live.url}/v1/completions", json=body)
     assert reply.status_code == 200, reply.text
     choices: list[dict[str, Any]] = reply.json()["choices"]
     return sorted(choices, key=lambda choice: choice["index"])
@@ -93,7 +95,7 @@ def test_new_tokens_are_judged_as_by_transformers(
 ) -> None:
     ids = tokenizer.encode("The mill")
     choice = asked(served, ids, echo=False, logprobs=5, max_tokens=12)[0]
-    new = httpx.post(f"{served.url}/tokenize", json={"text": choice["text"]}).json()["tokens"]
+    new = web.post(f"{served.url}/tokenize", json={"text": choice["text"]}).json()["tokens"]
     tops = choice["logprobs"]["top_logprobs"]
     context = list(ids)
     for logprob, top in zip(choice["logprobs"]["token_logprobs"], tops, strict=True):
@@ -108,7 +110,7 @@ def test_new_tokens_are_judged_as_by_transformers(
 def test_a_stream_is_the_whole_text_for_many_prompts(served: Live) -> None:
     dice = random.Random(5)
     signs = [*"🎡🏞👩‍👧🇰🇷👍🏽물레방아강가에 aé漢", "The ", " mill", "\n"]
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with httpx.Client(base_url=served.url, timeout=LONGEST) as client:
         for number in range(STREAMED):
             prompt = "".join(dice.choices(signs, k=dice.randint(1, 12)))
             body = {"prompt": prompt, "max_tokens": 24, "seed": number, "temperature": 1.5}
@@ -121,9 +123,9 @@ def test_a_stream_is_the_whole_text_for_many_prompts(served: Live) -> None:
 
 def test_until(served: Live, tokenizer: Any) -> None:
     body = {"model": "mill", "prompt": ["The mill", "강가에"], "max_tokens": 20, "temperature": 0, "seed": 1234}
-    whole = [choice["text"] for choice in httpx.post(f"{served.url}/v1/completions", json=body).json()["choices"]]
+    whole = [choice["text"] for choice in web.post(f"{served.url}/v1/completions", json=body).json()["choices"]]
     stop = whole[0][3:5]
-    cut = httpx.post(f"{served.url}/v1/completions", json={**body, "stop": [stop, "<|endoftext|>"]}).json()["choices"]
+    cut = web.post(f"{served.url}/v1/completions", json={**body, "stop": [stop, "<|endoftext|>"]}).json()["choices"]
     assert cut[0]["text"] == whole[0][: whole[0].index(stop)]
     assert cut[0]["finish_reason"] == "stop"
 
@@ -150,23 +152,23 @@ def test_a_long_text_is_judged_in_windows(served: Live, tokenizer: Any, judge: C
 
 
 def test_special_tokens_are_found_by_their_names(served: Live, tokenizer: Any) -> None:
-    told = httpx.get(f"{served.url}/tokenizer_info").json()
+    told = web.get(f"{served.url}/tokenizer_info").json()
     assert told["eos_token"] == tokenizer.eos_token
     for text in (tokenizer.eos_token, f"The mill{tokenizer.eos_token}강가에{tokenizer.eos_token}", "The mill"):
         body = {"prompt": text, "add_special_tokens": False}
-        assert httpx.post(f"{served.url}/tokenize", json=body).json()["tokens"] == tokenizer.encode(text)
-    plain = httpx.post(f"{served.url}/tokenize", json={"text": tokenizer.eos_token}).json()["tokens"]
+        assert web.post(f"{served.url}/tokenize", json=body).json()["tokens"] == tokenizer.encode(text)
+    plain = web.post(f"{served.url}/tokenize", json={"text": tokenizer.eos_token}).json()["tokens"]
     assert len(plain) > 1, "in a text that is asked about they are text"
 
 
 def test_an_answer_until(live: Live) -> None:
     turns = [{"role": "user", "content": "The mill", "type": "text"}]
     body = {"messages": turns, "model": "mill", "max_tokens": 30, "temperature": 0, "seed": 1234}
-    whole = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "stop": []}).json()["choices"][0]["message"][
+    whole = web.post(f"{live.url}/v1/chat/completions", json={**body, "stop": []}).json()["choices"][0]["message"][
         "content"
     ]
     assert whole.startswith("user: The mill\nassistant:"), "the model says what it was asked"
-    cut = httpx.post(f"{live.url}/v1/chat/completions", json={**body, "stop": [":"]}).json()["choices"][0]
+    cut = web.post(f"{live.url}/v1/chat/completions", json={**body, "stop": [":"]}).json()["choices"][0]
     assert (cut["message"]["content"], cut["finish_reason"]) == (whole[: whole.index(":")], "stop")
 
 
@@ -204,7 +206,7 @@ def test_the_harness_itself(
     rolled = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (LONG,), 0)])
     assert rolled == pytest.approx([wanted], abs=1e-3)
     made = model.generate_until([Instance("generate_until", {}, ("The mill", {"until": ["\n"], "max_gen_toks": 8}), 0)])
-    direct = httpx.post(
+    direct = web.post(
         f"{served.url}/v1/completions", json={"prompt": "The mill", "max_tokens": 8, "temperature": 0, "stop": ["\n"]}
     ).json()
     assert made == [direct["choices"][0]["text"]]

@@ -12,8 +12,10 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from tests.support import web
 from tests.support.garbage import asked, raw
 from tests.support.live_server import Live
+from tests.support.waiting import LONGEST
 
 COUNT = int(os.environ.get("TEXTMILL_TEST_MALFORMED", "2000"))
 """Bent bodies; a tenth as many times bytes that are hardly HTTP."""
@@ -21,12 +23,14 @@ COUNT = int(os.environ.get("TEXTMILL_TEST_MALFORMED", "2000"))
 
 @pytest.fixture(scope="module")
 def target(new_live: Callable[..., Live]) -> Live:
-    return new_live({"delay": 0.0002, "serve": {"max_tokens": 8, "request_timeout": 5.0}, "sample": {"max_tokens": 4}})
+    return new_live(
+        {"delay": 0.0002, "serve": {"max_tokens": 8, "request_timeout": LONGEST}, "sample": {"max_tokens": 4}}
+    )
 
 
 def test_bent_bodies(target: Live) -> None:
     dice, statuses = random.Random(7), Counter[int]()
-    with httpx.Client(base_url=target.url, timeout=60) as client:
+    with httpx.Client(base_url=target.url, timeout=LONGEST) as client:
         api = client.get("/openapi.json").json()
         for number in range(COUNT):
             method, path, headers, body = asked(api, dice)
@@ -51,7 +55,7 @@ def test_bytes_that_are_hardly_http(target: Live) -> None:
     dice = random.Random(8)
     for number in range(COUNT // 10):
         sent, got = raw(dice), b""
-        with socket.create_connection(("127.0.0.1", target.port), timeout=60) as line:
+        with socket.create_connection(("127.0.0.1", target.port), timeout=LONGEST) as line:
             try:
                 line.sendall(sent)
                 line.shutdown(socket.SHUT_WR)
@@ -63,7 +67,7 @@ def test_bytes_that_are_hardly_http(target: Live) -> None:
             assert got.startswith(b"HTTP/1.1 "), (number, sent[:200], got[:200])
             assert int(got[9:12]) < 500, (number, sent[:200], got[:200])
         assert b"Traceback" not in got
-    assert httpx.get(f"{target.url}/health").status_code == 200
+    assert web.get(f"{target.url}/health").status_code == 200
     target.wait_idle()
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,14 +16,17 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import web
 from tests.support.live_server import COMMAND, Live
 from tests.support.server_process import in_process
+from tests.support.waiting import LONGEST, wait_for
 from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import SampleConfig, ServeConfig, TorchEngine
 from textmill.server.app import new_app
 from textmill.server.service import Service
 
-LONG = {"prompt": "The mill", "max_tokens": 4000, "min_tokens": 4000}
+ENDLESS = 10**9
+LONG = {"prompt": "The mill", "max_tokens": ENDLESS, "min_tokens": ENDLESS}
 MANY = {"prompt": ["물레방아는", "Değirmen"], "seed": 5, "n": 2, "max_tokens": 15, "logprobs": 3}
 BODIES: list[dict[str, Any]] = [
     {"prompt": "The mill", "temperature": 0, "max_tokens": 20},
@@ -54,21 +56,21 @@ BODIES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model(new_live: Callable[..., Live], small_model: Path) -> Live:
     """A server of a real model."""
-    return new_live({"model": str(small_model), "serve": {"slots": 3, "queue": 9}})
+    return new_live({"model": str(small_model), "serve": {"slots": 3, "queue": 9, "max_tokens": ENDLESS}})
 
 
 def children_of(pid: int) -> list[int]:
     """The processes that a process started."""
-    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat")]
+    stats = [stat for path in Path("/proc").iterdir() if path.name.isdigit() and (stat := stat_of(int(path.name)))]
     return [int(stat.split()[0]) for stat in stats if int(stat.rpartition(")")[2].split()[1]) == pid]
 
 
-def wait_for(condition: Callable[[], Any]) -> Any:
-    until = time.monotonic() + 60
-    while not (found := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return found
+def stat_of(pid: int) -> str:
+    """What the system says of a process; nothing once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 async def here(folder: Path) -> list[Any]:
@@ -77,7 +79,7 @@ async def here(folder: Path) -> list[Any]:
     scheduler = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
     service = Service(scheduler, serve, SampleConfig(), "mill")
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=60
+        transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=LONGEST
     ) as client:
         found = [(await client.post("/v1/completions", json=body)).json()["choices"] for body in BODIES]
     service.scheduler.close(0)
@@ -96,14 +98,14 @@ def near(one: Any, other: Any) -> bool:
 
 
 def test_it_says_what_it_says_in_this_process(model: Live, small_model: Path) -> None:
-    there = [httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"] for body in BODIES]
+    there = [web.post(f"{model.url}/v1/completions", json=body).json()["choices"] for body in BODIES]
     assert near(there, asyncio.run(here(small_model)))
     assert any(choice["logprobs"] for choices in there for choice in choices)
 
 
 def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """What a stream says before it is done."""
-    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as reply:
+    with web.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
@@ -112,7 +114,7 @@ def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_stream_is_the_whole_text_in_pieces(model: Live) -> None:
     for body in (BODIES[0], MANY):
         whole, chunks = (
-            httpx.post(f"{model.url}/v1/completions", json=body, timeout=60).json()["choices"],
+            web.post(f"{model.url}/v1/completions", json=body).json()["choices"],
             streamed(model.url, body),
         )
         for choice in whole:
@@ -125,7 +127,7 @@ def test_a_stream_is_the_whole_text_in_pieces(model: Live) -> None:
 
 def test_a_client_that_leaves_frees_its_slot(model: Live) -> None:
     for _ in range(4):  # one more than there are slots
-        with httpx.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as reply:
+        with web.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}) as reply:
             assert next(reply.iter_raw())
     stats = model.wait_idle()
     assert stats["cancelled_total"] >= 4
@@ -134,25 +136,29 @@ def test_a_client_that_leaves_frees_its_slot(model: Live) -> None:
 
 
 def test_a_full_queue_is_said_at_once(model: Live) -> None:
-    body = {**LONG, "max_tokens": 300, "min_tokens": 300}
-    with ThreadPoolExecutor(2) as pool:
-        asked = [
-            pool.submit(httpx.post, f"{model.url}/v1/completions", json={**body, "n": n}, timeout=60) for n in (1, 11)
-        ]
-        wait_for(lambda: model.stats()["active"] == 3 and model.stats()["waiting"] == 9)
-        assert httpx.post(f"{model.url}/v1/completions", json=LONG, timeout=60).status_code == 429
-        assert [one.result().status_code for one in asked] == [200, 200]
+    [worker] = children_of(model.process.pid)
+    body = {"prompt": "The mill", "max_tokens": 3}
+    os.kill(worker, signal.SIGSTOP)  # a model that stands still finishes none of them
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(web.post, f"{model.url}/v1/completions", json={**body, "n": n}) for n in (1, 11)]
+            model.wait_for_stats(lambda stats: (stats["active"], stats["waiting"]) == (3, 9))
+            assert web.post(f"{model.url}/v1/completions", json=body).status_code == 429
+            os.kill(worker, signal.SIGCONT)
+            assert [one.result().status_code for one in asked] == [200, 200]
+    finally:
+        os.kill(worker, signal.SIGCONT)
     model.wait_idle()
 
 
 def test_the_model_ends_when_the_front_is_killed(model: Live) -> None:
     """The last test of this server: a front that can say nothing any more leaves no model behind, at work or not."""
     [worker] = children_of(model.process.pid)
-    with httpx.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as reply:
+    with web.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}) as reply:
         assert next(reply.iter_raw())
         model.process.kill()
         model.process.wait()
-    wait_for(lambda: not Path(f"/proc/{worker}").exists() or " Z " in Path(f"/proc/{worker}/stat").read_text())
+    wait_for(lambda: not (stat := stat_of(worker)) or " Z " in stat)
 
 
 def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp_path: Path) -> None:
@@ -162,7 +168,14 @@ def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp
     """
     (tmp_path / "torch.py").write_text("raise SystemExit('not the real one')")
     (tmp_path / "mill.yaml").write_text(f"folder: {small_model.parents[1]}\n")
-    words = [str(tmp_path / "mill.yaml"), "serve.port=0", "serve.slots=3", "serve.step_timeout=3", "engine.device=cpu"]
+    settings = [
+        "serve.port=0",
+        "serve.slots=3",
+        "serve.step_timeout=10",
+        f"serve.max_tokens={ENDLESS}",
+        "engine.device=cpu",
+    ]
+    words = [str(tmp_path / "mill.yaml"), *settings]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True, cwd=tmp_path)
     try:
@@ -171,28 +184,28 @@ def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp
         assert found, (tmp_path / "log").read_text()
         url, [worker] = found[0], children_of(process.pid)
         os.kill(worker, signal.SIGSTOP)
-        status = wait_for(lambda: (reply := httpx.get(f"{url}/health")).status_code == 503 and reply.json()["status"])
+        status = wait_for(lambda: (reply := web.get(f"{url}/health")).status_code == 503 and reply.json()["status"])
         assert "has been in one step" in status
         os.kill(worker, signal.SIGCONT)
-        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+        wait_for(lambda: web.get(f"{url}/health").status_code == 200)
         with ThreadPoolExecutor(4) as pool:
             asked = [
-                pool.submit(httpx.post, f"{url}/v1/completions", json={**LONG, "n": 2}, timeout=60),
+                pool.submit(web.post, f"{url}/v1/completions", json={**LONG, "n": 2}),
                 pool.submit(streamed, url, LONG),
             ]
-            wait_for(lambda: "\ntextmill_active 3\n" in httpx.get(f"{url}/metrics").text)
+            wait_for(lambda: "\ntextmill_active 3\n" in web.get(f"{url}/metrics").text)
             os.kill(worker, signal.SIGKILL)
             whole, chunks = asked[0].result(), asked[1].result()
         died = "the model's process has died (SIGKILL); restart the server"
         assert (whole.status_code, whole.json()["error"]["message"]) == (500, died)
         assert chunks[-1]["error"]["message"] == died
         for path in ("/health", "/ready"):
-            assert (httpx.get(f"{url}{path}").status_code, httpx.get(f"{url}{path}").json()["status"]) == (503, died)
-        refused = httpx.post(f"{url}/v1/completions", json=LONG)
+            assert (web.get(f"{url}{path}").status_code, web.get(f"{url}{path}").json()["status"]) == (503, died)
+        refused = web.post(f"{url}/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_broken")
         assert not children_of(process.pid), "no zombie"
         process.terminate()
-        assert process.wait(60) == 1
+        assert process.wait(LONGEST) == 1
         assert died in (tmp_path / "log").read_text()
         assert "Traceback" not in (tmp_path / "log").read_text()
     finally:

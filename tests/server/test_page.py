@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.support import web
 from tests.support.browser import KEYS, Browser, missing
 from tests.support.live_server import Live
 
@@ -51,7 +51,7 @@ def shoot(browser: Browser, name: str) -> None:
 
 def test_the_page_takes_nothing_from_elsewhere(live: Live) -> None:
     for path in ("/", "/page.css", "/page.js"):
-        reply = httpx.get(live.url + path)
+        reply = web.get(live.url + path)
         assert "http:" not in reply.text
         assert "https:" not in reply.text
         policy = reply.headers["content-security-policy"]
@@ -73,7 +73,7 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     browser.type("#prompt", HANGUL + KEYS["enter"])
     browser.wait("return document.querySelectorAll('.token').length > 3 && !document.getElementById('stop').disabled")
     browser.wait(IDLE)
-    whole = httpx.post(f"{slow.url}/v1/completions", json={"prompt": HANGUL, "max_tokens": 60}).json()["choices"][0][
+    whole = web.post(f"{slow.url}/v1/completions", json={"prompt": HANGUL, "max_tokens": 60}).json()["choices"][0][
         "text"
     ]
     shown = browser.run("return [...document.querySelectorAll('.token')].map((one) => one.textContent).join('')")

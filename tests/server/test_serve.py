@@ -11,11 +11,12 @@ import socket
 import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.support import web
 from tests.support.live_server import COMMAND, ROOT
 from tests.support.small_models import TEXT, write_model
+from tests.support.waiting import LONGEST
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
@@ -45,14 +46,14 @@ def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals
     if not found:
         process.kill()
     assert found, line + "".join(process.communicate())
-    told = httpx.get(f"{found[1]}/generate", params={"sentence": "The mill"}, timeout=60).json()
+    told = web.get(f"{found[1]}/generate", params={"sentence": "The mill"}).json()
     assert told["response"].startswith("The mill")
-    whole = httpx.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}, timeout=60).json()
+    whole = web.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}).json()
     assert whole["model"] == "river-mill"
-    again = httpx.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}, timeout=60).json()
+    again = web.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}).json()
     assert whole["choices"] == again["choices"], "the same seed gives the same text"
     os.killpg(process.pid, number)  # all that it started in its group too, as a terminal does
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LONGEST)
     assert (process.returncode, out) == (0, "stopped\n")
     assert "Traceback" not in err
 

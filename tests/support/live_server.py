@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+from tests.support import web
+from tests.support.waiting import LONGEST, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", "serve"]
@@ -22,7 +24,9 @@ class Live:
     """A server process, its address and what it wrote."""
 
     def __init__(self, asked: dict[str, Any], env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "tests.support.server_process", json.dumps(asked)]
+        self.paused = Path(tempfile.mkdtemp(prefix="textmill-live-")) / "paused"
+        told = json.dumps({**asked, "paused": str(self.paused)})
+        command = [sys.executable, "-m", "tests.support.server_process", told]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
@@ -43,21 +47,36 @@ class Live:
 
     def stats(self, **headers: str) -> dict[str, float]:
         """The numbers of /metrics that have no labels."""
-        lines = httpx.get(f"{self.url}/metrics", headers=headers).text.splitlines()
+        lines = web.get(f"{self.url}/metrics", headers=headers).text.splitlines()
         pairs = [line.split() for line in lines if not line.startswith("#") and "{" not in line]
         return {name.removeprefix("textmill_"): float(value) for name, value in pairs}
 
-    def wait_idle(self, seconds: float = 20) -> dict[str, float]:
+    def wait_for_stats(self, condition: Callable[[dict[str, float]], object]) -> dict[str, float]:
+        """The numbers once they are as they should be."""
+        seen: dict[str, float] = {}
+
+        def fulfilled() -> object:
+            seen.update(self.stats())
+            return condition(seen)
+
+        wait_for(fulfilled, lambda: seen)
+        return seen
+
+    def wait_idle(self) -> dict[str, float]:
         """The numbers once nothing runs and nothing waits; a slot that leaks is found here."""
-        end = time.monotonic() + seconds
-        while (stats := self.stats())["active"] or stats["waiting"]:
-            assert time.monotonic() < end, stats
-            time.sleep(0.02)
-        return stats
+        return self.wait_for_stats(lambda stats: not stats["active"] and not stats["waiting"])
+
+    def pause(self) -> None:
+        """Have the repeating model make no more tokens; requests are taken, wait and can be cancelled."""
+        self.paused.touch()
+
+    def go_on(self) -> None:
+        """Have it make tokens again."""
+        self.paused.unlink()
 
     def stop(self) -> int:
         """End it and give its exit code."""
         self.process.terminate()
-        code = self.process.wait(60)
-        self._reader.join(10)
+        code = self.process.wait(LONGEST)
+        self._reader.join(LONGEST)
         return code

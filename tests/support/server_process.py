@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -58,20 +59,18 @@ class Job:
 
 
 class Echo:
-    """A scheduler whose model says the prompt's own tokens again and again, one each `delay` seconds for every slot."""
+    """A scheduler whose model says the prompt's own tokens again and again, one each `delay` seconds for every slot.
 
-    def __init__(self, tokenizer: TextTokenizer, slots: int, queue: int, delay: float, positions: int = 512) -> None:
-        self.tokenizer, self.vocab, self.positions = tokenizer, tokenizer.vocab, positions
-        self.slots, self.queue, self.delay = slots, queue, delay
+    While the file `paused` exists it makes none.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, slots: int, queue: int, delay: float, paused: str = "") -> None:
+        self.tokenizer, self.vocab, self.positions = tokenizer, tokenizer.vocab, 512
+        self.slots, self.queue, self.delay, self.paused = slots, queue, delay, paused
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
         self.counts = {"tokens": 0, "requests": 0, "cancelled": 0}
-        self.numbers, self.lock, self.closing, self.stopped = (
-            itertools.count(1),
-            threading.Lock(),
-            False,
-            threading.Event(),
-        )
+        self.numbers, self.lock, self.closing = itertools.count(1), threading.Lock(), False
         threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, request: Request, deliver: Callable[[Token | Done], None], deadline: float | None = None) -> int:
@@ -141,6 +140,8 @@ class Echo:
             return Done("cancelled" if job.cancelled else "timeout", job.made, job.text.end(), prompt_logprobs=judged)
         if job.made >= request.sample.max_tokens:
             return Done("length", job.made, job.text.end(), prompt_logprobs=judged)
+        if os.path.exists(self.paused):
+            return None
         id_ = request.ids[job.made % len(request.ids)]
         job.made += 1
         self.counts["tokens"] += 1
@@ -184,7 +185,9 @@ def new_service(asked: dict[str, Any]) -> Service:
         )
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
-        scheduler = ChunkingScheduler(Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001)))
+        scheduler = ChunkingScheduler(
+            Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001), asked.get("paused", ""))
+        )
     template = Turns(scheduler.tokenizer) if asked.get("chat", True) else None
     return Service(scheduler, serve, sample, serve.model_name or "mill", 7, template, read_api_key(serve))
 
