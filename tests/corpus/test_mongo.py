@@ -118,8 +118,8 @@ def test_holes_stale_counts_and_a_missing_index_are_said(world: World, capsys: p
     path = world.write_config("odd.json", COLLECTIONS=["odd"])
     index = open_index(path)
     said = capsys.readouterr().err
-    assert "odd: 3 of 20 positions hold no document" in said
-    assert "meta_info says 20 documents, the collection has 17" in said
+    assert "odd: 3 of 20 positions have no document" in said
+    assert "meta_info records 20 documents, the collection has 17" in said
     assert "no index on idx" in said
     assert "create_idx_indexes" in said
     assert forms(index[2:6]) == ["odd 2", None, None, "odd 5"]
@@ -127,7 +127,7 @@ def test_holes_stale_counts_and_a_missing_index_are_said(world: World, capsys: p
     assert [row["idx"] for row in index] == [idx for idx in range(20) if idx not in (3, 4, 11)]
     world.db["unnumbered"].insert_many([{"idx": 0, "form": "a"}, {"form": "b"}, {"form": "c"}])
     open_index(world.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
-    assert "2 of 3 documents have no idx of their own" in capsys.readouterr().err
+    assert "2 of 3 documents have no unique idx" in capsys.readouterr().err
     mongo_write.create_idx_indexes(path)
     assert mongo_write.fix_meta_info(path) == {"odd": 17}
     capsys.readouterr()
@@ -207,18 +207,18 @@ def test_loading_is_whole_after_a_kill(world: World, tmp_path: Path, monkeypatch
     with pytest.raises(Killed):
         mongo_write.load_lines(path, "loaded", [first])
     counts = mongo_write.load_lines(path, "loaded", [first, second])
-    assert counts == {"records": 127, "loaded": 90, "there": 35, "bad": 2}
+    assert counts == {"records": 127, "loaded": 90, "existing": 35, "bad": 2}
     assert mongo_write.load_lines(path, "loaded", [first, second]) == {
         "records": 127,
         "loaded": 0,
-        "there": 125,
+        "existing": 125,
         "bad": 2,
     }
     wanted = [f"a {number}" for number in range(95)] + [f"b {number}" for number in range(30)]
     assert [row["form"] for row in open_index(path)] == wanted
     meta = world.db["meta_info"].find_one({"collection_name": "loaded"})
     assert meta["num_docs"] == 125
-    with pytest.raises(TextmillError, match="COLLECTIONS does not name 'other'"):
+    with pytest.raises(TextmillError, match="COLLECTIONS does not list 'other'"):
         mongo_write.load_lines(path, "other", [first])
 
 
@@ -267,7 +267,7 @@ def test_no_part_of_the_connection_string_is_said(
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [([], "found a list"), ({}, "no MONGO_CONNECTION_DB"), ({"MONGO_CONNECTION_DB": "x"}, "COLLECTIONS is not a list"),
+    [([], "found a list"), ({}, "MONGO_CONNECTION_DB is missing"), ({"MONGO_CONNECTION_DB": "x"}, "COLLECTIONS must be a list"),
      ({"MONGO_CONNECTION_DB": "x", "COLLECTIONS": ["a", "a"]}, "twice")],
 )  # fmt: skip
 def test_wrong_settings_are_named(settings: Any, said: str, tmp_path: Path) -> None:

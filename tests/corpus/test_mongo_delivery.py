@@ -161,18 +161,18 @@ def test_what_cannot_be_delivered_is_refused_before_any_work(
     mongo, back = f"corpus.sources=mongo:{plain}", "corpus.mongo_write_back=true"
     world.db["plain_to"].create_index("idx", unique=True)
     cases = [
-        ([f"corpus.sources={tiny_texts}", back], "corpus.mongo_write_back: no source to write back to"),
+        ([f"corpus.sources={tiny_texts}", back], "corpus.mongo_write_back: no MongoDB source"),
         (
             [mongo, back, "corpus.text_key=filt_text"],
             "corpus.mongo_write_back: would write over corpus.text_key=filt_text",
         ),
-        ([f"corpus.sources=mongo:{unindexed}", back], "unindexed: no index on idx; make one"),
+        ([f"corpus.sources=mongo:{unindexed}", back], "unindexed: no index on idx; create one"),
         ([mongo, "corpus.mongo_load=plain"], "corpus.mongo_load: needs corpus.mongo_config beside it"),
         ([mongo, f"corpus.mongo_config={plain}"], "corpus.mongo_config: needs corpus.mongo_load beside it"),
-        ([mongo, "corpus.mongo_load=nowhere", f"corpus.mongo_config={plain}"], "COLLECTIONS does not name 'nowhere'"),
+        ([mongo, "corpus.mongo_load=nowhere", f"corpus.mongo_config={plain}"], "COLLECTIONS does not list 'nowhere'"),
         (
             [mongo, "corpus.mongo_load=plain", f"corpus.mongo_config={plain}"],
-            "corpus.mongo_load: 'plain' is a source too",
+            "corpus.mongo_load: 'plain' is also a source",
         ),
         ([mongo, "corpus.mongo_load=x", f"corpus.mongo_config={tmp_path / 'none.json'}"], "none.json: no such file"),
         ([mongo, "corpus.mongo_field=idx"], "corpus.mongo_field: found 'idx'"),
@@ -193,7 +193,7 @@ def test_idx_taken_by_another_writer_is_told(world: World, tmp_path: Path) -> No
     path = world.write_config("taken.json", COLLECTIONS=["taken"])
     mongo_write.load_lines(path, "taken", [file])
     world.db["taken"].update_one({"idx": 4}, {"$set": {"form": "someone else"}})
-    with pytest.raises(TextmillError, match="taken: idx 4 holds another document than the one to be loaded"):
+    with pytest.raises(TextmillError, match="taken: idx 4 holds a different document"):
         mongo_write.load_lines(path, "taken", [file])
 
 

@@ -61,9 +61,9 @@ def test_server_that_does_not_answer_ends_in_one_sentence(closes: bool, tmp_path
     lines = done.stderr.splitlines()
     assert len(lines) == 2, done.stderr
     assert f"{config}: the MongoDB server does not answer (ServerSelectionTimeoutError: " in lines[0]
-    assert lines[0].endswith("); trying again for 1 s")
+    assert lines[0].endswith("); retrying for 1 s")
     assert f"{config}: no MongoDB server for " in lines[1]
-    assert lines[1].endswith("); start it and run again")
+    assert lines[1].endswith("); start it and run the command again")
     for secret in ("millername", "s3cretword", "hidden", "127.0.0.1", str(port)):
         assert secret not in done.stderr.replace(str(config), "") + done.stdout
     assert not (tmp_path / "out" / "corpus").exists()
@@ -106,5 +106,5 @@ def test_wrong_patience_is_named(patience: Any, tmp_path: Path) -> None:
         "MONGO_PATIENCE": patience,
     }
     path.write_text(json.dumps(settings))
-    with pytest.raises(TextmillError, match=r"MONGO_PATIENCE: found .*; give the seconds"):
+    with pytest.raises(TextmillError, match=r"MONGO_PATIENCE: found .*; set the seconds"):
         open_server(path)

@@ -63,14 +63,14 @@ def test_a_bundle_tried_again_does_not_do_a_finished_shard_twice(jobs: Any, tmp_
     calls, folder = tmp_path / "calls", tmp_path / "results"
     calls.mkdir()
     folder.mkdir()
-    step = on_beam._Step(jobs.break_once, str(folder))
+    step = on_beam._ShardStep(jobs.break_once, str(folder))
     shards = [(number, on_beam.CODER.encode((number, str(calls)))) for number in (1, 2)]
     step.process(shards[0])
     with pytest.raises(OSError, match="went away"):
         step.process(shards[1])
     for shard in shards * 2:  # as a runner does that retries
         step.process(shard)
-    assert [on_beam._outcome_of(folder, number, None, "") for number in (1, 2)] == [1, 2]
+    assert [on_beam._read_outcome(folder, number, None, "") for number in (1, 2)] == [1, 2]
     assert [(calls / f"calls-{number}").read_text() for number in (1, 2)] == ["x", "xx"]
 
 
@@ -93,7 +93,7 @@ def test_worker_killed_before_it_begins_is_replaced(jobs: Any, tmp_path: Path, m
 
 def test_shard_that_always_kills_is_named(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "MAX_PIPELINES", 1)
-    with pytest.raises(TextmillError, match=r"runner: a worker died .*; \d was not done"):
+    with pytest.raises(TextmillError, match=r"runner: a worker died .*; \d is not finished"):
         list(open_runner(BeamRunner()).map(jobs.die_always, [3, 5]))
 
 
@@ -119,12 +119,12 @@ def test_folder_that_cannot_be_is_named(jobs: Any, tmp_path: Path) -> None:
 
 
 def test_worker_that_cannot_reach_the_folder_is_told(jobs: Any, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="every worker reaches"):
-        on_beam._Step(jobs.double, str(tmp_path / "elsewhere")).process((0, on_beam.CODER.encode(1)))
+    with pytest.raises(OSError, match="every worker can access"):
+        on_beam._ShardStep(jobs.double, str(tmp_path / "elsewhere")).process((0, on_beam.CODER.encode(1)))
 
 
 def test_wrong_options_end_in_one_line(jobs: Any) -> None:
-    with pytest.raises(TextmillError, match=r"runner: Beam's pipeline failed: .*NoSuchRunner"):
+    with pytest.raises(TextmillError, match=r"runner: the Beam pipeline failed: .*NoSuchRunner"):
         list(open_runner(BeamRunner(options=["--runner=NoSuchRunner"])).map(jobs.double, [1]))
 
 

@@ -187,6 +187,7 @@ class _RemoteReader:
             block: bytes = self.stream.read(size)
         except Exception as error:  # each protocol raises its own exceptions
             raise TextmillError(
-                f"{self.url}: cannot be read ({error or type(error).__name__}); run the command again: finished chunks are kept"
+                f"{self.url}: cannot be read ({error or type(error).__name__}); "
+                f"run the command again: finished chunks are kept"
             ) from None
         return block

@@ -1,4 +1,5 @@
-"""Wikitext to plain text: templates, tables, references and files go; links, headings and lists leave their words."""
+"""Convert wikitext to plain text: remove templates, tables and references; keep the text of links, headings and
+lists."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ import re
 from collections.abc import Collection
 
 HIDDEN_PREFIXES = frozenset({"file", "image", "media", "category"})
-"""Prefixes of links that show no words of the text; a dump adds its own language's."""
+"""Prefixes of links that show no text; a dump adds those of its language."""
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REMOVED_ELEMENTS = (
-    "ref|references|gallery|math|chem|timeline|score|imagemap|templatestyles|syntaxhighlight|source|hiero|graph|mapframe|"
-    "style|inputbox"
+    "ref|references|gallery|math|chem|timeline|score|imagemap|templatestyles|syntaxhighlight|source|hiero|graph|"
+    "mapframe|style|inputbox"
 )
 _ELEMENT = re.compile(rf"<(/?)({_REMOVED_ELEMENTS})\b[^<>]*?(/?)\s*>", re.IGNORECASE)
 _BRACE = re.compile(r"\{\{|\}\}|^[ :]*\{\||^[ ]*\|\}(?!\})", re.MULTILINE)
@@ -32,7 +33,7 @@ _BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 
 
 def wikitext_to_plain(text: str, hidden: Collection[str] = HIDDEN_PREFIXES) -> str:
-    """The words that a reader of the page sees, without what stands in boxes, tables and notes."""
+    """The text that a reader of the page sees, without infoboxes, tables and notes."""
     text = _COMMENT.sub("", text)
     text = _remove_braces(_remove_elements(text))
     if "-{" in text:
@@ -54,7 +55,7 @@ def wikitext_to_plain(text: str, hidden: Collection[str] = HIDDEN_PREFIXES) -> s
 
 
 def _remove_elements(text: str) -> str:
-    """Notes, formulas and the like; one that is never closed takes nothing with it."""
+    """Remove notes, formulas and the like; an unclosed element removes nothing."""
     opened: dict[str, int] = {}
     spans: list[tuple[int, int]] = []
     for found in _ELEMENT.finditer(text):
@@ -67,7 +68,7 @@ def _remove_elements(text: str) -> str:
 
 
 def _remove_braces(text: str) -> str:
-    """Templates and tables, nested as they may be; one that is never closed takes nothing with it."""
+    """Remove nested templates and tables; an unclosed one removes nothing."""
     opened: list[tuple[int, str]] = []
     counts = {"{{": 0, "{|": 0}
     spans: list[tuple[int, int]] = []
@@ -88,7 +89,7 @@ def _remove_braces(text: str) -> str:
 
 
 def _add_span(spans: list[tuple[int, int]], start: int, stop: int) -> None:
-    """Put a span behind the others; those that it holds go."""
+    """Append a span; spans inside it are dropped."""
     while spans and spans[-1][0] >= start:
         spans.pop()
     spans.append((start, stop))
@@ -103,7 +104,7 @@ def _remove_spans(text: str, spans: list[tuple[int, int]]) -> str:
 
 
 def _replace_links(text: str, hidden: Collection[str]) -> str:
-    """Innermost first: a picture's caption may hold links of its own."""
+    """Replace links with their text, innermost first: an image caption may contain links."""
 
     def visible_text(found: re.Match[str]) -> str:
         target, bar, label = found[1].partition("|")
@@ -119,6 +120,6 @@ def _replace_links(text: str, hidden: Collection[str]) -> str:
 
 
 def _first_variant(found: re.Match[str]) -> str:
-    """Of the spellings for several scripts the first."""
+    """The first of several script variants."""
     spelling = found[1].rpartition("|")[2].partition(";")[0]
     return spelling.rpartition(":")[2].strip()

@@ -1,4 +1,4 @@
-"""Where data work runs: a Runner maps a pure function over shards."""
+"""Runners map a pure function over shards, locally or on Apache Beam."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Result = TypeVar("Result")
 
 
 class Runner(Protocol):
-    """Maps a pure, picklable function over shards; the function writes its own files whole or not at all.
+    """Maps a pure, picklable function over shards; the function writes its files atomically.
 
-    In a `with` block what one map has started is kept for the next, and ended with the block.
+    In a `with` block, the processes of one map are reused for the next.
     """
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
-        """Results in the order of the shards, each as soon as it and all before it are there."""
+        """Yield results in the order of the shards, as early as possible."""
         ...
 
 
 def open_runner(config: Any) -> Runner:
-    """The runner that the `runner` section names: runners/on_KIND.py has new_runner."""
+    """Open the runner of the `runner` section: `new_runner` in runners/on_KIND.py."""
     runner: Runner = import_module(f"textmill.runners.on_{config.kind}").new_runner(config)
     return runner

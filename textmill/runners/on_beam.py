@@ -1,4 +1,4 @@
-"""Apache Beam: shards go to any engine that Beam drives, and their results come back through a folder that all reach."""
+"""Run shards as Apache Beam pipelines; the results come back through a shared folder."""
 
 from __future__ import annotations
 
@@ -33,40 +33,41 @@ if TYPE_CHECKING:
     from textmill.config import BeamRunner
 
 SHARDS_PER_PIPELINE = 10_000
-"""Shards of one pipeline: enough for any cluster, few enough that endless shards can be mapped."""
+"""Shards per pipeline: enough for any cluster, few enough for any number of shards."""
 CODER = beam.coders.PickleCoder()
-"""How Beam itself carries shards to a worker; results take the same form, in files that only one map ever sees."""
+"""Beam's own pickling, for shards and for the result files."""
 MAX_PIPELINES = 3
-"""Pipelines for the shards of a wave when workers of this machine die under them; a cluster has its own rule."""
+"""Pipelines started for the same shards when local workers die; a cluster has its own retries."""
 GRACE_SECONDS = 10.0
-"""Seconds in which a pipeline that lost a worker may end by itself; Beam's direct runner would wait for ever."""
+"""Seconds to wait for a pipeline that lost a worker; Beam's direct runner would deadlock."""
 
 
 def new_runner(config: BeamRunner) -> PipelineRunner:
     """The runner of `runner.kind: beam`."""
     if getattr(current_process(), "_inheriting", False):
         raise TextmillError(
-            "started by a worker that was importing your script; put the call under: if __name__ == '__main__':"
+            "a worker process tried to start workers while importing your script; "
+            "put the call under: if __name__ == '__main__':"
         )
     return PipelineRunner(tuple(config.options), config.shared_folder)
 
 
 @dataclass(frozen=True)
 class PipelineRunner:
-    """Maps over shards with one pipeline for every WAVE of them."""
+    """Maps over shards with one pipeline per SHARDS_PER_PIPELINE shards."""
 
     options: tuple[str, ...]
     folder: str | None = None
 
     def __enter__(self) -> Self:
-        """Nothing is kept from one pipeline to the next: the engine behind Beam has its own workers."""
+        """Nothing is kept between pipelines: Beam's engine has its own workers."""
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
-        """Results in the order of the shards; they come when a whole wave is through."""
+        """Yield results in the order of the shards, after each pipeline is finished."""
         stream = iter(shards)
         while shard_batch := list(islice(stream, SHARDS_PER_PIPELINE)):
             yield from self._map_batch(function, shard_batch)
@@ -87,14 +88,14 @@ class PipelineRunner:
             return Path(tempfile.mkdtemp(prefix="textmill-beam-", dir=self.folder)).resolve()
         except OSError as error:
             raise TextmillError(
-                f"runner.shared_folder: {self.folder or tempfile.gettempdir()}: {error.strerror}; name another"
+                f"runner.shared_folder: {self.folder or tempfile.gettempdir()}: {error.strerror}; use another folder"
             ) from None
 
     def _run(self, step: _ShardStep, shards: list[Any]) -> str:
-        """Run pipelines until every shard has its outcome; what went wrong, or nothing."""
+        """Run pipelines until every shard has a result or an error; return the failure message, or ''."""
         failure = ""
         for _ in range(MAX_PIPELINES):
-            # Beam cannot encode every type; bytes it can.
+            # Beam cannot encode every type, but it can encode bytes.
             pending = [
                 (number, CODER.encode(shard))
                 for number, shard in enumerate(shards)
@@ -108,11 +109,11 @@ class PipelineRunner:
 
 WORKER_DIED = "a worker died (killed, or out of memory?)"
 DEAD_WORKER_FILE = "dead"
-"""The file that says so when the worker itself left no trace."""
+"""A file that reports a dead worker which left no file of its own."""
 
 
 def _supervise(step: _ShardStep, pending: list[tuple[int, bytes]], options: list[str]) -> str:
-    """One pipeline in a process of its own, which can be ended when it waits for a worker that is dead."""
+    """Run one pipeline in a separate process, which can be killed when it waits for a dead worker."""
     context = get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_run_pipeline, args=(step, pending, options, reader))
@@ -143,7 +144,7 @@ def _supervise(step: _ShardStep, pending: list[tuple[int, bytes]], options: list
 def _run_pipeline(
     step: _ShardStep, pending: list[tuple[int, bytes]], options: list[str], reader: connection.Connection
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent alone decides what Ctrl-C means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
     threading.excepthook = partial(_record_worker_death, step.folder)
     logging.getLogger().setLevel(logging.ERROR)
@@ -156,18 +157,18 @@ def _run_pipeline(
 
 
 def _record_worker_death(folder: str, _: object) -> None:
-    """Beam's thread that waits for a worker ends in an error when the worker dies; it may have died before it could say that it lives."""
+    """Report a dead worker: Beam's thread for it fails, and the worker may have died before it wrote its file."""
     if os.path.isdir(folder):
         (Path(folder) / DEAD_WORKER_FILE).touch()
 
 
 def _end_with_parent(reader: connection.Connection) -> None:
-    connection.wait([reader])  # nothing is ever sent: it wakes when the other end is closed
+    connection.wait([reader])  # nothing is ever sent; wait returns when the other end is closed
     os._exit(1)
 
 
 def _has_lost_worker(folder: str, process: BaseProcess) -> bool:
-    """Whether a worker of this machine is gone that did not say goodbye, or never came so far as to say that it lives."""
+    """True if a local worker died: its process is gone but its file is still there, or Beam's thread reported it."""
     if (Path(folder) / DEAD_WORKER_FILE).exists():
         return True
     for path in Path(folder).glob("*.worker"):
@@ -186,7 +187,7 @@ def _alive(pid: int) -> bool:
 
 
 def _kill_worker(path: Path) -> None:
-    """End a worker of this machine that its pipeline left behind."""
+    """Kill a local worker that its pipeline left behind."""
     host, _, pid = path.stem.rpartition("-")
     path.unlink(missing_ok=True)
     if host == socket.gethostname() and _alive(int(pid)):
@@ -194,37 +195,37 @@ def _kill_worker(path: Path) -> None:
 
 
 class _ShardStep(beam.DoFn):  # type: ignore[misc]
-    """One shard in a worker: its outcome goes to a file that appears whole or not at all."""
+    """Processes one shard in a worker and writes the outcome to a file, atomically."""
 
     def __init__(self, function: Callable[[Any], Any], folder: str) -> None:
         super().__init__()
         self.function, self.folder = function, folder
 
     def setup(self) -> None:
-        """Say that this worker lives: Beam does not notice when one of its own processes dies."""
+        """Write this worker's file: Beam does not notice when one of its own processes dies."""
         if os.path.isdir(self.folder):
             self._worker_file().touch()
 
     def teardown(self) -> None:
-        """Say goodbye."""
+        """Remove this worker's file."""
         self._worker_file().unlink(missing_ok=True)
 
     def _worker_file(self) -> Path:
         return Path(self.folder) / f"{socket.gethostname()}-{os.getpid()}.worker"
 
     def process(self, numbered: tuple[int, bytes]) -> None:
-        """Do the shard, unless a bundle that Beam tries again has done it before."""
+        """Process a shard, unless an earlier attempt of Beam has finished it."""
         number, shard = numbered
         if _outcome_path(self.folder, number, "result").is_file():
             return
         try:
             result = self.function(CODER.decode(shard))
-        except TextmillError as error:  # the user's mistake: trying again mends nothing, and the caller tells of it
+        except TextmillError as error:  # a user error: retrying does not help, and the caller reports it
             _write_outcome(self.folder, number, "error", error)
             return
         except Exception as error:
             _write_outcome(self.folder, number, "error", error)
-            raise  # Beam may try it again; what the last try says counts
+            raise  # Beam may retry; the error of the last attempt counts
         _write_outcome(self.folder, number, "result", result)
 
 
@@ -238,32 +239,35 @@ def _has_outcome(folder: str, number: int) -> bool:
 
 def _write_outcome(folder: str, number: int, kind: str, outcome: Any) -> None:
     if not os.path.isdir(folder):
-        raise OSError(f"runner.shared_folder: {folder} is not there on this worker; name one that every worker reaches")
+        raise OSError(
+            f"runner.shared_folder: {folder} does not exist on this worker; use a folder that every worker can access"
+        )
     temporary = Path(folder) / f"{number:05d}.tmp-{uuid4().hex}"
     temporary.write_bytes(CODER.encode(outcome))
     os.replace(temporary, _outcome_path(folder, number, kind))
 
 
 def _read_outcome(folder: Path, number: int, shard: Any, failure: str) -> Any:
-    """The result of a shard; an error of its function is raised as it was."""
+    """The result of a shard; raises the error of its function."""
     if (path := _outcome_path(folder, number, "result")).is_file():
         return CODER.decode(path.read_bytes())
     if (path := _outcome_path(folder, number, "error")).is_file():
         raise CODER.decode(path.read_bytes())
     if failure == WORKER_DIED:
         raise TextmillError(
-            f"runner: {WORKER_DIED}, {MAX_PIPELINES} times; {shard!r} was not done; give the machine more memory, or take that input out"
+            f"runner: {WORKER_DIED}, {MAX_PIPELINES} times; {shard!r} is not finished; "
+            f"use a machine with more memory, or remove that input"
         )
     if failure:
         raise TextmillError(
-            f"runner: Beam's pipeline failed: {failure}; mend that and run it again: what is finished is kept"
+            f"runner: the Beam pipeline failed: {failure}; fix that and run the command again: finished shards are kept"
         )
     raise TextmillError(
-        f"runner: no result of {shard!r} in runner.shared_folder; name a folder that this machine and every worker reach"
+        f"runner: no result for {shard!r} in runner.shared_folder; use a folder that this machine and every worker can access"
     )
 
 
 def _summarise_error(error: Exception) -> str:
-    """The last line of an error: Beam's messages carry whole tracebacks."""
+    """The type and last line of an error; Beam's messages contain full tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:500]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""This machine's processes: shards go to a pool that outlives a killed worker and never outlives its parent."""
+"""Run shards in local processes; a killed worker is replaced, and no worker outlives its parent."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ if TYPE_CHECKING:  # each worker imports this file, and the config takes longer 
     from textmill.config import LocalRunner
 
 POLL_SECONDS = 1.0
-"""Seconds after which the main thread, which alone hears signals, looks up from its waiting."""
+"""The main thread receives signals only between waits, so it never waits longer than this."""
 SHARDS_PER_WORKER = 4
-"""Shards in flight for each worker: enough to keep all busy behind a slow one, few enough for any number of shards."""
+"""Shards in flight per worker: enough to keep all workers busy, few enough for any number of shards."""
 MAX_POOL_CRASHES = 2
-"""Crashes of the whole pool before the shards in flight go one at a time, so that the guilty one is known."""
+"""Pool crashes after which the shards in flight run one at a time, to find the one that crashes."""
 MAX_SOLO_CRASHES = 2
-"""Crashes of one shard on its own before it is given up."""
+"""Crashes of one shard on its own before the map fails."""
 
 
 def new_runner(config: LocalRunner) -> ProcessRunner:
     """The runner of `runner.kind: local`."""
     if getattr(current_process(), "_inheriting", False):
         raise TextmillError(
-            "started by a worker that was importing your script; put the call under: if __name__ == '__main__':"
+            "a worker process tried to start workers while importing your script; "
+            "put the call under: if __name__ == '__main__':"
         )
     return ProcessRunner(usable_cores() if config.workers == "auto" else config.workers)
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -48,15 +49,18 @@ def usable_cores() -> int:
 
 @dataclass
 class ProcessRunner:
-    """Maps over shards with `workers` processes; one worker, or one shard before there are any, is this process itself."""
+    """Maps over shards with `workers` processes.
+
+    With one worker, or a single shard and no running pool, the work is done in this process.
+    """
 
     workers: int
     _idle_pool: _Pool | None = field(default=None, init=False, repr=False)
-    """The processes between two maps, which none of the two uses."""
+    """The pool that waits for the next map."""
     _keep_pool: bool = field(default=False, init=False, repr=False)
 
     def __enter__(self) -> Self:
-        """From here on the processes of one map are kept for the next: to start one takes a second."""
+        """Keep the processes of one map for the next: starting one takes a second."""
         self._keep_pool = True
         return self
 
@@ -67,7 +71,7 @@ class ProcessRunner:
         self._idle_pool = None
 
     def map(self, function: Callable[[Shard], Result], shards: Iterable[Shard]) -> Iterator[Result]:
-        """Results in the order of the shards, each as soon as it and all before it are there."""
+        """Yield results in the order of the shards, as early as possible."""
         stream = iter(shards)
         first = list(islice(stream, min(self.workers, 2)))
         if not first or (len(first) == 1 and not self._idle_pool):
@@ -89,13 +93,13 @@ class _Task(Generic[Shard, Result]):
 
 
 class _ShardMap(Generic[Shard, Result]):
-    """One map: the shards in flight, and what to do when a worker dies under them; at its end the pool is left to the caller."""
+    """One map: the shards in flight, and recovery when a worker dies; the caller owns the pool afterwards."""
 
     def __init__(self, function: Callable[[Shard], Result], workers: int, pool: _Pool) -> None:
         self.function, self.workers = function, workers
         self.in_flight: deque[_Task[Shard, Result]] = deque()
         self.crashes = 0
-        self.suspects = 0  # how many of the shards at the front were in flight when the pool last broke
+        self.suspects = 0  # how many shards at the front were in flight at the last crash
         self.pool = pool
 
     def results(self, shards: Iterator[Shard]) -> Iterator[Result]:
@@ -109,7 +113,7 @@ class _ShardMap(Generic[Shard, Result]):
                 self.in_flight.popleft()
                 self._clear_front_shard()
                 yield result
-        except BaseException:  # also when the caller wants no more
+        except BaseException:  # also when the caller stops iterating
             self.pool.stop()
             raise
 
@@ -120,13 +124,13 @@ class _ShardMap(Generic[Shard, Result]):
         return bool(self.in_flight)
 
     def _restart_pool(self) -> None:
-        """A fresh pool for what was in flight; finished results are kept."""
+        """Start a new pool and submit the unfinished shards again."""
         self.pool.stop()
         self.crashes += 1
         if self.crashes >= MAX_POOL_CRASHES + MAX_SOLO_CRASHES:
             raise TextmillError(
-                f"runner: the worker died on {self.in_flight[0].shard!r}, also when that was all it did (killed, or out of memory?); "
-                f"give the machine more memory, or take that input out"
+                f"runner: the worker died on {self.in_flight[0].shard!r}, even when it ran alone "
+                f"(killed, or out of memory?); use a machine with more memory, or remove that input"
             )
         self.pool = _Pool(self.workers if self.crashes < MAX_POOL_CRASHES else 1)
         self.suspects = len(self.in_flight)
@@ -135,7 +139,7 @@ class _ShardMap(Generic[Shard, Result]):
                 task.future = self.pool.submit(self.function, task.shard)
 
     def _clear_front_shard(self) -> None:
-        """The shard at the front came through; when all suspects did, the full pool is back."""
+        """Mark the front shard as finished; when all suspects are, use the full pool again."""
         if not self.suspects:
             return
         self.suspects -= 1
@@ -148,14 +152,17 @@ class _ShardMap(Generic[Shard, Result]):
 
 
 def _wait_for_result(future: Future[Result]) -> Result:
-    """A shard's result; ctrl-C is heard on the way even when the system gave the signal to another thread, which wakes no one."""
+    """Wait for a result in short steps: Ctrl-C may be delivered to another thread, which does not wake this one."""
     while not future.done():
         wait([future], timeout=POLL_SECONDS)
     return future.result()
 
 
 class _Pool:
-    """At most so many worker processes, begun as shards come; they end when this process closes its end of a pipe, or ends itself."""
+    """A pool of worker processes, started on demand.
+
+    The workers exit when this process closes its end of a pipe, or exits itself.
+    """
 
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")  # fork copies locks that another thread may hold
@@ -171,23 +178,23 @@ class _Pool:
             return broken
 
     def finish(self) -> None:
-        """End the workers after their work."""
+        """Stop the workers after they finish their work."""
         self._executor.shutdown(wait=True)
         self.stop()
 
     def stop(self) -> None:
-        """End the workers now, in the middle of what they do."""
+        """Stop the workers immediately."""
         self._writer.close()
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
 
 
 def _start_worker(reader: connection.Connection) -> None:
-    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
+    # Ctrl-C reaches all processes of the group; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
 
 
 def _end_with_parent(reader: connection.Connection) -> None:
-    connection.wait([reader])  # nothing is ever sent: it wakes when the other end is closed
+    connection.wait([reader])  # nothing is ever sent; wait returns when the other end is closed
     os._exit(1)

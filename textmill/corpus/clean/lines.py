@@ -1,4 +1,4 @@
-"""Rules that take whole lines out: addresses of web pages, and what stands around an article."""
+"""Rules that remove lines: web addresses and boilerplate."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ _URL_LINE = re.compile(
 )
 
 MAX_BOILERPLATE_CHARACTERS = 120
-"""Characters of a line that can be boilerplate."""
+"""A longer line is never boilerplate."""
 _PHRASES = r"""
   (?:skip|jump)\ to\ (?:the\ )?(?:main\ )?(?:content|navigation) | all\ rights\ reserved
 | (?:copyright\ )?(?:©|\(c\))\ ?(?:copyright\ )?\d{4}
 | (?:we|this\ (?:web)?site)\ uses?\ cookies | accept\ (?:all\ )?cookies | (?:privacy|cookie)\ policy
 | terms\ (?:of\ (?:use|service)|and\ conditions)
-| (?:read|see|load|show)\ more$ | click\ here | share\ (?:this|on|via) | follow\ us | tweet$ | pin\ it$ | (?:sign|log)\ ?(?:in|up)$
-| subscribe(?:\ now|\ to\ our\ newsletter|$) | (?:leave|post|add)\ a\ (?:comment|reply) | related\ (?:articles|posts|stories)
+| (?:read|see|load|show)\ more$ | click\ here | share\ (?:this|on|via) | follow\ us | tweet$ | pin\ it$
+| (?:sign|log)\ ?(?:in|up)$
+| subscribe(?:\ now|\ to\ our\ newsletter|$) | (?:leave|post|add)\ a\ (?:comment|reply)
+| related\ (?:articles|posts|stories)
 | back\ to\ top | advertisement$ | print\ this\ page | (?:please\ )?enable\ javascript
 | javascript\ (?:is|must\ be)\ (?:disabled|enabled|required)
 | (?:next|previous)\ (?:page|post|article)$
 | 무단\ ?(?:전재|복제|배포) | 저작권자 | (?:이용|서비스)\ ?약관$ | 개인\ ?정보\ ?(?:처리|취급)\ ?방침$ | 본문\ ?(?:바로\ ?가기|으로)
 | (?:더\ ?보기|공유하기|로그인|회원\ ?가입|구독하기|댓글\ ?쓰기|맨\ ?위로|목록으로|관련\ ?기사)$
-| tüm\ hakları\ saklıdır | (?:ana\ )?içeriğe\ (?:geç|atla) | (?:gizlilik|çerez)\ politikası$ | kullanım\ (?:koşulları|şartları)$
+| tüm\ hakları\ saklıdır | (?:ana\ )?içeriğe\ (?:geç|atla) | (?:gizlilik|çerez)\ politikası$
+| kullanım\ (?:koşulları|şartları)$
 | (?:devamını\ oku|daha\ fazla|giriş\ yap|üye\ ol|abone\ ol|paylaş|yorum\ yap|başa\ dön|yazdır)$
 | 版[权權]所有 | 未经.{0,8}(?:许可|授权) | 相关(?:文章|阅读|新闻)$
 | (?:[隐隱]私政策|用户协议|免责声明|联系我们|关于我们|返回顶部|阅读更多|查看更多|点击这里|分享到|登录|注册)$
@@ -33,17 +36,17 @@ _ENDS = (".", "!", "?", "。", "！", "？", "…")
 
 
 def drop_url_lines(text: str) -> str:
-    """Lines that hold nothing but one web address go."""
+    """Remove lines that hold only a web address."""
     if "://" not in text and "www." not in text and "WWW." not in text:
         return text
     return _URL_LINE.sub("", text)
 
 
 def drop_boilerplate(text: str) -> str:
-    """A line of at most 120 characters goes if it begins with a phrase of the list and is no long sentence, or if it is navigation.
+    """Remove boilerplate lines of at most 120 characters: known phrases that are not long sentences, and navigation.
 
-    Navigation: three or more parts of at most 24 characters with | » › · • or > between them and no full stop at the end. A table's
-    row, which begins with |, stays.
+    Navigation: three or more parts of at most 24 characters, separated by | » › · • or >, without a full stop at the
+    end. A table row, which starts with |, is kept.
     """
     lines = text.split("\n")
     kept = [line for line in lines if not line or len(line) > MAX_BOILERPLATE_CHARACTERS or not is_boilerplate(line)]
@@ -51,7 +54,7 @@ def drop_boilerplate(text: str) -> str:
 
 
 def is_boilerplate(line: str) -> bool:
-    """Whether a line is what stands around an article and not a part of it."""
+    """True if a line is boilerplate around an article."""
     line = line.strip()
     if (
         (found := _PHRASE.match(line))

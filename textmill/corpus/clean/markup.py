@@ -1,4 +1,4 @@
-"""Rules for what other programs left in the text: line markers, HTML, addresses, everything but Korean and ASCII."""
+"""Rules for markup and private data: line markers, HTML, e-mail addresses, phone numbers, non-Korean text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import re
 from collections.abc import Sequence
 
 MAX_NESTING = 8
-"""How deep tags and entities may hide in one another; beyond it their signs go one and all."""
+"""How deep tags and entities may be nested; beyond it, all `<` and `&` are removed."""
 
 _BLOCKS = (
-    "address|article|aside|blockquote|body|br|caption|center|dd|details|div|dl|dt|fieldset|figcaption|figure|footer|form|"
-    "h[1-6]|head|header|hr|html|iframe|legend|li|main|nav|ol|option|p|pre|section|select|table|tbody|td|tfoot|th|thead|title|tr|ul"
+    "address|article|aside|blockquote|body|br|caption|center|dd|details|div|dl|dt|fieldset|figcaption|figure|footer|"
+    "form|h[1-6]|head|header|hr|html|iframe|legend|li|main|nav|ol|option|p|pre|section|select|table|tbody|"
+    "td|tfoot|th|thead|title|tr|ul"
 )
 _INLINE = (
-    "a|abbr|acronym|b|bdi|bdo|big|button|cite|code|col|colgroup|data|del|dfn|em|embed|font|i|img|input|ins|kbd|label|link|map|mark|meta|"
-    "noscript|object|param|path|picture|q|rp|rt|ruby|s|samp|script|small|source|span|strike|strong|style|sub|summary|sup|svg|textarea|"
-    "time|tt|u|var|video|audio|wbr"
+    "a|abbr|acronym|b|bdi|bdo|big|button|cite|code|col|colgroup|data|del|dfn|em|embed|font|i|img|input|ins|kbd|label|"
+    "link|map|mark|meta|noscript|object|param|path|picture|q|rp|rt|ruby|s|samp|script|small|source|span|strike|strong|style|"
+    "sub|summary|sup|svg|textarea|time|tt|u|var|video|audio|wbr"
 )
 _ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
 _OPENING = re.compile(r"<!--|<(script|style)(?=[\s>])[^<>]*+>", re.IGNORECASE)
@@ -42,20 +43,21 @@ _PHONE = re.compile(
 _WEB_ADDRESS = re.compile(r"https?://\S*")
 _NOT_KOREAN = re.compile(
     "[^\\x00-\\x7f가-힣ㄱ-ㅎ"
-    "\u00b7\u2010-\u2027\u2030-\u205e\u2190-\u21ff\u2600-\u27bf\u3001-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"
+    "\u00b7\u2010-\u2027\u2030-\u205e\u2190-\u21ff\u2600-\u27bf\u3001-\u303f"
+    "\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"
     "\ufe0f\u200d\U0001f1e6-\U0001f1ff\U0001f300-\U0001faff]+"
 )
 
 
 def break_at_markers(text: str, markers: Sequence[str] = ("<n>",)) -> str:
-    """A marker that stands for a line end becomes one."""
+    """Replace markers that mean a line end with a newline."""
     for marker in markers:
         text = text.replace(marker, "\n")
     return text
 
 
 def strip_html(text: str) -> str:
-    """Entities become their signs; scripts, comments and the tags that HTML knows go, tags of blocks leaving a line end."""
+    """Decode entities and remove scripts, comments and HTML tags; block tags become a newline."""
     for _ in range(MAX_NESTING):
         before = text
         if "<" in text:
@@ -68,7 +70,7 @@ def strip_html(text: str) -> str:
 
 
 def _remove_hidden(text: str) -> str:
-    """The text with a line end for each comment, script and style; one that is never closed is left to the rule for tags."""
+    """Replace each comment, script and style with a newline; an unclosed one is left to the tag rule."""
     parts: list[str] = []
     unclosed: set[str] = set()
     done = copied = 0
@@ -80,21 +82,24 @@ def _remove_hidden(text: str) -> str:
             parts += [text[copied : opening.start()], "\n"]
             done = copied = closing.end()
         else:
-            unclosed.add(name)  # looking again each time would take the square of the text's length
+            unclosed.add(name)  # searching again each time would take quadratic time
     return "".join([*parts, text[copied:]]) if parts else text
 
 
 def mask_emails(text: str) -> str:
-    """E-mail addresses become [email]."""
+    """Replace e-mail addresses with [email]."""
     return _EMAIL.sub("[email]", text) if "@" in text else text
 
 
 def mask_phones(text: str) -> str:
-    """Telephone numbers, as people write them, become [phone]."""
+    """Replace telephone numbers with [phone]."""
     return _PHONE.sub("[phone]", text)
 
 
 def only_korean(text: str) -> str:
-    """dsGPT2's filter_text: ASCII, Hangul syllables and consonants, some punctuation and emoji stay; web addresses and '#' go."""
+    """The filter_text of dsGPT2: keep ASCII, Hangul syllables and consonants, some punctuation and emoji.
+
+    Web addresses and '#' are removed too.
+    """
     text = _WEB_ADDRESS.sub("", _NOT_KOREAN.sub("", text))
     return text.replace("#", "").strip()

@@ -1,4 +1,4 @@
-"""Text that was decoded in the wrong encoding, put right with ftfy."""
+"""Repair text that was decoded with the wrong encoding, with ftfy."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ _ENCODINGS = ("latin-1", "cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp12
 
 
 def _characters(first: int, last: int) -> str:
-    """Every character that one of the encodings has for these bytes, for a class of a regular expression."""
+    """All characters that the encodings assign to these bytes, for a regular expression class."""
     characters = {
         bytes([byte]).decode(encoding, "ignore") for encoding in _ENCODINGS for byte in range(first, last + 1)
     }
     return "".join(map(re.escape, sorted(characters)))
 
 
-# UTF-8 read as one byte a letter always shows the sign of a first byte before the sign of a following one; ftfy looks for
-# more, at 1 MB/s, so it is shown only the lines where this stands. The space is a no-break one that someone has tidied.
-# One class of signs comes first: with the branches there the search would be four times slower.
+# UTF-8 decoded with a one-byte encoding always shows the character of a lead byte before that of a continuation byte.
+# ftfy searches for more, but at 1 MB/s, so it gets only lines with this pattern. The space stands for a no-break space
+# that was cleaned up. The pattern starts with a single character class because alternatives there would make the search
+# four times slower.
 _SUSPECT = re.compile(
     f"[{_characters(0xC2, 0xF4)}\x80-\x9f](?:[{_characters(0x80, 0xBF)}]|(?<=[\x80-\x9f])|(?<=[ÂÃÄÅÎÏÐÑØÙâãïð]) )"
 )  # fmt: skip
 
 
 def repair(text: str) -> str:
-    """UTF-8 that was read as Latin-1, Windows, Mac or DOS text becomes what it was."""
+    """Repair UTF-8 that was decoded as Latin-1, Windows, Mac or DOS text."""
     if text.isascii() or not _SUSPECT.search(text):
         return text
     fix, fixer_config = _fixer()
@@ -35,9 +36,9 @@ def repair(text: str) -> str:
 
 @cache
 def _fixer() -> tuple[Any, Any]:
-    """ftfy and which of its mends are wanted: the encoding, and nothing that other rules do."""
+    """ftfy's function and a configuration that repairs only the encoding."""
     from ftfy import TextFixerConfig, fix_text
 
-    off = dict.fromkeys(("unescape_html", "remove_terminal_escapes", "fix_latin_ligatures", "fix_character_width", "uncurl_quotes",
-                         "fix_line_breaks", "remove_control_chars"), False)  # fmt: skip
+    off = dict.fromkeys(("unescape_html", "remove_terminal_escapes", "fix_latin_ligatures", "fix_character_width",
+                         "uncurl_quotes", "fix_line_breaks", "remove_control_chars"), False)  # fmt: skip
     return fix_text, TextFixerConfig(**off, normalization=None)

@@ -1,11 +1,11 @@
-"""All rules that change a text, and the one order in which they run."""
+"""All cleaning rules, in the order in which they run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from textmill.corpus.clean.letters import (
+from textmill.corpus.clean.characters import (
     drop_controls,
     plain_punctuation,
     replace_invisibles,
@@ -39,22 +39,23 @@ RULES: dict[str, Rule] = {
     "boilerplate": drop_boilerplate,
     "spaces": trim_spaces,
 }
-"""In an order in which a rule rarely leaves work for one before it: letters are mended before they are judged, a marker is
-read before it is taken for a tag, entities may be controls, controls that are newlines are saved before controls go, a mark
-meets its letter only when the control between them is gone, and lines are judged when they are what they will be."""
+"""The order avoids extra rounds. Encoding is repaired first. Markers are read before they could be taken for tags.
+Entities are decoded before control characters are removed. Newlines are unified before control characters are removed.
+NFC runs after control characters are gone, since one may separate a letter from its accent. Line rules run on nearly
+finished lines."""
 
 SINGLE_PASS_RULES = frozenset({"newlines", "controls", "unicode", "spaces"})
-"""Rules that, alone among themselves, never leave work for one another."""
+"""These rules alone never need a second round."""
 MAX_ROUNDS = 10
-"""More than any text has needed."""
+"""More rounds than any text has needed."""
 
 
 def clean(
     text: str, rules: Collection[str], changed: Counter[str] | None = None, overrides: Mapping[str, Rule] | None = None
 ) -> str:
-    """The text after these rules, in the order of RULES however they are named, and again until none finds work.
+    """Apply the rules in the order of RULES, and repeat until nothing changes.
 
-    `changed` counts each rule that changed the text once; `own` has the rules that are set otherwise than in RULES.
+    `changed` counts each rule that changed the text, once. `overrides` replaces rules that have settings of their own.
     """
     functions = [(name, (overrides or {}).get(name, function)) for name, function in RULES.items() if name in rules]
     changed_by: set[str] = set()

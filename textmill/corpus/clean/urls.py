@@ -1,4 +1,4 @@
-"""Whether a web page's address speaks against its text: blocked sites, files that are no pages, broken addresses."""
+"""Check a web page's URL against blocked sites and file extensions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SECOND_LEVEL = frozenset("ac co com edu gen go gob gov gouv gv k12 mil ne net n
 
 
 def is_blocked(url: str, domains: Collection[str], extensions: Collection[str]) -> bool:
-    """Whether the address is none of http(s), or its site or its path's ending is blocked.
+    """True if the URL is not http(s), or its site or file extension is blocked.
 
-    A domain with a dot (`example.com`) blocks that host and those below it; one without (`example`) blocks the registered
-    name under any ending: example.org, www.example.co.uk.
+    A domain with a dot (`example.com`) blocks that host and its subdomains. One without (`example`) blocks the
+    registered name under any top-level domain: example.org, www.example.co.uk.
     """
     found = _ADDRESS.fullmatch(url.strip())
     if not found:
@@ -32,7 +32,7 @@ def is_blocked(url: str, domains: Collection[str], extensions: Collection[str]) 
 
 
 def registered_name(host: str) -> str:
-    """The label before the public ending: `bbc` of www.bbc.co.uk; a number for an address of numbers is none."""
+    """The label before the public suffix: `bbc` for www.bbc.co.uk; '' for an IP address."""
     if _IP.fullmatch(host) or host.startswith("["):
         return ""
     labels = host.split(".")

@@ -1,1 +1,1 @@
-"""MongoDB collections: read by position, and written to."""
+"""Read MongoDB collections by position, and write to them."""

@@ -1,4 +1,4 @@
-"""MongoDB collections as one index: any document by its position, or all of them in order, lazily and ahead of need."""
+"""Read MongoDB collections as one lazy sequence, by position or in order, with prefetch."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from textmill.corpus.text_fields import TextFields
 from textmill.errors import warn
 
 SCAN_BLOCK = 1000
-"""Positions that a scan asks for at a time."""
+"""Positions in one query of a scan."""
 PREFETCH = 3
-"""Questions under way while the caller works."""
+"""Queries in flight while the caller works."""
 QUERY_SIZES = (24, 96, 384, 1536)
-"""Positions of one `$in`, from which every index finds the best for its server."""
+"""Positions in one `$in` query; each index measures which size is fastest for its server."""
 MIN_MEASURED_BATCH = 256
-"""Positions of a batch that is long enough to learn from."""
+"""A smaller batch is not used for measuring."""
 RELEARN_BATCHES = 500
-"""Batches after which the best portion is sought anew."""
+"""Batches after which the sizes are measured again."""
 
 
 def open_index(path: str | Path, collection_ranges: Sequence[CollectionRange] | None = None) -> MongoIndex:
-    """The collections of a db_config.json as one index; what is odd about them is said, once."""
+    """Open the collections of a db_config.json as one index; warn once about irregularities."""
     server = open_server(path)
     if collection_ranges is None:
         check_collections(server)
@@ -59,7 +59,10 @@ def read_range(
     collection_ranges: Sequence[CollectionRange] | None = None,
     text_key: str | None = None,
 ) -> Iterator[Document | BadRecord]:
-    """The documents at positions start to stop, in order; `bounds` of the first look keeps the positions when collections grow."""
+    """Yield the documents at positions start to stop.
+
+    `collection_ranges` of an earlier call keeps positions stable while collections grow.
+    """
     server = _shared(open_server(path), os.getpid())
     index = MongoIndex(server, find_collection_ranges(server) if collection_ranges is None else collection_ranges)
     key, source = text_key or config.text_key, f"mongo:{path}"
@@ -68,7 +71,7 @@ def read_range(
     try:
         for collection, row in index.scan(start, stop):
             if conversation_fields is None:
-                yield _document_of(collection, row, source, names)
+                yield _to_document(collection, row, source, names)
             else:
                 fields = {name: value for name, value in row.items() if name not in ("_id", "idx")}
                 yield from conversation_fields.documents(fields, format_place(collection, row), _raw(row))
@@ -78,20 +81,23 @@ def read_range(
 
 @lru_cache(maxsize=4)
 def _shared(server: Server, pid: int) -> Server:
-    """One connection a process, for all its ranges: a client must not be taken into a child."""
+    """One connection per process for all its ranges; a client must not be shared with a forked child."""
     return server
 
 
 @dataclass
 class QuerySize:
-    """How many positions one question holds: many where the way is long, few where the server searches the list for each document."""
+    """Chooses how many positions one query holds.
+
+    Many suit a slow network. Few suit a server that compares each document with the whole list.
+    """
 
     size: int = QUERY_SIZES[0]
     rates: dict[int, float] = field(default_factory=dict)
     batches: int = 0
 
     def learn(self, rate: float) -> None:
-        """Note the documents a second of a batch; go to the next size as long as that helps."""
+        """Record the rate of a batch, in documents per second; try the next size as long as it gets faster."""
         self.batches += 1
         if self.batches % RELEARN_BATCHES == 0:
             self.size, self.rates = QUERY_SIZES[0], {}
@@ -107,7 +113,7 @@ class QuerySize:
 
 
 class MongoIndex:
-    """A lazy sequence over the collections in the order of COLLECTIONS; a position without a document gives None."""
+    """A lazy sequence over the collections, in the order of COLLECTIONS; None for a position without a document."""
 
     def __init__(self, server: Server, collection_ranges: Sequence[CollectionRange]) -> None:
         self.server, self.collection_ranges, self.query_size = server, tuple(collection_ranges), QuerySize()
@@ -120,14 +126,14 @@ class MongoIndex:
         return sum(collection_range.size for collection_range in self.collection_ranges)
 
     @overload
-    def __getitem__(self, place: int) -> Row | None: ...
+    def __getitem__(self, position: int) -> Row | None: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Row | None]: ...
-    def __getitem__(self, place: int | slice) -> Row | list[Row | None] | None:
-        """The document at a position, or those of a slice."""
-        if isinstance(place, int):
-            return self.batch([place])[0]
-        positions = range(*place.indices(len(self)))
+    def __getitem__(self, position: slice) -> list[Row | None]: ...
+    def __getitem__(self, position: int | slice) -> Row | list[Row | None] | None:
+        """The document at a position, or the documents of a slice."""
+        if isinstance(position, int):
+            return self.batch([position])[0]
+        positions = range(*position.indices(len(self)))
         if positions.step != 1:
             return self.batch(positions)
         rows: list[Row | None] = [None] * len(positions)
@@ -138,11 +144,11 @@ class MongoIndex:
         return rows
 
     def __iter__(self) -> Iterator[Row]:
-        """Every document in order; positions without one are passed over."""
+        """Every document in order; positions without a document are skipped."""
         return (row for _, row in self.scan())
 
     def batch(self, positions: Sequence[int]) -> list[Row | None]:
-        """The documents at any positions, in the order asked; a few questions for each collection."""
+        """The documents at any positions, in the given order, with a few queries per collection."""
         idx_by_collection: dict[str, set[int]] = {}
         locations = [self._locate(position) for position in positions]
         for collection, idx in locations:
@@ -157,21 +163,21 @@ class MongoIndex:
                 found.setdefault((collection, int(row["idx"])), row)
         if len(positions) >= MIN_MEASURED_BATCH:
             self.query_size.learn(len(found) / (perf_counter() - started))
-        return [found.get(place) for place in locations]
+        return [found.get(location) for location in locations]
 
     def scan(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, Row]]:
-        """(collection, document) at positions start to stop, in order; the next blocks are fetched meanwhile."""
+        """Yield (collection, document) for positions start to stop, in order; later blocks are prefetched."""
         queries = list(self._scan_queries(start, len(self) if stop is None else min(stop, len(self))))
         for (collection, _), rows in zip(queries, self._prefetch(queries), strict=True):
             for row in rows:
                 yield collection, row
 
     def stop_prefetch(self) -> None:
-        """End the threads that fetch ahead."""
+        """Stop the prefetch threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         self.stop_prefetch()
         self.server.close()
 
@@ -180,45 +186,44 @@ class MongoIndex:
         for collection_range in self.collection_ranges:
             if collection_range.first <= at < collection_range.first + collection_range.size:
                 return collection_range.collection, at - collection_range.first
-        raise IndexError(f"position {position} of {len(self):,}")
+        raise IndexError(f"position {position} is out of range; the index has {len(self):,}")
 
     def _scan_queries(self, start: int, stop: int) -> Iterator[tuple[str, Row]]:
         for collection_range in self.collection_ranges:
-            low, high = (
-                max(start - collection_range.first, 0),
-                min(stop - collection_range.first, collection_range.size),
-            )
+            low = max(start - collection_range.first, 0)
+            high = min(stop - collection_range.first, collection_range.size)
             for at in range(low, high, SCAN_BLOCK):
                 yield collection_range.collection, {"$gte": at, "$lt": min(at + SCAN_BLOCK, high)}
 
     def _prefetch(self, queries: Sequence[tuple[str, Row]]) -> Iterator[list[Row]]:
-        """The answers to all parts in order, AHEAD of them under way."""
-        waiting: deque[Future[list[Row]]] = deque()
+        """Yield the results of all queries in order, with PREFETCH queries in flight."""
+        in_flight: deque[Future[list[Row]]] = deque()
         remaining = iter(queries)
         try:
             for query in islice(remaining, PREFETCH):
-                waiting.append(self._threads.submit(self._fetch, *query))
-            while waiting:
-                rows = waiting.popleft().result()
+                in_flight.append(self._threads.submit(self._fetch, *query))
+            while in_flight:
+                rows = in_flight.popleft().result()
                 if (next_query := next(remaining, None)) is not None:
-                    waiting.append(self._threads.submit(self._fetch, *next_query))
+                    in_flight.append(self._threads.submit(self._fetch, *next_query))
                 yield rows
         finally:
-            for future in waiting:
+            for future in in_flight:
                 future.cancel()
 
     def _fetch(self, collection: str, idx: Row) -> list[Row]:
-        # Handed on only when whole: after an outage the block is asked for anew, and nothing of it was seen before.
+        # A block is returned only when complete: after an outage it is requested again, so nothing is lost or read
+        # twice.
         rows = self.server.request(lambda db: list(db[collection].find({"idx": idx}, batch_size=SCAN_BLOCK)))
         return sorted(rows, key=lambda row: (row["idx"], str(row["_id"])))
 
 
 def format_place(collection: str, row: Row) -> str:
-    """The way back: the collection, idx and _id of a document."""
+    """A document's place: its collection, idx and _id."""
     return f"{collection} {row.get('idx')} {row.get('_id')}"
 
 
-def _document_of(collection: str, row: Row, source: str, names: Sequence[str]) -> Document | BadRecord:
+def _to_document(collection: str, row: Row, source: str, names: Sequence[str]) -> Document | BadRecord:
     text = next((row[name] for name in names if row.get(name) is not None), None)
     if isinstance(text, str):
         return Document(text, source, format_place(collection, row))
@@ -228,5 +233,5 @@ def _document_of(collection: str, row: Row, source: str, names: Sequence[str]) -
 
 
 def _raw(row: Row) -> bytes:
-    """The beginning of a document, to be looked at."""
+    """The start of a document, for the quarantine."""
     return json.dumps(row, default=str, ensure_ascii=False).encode(errors="backslashreplace")[:RAW_BYTES]

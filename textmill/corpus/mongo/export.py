@@ -1,6 +1,6 @@
-"""What goes from a finished corpus to MongoDB: cleaned text back to its documents, and kept documents into a collection.
+"""Export a finished corpus to MongoDB: write cleaned text back, and load kept documents into a collection.
 
-Each shard is a step that may be done twice, and is noted when it is through: killed at any moment, the next run goes on there.
+Each shard is an idempotent step that is recorded when it is finished. After a kill, the next run continues there.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from textmill.storage.progress import progress
 from textmill.storage.stages import open_manifest
 
 PROGRESS_FILE = "mongo.json"
+"""Lists the finished steps; stored in the corpus folder."""
 ExportStep = tuple[str, Callable[[], dict[str, int]]]
-"""A name, and work that gives its counts: those that do not depend on an earlier try, and `changed`."""
+"""A name and a function that returns its counts; only `changed` may differ when a step is repeated."""
 
 
 def check_export(config: CorpusConfig, sources: Sequence[Source]) -> None:
-    """Refuse what cannot be delivered, before any work."""
+    """Raise an error first_number any work if the export is not possible."""
     indexes = [source for source in sources if source.format == "mongo"]
     if config.mongo_write_back:
         if not indexes:
             raise TextmillError(
-                "corpus.mongo_write_back: no source to write back to; name a mongo:db_config.json in corpus.sources"
+                "corpus.mongo_write_back: no MongoDB source; add mongo:db_config.json to corpus.sources"
             )
-        if source := next(
-            (collection_range for collection_range in indexes if collection_range.text_key == "filt_text"), None
-        ):
-            raise TextmillError(
-                f"corpus.mongo_write_back: {source.name} is read from filt_text, which would be written over"
-            )
+        for source in indexes:
+            if source.text_key == "filt_text":
+                raise TextmillError(
+                    f"corpus.mongo_write_back: would overwrite filt_text, which {source.name} is read from; "
+                    f"read another field, such as form"
+                )
         for source in indexes:
             server = open_server(source.address)
             check_writable(server)
@@ -60,21 +61,19 @@ def check_export(config: CorpusConfig, sources: Sequence[Source]) -> None:
         target = open_server(config.mongo_config)
         for source in indexes:
             server = open_server(source.address)
-            if (server.address, server.database) == (
-                target.address,
-                target.database,
-            ) and config.mongo_load in server.collections:
+            same_database = (server.address, server.database) == (target.address, target.database)
+            if same_database and config.mongo_load in server.collections:
                 raise TextmillError(
-                    f"corpus.mongo_load: '{config.mongo_load}' is a source too; load into another collection"
+                    f"corpus.mongo_load: '{config.mongo_load}' is also a source; load into another collection"
                 )
         ensure_loadable(target, config.mongo_load)
         target.close()
 
 
 def export_to_mongo(config: CorpusConfig, folder: Path, sources: Sequence[Source]) -> None:
-    """Do what is asked and not done yet; say what was done."""
+    """Run the configured exports that are not finished, and print the counts."""
     lock = folder.with_name(folder.name + ".mongo.lock")
-    with file_lock(lock, f"{folder}: another textmill is bringing it to MongoDB; wait for it"):
+    with file_lock(lock, f"{folder}: another textmill process is exporting it to MongoDB; wait until it has finished"):
         if config.mongo_write_back:
             for source in sources:
                 if source.format == "mongo":
@@ -99,7 +98,7 @@ def _write_shard(server: Server, name: str, path: Path) -> dict[str, int]:
 
 
 def _empty_dropped(server: Server, source: Source, shards: Sequence[Path]) -> dict[str, int]:
-    """Nothing is left of a document that was dropped: an empty text tells that from one that was never cleaned."""
+    """Set the text of dropped documents to '', which tells them from documents that were never cleaned."""
     kept = {
         collection_range.collection: np.zeros(collection_range.size, np.bool_)
         for collection_range in source.collection_ranges
@@ -123,10 +122,10 @@ def _load(folder: Path, path: str, collection: str, field: str) -> None:
         collection,
         {"corpus": manifest["fingerprint"], "field": field, "documents": manifest["documents"]},
     )
-    before = 0
+    first_number = 0
     for split, shard in _shards(folder):
-        steps.append((shard.name, partial(_load_shard, server, collection, field, split, shard, start, before)))
-        before += count_documents(shard)
+        steps.append((shard.name, partial(_load_shard, server, collection, field, split, shard, start, first_number)))
+        first_number += count_documents(shard)
     steps.append(("meta_info", partial(_finish_load, server, collection)))
     _run_steps(
         folder,
@@ -138,9 +137,9 @@ def _load(folder: Path, path: str, collection: str, field: str) -> None:
 
 
 def _load_shard(
-    server: Server, collection: str, field: str, split: str, shard: Path, start: Callable[[], int], before: int
+    server: Server, collection: str, field: str, split: str, shard: Path, start: Callable[[], int], first_number: int
 ) -> dict[str, int]:
-    new = insert_rows(server, collection, _rows(shard, split, field), start() + before, field)
+    new = insert_rows(server, collection, _rows(shard, split, field), start() + first_number, field)
     return {"loaded": count_documents(shard), "changed": new}
 
 
@@ -160,7 +159,7 @@ def _shards(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _run_steps(folder: Path, task: str, steps: Sequence[ExportStep], check: Callable[[], None]) -> None:
-    """Do the steps that the notes beside the corpus do not have yet, and note each."""
+    """Run the steps that the progress file does not list, and record each one."""
     path, fingerprint = folder / PROGRESS_FILE, open_manifest(folder)["fingerprint"]
     progress_notes = read_json(path) if path.is_file() else {}
     if progress_notes.get("corpus") != fingerprint:
@@ -181,6 +180,5 @@ def _run_steps(folder: Path, task: str, steps: Sequence[ExportStep], check: Call
     for counts in done_steps.values():
         total.update(counts)
     summary = ", ".join(f"{number:,} {what}" for what, number in total.items())
-    print(
-        f"prepare: {task}: {f'{summary}; {changed:,} changed now' if pending else f'done already ({summary}); see {format_path(path)}'}"
-    )
+    outcome = f"{summary}; {changed:,} changed now" if pending else f"done already ({summary}); see {format_path(path)}"
+    print(f"prepare: {task}: {outcome}")

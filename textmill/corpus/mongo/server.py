@@ -1,4 +1,4 @@
-"""The way to a MongoDB server: what db_config.json says, patience when the server restarts, and no secret in any message."""
+"""Connect to the MongoDB server of a db_config.json, retry during outages, and keep secrets out of messages."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ try:
 except ImportError:
     raise TextmillError("a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'") from None
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 CONNECTION_VARIABLE = "TEXTMILL_MONGO"
 DEFAULT_MAX_OUTAGE = 120.0
-"""Seconds that a server may be away before the work ends, unless MONGO_PATIENCE in db_config.json says another number."""
+"""Seconds that a server may be unreachable before the command fails; MONGO_PATIENCE in db_config.json overrides it."""
 FIRST_DELAY, MAX_DELAY = 0.25, 8.0
-"""Seconds between two tries; the wait doubles."""
+"""Seconds between two attempts; the delay doubles each time."""
 TIMEOUTS = {"serverSelectionTimeoutMS": 5_000, "socketTimeoutMS": 300_000}
-"""Unless the connection string says others: a server that took a question and never answers is not waited for without end."""
+"""Defaults for the connection string; a server that never answers must not block the command."""
 META_COLLECTION = "meta_info"
 
 
 @dataclass(frozen=True)
 class Server:
-    """One database of one server, with the collections that db_config.json names."""
+    """One database of a server, with the collections of a db_config.json."""
 
     path: Path
     database: str
     collections: tuple[str, ...]
     address: str = field(repr=False)
-    """The connection string: never written, never said."""
+    """The connection string; it is secret, so it is never written or printed."""
     max_outage: float | None = None
-    """Seconds that the server may be away."""
+    """Seconds that the server may be unreachable."""
 
     @cached_property
     def db(self) -> Any:
-        """The database; every process must open its own."""
+        """The database connection; each process must open its own."""
         options: dict[str, Any] = {
             name: value for name, value in TIMEOUTS.items() if name.lower() not in self.address.lower()
         }
@@ -55,43 +55,39 @@ class Server:
             return pymongo.MongoClient(self.address, appname="textmill", **options)[self.database]
         except (PyMongoError, ValueError) as error:
             raise TextmillError(
-                f"{self.path}: not a connection to MongoDB ({self.redact(error)}); mend the connection string"
+                f"{self.path}: cannot connect to MongoDB ({self.redact(error)}); fix the connection string"
             ) from None
 
     def close(self) -> None:
-        """Let the connection go; what is asked later opens it again."""
+        """Close the connection; the next request opens it again."""
         if "db" in self.__dict__:
             self.__dict__.pop("db").client.close()
 
-    def request(self, operation: Callable[[Any], Answer]) -> Answer:
-        """Ask the database something that may be asked twice; a server that is away is waited for."""
-        started, delay, max_outage = (
-            time.monotonic(),
-            FIRST_DELAY,
-            DEFAULT_MAX_OUTAGE if self.max_outage is None else self.max_outage,
-        )
+    def request(self, operation: Callable[[Any], Response]) -> Response:
+        """Run an idempotent database operation; retry while the server is unreachable."""
+        started, delay = time.monotonic(), FIRST_DELAY
+        max_outage = DEFAULT_MAX_OUTAGE if self.max_outage is None else self.max_outage
         while True:
             try:
                 return operation(self.db)
             except BulkWriteError as error:
-                raise TextmillError(f"{self.path}: MongoDB refused to write ({_write_error_codes(error)})") from None
+                raise TextmillError(f"{self.path}: MongoDB rejected the write ({_write_error_codes(error)})") from None
             except (ConnectionFailure, CursorNotFound) as error:
                 reason, outage = self.redact(error), time.monotonic() - started
                 if outage > max_outage:
                     raise TextmillError(
-                        f"{self.path}: no MongoDB server for {outage:.0f} s ({reason}); start it and run again"
+                        f"{self.path}: no MongoDB server for {outage:.0f} s ({reason}); "
+                        f"start it and run the command again"
                     ) from None
                 if delay == FIRST_DELAY:
-                    warn(
-                        f"{self.path}: the MongoDB server does not answer ({reason}); trying again for {max_outage:g} s"
-                    )
+                    warn(f"{self.path}: the MongoDB server does not answer ({reason}); retrying for {max_outage:g} s")
                 time.sleep(delay)
                 delay = min(2 * delay, MAX_DELAY)
             except PyMongoError as error:
-                raise TextmillError(f"{self.path}: MongoDB says: {self.redact(error)}") from None
+                raise TextmillError(f"{self.path}: MongoDB error: {self.redact(error)}") from None
 
     def redact(self, error: Exception) -> str:
-        """An error of pymongo without anything of the connection string in it."""
+        """A pymongo error as text, without any part of the connection string."""
         kind, text = type(error).__name__, str(error).partition(", Timeout:")[0].partition(" (configured")[0][:300]
         place = self.address.partition("://")[2].partition("?")[0]
         user, _, hosts = place.rpartition("@")
@@ -108,39 +104,39 @@ class Server:
             spelling for part in parts for spelling in (part, unquote(part)) if spelling and spelling != self.database
         }
         if any(len(secret) < 3 and secret in text for secret in secrets):
-            return kind  # so short that the gaps would give it away
+            return kind  # a secret this short could be guessed from the replaced text
         for secret in sorted(secrets, key=len, reverse=True):
             text = text.replace(secret, "***")
         return f"{kind}: {text}"
 
 
 def open_server(path: str | Path) -> Server:
-    """The server that a db_config.json names; nothing is asked of it yet."""
+    """The server of a db_config.json; does not connect yet."""
     path = Path(path)
     settings = read_json(path)
     if not isinstance(settings, dict):
         raise TextmillError(
-            f"{path}: found a {type(settings).__name__}; give an object with MONGO_CONNECTION_DB and COLLECTIONS"
+            f"{path}: expected an object with MONGO_CONNECTION_DB and COLLECTIONS; found a {type(settings).__name__}"
         )
     database, names = settings.get("MONGO_CONNECTION_DB"), settings.get("COLLECTIONS")
     if not isinstance(database, str) or not database:
-        raise TextmillError(f"{path}: no MONGO_CONNECTION_DB; give the name of the database")
+        raise TextmillError(f"{path}: MONGO_CONNECTION_DB is missing; set the name of the database")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise TextmillError(f"{path}: COLLECTIONS is not a list of names; give at least one collection")
+        raise TextmillError(f"{path}: COLLECTIONS must be a list of names; list at least one collection")
     if len(set(names)) < len(names):
-        raise TextmillError(f"{path}: COLLECTIONS names a collection twice; keep one")
+        raise TextmillError(f"{path}: COLLECTIONS lists a collection twice; keep one")
     max_outage = settings.get("MONGO_PATIENCE")
     if max_outage is not None and (
         isinstance(max_outage, bool) or not isinstance(max_outage, int | float) or not 0 <= max_outage < 1e9
     ):
         raise TextmillError(
-            f"{path}: MONGO_PATIENCE: found {max_outage!r}; give the seconds that the server may be away, such as 120"
+            f"{path}: MONGO_PATIENCE: found {max_outage!r}; set the seconds the server may be unreachable, such as 120"
         )
     return Server(path, database, tuple(names), _address(path, settings), max_outage)
 
 
 def check_collections(server: Server) -> None:
-    """Refuse a collection that the database does not hold."""
+    """Raise an error for a collection that the database does not have."""
     existing = server.request(lambda db: db.list_collection_names())
     for name in server.collections:
         if name not in existing:
@@ -166,12 +162,15 @@ def _address(path: Path, settings: dict[str, Any]) -> str:
             ) from None
     if not isinstance(address, str) or not address:
         raise TextmillError(
-            f"{path}: no connection string; set {CONNECTION_VARIABLE} in the environment, or MONGO_CONNECTION_FILE or MONGO_CONNECTION_STRING there"
+            f"{path}: no connection string; set the environment variable {CONNECTION_VARIABLE}, "
+            f"or MONGO_CONNECTION_FILE or MONGO_CONNECTION_STRING in the file"
         )
     return address
 
 
 def _write_error_codes(error: Any) -> str:
-    """What kind of refusal, without the documents that pymongo would quote."""
+    """The error codes of a rejected write, without the documents that pymongo would quote."""
     codes = {str(write_error.get("code")) for write_error in error.details.get("writeErrors", [])}
-    return f"code {', '.join(sorted(codes))}; 11000 is an idx that is there already" if codes else type(error).__name__
+    return (
+        f"code {', '.join(sorted(codes))}; 11000 means that the idx exists already" if codes else type(error).__name__
+    )

@@ -1,4 +1,4 @@
-"""What a MongoDB index was when it was looked at: where each collection begins, what is odd about it, and a mark that tells a change."""
+"""Record the ranges of MongoDB collections, find irregularities in them, and compute a fingerprint of their content."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from textmill.storage.files import hash_json
 
 Row = dict[str, Any]
 CLEANED_FIELD = "filt_text"
-"""The field of cleaned text."""
+"""The field that holds cleaned text."""
 ORIGINAL_FIELDS = ("form", "text")
-"""Where the text is that nobody has cleaned."""
+"""The fields that may hold the original text; the first present one is read."""
 PROBES = 16
-"""Documents of each collection that are looked at, besides the first and the last, to tell whether it has changed."""
-INDEX_ADVICE = "make one: textmill.corpus.mongo.writing.create_idx_indexes"
+"""Documents of each collection in the fingerprint, besides the first and the last."""
+INDEX_ADVICE = "create one: textmill.corpus.mongo.writing.create_idx_indexes"
 
 
 class CollectionRange(NamedTuple):
-    """The positions that a collection has in the index: `first` + idx."""
+    """The positions of a collection: a document is at `first` + its idx."""
 
     collection: str
     first: int
@@ -29,14 +29,14 @@ class CollectionRange(NamedTuple):
 
 
 def text_field_names(text_key: str, read_original: bool = False) -> tuple[str, ...]:
-    """Where the text is, the first that is there; `raw`: not in what an earlier cleaning wrote back."""
+    """The fields that may hold the text, in order of preference; `read_original`: without the cleaned text."""
     if text_key != "text":
         return (text_key,)
     return ORIGINAL_FIELDS if read_original else (CLEANED_FIELD, *ORIGINAL_FIELDS)
 
 
 def find_collection_ranges(server: Server) -> tuple[CollectionRange, ...]:
-    """Where each collection begins: idx is the place in its collection, so a deleted document moves no other."""
+    """The range of each collection. A position is based on idx, so deleting a document moves no other."""
     ranges: list[CollectionRange] = []
     first = 0
     for name in server.collections:
@@ -53,7 +53,7 @@ def next_idx(db: Any, collection: str) -> int:
 
 
 def find_irregularities(server: Server, ranges: Sequence[CollectionRange]) -> Iterator[str]:
-    """What a person should know of the collections, a sentence each."""
+    """Yield a warning for each irregularity of the collections."""
     recorded_counts = {
         row.get("collection_name"): row.get("num_docs")
         for row in server.request(lambda db: list(db[META_COLLECTION].find()))
@@ -62,27 +62,33 @@ def find_irregularities(server: Server, ranges: Sequence[CollectionRange]) -> It
         name, size = collection_range.collection, collection_range.size
         count = server.request(lambda db, name=name: db[name].estimated_document_count())  # type: ignore[misc]
         if count < size:
-            yield f"{name}: {size - count:,} of {size:,} positions hold no document (deleted?); they are passed over"
+            yield f"{name}: {size - count:,} of {size:,} positions have no document (deleted?); they are skipped"
         if count > size:
-            yield f"{name}: {count - size:,} of {count:,} documents have no idx of their own; those without any are not read"
+            yield (
+                f"{name}: {count - size:,} of {count:,} documents have no unique idx; "
+                f"documents without idx are not read"
+            )
         if name in recorded_counts and recorded_counts[name] != count:
-            yield f"{name}: {META_COLLECTION} says {recorded_counts[name]} documents, the collection has {count:,}; the collection counts"
+            yield (
+                f"{name}: {META_COLLECTION} records {recorded_counts[name]} documents, the collection has {count:,}; "
+                f"the collection's number is used"
+            )
         if not has_idx_index(server, name):
             yield f"{name}: no index on idx, so reading is slow; {INDEX_ADVICE}('{server.path}')"
 
 
 def has_idx_index(server: Server, collection: str) -> bool:
-    """Whether the collection can be searched by idx."""
+    """True if the collection has an index on idx."""
     indexes = server.request(lambda db: db[collection].index_information())
-    return any(
-        collection_range["key"] and collection_range["key"][0][0] == "idx" for collection_range in indexes.values()
-    )
+    return any(index["key"] and index["key"][0][0] == "idx" for index in indexes.values())
 
 
 def fingerprint_collections(server: Server, ranges: Sequence[CollectionRange], read_original: bool = False) -> str:
-    """Changes with a collection's size, its number of documents, or what stands in a probe; what was added behind the bounds is not seen.
+    """A hash of each collection's size, number of documents and a few probed documents.
 
-    `raw`: nor what a cleaning wrote back."""
+    Documents added after the recorded ranges do not change it; with `read_original`, neither does text that was written
+    back.
+    """
     return hash_json(
         [
             [collection_range.collection, collection_range.size, *_probe(server, collection_range, read_original)]
@@ -92,17 +98,10 @@ def fingerprint_collections(server: Server, ranges: Sequence[CollectionRange], r
 
 
 def _probe(server: Server, collection_range: CollectionRange, read_original: bool) -> tuple[int, list[str]]:
-    last = collection_range.size - 1
-    positions = sorted({last * number // (PROBES + 1) for number in range(PROBES + 2)}) if collection_range.size else []
-    count = server.request(lambda db: db[collection_range.collection].estimated_document_count())
-    added = server.request(
-        lambda db: db[collection_range.collection].count_documents({"idx": {"$gte": collection_range.size}})
-    )
-    rows = server.request(
-        lambda db: list(
-            db[collection_range.collection].find(
-                {"idx": {"$in": positions}}, {CLEANED_FIELD: 0} if read_original else None
-            )
-        )
-    )
+    name, size = collection_range.collection, collection_range.size
+    positions = sorted({(size - 1) * number // (PROBES + 1) for number in range(PROBES + 2)}) if size else []
+    fields = {CLEANED_FIELD: 0} if read_original else None
+    count = server.request(lambda db: db[name].estimated_document_count())
+    added = server.request(lambda db: db[name].count_documents({"idx": {"$gte": size}}))
+    rows = server.request(lambda db: list(db[name].find({"idx": {"$in": positions}}, fields)))
     return count - added, sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)

@@ -1,4 +1,4 @@
-"""Writing to MongoDB: cleaned text back to its documents, new documents into a collection, and the order that reading needs."""
+"""Write to MongoDB: cleaned text into existing documents, and new documents into a collection."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pymongo.errors import BulkWriteError
 
 from textmill.corpus.document import Document
 from textmill.corpus.mongo.server import META_COLLECTION, Server, check_collections, open_server
-from textmill.corpus.mongo.snapshot import CLEANED_FIELD, INDEX_ADVICE, has_idx_index
+from textmill.corpus.mongo.snapshot import CLEANED_FIELD, INDEX_ADVICE, has_idx_index, next_idx
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_file
 
 WRITE_BLOCK = 1000
-"""Documents of one write."""
+"""Documents per write."""
 DUPLICATE_KEY = 11000
-"""The server's code for an idx that is there already."""
+"""The server's error code for an idx that exists already."""
 
 
 def create_idx_indexes(path: str | Path) -> None:
-    """Make the index on idx in every collection; without it each read looks at all documents."""
+    """Create the index on idx in every collection; without it, each read scans all documents."""
     server = open_server(path)
     check_collections(server)
     for name in server.collections:
@@ -33,14 +33,14 @@ def create_idx_indexes(path: str | Path) -> None:
 
 
 def fix_meta_info(path: str | Path) -> dict[str, int]:
-    """Count every collection, set num_docs of meta_info right, and give the counts."""
+    """Correct num_docs in meta_info for every collection; return the counts."""
     server = open_server(path)
     check_collections(server)
     return {name: update_document_count(server, name) for name in server.collections}
 
 
 def check_writable(server: Server) -> None:
-    """Refuse a collection that is not there, or cannot be searched by idx."""
+    """Raise an error for a collection that does not exist or has no index on idx."""
     check_collections(server)
     for name in server.collections:
         if not has_idx_index(server, name):
@@ -48,34 +48,41 @@ def check_writable(server: Server) -> None:
 
 
 def write_back(path: str | Path, documents: Iterable[Document]) -> dict[str, int]:
-    """Put the text of documents that were read from here into their `filt_text`; done twice, it changes nothing more."""
+    """Write the text of documents into `filt_text` of the MongoDB documents they were read from; idempotent."""
     server = open_server(path)
     check_writable(server)
     return write_texts(server, ((*parse_place(server, document.id), document.text) for document in documents))
 
 
 def write_texts(server: Server, texts: Iterable[tuple[str, int, str]]) -> dict[str, int]:
-    """Set `filt_text` of documents by (collection, idx, text); how many were named, changed, and not there."""
+    """Set `filt_text` for each (collection, idx, text); return the numbers of documents, changed and missing ones."""
     counts = {"documents": 0, "changed": 0, "missing": 0}
     for block in _blocks(texts):
         changes: dict[str, list[Any]] = {}
         for name, idx, text in block:
             changes.setdefault(name, []).append(UpdateOne({"idx": idx}, {"$set": {CLEANED_FIELD: text}}))
         for name, updates in changes.items():
-            done = server.request(lambda db, name=name, updates=updates: db[name].bulk_write(updates, ordered=False))  # type: ignore[misc]
+            done = server.request(partial(_bulk_write, collection=name, updates=updates))
             counts["documents"] += len(updates)
             counts["changed"] += done.modified_count
             counts["missing"] += len(updates) - done.matched_count
     return counts
 
 
+def _bulk_write(db: Any, collection: str, updates: list[Any]) -> Any:
+    return db[collection].bulk_write(updates, ordered=False)
+
+
 def load_lines(
     path: str | Path, collection: str, files: Sequence[str | Path], field: str = "form", text_key: str = "text"
 ) -> dict[str, int]:
-    """Load JSON lines, their text as `field`, at the next free idx; a file that is loaded already, or in part, is not doubled."""
+    """Load JSON lines into a collection, with the text in `field`, starting at the next free idx.
+
+    A file that was loaded before, even partly, is not loaded twice.
+    """
     server = open_server(path)
     ensure_loadable(server, collection)
-    counts = {"records": 0, "loaded": 0, "there": 0, "bad": 0}
+    counts = {"records": 0, "loaded": 0, "existing": 0, "bad": 0}
     for file in map(Path, files):
         records, texts = _count_lines(file, text_key)
         load_record = {"sha256": hash_file(file), "field": field, "text_key": text_key, "documents": texts}
@@ -84,22 +91,23 @@ def load_lines(
         counts["bad"] += records - texts
         new = insert_rows(server, collection, ({field: text} for text in _texts(file, text_key)), first, field)
         counts["loaded"] += new
-        counts["there"] += texts - new
+        counts["existing"] += texts - new
     update_document_count(server, collection)
     return counts
 
 
 def ensure_loadable(server: Server, collection: str) -> None:
-    """Refuse a collection that the db_config.json does not name; one that it does gets its index on idx."""
+    """Raise an error for a collection that db_config.json does not list; otherwise create its index on idx."""
     if collection not in server.collections:
         raise TextmillError(
-            f"{server.path}: COLLECTIONS does not name '{collection}'; add it there, or choose one of {', '.join(server.collections)}"
+            f"{server.path}: COLLECTIONS does not list '{collection}'; "
+            f"add it, or choose one of {', '.join(server.collections)}"
         )
     _ensure_idx_index(server, collection)
 
 
 def insert_rows(server: Server, collection: str, rows: Iterable[dict[str, Any]], first: int, field: str) -> int:
-    """Insert documents at idx `first` and on, but for those that are there; how many were new."""
+    """Insert documents with idx `first`, `first` + 1 ...; skip existing ones; return how many were new."""
     numbered = ({"idx": first + number, **row} for number, row in enumerate(rows))
     return sum(
         server.request(partial(_insert, collection=collection, rows=block, field=field)) for block in _blocks(numbered)
@@ -107,7 +115,7 @@ def insert_rows(server: Server, collection: str, rows: Iterable[dict[str, Any]],
 
 
 def _insert(db: Any, collection: str, rows: list[dict[str, Any]], field: str) -> int:
-    """Insert what is not there yet: after a kill, or when the answer to the first try was lost."""
+    """Insert the missing documents; some exist already after a kill or a lost response."""
     try:
         return len(db[collection].insert_many([dict(row) for row in rows], ordered=False).inserted_ids)
     except BulkWriteError as error:
@@ -118,19 +126,19 @@ def _insert(db: Any, collection: str, rows: list[dict[str, Any]], field: str) ->
 
 
 def _check_own_documents(collection: Any, rows: list[dict[str, Any]], field: str) -> None:
-    """Refuse when an idx that was reserved for us holds the document of someone who did not ask."""
+    """Raise an error if a reserved idx holds a document that another program wrote."""
     wanted = {row["idx"]: row[field] for row in rows}
     idx_range = {"idx": {"$gte": min(wanted), "$lte": max(wanted)}}
     for row in collection.find(idx_range, {"_id": 0, "idx": 1, field: 1}):
         if row.get(field) != wanted.get(row["idx"]):
             raise TextmillError(
-                f"{collection.name}: idx {row['idx']} holds another document than the one to be loaded; "
-                f"something else writes there; load into another collection"
+                f"{collection.name}: idx {row['idx']} holds a different document; "
+                f"another program writes to this collection; load into another one"
             )
 
 
 def reserve_idx_range(server: Server, collection: str, load: dict[str, Any]) -> int:
-    """The first idx of a file's documents: where it was put before, else a stretch after all others, taken in one step."""
+    """Reserve a range of idx for a file's documents and return its start; a repeated load gets its earlier range."""
     server.request(
         lambda db: db[META_COLLECTION].update_one(
             {"collection_name": collection}, {"$setOnInsert": {"num_docs": 0}}, upsert=True
@@ -138,16 +146,19 @@ def reserve_idx_range(server: Server, collection: str, load: dict[str, Any]) -> 
     )
     while True:
         meta = server.request(lambda db: db[META_COLLECTION].find_one({"collection_name": collection}))
-        for known in meta.get("loads", []):
-            if load.items() <= known.items():
-                return int(known["first"])
-        last = server.request(lambda db: db[collection].find_one({"idx": {"$gte": 0}}, {"idx": 1}, sort=[("idx", -1)]))
-        first = max(int(last["idx"]) + 1 if last else 0, int(meta.get("next_idx", 0)))
-        # Another loader may be here at the same moment: the stretch is ours only if next_idx is still what we saw.
-        unchanged = {"collection_name": collection, "next_idx": meta.get("next_idx", {"$exists": False})}
+        for earlier in meta.get("loads", []):
+            if load.items() <= earlier.items():
+                return int(earlier["first"])
+        first = max(server.request(partial(next_idx, collection=collection)), int(meta.get("next_idx", 0)))
+        # Another loader may run at the same time: the range is ours only if next_idx has not changed.
+        selector = {"collection_name": collection, "next_idx": meta.get("next_idx", {"$exists": False})}
         change = {"$set": {"next_idx": first + load["documents"]}, "$push": {"loads": {**load, "first": first}}}
-        # An answer that is lost in an outage is no matter: the next round finds the load by its digest.
-        server.request(lambda db, unchanged=unchanged, change=change: db[META_COLLECTION].update_one(unchanged, change))  # type: ignore[misc]
+        # A lost response does no harm: the next round finds the load by its checksum.
+        server.request(partial(_update_meta, selector=selector, change=change))
+
+
+def _update_meta(db: Any, selector: dict[str, Any], change: dict[str, Any]) -> None:
+    db[META_COLLECTION].update_one(selector, change)
 
 
 def _ensure_idx_index(server: Server, collection: str) -> None:
@@ -156,12 +167,12 @@ def _ensure_idx_index(server: Server, collection: str) -> None:
             server.request(lambda db: db[collection].create_index("idx", unique=True))
         except TextmillError as error:
             raise TextmillError(
-                f"{collection}: no index on idx can be made ({error}); two documents may share an idx"
+                f"{collection}: cannot create an index on idx ({error}); two documents may have the same idx"
             ) from None
 
 
 def update_document_count(server: Server, collection: str) -> int:
-    """Count a collection, and set its num_docs of meta_info right."""
+    """Count a collection and store the number as num_docs in meta_info."""
     count: int = server.request(lambda db: db[collection].count_documents({}))
     server.request(
         lambda db: db[META_COLLECTION].update_one(
@@ -172,7 +183,7 @@ def update_document_count(server: Server, collection: str) -> int:
 
 
 def parse_place(server: Server, place: str) -> tuple[str, int]:
-    """Collection and idx out of a document's id."""
+    """The collection and idx in a document's id."""
     for name in server.collections:
         idx = place.removeprefix(name + " ").partition(" ")[0]
         if place.startswith(name + " ") and idx.isdigit():
@@ -189,7 +200,7 @@ def _blocks(rows: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _count_lines(file: Path, text_key: str) -> tuple[int, int]:
-    """Records, and those with a text."""
+    """The number of records, and of records with a text."""
     try:
         with open(file, "rb") as stream:
             records = sum(1 for line in stream if line.strip())
@@ -206,4 +217,4 @@ def _texts(file: Path, text_key: str) -> Iterator[str]:
                 if isinstance(text, str) and text.encode():
                     yield text
             except (ValueError, AttributeError, RecursionError):
-                continue  # counted as bad; a text that cannot be encoded is one too
+                continue  # counted as bad, like a text that cannot be encoded

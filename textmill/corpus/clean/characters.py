@@ -1,4 +1,4 @@
-"""Rules that change single characters: line ends, controls, normal forms, odd spaces, punctuation, widths."""
+"""Rules for single characters: line ends, control characters, Unicode forms, spaces, punctuation and width."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff]")
-_PLAIN = re.compile("[\t\n -~\xa0-\U0010ffff]*+")  # one long match is twice as fast as a search that finds nothing
+_PLAIN = re.compile("[\t\n -~\xa0-\U0010ffff]*+")  # one long match is twice as fast as a search without a hit
 _HIDDEN = "\u00ad\u200b\u2060\u180e"
 _ODD_SPACES = "\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f"
 _PUNCTUATION = {
@@ -20,7 +20,7 @@ _WIDE = re.compile("[\uff01-\uff5e\u3000]")
 
 
 def unify_newlines(text: str) -> str:
-    """CRLF, CR, NEL, LS and PS become LF."""
+    """Replace CRLF, CR, NEL, LS and PS with LF."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     if text.isascii():
@@ -29,51 +29,55 @@ def unify_newlines(text: str) -> str:
 
 
 def drop_controls(text: str) -> str:
-    """Control characters except newline and tab, and byte order marks, go; NUL, often a separator, becomes a space."""
+    """Remove control characters (except newline and tab) and byte order marks; NUL, often a separator, becomes a
+    space."""
     if "\ufeff" not in text and _PLAIN.fullmatch(text):
         return text
     return _CONTROL.sub("", text.replace("\x00", " "))
 
 
 def to_nfc(text: str) -> str:
-    """Unicode's NFC form: a letter and its marks are one character where there is one."""
+    """Convert to Unicode NFC: a letter and its accents become one character where possible."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def to_nfkc(text: str) -> str:
-    """Unicode's NFKC form: NFC, and ligatures, circled and full-width signs become plain ones."""
+    """Convert to Unicode NFKC: NFC, and ligatures, circled and full-width characters become plain ones."""
     return text if text.isascii() else unicodedata.normalize("NFKC", text)
 
 
 def replace_invisibles(text: str) -> str:
-    """Soft hyphens, zero-width spaces and word joiners go; no-break and other odd spaces become a space; joiners of scripts stay."""
+    """Remove soft hyphens, zero-width spaces and word joiners; replace unusual spaces with a space.
+
+    The joiners that some scripts need are kept.
+    """
     if text.isascii():
         return text
-    for letter in _HIDDEN:
-        text = text.replace(letter, "")
-    for letter in _ODD_SPACES:
-        text = text.replace(letter, " ")
+    for character in _HIDDEN:
+        text = text.replace(character, "")
+    for character in _ODD_SPACES:
+        text = text.replace(character, " ")
     return text
 
 
 def plain_punctuation(text: str) -> str:
-    """Typographic quotes, dashes and ellipses become ASCII's; the punctuation of Chinese, Japanese and Korean stays."""
+    """Replace typographic quotes, dashes and ellipses with ASCII; Chinese, Japanese and Korean punctuation stays."""
     if text.isascii():
         return text
-    for letter, plain in _PUNCTUATION.items():
-        text = text.replace(letter, plain)
+    for character, replacement in _PUNCTUATION.items():
+        text = text.replace(character, replacement)
     return text
 
 
 def to_half_width(text: str) -> str:
-    """Full-width letters, digits, signs and the ideographic space become ASCII."""
+    """Replace full-width letters, digits, symbols and the ideographic space with ASCII."""
     if text.isascii() or not _WIDE.search(text):
         return text
     return _WIDE.sub(lambda found: " " if found[0] == "\u3000" else chr(ord(found[0]) - 0xFEE0), text)
 
 
 def trim_spaces(text: str) -> str:
-    """No spaces at a line's end, at most one blank line in a row, nothing blank at either end."""
+    """Remove spaces at line ends and white space around the text; keep at most one blank line in a row."""
     text = "\n".join([line.rstrip() for line in text.split("\n")])
     while "\n\n\n" in text:
         text = text.replace("\n\n\n", "\n\n")
