@@ -95,9 +95,9 @@ def main(words: list[str]) -> None:
         flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
         environment = {**plain, **programs, "XLA_FLAGS": flags}
         asked = ["quickstart", f"folder={root}", *SETTINGS]
-        for verb in ("prepare", "tokenize"):
+        for command in ("prepare", "tokenize"):
             subprocess.run(
-                [sys.executable, "-m", "textmill", verb, *asked], env=environment, check=True, capture_output=True
+                [sys.executable, "-m", "textmill", command, *asked], env=environment, check=True, capture_output=True
             )
         for number, name in enumerate(names):
             processes, engine = ENGINES[name]

@@ -43,11 +43,11 @@ def texts(folder: Path, seed: int, rows: int) -> None:
                 )
 
 
-def command(verb: str, root: Path, sources: list[Path], workers: int = 2, runner: str = "local") -> list[str]:
+def command_line(command: str, root: Path, sources: list[Path], workers: int = 2, runner: str = "local") -> list[str]:
     """The words of one call."""
     names = ",".join(map(str, sources))
     where = BEAM if runner == "beam" else [f"runner.workers={workers}"]
-    return [*COMMAND, verb, "quickstart", f"folder={root}", f"corpus.sources={names}", "tokenizer.vocab=400", *where]
+    return [*COMMAND, command, "quickstart", f"folder={root}", f"corpus.sources={names}", "tokenizer.vocab=400", *where]
 
 
 def content(folder: Path) -> str:
@@ -61,9 +61,12 @@ def content(folder: Path) -> str:
 
 def made(root: Path, sources: list[Path], workers: int = 2, runner: str = "local") -> tuple[str, str]:
     """Prepare and tokenize undisturbed; hashes of both folders."""
-    for verb in ("prepare", "tokenize"):
+    for command in ("prepare", "tokenize"):
         subprocess.run(
-            command(verb, root, sources, workers, runner), check=True, capture_output=True, timeout=PATIENCE[runner]
+            command_line(command, root, sources, workers, runner),
+            check=True,
+            capture_output=True,
+            timeout=PATIENCE[runner],
         )
     return content(root / "corpus"), content(root / "tokens")
 
@@ -110,10 +113,10 @@ def main(kills: int = 50, seed: int = 1, runner: str = "local") -> int:
         hits = rounds = equal = 0
         while hits < kills:
             root = here / "struck"
-            for verb in ("prepare", "tokenize"):
+            for command in ("prepare", "tokenize"):
                 through = False
                 while not through:
-                    words = command(verb, root, sources, dice.choice((1, 2, 4)), runner)
+                    words = command_line(command, root, sources, dice.choice((1, 2, 4)), runner)
                     hit, through = struck(words, dice, duration, PATIENCE[runner])
                     hits += hit
             equal += (content(root / "corpus"), content(root / "tokens")) == wanted

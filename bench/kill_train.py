@@ -35,8 +35,8 @@ def textmill(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def prepared(root: Path) -> None:
     """Corpus, tokenizer and tokens for the runs to come."""
-    for verb in ("prepare", "tokenize"):
-        done = textmill(verb, "quickstart", f"folder={root}", "tokenizer.vocab=300")
+    for command in ("prepare", "tokenize"):
+        done = textmill(command, "quickstart", f"folder={root}", "tokenizer.vocab=300")
         assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The whole way by the tool's own verbs: Korean text -> vocabulary -> a pretrained model -> chat finetuning -> answers.
+"""The whole way by the tool's own commands: Korean text -> vocabulary -> a pretrained model -> chat finetuning -> answers.
 
     python bench/korean_chat.py ko.jsonl.xz ChatbotData.csv OUT [size=small] [minutes=8] [rate=520000] [batch=32] [length=1024] ...
 
@@ -66,16 +66,16 @@ def configs_of(text: Path, pairs: Path, out: Path, chosen: dict[str, Any]) -> tu
     return base, chat
 
 
-def mill(out: Path, name: str, config: dict[str, Any], verbs: list[str]) -> dict[str, float]:
-    """Run verbs on a config, each in a process of its own as a user would; the seconds of each."""
+def mill(out: Path, name: str, config: dict[str, Any], commands: list[str]) -> dict[str, float]:
+    """Run commands on a config, each in a process of its own as a user would; the seconds of each."""
     path = out / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
     seconds = {}
-    for verb in verbs:
+    for command in commands:
         began = time.perf_counter()
-        print(f"== textmill {verb} {name}.yaml", flush=True)
-        subprocess.run([sys.executable, "-m", "textmill", verb, str(path)], check=True)
-        seconds[f"{name} {verb}"] = time.perf_counter() - began
+        print(f"== textmill {command} {name}.yaml", flush=True)
+        subprocess.run([sys.executable, "-m", "textmill", command, str(path)], check=True)
+        seconds[f"{name} {command}"] = time.perf_counter() - began
     return seconds
 
 

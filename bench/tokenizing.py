@@ -88,8 +88,8 @@ def encode_batch(source: Path, target: Path, limit: float) -> int:
     return done
 
 
-def textmill(verb: str, source: Path, folder: Path) -> int:
-    """Call a verb on a corpus that keeps every document, in order, on one side; bytes of text."""
+def textmill(command: str, source: Path, folder: Path) -> int:
+    """Call a command on a corpus that keeps every document, in order, on one side; bytes of text."""
     settings = [
         f"folder={folder}",
         f"corpus.sources={source}",
@@ -97,7 +97,7 @@ def textmill(verb: str, source: Path, folder: Path) -> int:
         "corpus.rules=[]",
         "corpus.split=100",
     ]
-    words = [sys.executable, "-m", "textmill", verb, "quickstart", *settings, f"tokenizer.use={VOCABULARY}"]
+    words = [sys.executable, "-m", "textmill", command, "quickstart", *settings, f"tokenizer.use={VOCABULARY}"]
     subprocess.run(words, check=True, capture_output=True)
     size: int = json.loads((folder / "corpus" / "account.json").read_text())["by_split"]["train"]["bytes"]
     return size
@@ -148,9 +148,9 @@ def main(limit: float = float("inf")) -> int:
             while block := packed.read(1 << 24):
                 stream.write(block)
         quarter.write_bytes(b"".join(lines_of(source, source.stat().st_size / 4)))
-        for verb in ("prepare", "fit-tokenizer", "tokenize"):
+        for command in ("prepare", "fit-tokenizer", "tokenize"):
             for text, name in ((quarter, "quarter"), (source, "ours")):
-                rate = measure(f"textmill {verb}", partial(textmill, verb, text, here / name))
+                rate = measure(f"textmill {command}", partial(textmill, command, text, here / name))
         equal, times = [], []
         for peer in (one_a_process, encode_batch):
             times.append(

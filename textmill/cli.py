@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(error: TextmillError) -> int:
-    """Print the error, even if the process is asked to end meanwhile; return its exit code."""
+    """Print the error, even if SIGTERM arrives meanwhile; return its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     if str(error):
         print("textmill: " + " ".join(str(error).split()), file=sys.stderr)

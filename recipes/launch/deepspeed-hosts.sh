@@ -8,7 +8,7 @@
 #   worker-1 slots=8
 #   worker-2 slots=8
 #
-# Prepare and tokenize first, on one machine: textmill run CONFIG.yaml train.steps=1, or the verbs one by one.
+# Prepare and tokenize first, on one machine: textmill run CONFIG.yaml train.steps=1, or the commands one by one.
 set -uo pipefail
 [ $# -gt 1 ] || {
   echo "usage: bash deepspeed-hosts.sh HOSTFILE CONFIG.yaml [section.key=value ...]" >&2

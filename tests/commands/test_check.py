@@ -1,4 +1,4 @@
-"""check finds every flipped bit of a corpus and of token stores; a reader of the format alone finds none in the ids."""
+"""The command check finds every flipped bit of a corpus and of token stores; the index alone would miss those in ids."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_a_thousand_flipped_bits(
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts"]) == 0
-    for verb in ("prepare", "fit-tokenizer", "tokenize"):
-        assert main([verb, "mine"]) == 0
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, "mine"]) == 0
     corpus, tokens = tiny_texts.parent / "mine" / "corpus", tiny_texts.parent / "mine" / "tokens"
     paths = [
         path
@@ -36,25 +36,25 @@ def test_a_thousand_flipped_bits(
     assert {path.suffix for path in paths} == {".bin", ".idx", ".parquet"}
     check("mine/corpus")
     check("mine/tokens")
-    dice, found, seen_by_reader = random.Random(11), 0, 0
+    dice, found, found_by_index = random.Random(11), 0, 0
     for number in range(FLIPS):
         path = paths[number % len(paths)]
-        whole = path.read_bytes()
-        place = dice.randrange(len(whole))
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << dice.randrange(8))]) + whole[place + 1 :])
+        content = path.read_bytes()
+        place = dice.randrange(len(content))
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << dice.randrange(8))]) + content[place + 1 :])
         with pytest.raises(TextmillError, match=f"{path.name} does not match its checksum"):
             check(str(path.parent))
         found += 1
         if path.suffix == ".bin":
             with suppress(TextmillError):
-                seen_by_reader += bool(faults_in_index(open_store(path.with_suffix("")).index))
-        path.write_bytes(whole)
+                found_by_index += bool(faults_in_index(open_store(path.with_suffix("")).index))
+        path.write_bytes(content)
     assert found == FLIPS
-    assert seen_by_reader == 0, "the format itself has no checksum: this is what the manifest is for"
+    assert found_by_index == 0, "the format itself has no checksums; the manifest has"
     capsys.readouterr()
 
 
-def test_a_path_is_shown_as_it_stands_when_the_folder_here_is_gone(
+def test_a_path_is_printed_in_full_when_the_current_folder_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"

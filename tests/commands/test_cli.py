@@ -29,23 +29,23 @@ QUICK = [
 ]
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(list(words))
+def run_cli(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(list(argv))
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["--help"], ["-h"], ["help"]):
-        code, out, _ = said(capsys, *words)
+    for argv in ([], ["--help"], ["-h"], ["help"]):
+        code, out, _ = run_cli(capsys, *argv)
         assert code == 0
         assert all(f"  {command} " in out for command in COMMANDS)
-    assert said(capsys, "--version") == (0, f"textmill {__version__}\n", "")
+    assert run_cli(capsys, "--version") == (0, f"textmill {__version__}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(capsys, command, "--help")
+    code, out, _ = run_cli(capsys, command, "--help")
     assert code == 0
     assert out.startswith(" ".join(["textmill", command, *COMMANDS[command].arguments]))
     for flag in COMMANDS[command].flags:
@@ -55,7 +55,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("argv", "message"),
     [
         (["trian", "x"], "'trian': unknown command; did you mean 'train'?"),
         (["train"], "train: needs WHERE, found none; write: textmill train WHERE"),
@@ -87,55 +87,55 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_mistakes_are_one_line(
-    words: list[str], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = said(capsys, *words)
+    code, out, err = run_cli(capsys, *argv)
     assert code == 2
     assert out == ""
-    assert wanted in err
+    assert message in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stages_that_were_not_run_are_named(
+def test_a_missing_stage_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for command in ("fit-tokenizer", "tokenize", "train"):
-        code, _, err = said(capsys, command, "quickstart")
+        code, _, err = run_cli(capsys, command, "quickstart")
         assert code == 2
         assert "the previous stage has not been run" in err or "run textmill prepare first" in err
 
 
-def test_a_refusal_on_its_way_is_said_though_a_signal_comes(
+def test_an_error_is_printed_even_if_a_signal_arrives_while_it_is_handled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A launcher ends all processes when the first one has refused; the others may still be giving back what they hold."""
+    """A launcher ends all processes when one has failed; the others may still be releasing resources."""
 
     @contextmanager
-    def held() -> Iterator[None]:
+    def resource() -> Iterator[None]:
         try:
             yield
         finally:
             signal.raise_signal(signal.SIGTERM)
 
-    def refuse(words: list[str]) -> int:
+    def fail(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, _interrupt)
-        with held():
+        with resource():
             raise TextmillError("train.batch: 9 samples are too odd")
 
-    monkeypatch.setattr("textmill.cli._run", refuse)
+    monkeypatch.setattr("textmill.cli._run", fail)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert said(capsys, "train", "x") == (2, "", "textmill: train.batch: 9 samples are too odd\n")
-        signal.raise_signal(signal.SIGTERM)  # heard by nobody now
+        assert run_cli(capsys, "train", "x") == (2, "", "textmill: train.batch: 9 samples are too odd\n")
+        signal.raise_signal(signal.SIGTERM)  # ignored now
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.cli._run", lambda words: 1 // 0)
+    monkeypatch.setattr("textmill.cli._run", lambda argv: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(["train"])
 
@@ -143,33 +143,33 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_from_three_files_to_text(
     tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An empty folder, three files in three languages: new, run, and text comes out."""
+    """Three files in three languages: new and run give a model that generates text."""
     monkeypatch.chdir(tiny_texts.parent)
-    code, out, err = said(capsys, "new", "mine", "--text", "texts/*.txt")
+    code, out, err = run_cli(capsys, "new", "mine", "--text", "texts/*.txt")
     assert code == 0, err
     assert "next: textmill run mine" in out
     written = (tiny_texts.parent / "mine" / "textmill.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(written)["corpus"]["sources"] == ["../texts/*.txt"]
     commented = [line for line in written.splitlines() if line and not line.startswith("#") and not line.endswith(":")]
-    assert sum("#" in line for line in commented) >= len(commented) * 0.7, "the file explains itself"
-    code, out, err = said(capsys, "run", "mine", *QUICK)
+    assert sum("#" in line for line in commented) >= len(commented) * 0.7, "most lines have a comment"
+    code, out, err = run_cli(capsys, "run", "mine", *QUICK)
     assert code == 0, err
     assert "All stages are done. The model is mine/run/step-0000002" in out
     assert "bits/byte" in out
-    # From anywhere, from any of its folders, it is the same model.
+    # Any of its folders, from any current folder, names the same model.
     monkeypatch.chdir(tiny_texts)
     texts = []
     for where in ("../mine", "../mine/run", "../mine/run/step-0000002", "../mine/tokens"):
-        code, out, err = said(capsys, "generate", where, "sample.prompt=The mill", "sample.max_tokens=4", "--json")
+        code, out, err = run_cli(capsys, "generate", where, "sample.prompt=The mill", "sample.max_tokens=4", "--json")
         assert code == 0, err
         texts.append(json.loads(out)["text"])
     assert len(set(texts)) == 1
-    # Moved as a whole it still works.
+    # A project that was moved still works.
     (tiny_texts.parent / "mine").rename(tiny_texts.parent / "moved")
-    code, out, err = said(capsys, "generate", "../moved", "sample.prompt=The mill", "sample.max_tokens=4", "--json")
+    code, out, err = run_cli(capsys, "generate", "../moved", "sample.prompt=The mill", "sample.max_tokens=4", "--json")
     assert code == 0, err
     assert json.loads(out)["text"] == texts[0]
-    code, out, err = said(capsys, "run", "../moved", *QUICK)
+    code, out, err = run_cli(capsys, "run", "../moved", *QUICK)
     assert code == 0, err
     assert out.count("done already") >= 5
 
@@ -200,18 +200,18 @@ def test_new_fits_text_and_machine(size: int, device: str, tmp_path: Path, monke
     assert config.train.save_every <= config.train.steps
     seen = config.train.steps * config.train.batch * (config.train.length or 0)
     assert seen <= max(110 * config.train.batch * (config.train.length or 0), 16 * size / 3), (
-        "no more than about fifteen passes"
+        "no more than about fifteen epochs"
     )
 
 
-def test_force_never_replaces_a_folder_of_the_users(
+def test_force_never_replaces_a_folder_that_textmill_did_not_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
     for words in ([], ["--force"]):
-        code, _, err = said(capsys, "prepare", "quickstart", "corpus.folder=precious", *words)
+        code, _, err = run_cli(capsys, "prepare", "quickstart", "corpus.folder=precious", *words)
         assert code == 2
         assert "was not made by 'textmill prepare'" in err
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
@@ -224,27 +224,27 @@ def test_models_without_a_run(
     import shutil
 
     monkeypatch.chdir(tiny_texts.parent)
-    said(capsys, "new", "mine", "--text", "texts")
-    assert said(capsys, "run", "mine", *QUICK)[0] == 0
+    run_cli(capsys, "new", "mine", "--text", "texts")
+    assert run_cli(capsys, "run", "mine", *QUICK)[0] == 0
     shutil.copytree("mine/run/step-0000002", "final")
     shutil.copytree(
         "final", "hf=1", ignore=lambda *_: ["run.yaml", "progress.json", "manifest.json", "optimizer.safetensors"]
     )
     for where in ("final", "hf=1"):
         before = sorted(Path(where).iterdir())
-        code, out, err = said(capsys, "generate", where, "sample.prompt=The mill", "sample.max_tokens=3", "--json")
+        code, out, err = run_cli(capsys, "generate", where, "sample.prompt=The mill", "sample.max_tokens=3", "--json")
         assert code == 0, err
         assert json.loads(out)["prompt"] == "The mill"
-        code, _, err = said(capsys, "train", where)
+        code, _, err = run_cli(capsys, "train", where)
         assert code == 2
         assert "is a model, not a run" in err
         assert sorted(Path(where).iterdir()) == before
-    code, _, err = said(capsys, "train", "mine/run/step-0000002")
+    code, _, err = run_cli(capsys, "train", "mine/run/step-0000002")
     assert code == 2
     assert "--step 2" in err
 
 
-def test_what_training_would_refuse_is_refused_before_prepare(
+def test_errors_in_training_settings_are_found_before_prepare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -256,62 +256,62 @@ def test_what_training_would_refuse_is_refused_before_prepare(
         ("model.shape=config.json", "5 heads do not divide the width 96"),
         ("engine.device=cuda:9", "is not there"),
     ):
-        code, out, err = said(capsys, "run", "quickstart", word)
+        code, out, err = run_cli(capsys, "run", "quickstart", word)
         assert code == 2
         assert wanted in err
         assert out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_a_path_in_a_file_is_never_looked_for_elsewhere(
+def test_a_path_in_a_file_is_relative_to_that_file_only(
     tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = tiny_texts.parent / "project"
     project.mkdir()
     (project / "textmill.yaml").write_text("corpus: {sources: [texts]}\n")
-    monkeypatch.chdir(tiny_texts.parent)  # another folder `texts` stands here
-    code, _, err = said(capsys, "prepare", "project")
+    monkeypatch.chdir(tiny_texts.parent)  # there is another folder `texts` here
+    code, _, err = run_cli(capsys, "prepare", "project")
     assert code == 2
     assert "project/texts" in err
 
 
-def test_a_second_new_keeps_the_first(
+def test_new_does_not_overwrite_a_config(
     tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
-    assert said(capsys, "new", "mine", "--text", "texts")[0] == 0
+    assert run_cli(capsys, "new", "mine", "--text", "texts")[0] == 0
     (tiny_texts.parent / "mine" / "textmill.yaml").write_text("train: {steps: 3}\n")
-    code, _, err = said(capsys, "new", "mine", "--text", "texts")
+    code, _, err = run_cli(capsys, "new", "mine", "--text", "texts")
     assert code == 2
     assert "exists already" in err
     assert (tiny_texts.parent / "mine" / "textmill.yaml").read_text() == "train: {steps: 3}\n"
 
 
-def test_run_with_a_change_says_what_and_how_on(
+def test_run_with_a_changed_setting_names_it_and_needs_force(
     tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
-    said(capsys, "new", "mine", "--text", "texts")
-    assert said(capsys, "run", "mine", *QUICK)[0] == 0
-    code, _, err = said(capsys, "run", "mine", *QUICK, "corpus.section_chars=500")
+    run_cli(capsys, "new", "mine", "--text", "texts")
+    assert run_cli(capsys, "run", "mine", *QUICK)[0] == 0
+    code, _, err = run_cli(capsys, "run", "mine", *QUICK, "corpus.section_chars=500")
     assert code == 2
     assert "corpus.section_chars was 200, is 500" in err
     assert "--force" in err
-    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section_chars=500", "--force")
+    code, out, err = run_cli(capsys, "run", "mine", *QUICK, "corpus.section_chars=500", "--force")
     assert code == 0, err
     assert "done already" not in out
-    code, out, err = said(capsys, "run", "mine", *QUICK, "corpus.section_chars=500", "--force")
+    code, out, err = run_cli(capsys, "run", "mine", *QUICK, "corpus.section_chars=500", "--force")
     assert code == 0, err
-    assert "prepare: done already" in out, "run --force makes anew only what changed"
+    assert "prepare: done already" in out, "run --force rebuilds only what changed"
 
 
 def test_check_finds_a_flipped_bit(
     tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
-    said(capsys, "new", "mine", "--text", "texts")
-    assert said(capsys, "run", "mine", *QUICK)[0] == 0
-    assert said(capsys, "check", "mine")[0] == 0
+    run_cli(capsys, "new", "mine", "--text", "texts")
+    assert run_cli(capsys, "run", "mine", *QUICK)[0] == 0
+    assert run_cli(capsys, "check", "mine")[0] == 0
     for name in (
         "corpus/train-00000.parquet",
         "tokens/train.bin",
@@ -320,15 +320,15 @@ def test_check_finds_a_flipped_bit(
         "run/step-0000002/model.safetensors",
     ):
         path = tiny_texts.parent / "mine" / name
-        whole = path.read_bytes()
-        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        code, _, err = said(capsys, "check", "mine")
+        content = path.read_bytes()
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        code, _, err = run_cli(capsys, "check", "mine")
         assert code == 2
         assert f"{path.name} does not match its checksum" in err
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
 
-def test_help_is_quick_because_it_loads_nothing() -> None:
+def test_help_imports_no_heavy_package() -> None:
     loaded = "print([m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules])"
     code = f"import sys; from textmill.cli import main; main(['--help']); {loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

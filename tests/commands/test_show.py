@@ -1,4 +1,4 @@
-"""What show prints is what is there."""
+"""The command show prints what the folders hold."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_show_a_corpus(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert re.search(r"Hangul +[\d,]+ +\d", out)
         assert re.search(r"Latin +[\d,]+ +\d", out)
         languages = out.split(f"languages of a sample of {account['kept']} documents\n")[1].split("\n\n")[0]
-        told = {name: int(count) for name, count in re.findall(r"^  (\w+) +(\d+) ", languages, re.M)}
+        counted = {name: int(count) for name, count in re.findall(r"^  (\w+) +(\d+) ", languages, re.M)}
         codes = {"english": "en", "korean": "ko", "turkish": "tr"}
-        assert told == {codes[Path(name).stem]: one["kept"] for name, one in account["by_source"].items()}
+        assert counted == {codes[Path(name).stem]: one["kept"] for name, one in account["by_source"].items()}
         lengths = re.findall(r"^  [\d,]+ to [\d,]+ +([\d,]+) ", out, re.M)
         assert sum(int(count.replace(",", "")) for count in lengths) == account["kept"], "every document has a length"
         assert out.count("--- texts/") == 3
@@ -50,8 +50,8 @@ def test_show_tokens_and_what_a_step_saw(
         "model.size=nano",
         "train.evaluate_batches=1",
     ]
-    for verb in ("prepare", "fit-tokenizer", "tokenize"):
-        assert main([verb, "mine"]) == 0
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, "mine"]) == 0
     assert main(["train", "mine", *quick]) == 0
     counts = json.loads((tiny_texts.parent / "mine" / "tokens" / "manifest.json").read_text())["splits"]
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The verb from end to end: the account balances, nothing but the content decides the bytes, and a kill loses nothing."""
+"""The command from end to end: the account balances, nothing but the content decides the bytes, and a kill loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb: what it prints to a pipe, a terminal and as JSON."""
+"""The command: what it prints to a pipe, a terminal and as JSON."""
 
 from __future__ import annotations
 

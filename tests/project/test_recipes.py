@@ -1,4 +1,4 @@
-"""Every recipe runs, with two steps; quickstart.sh lists the whole life and runs too."""
+"""Every recipe runs with two steps, and so does quickstart.sh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb: `textmill serve WHERE` answers, stops when told, and says in one line why it cannot start."""
+"""The command: `textmill serve WHERE` answers, stops when told, and says in one line why it cannot start."""
 
 from __future__ import annotations
 

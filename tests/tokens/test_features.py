@@ -142,8 +142,8 @@ def life(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config_for(folder)
     words = [f"corpus.sources={tiny_texts}", "corpus.documents=block", "corpus.split=60,30,10", "tokenizer.vocab=300"]
     words += ["tokens.kind=features", "runner.workers=1", *(f"tokens.features.{word}" for word in SMALL)]
-    for verb in ("prepare", "fit-tokenizer", "tokenize"):
-        assert main([verb, str(folder), *words]) == 0
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, str(folder), *words]) == 0
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The verb from end to end: ids as tokenizers gives them, nothing lost, the same bytes however it ran."""
+"""The command from end to end: ids as tokenizers gives them, nothing lost, the same bytes however it ran."""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def test_all_labels_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = [{"messages": [{"role": "user", "content": f"only the user speaks, {number}"}]} for number in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "run.yaml").write_text(config_of(tmp_path, corpus={"chat": "messages"}).to_yaml())
-    for verb in ("prepare", "fit-tokenizer", "tokenize"):
-        assert main([verb, str(tmp_path / "run.yaml")]) == 0
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, str(tmp_path / "run.yaml")]) == 0
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("textmill: nothing is asked: none of 9 conversations has a turn of the assistant")

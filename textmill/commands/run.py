@@ -111,7 +111,7 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 
 def _print_next_steps(config: RunConfig, checkpoint: Path) -> None:
     root = shlex.quote(format_path(Path(config.folder)))
-    print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers opens it as it is). Next:")
+    print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers can open it). Next:")
     print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
     print(f"  textmill train {root} train.{config.train.unit}={2 * getattr(config.train, config.train.unit)}")
     print("  textmill new mine --text 'texts/*.txt' && textmill run mine")

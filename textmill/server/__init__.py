@@ -1,4 +1,4 @@
-"""The verb serve: a model answers over HTTP, as OpenAI's API does, with a page to try it."""
+"""The command serve: a model answers over HTTP, as OpenAI's API does, with a page to try it."""
 
 from __future__ import annotations
 

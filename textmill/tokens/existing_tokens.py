@@ -1,4 +1,4 @@
-"""The verb tokenize where `tokens.use` names existing tokens: stores are left as they stand, rows of datasets become stores."""
+"""The command tokenize where `tokens.use` names existing tokens: stores are left as they stand, rows of datasets become stores."""
 
 from __future__ import annotations
 

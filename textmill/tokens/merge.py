@@ -1,4 +1,4 @@
-"""The verb merge: several token stores joined into one, in the order given."""
+"""The command merge: several token stores joined into one, in the order given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb tokenize: every document of the corpus as token ids, in one store a split."""
+"""The command tokenize: every document of the corpus as token ids, in one store a split."""
 
 from __future__ import annotations
 

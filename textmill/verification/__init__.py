@@ -1,4 +1,4 @@
-"""The verb verify: a small copy of a run's parallel config, on processes of this machine, against one process."""
+"""The command verify: a small copy of a run's parallel config, on processes of this machine, against one process."""
 
 from __future__ import annotations
 

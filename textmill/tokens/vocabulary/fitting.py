@@ -1,4 +1,4 @@
-"""The verb fit-tokenizer: a vocabulary for the corpus, fitted or taken as it is."""
+"""The command fit-tokenizer: a vocabulary for the corpus, fitted or taken as it is."""
 
 from __future__ import annotations
 
