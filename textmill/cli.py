@@ -196,12 +196,12 @@ def help_text() -> str:
 
 
 def command_help(name: str) -> str:
-    """What `textmill COMMAND --help` prints: its usage, its flags, and the sections it reads."""
-    from textmill.config.help import section_help
+    """What `textmill COMMAND --help` prints: its usage, its flags, and the settings it reads."""
+    from textmill.config.help import settings_help
 
     row = COMMANDS[name]
     lines = [_usage(name) + (" [section.key=value ...]" if row.sections else ""), f"  {row.summary}", ""]
     lines += [f"  {flag.name:<10} {flag.summary}" for flag in row.flags] + [f"  {'--help':<10} print this help"]
     if row.sections:
-        lines += ["", WHERE_HELP, ""] + [section_help(section) for section in ("folder", *row.sections)]
+        lines += ["", WHERE_HELP, "", settings_help(name, ("folder", *row.sections))]
     return "\n".join(lines)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from textmill.commands.table import COMMANDS
 from textmill.config import BeamRunner, JaxEngine, JaxMesh, LocalRunner, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
-from textmill.config.help import all_help
-from textmill.config.keys import OTHER_NAMES, all_fields, suggest_key
+from textmill.config.help import MOST_USED, all_help, settings_help
+from textmill.config.keys import OTHER_NAMES, all_fields, section_types, suggest_key
 from textmill.config.load import build_config, merge_trees, parse_settings, read_yaml
 from textmill.engines.deepspeed_config import settled
 from textmill.errors import TextmillError
@@ -103,6 +105,21 @@ def test_other_tools_words_lead_to_keys_that_exist() -> None:
     known = {name for name, _ in all_fields()}
     assert set(OTHER_NAMES.values()) <= known
     assert suggest_key("train.per_device_train_batch_size") == "textmill calls it 'engine.micro_batch'"
+
+
+@pytest.mark.parametrize("command", MOST_USED)
+def test_help_begins_with_the_ten_most_used_keys_and_names_every_other_once(command: str) -> None:
+    sections = COMMANDS[command].sections
+    text = settings_help(command, ("folder", *sections))
+    first, _, rest = text.partition("\n\n")
+    keys = [line.strip().partition("=")[0] for line in first.splitlines() if re.match(r"  \w", line)]
+    assert keys == list(MOST_USED[command])
+    assert len(keys) == 10
+    assert {key.partition(".")[0] for key in keys} <= {"folder", *sections}
+    for name, field in all_fields():
+        if name.partition(".")[0] in ("folder", *sections) and not section_types(field.annotation):
+            assert f"  {name}=" in text, name
+    assert not any(f"  {key}=" in rest for key in keys if not key.startswith(("engine.", "runner.")))
 
 
 def test_help_names_every_key() -> None:

@@ -54,7 +54,7 @@ class TrainConfig(Section):
     """Start with smaller batches: start, increment, samples. `16,16,100000` grows from 16 samples per step to `train.batch`,
     16 more at a time, over the first 100,000 samples, as Megatron's rampup-batch-size; default: no ramp-up."""
     steps: int = changeable(1000, ge=1)
-    """Optimizer steps of the run; or set its length with one of the next three keys."""
+    """Optimizer steps of the run; `train.epochs`, `train.samples` or `train.tokens` set its length instead."""
     epochs: float | None = changeable(None, gt=0)
     """Passes over the train split; fractions are allowed."""
     samples: int | None = changeable(None, ge=1)
