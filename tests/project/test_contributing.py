@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import re
@@ -14,10 +15,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import textmill.commands
 import textmill.config.usage
+import textmill.corpus.formats
 import textmill.evaluation.tasks
 from textmill.cli import main
 from textmill.commands import table
 from textmill.config import TokenizerConfig
+from textmill.corpus import source
+from textmill.corpus.reader import open_corpus
 from textmill.tokens.vocabulary.tokenizer import fit
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "contributing"
@@ -79,3 +83,31 @@ def test_add_an_evaluation_task(
     assert out.startswith(f"yes_no accuracy  {result['yes_no']['accuracy']:.1%}\n")
     assert "3 questions; the answer with the higher likelihood counts." in out
     monkeypatch.delitem(sys.modules, "textmill.evaluation.tasks.yes_no")
+
+
+def test_add_a_data_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, entry = code_blocks("add-a-data-format.md")
+    (tmp_path / "fortune.py").write_text(file, encoding="utf-8")
+    monkeypatch.setattr(textmill.corpus.formats, "__path__", [*textmill.corpus.formats.__path__, str(tmp_path)])
+    monkeypatch.setattr(source, "FORMATS", dict(source.FORMATS))
+    exec(entry, vars(source))
+    importlib.invalidate_caches()
+    quotes = b"A mill grinds.\nSlowly.\n%\n\xff\n%\n%\nThe last one.\n"
+    (tmp_path / "plain.fortune").write_bytes(quotes)
+    (tmp_path / "packed.fortune.gz").write_bytes(
+        gzip.compress(quotes.replace(b"mill", b"stone").replace(b"last", b"end"))
+    )
+    settings = [f"folder={tmp_path}", f"corpus.sources={tmp_path}/*.fortune*", "runner.workers=1"]
+    assert main(["prepare", "quickstart", *settings, "corpus.max_unreadable=1"]) == 0
+    found = {(Path(document.source).name, document.id): document.text for document in open_corpus(tmp_path / "corpus")}
+    assert found == {
+        ("plain.fortune", "line 1"): "A mill grinds.\nSlowly.",
+        ("plain.fortune", "line 7"): "The last one.",
+        ("packed.fortune.gz", "line 1"): "A stone grinds.\nSlowly.",
+        ("packed.fortune.gz", "line 7"): "The end one.",
+    }
+    account = json.loads((tmp_path / "corpus" / "account.json").read_text(encoding="utf-8"))
+    assert (account["records"], account["dropped"], account["quarantined"]) == (8, {"empty": 2}, 2)
+    bad = [json.loads(line) for line in (tmp_path / "corpus" / "quarantine.jsonl").read_text("utf-8").splitlines()]
+    assert {row["place"] for row in bad} == {"line 4"}
+    monkeypatch.delitem(sys.modules, "textmill.corpus.formats.fortune")
