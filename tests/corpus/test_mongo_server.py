@@ -55,7 +55,7 @@ def test_server_that_does_not_answer_ends_in_one_sentence(closes: bool, tmp_path
         config.write_text(json.dumps({**settings, "MONGO_CONNECTION_STRING": address}))
         words = ["prepare", "quickstart", f"folder={tmp_path / 'out'}", f"corpus.sources=mongo:{config}"]
         done = subprocess.run(
-            [sys.executable, "-m", "textmill", *words], cwd=root, capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "textmill", *words], cwd=root, capture_output=True, text=True, timeout=300
         )
     assert done.returncode == 2
     lines = done.stderr.splitlines()

@@ -6,11 +6,7 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
-import time
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.near_duplicates import measure, truth_set
+from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
 from textmill.corpus.dedup import candidates, shingles
 from textmill.corpus.dedup import near_duplicates as near
@@ -338,40 +335,12 @@ def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert point > 40
 
 
-SCRIPT = """
-import sys
-from textmill.config import RunConfig
-from textmill.corpus.prepare import prepare
-if __name__ == "__main__":
-    corpus = {"sources": ["texts"], "dedup": "near", "rules": [], "split": [8.0, 1.0, 1.0]}
-    prepare(RunConfig.model_validate({"folder": sys.argv[1], "corpus": corpus, "runner": {"workers": 2}}))
-"""
-
-
-def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(6)
     expected = content(near_of(made_up(600, dice), tmp_path, monkeypatch, folder="whole"))
-    Path("script.py").write_text(SCRIPT)
-
-    def start() -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": str(root)}
-        return subprocess.Popen(
-            [sys.executable, "script.py", "killed"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-
-    work = Path("killed/corpus.part/work")
-    for awaited in ("*.bands", "confirmed-*"):
-        while True:
-            process = start()
-            while process.poll() is None and not any(work.glob(awaited)):
-                time.sleep(0.002)
-            process.send_signal(signal.SIGKILL)
-            said = process.communicate(timeout=300)[1]
-            if process.returncode == -signal.SIGKILL:
-                break
-            assert process.returncode == 0, said.decode()
-            shutil.rmtree("killed")  # it was done before it was looked at
-    process = start()
-    said = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, said.decode()
+    corpus = {"sources": ["texts"], "dedup": "near", "rules": [], "split": [8.0, 1.0, 1.0]}
+    config = RunConfig.model_validate({"folder": "killed", "corpus": corpus, "runner": {"workers": 2}})
+    for stage in ("*.bands", "confirmed-*"):
+        assert run_prepare(config, f"killed/corpus.part/work/{stage}", 1) == -signal.SIGKILL
+    assert run_prepare(config) == 0
     assert content(Path("killed/corpus")) == expected

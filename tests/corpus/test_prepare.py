@@ -6,16 +6,13 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.prepare_job import run_prepare
 from textmill.config import RunConfig
 from textmill.corpus import prepare as prepare_module
 from textmill.corpus import sources
@@ -269,48 +266,25 @@ def test_crash_at_every_file(world: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert point > 15
 
 
-SCRIPT = """
-import sys
-from textmill.config import RunConfig
-from textmill.corpus.prepare import prepare
-if __name__ == "__main__":
-    corpus = {"sources": ["big"], "section_chars": 200}
-    prepare(RunConfig.model_validate({"folder": sys.argv[1], "corpus": corpus, "runner": {"workers": 2}}))
-"""
-
-
-def test_killed_and_run_again(world: Path, root: Path) -> None:
+def test_killed_and_run_again(world: Path) -> None:
     dice = random.Random(5)
     os.mkdir("big")
     for number in range(6):
         rows = (
             json.dumps({"text": f"{number} {row} " + "söz " * dice.randrange(200)}, ensure_ascii=False)
-            for row in range(3000)
+            for row in range(300)
         )
         Path(f"big/{number}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    Path("script.py").write_text(SCRIPT)
 
-    def start(folder: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "script.py", folder]
-        with open("said.txt", "wb") as said:
-            return subprocess.Popen(
-                command, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL, stderr=said
-            )
+    def config(folder: str) -> RunConfig:
+        corpus = {"sources": ["big"], "section_chars": 200}
+        return RunConfig.model_validate({"folder": folder, "corpus": corpus, "runner": {"workers": 2}})
 
-    began = time.monotonic()
-    assert start("whole").wait(300) == 0
-    duration = time.monotonic() - began
-    for share in (0.6, 0.8):
-        while True:
-            process = start("killed")
-            time.sleep(duration * (share + dice.uniform(-0.1, 0.1)))
-            process.send_signal(signal.SIGKILL)
-            if process.wait(300) == -signal.SIGKILL:
-                break
-            shutil.rmtree("killed")  # it was done before that: the machine is quicker than it was
-            duration /= 2
-    assert start("killed").wait(300) == 0, Path("said.txt").read_text()
-    assert content(Path("killed/corpus")) == content(Path("whole/corpus"))
+    whole = content(prepare(config("whole")))
+    for stage in ("read", "written"):
+        assert run_prepare(config("killed"), f"killed/corpus.part/work/*.{stage}.json", 3) == -signal.SIGKILL
+    assert run_prepare(config("killed")) == 0
+    assert content(Path("killed/corpus")) == whole
     assert not Path("killed/corpus.part").exists()
 
 

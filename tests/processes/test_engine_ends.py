@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+from typing import IO, Any
 
 import pytest
 
 from bench import engine_ends
 from bench.engine_ends import children, ended
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who is whose child")
 
@@ -17,19 +20,29 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says
 NOT_WAITED_FOR = "import os; child = os.fork() or os._exit(0); os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)"
 
 
+def give_up_when_ready(command: list[str], *, stdout: IO[str], timeout: float, **options: Any) -> None:
+    """What subprocess.run does at its time limit, as soon as the command has come to its hang."""
+    process = subprocess.Popen(command, stdout=stdout, **options)
+    wait_for(lambda: os.fstat(stdout.fileno()).st_size)
+    process.kill()
+    process.wait()
+    raise subprocess.TimeoutExpired(command, timeout)
+
+
 @pytest.mark.parametrize(
     ("command", "wanted"),
     [
         (["true"], "well"),
         (["sh", "-c", "echo oh; exit 3"], "failed with 3: oh\n"),
-        (["sleep", "60"], "hung"),
-        (["sh", "-c", "sleep 60 & exit 0"], r"well, left 1 behind \(\w+, alive\)"),
-        (["sh", "-c", "sleep 60 & exec sleep 60"], r"hung, left 1 behind \(\w+, alive\)"),
+        (["sh", "-c", "echo ready; exec sleep 600"], "hung"),
+        (["sh", "-c", "sleep 600 & exit 0"], r"well, left 1 behind \(\w+, alive\)"),
+        (["sh", "-c", "sleep 600 & echo ready; exec sleep 600"], r"hung, left 1 behind \(\w+, alive\)"),
         ([sys.executable, "-c", NOT_WAITED_FOR], r"well, left 1 behind \(\S+, a zombie\)"),
     ],
 )
 def test_who_is_left_is_counted_and_ended(command: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_ends, "LONGEST", 1 if wanted.startswith("hung") else 60)
+    if wanted.startswith("hung"):
+        monkeypatch.setattr(engine_ends.subprocess, "run", give_up_when_ready)
     before = children()
     assert re.fullmatch(wanted, ended(command, dict(os.environ)))
     assert children().keys() == before.keys()

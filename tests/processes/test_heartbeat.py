@@ -24,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_the_job_ends_and_the_process_is_named(root: Path, kind: str) -> None:
     run = root / kind
-    ending = started(words_of(root, run), ranks=2, fault=f"{kind}@step:5:1", waits_for=[0])[0]
+    ending = started(words_of(root, run, "engine.timeout=10"), ranks=2, fault=f"{kind}@step:5:1", waits_for=[0])[0]
     assert ending.code == 75, ending.said
     assert ending.names(kind, 1), ending.said
     assert ending.told == {0}, ending.said
@@ -36,7 +36,13 @@ def test_one_that_goes_wrong_alone(root: Path) -> None:
     """A gradient that is not a number on one process of three is left out by all; a flipped bit is noticed and placed."""
     run = root / "alone"
     words = words_of(
-        root, run, "train.batch=6", "train.save_every=1", "train.checkpoints.keep=20", "engine.check_replicas_every=3"
+        root,
+        run,
+        "train.batch=6",
+        "train.save_every=1",
+        "train.checkpoints.keep=20",
+        "engine.check_replicas_every=3",
+        "engine.timeout=300",
     )
     endings = started(words, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
     assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].said
@@ -108,7 +114,13 @@ def test_a_slow_disk_is_no_hang_and_a_hang_at_the_start_is_one(root: Path) -> No
     slow = started(words, ranks=2, fault="slow@disk:1", waits_for=[0, 1])
     assert [slow[rank].code for rank in range(2)] == [0, 0], slow[0].said
     assert json.loads((run / "step-0000004" / "progress.json").read_text())["step"] == 4
-    hung = started(words_of(root, root / "hung"), ranks=2, fault="hang@start:1", waits_for=[0, 1], before=short)
+    hung = started(
+        words_of(root, root / "hung", "engine.timeout=10"),
+        ranks=2,
+        fault="hang@start:1",
+        waits_for=[0, 1],
+        before=short,
+    )
     assert [hung[rank].code for rank in range(2)] == [75, 75], hung[0].said
     assert hung[0].names("hang", 1), hung[0].said
     assert "in the start, waiting in all_gather" in hung[0].said
@@ -147,7 +159,9 @@ def test_the_odd_one_is_named() -> None:
 
 def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> None:
     broken = "import os, textmill.training.loop\nif os.environ['RANK'] == '1': textmill.training.loop.open_splits = lambda _: open('/nowhere/at/all')"
-    endings = started(words_of(root, root / "broken"), ranks=2, fault="", waits_for=[0, 1], before=broken)
+    endings = started(
+        words_of(root, root / "broken", "engine.timeout=300"), ranks=2, fault="", waits_for=[0, 1], before=broken
+    )
     assert [endings[rank].code for rank in range(2)] == [1, 1], endings[0].said
     assert "FileNotFoundError" in endings[1].said
     assert "this was rank 1 of 2; it ends the other ranks too" in endings[1].said

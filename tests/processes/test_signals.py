@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
+from tests.support.waiting import LONGEST, wait_for
 from textmill.processes.signals import SIGNALS, StopSignals
 
 BUSY = """
@@ -36,7 +36,7 @@ def test_the_second_signal_leaves_at_once(number: signal.Signals) -> None:
         assert process.stdout.readline() == f"{number.name}\n", "the first one is heard at once and ends nothing"
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 75
+        assert process.wait(timeout=LONGEST) == 75
     finally:
         process.kill()
 
@@ -47,13 +47,7 @@ def test_what_was_before_is_put_back() -> None:
     for _ in range(2):
         with StopSignals() as stopping:
             signal.raise_signal(signal.SIGUSR1)
-            deadline = time.monotonic() + 60
-            while stopping.received is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert stopping.received == "SIGUSR1"
+            assert wait_for(lambda: stopping.received) == "SIGUSR1"
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
-    deadline = time.monotonic() + 60
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= threads, "the thread is gone with it"
+    wait_for(lambda: threading.active_count() <= threads, lambda: "the thread is gone with it")

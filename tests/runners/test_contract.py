@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.waiting import LONGEST, wait_for
 from textmill.config import LocalRunner
 from textmill.errors import TextmillError
 from textmill.runners import Runner, open_runner
@@ -40,15 +40,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
-
-
-def wait_for(condition: Any, seconds: float = 120) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_results_in_shard_order(runner: Runner, jobs: Any) -> None:
@@ -155,7 +146,7 @@ def test_workers_end_with_their_parent(sign: signal.Signals, tmp_path: Path, roo
             os.killpg(parent.pid, sign)  # as Ctrl-C does: the workers get it too
         else:
             parent.kill()
-        parent.wait(60)
+        parent.wait(LONGEST)
         assert wait_for(lambda: not any(map(alive, pids)))
     finally:
         parent.kill()
@@ -191,7 +182,7 @@ def test_ctrl_c_that_the_system_gives_to_another_thread_is_heard(tmp_path: Path,
         [sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
-        assert parent.wait(60) == -signal.SIGINT
+        assert parent.wait(LONGEST) == -signal.SIGINT
         pids = {int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")}
         assert wait_for(lambda: not any(map(alive, pids)))
     finally:

@@ -30,7 +30,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
     return shard_jobs
 
 
-@pytest.fixture(params=[[], pytest.param(PROCESSES, marks=pytest.mark.slow)], ids=["in memory", "two processes"])
+@pytest.fixture(params=[[], pytest.param(PROCESSES, marks=pytest.mark.long)], ids=["in memory", "two processes"])
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return open_runner(BeamRunner(options=request.param, shared_folder=str(tmp_path / "shared")))
 
@@ -74,7 +74,7 @@ def test_a_bundle_tried_again_does_not_do_a_finished_shard_twice(jobs: Any, tmp_
     assert [(calls / f"calls-{number}").read_text() for number in (1, 2)] == ["x", "xx"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
     assert list(runner.map(jobs.die_once, [(number, str(tmp_path)) for number in range(6)])) == list(range(6))
@@ -82,7 +82,7 @@ def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monke
     assert list((tmp_path / "shared").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_worker_killed_before_it_begins_is_replaced(jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
     runner = open_runner(BeamRunner(options=PROCESSES, shared_folder=str(tmp_path / "shared")))
@@ -128,7 +128,7 @@ def test_wrong_options_end_in_one_line(jobs: Any) -> None:
         list(open_runner(BeamRunner(options=["--runner=NoSuchRunner"])).map(jobs.double, [1]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prepare_gives_the_same_bytes(
     tiny_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.support.waiting import LONGEST
 from textmill.storage.prefetch import prefetch
 
 
@@ -31,7 +32,7 @@ def test_no_more_are_made_than_may_wait() -> None:
 
 
 def test_threads_work_at_the_same_time() -> None:
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=LONGEST)
     assert [one for one, _ in prefetch(lambda one: together.wait(), range(3), threads=3, depth=3)] == [0, 1, 2]
 
 

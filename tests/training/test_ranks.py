@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from bench.engine_ends import left_behind
 from bench.kill_train import numbers_of, textmill, trained
+from tests.support.waiting import LONGEST, wait_for
 from textmill.engines.ranks_torch import first_host, launch_of
 from textmill.errors import TextmillError
 from textmill.verification.launcher import free_port
@@ -72,11 +72,11 @@ def test_a_signal_to_the_launcher_stops_all_after_one_step(root: Path) -> None:
     run = root / "stopped"
     long = words(root, run, 2000, "train.save_every=100000", "train.evaluate_every=100000")
     process = subprocess.Popen([*TORCHRUN, *long], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
-        assert process.poll() is None
-        time.sleep(0.05)
+    metrics = run / "metrics.jsonl"
+    wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=LONGEST)
     assert said.count("stopped by SIGTERM at step") == 1, said
     stopped = json.loads((run / "stopped.json").read_text())
     assert (run / f"step-{stopped['step']:07d}" / "manifest.json").is_file()
@@ -130,7 +130,7 @@ def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Pa
     second = subprocess.Popen([*command, "engine.timeout=600"], env={**place, "RANK": "1"}, stderr=subprocess.DEVNULL)
     assert not _ended(second, 5), "nobody has come"
     second.terminate()
-    assert _ended(second, 60)
+    assert _ended(second, LONGEST)
 
 
 def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
