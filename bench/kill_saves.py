@@ -44,11 +44,11 @@ def snapshot(step: int, kilobytes: int = 1) -> Snapshot:
     progress = {"step": step, "updates": step, "valid_loss": (1 / step).hex()}
     files = {"config.json": b"{}", "run.yaml": b"step: %d\n" % step}
     weights, moments = [("w", values), ("b", values[0])], [("m/w", values * 2), ("v/w", values * 3)]
-    deals = (
+    file_plans = (
         plan_files("model", weights, values.nbytes)[0],
         plan_files("optimizer", moments, values.nbytes)[0],
     )  # two files of each
-    return Snapshot(step, weights, moments, progress, files, deals)
+    return Snapshot(step, weights, moments, progress, files, file_plans)
 
 
 def _save(run: Path, kilobytes: int, rule: dict[str, int | None]) -> None:

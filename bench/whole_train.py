@@ -28,8 +28,8 @@ from textmill.schedules import lr_at
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import open_splits
 from textmill.tokens.tokenize import tokenize
-from textmill.training import loop
-from textmill.training.runs import begin
+from textmill.training import loop, setup
+from textmill.training.resuming import choose_start
 from textmill.where import open_where
 
 WARM = 20
@@ -41,7 +41,7 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 def bare(config: RunConfig, folder: Path) -> float:
     """Seconds of a step of the engine alone, its batches made before."""
     data = open_splits(config)
-    start = begin(config, data, "yes", "latest")
+    start = choose_start(config, data, "yes", "latest")
     length = config.train.length or start.shape.positions
     batches = open_batches(config.train, data, length=length, folder=folder)
     ready = [batches.batch_at(step, slice(0, config.train.batch)) for step in range(8)]
@@ -62,7 +62,7 @@ def bare(config: RunConfig, folder: Path) -> float:
 def whole(config: RunConfig) -> float:
     """Seconds of a step of the loop; a step begins when the engine is called, just after all that was due after the one before."""
     called: list[float] = []
-    opened = loop.open_engine
+    opened = setup.open_engine
 
     def clocked(*given: Any) -> Engine:
         engine = opened(*given)
@@ -75,11 +75,11 @@ def whole(config: RunConfig) -> float:
         engine.train_step = train_step  # type: ignore[method-assign]
         return engine
 
-    loop.open_engine = clocked
+    setup.open_engine = clocked
     try:
         loop.train(config, "yes")
     finally:
-        loop.open_engine = opened
+        setup.open_engine = opened
     return (called[-1] - called[WARM]) / (len(called) - 1 - WARM)
 
 

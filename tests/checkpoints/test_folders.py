@@ -195,7 +195,7 @@ def test_retention(tmp_path: Path) -> None:
     assert best is not None
     assert best.step == 30
     assert by_number is not None
-    with pytest.raises(TextmillError, match="its optimizer was pruned"):
+    with pytest.raises(TextmillError, match="its optimizer state was pruned"):
         list(by_number.moments())
     with pytest.raises(TextmillError, match="no checkpoint of step 50; found 30, 40, 60, 70"):
         find_checkpoint(tmp_path, 50)
@@ -261,11 +261,11 @@ def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None
         for name, size in (("a", 10), ("b", 5), ("c", 30), ("d", 1))
     ]
     moments = [(f"m/{name}", values * 2) for name, values in weights]
-    deals = (plan_files("model", weights, 700)[0], plan_files("optimizer", moments, 700)[0])
-    assert [list(file) for file in deals[0].files] == [["a", "b"], ["c"], ["d"]], (
+    plans = (plan_files("model", weights, 700)[0], plan_files("optimizer", moments, 700)[0])
+    assert [list(file) for file in plans[0].files] == [["a", "b"], ["c"], ["d"]], (
         "in order, none above the limit but one that is larger alone"
     )
-    folder = write_checkpoint(tmp_path, Snapshot(3, weights, moments, {"step": 3}, {"config.json": b"{}"}, deals))
+    folder = write_checkpoint(tmp_path, Snapshot(3, weights, moments, {"step": 3}, {"config.json": b"{}"}, plans))
     names = {path.name for path in folder.glob("*.safetensors")}
     assert names == {
         f"{stem}-0000{number}-of-00003.safetensors" for stem in ("model", "optimizer") for number in (1, 2, 3)
@@ -293,15 +293,15 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
     moments = {f"m/{name}": array * 2 for name, array in values.items()}
 
     def work(ranks: Ranks, step: int) -> tuple[set[str], BaseException | None]:
-        deal = FilePlan("model", lambda name: values[name].nbytes, 128, ranks.rank, ranks.world)
-        own = [(name, array) for name, array in values.items() if deal.mine(name)]
-        state = FilePlan("optimizer", lambda name: moments[name].nbytes, 64, ranks.rank, ranks.world, len(deal.files))
-        mine = [(name, array) for name, array in moments.items() if state.mine(name)]
+        plan = FilePlan("model", lambda name: values[name].nbytes, 128, ranks.rank, ranks.world)
+        own = [(name, array) for name, array in values.items() if plan.add(name)]
+        state = FilePlan("optimizer", lambda name: moments[name].nbytes, 64, ranks.rank, ranks.world, len(plan.files))
+        mine = [(name, array) for name, array in moments.items() if state.add(name)]
         try:
             if step == 2 and ranks.rank == 1:
                 own = [("a", values["a"])] * 2 + [("nowhere", values["a"])]  # a name that no file has
             write_checkpoint(
-                tmp_path, Snapshot(step, own, mine, {"step": step}, {"config.json": b"{}"}, (deal, state)), ranks
+                tmp_path, Snapshot(step, own, mine, {"step": step}, {"config.json": b"{}"}, (plan, state)), ranks
             )
         except BaseException as error:
             return {name for name, _ in own}, error
@@ -322,14 +322,14 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
 def test_a_folder_that_machines_do_not_share_is_told_at_the_first_save(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> str:
         model, state = (FilePlan(stem, lambda _: 4, 4, ranks.rank, 2) for stem in ("model", "optimizer"))
-        own = [(name, np.zeros(1, np.float32)) for name in "ab" if model.mine(name)]
+        own = [(name, np.zeros(1, np.float32)) for name in "ab" if model.add(name)]
         with pytest.raises(TextmillError) as told:
             write_checkpoint(tmp_path / str(ranks.rank), Snapshot(1, own, [], {"step": 1}, {}, (model, state)), ranks)
         return str(told.value)
 
     first, second = in_threads(2, work)
     assert (
-        "model-00002-of-00002.safetensors is missing, though a process wrote it; set train.folder to a place that all"
+        "model-00002-of-00002.safetensors is missing, although a rank wrote it; set train.folder to a folder that all"
         in first
     )
     assert second == ""
@@ -346,11 +346,11 @@ def test_transformers_opens_several_files(tmp_path: Path) -> None:
         ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0
     )
     weights = list(gpt2.first_weights(shape, 3))
-    deal = plan_files("model", weights, 4000)[0]
-    assert len(deal.files) > 5
+    plan = plan_files("model", weights, 4000)[0]
+    assert len(plan.files) > 5
     files = {"config.json": json.dumps(gpt2.hf_config_of(shape)).encode()}
     folder = write_checkpoint(
-        tmp_path, Snapshot(1, weights, [], {"step": 1}, files, (deal, plan_files("optimizer", [])[0]))
+        tmp_path, Snapshot(1, weights, [], {"step": 1}, files, (plan, plan_files("optimizer", [])[0]))
     )
     theirs, loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loaded.values())

@@ -21,7 +21,7 @@ from textmill.config.renamed import (
     rename_value,
 )
 from textmill.errors import TextmillError
-from textmill.storage.stages import Stage, differences
+from textmill.storage.stages import Stage, list_changes
 from textmill.where import open_where
 
 OLD = Path(__file__).parent / "old"
@@ -114,7 +114,7 @@ def test_stages_and_runs_of_before_count_as_done(project: str) -> None:
         assert len(now) > 5, stage
         if stage == "corpus":
             now["corpus.rules"] = sorted(now["corpus.rules"])  # as prepare records them
-        assert differences(settings, now) == [], stage
+        assert list_changes(settings, now) == [], stage
 
 
 def test_a_folder_with_an_old_manifest_is_done(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_folder_with_an_old_manifest_is_done(tmp_path: Path) -> None:
 def test_a_changed_setting_of_an_old_run_is_found() -> None:
     before = json.loads((OLD / "packed" / "made_from.json").read_text(encoding="utf-8"))["train"]
     after = rename_settings(before) | {"train.packed.last_window": "keep"}
-    assert differences(before, after) == ["train.packed.last_window was drop, is keep"]
+    assert list_changes(before, after) == ["train.packed.last_window was drop, is keep"]
 
 
 def test_hashes_over_settings_use_the_first_names() -> None:

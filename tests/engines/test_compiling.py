@@ -15,7 +15,7 @@ from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.engines import compile_torch as compiling_torch
 from textmill.engines.compile_torch import compiling
 from textmill.errors import TextmillError
-from textmill.training.runs import told
+from textmill.training.run_folder import describe_engine
 
 GPU = torch.device("cuda", 0)
 LONG = TrainConfig(steps=2000, batch=64, length=1024)
@@ -158,5 +158,5 @@ def test_a_batch_that_grows_is_compiled_for_one_size() -> None:
 
 def test_it_is_said_before_the_first_step() -> None:
     facts: dict[str, Any] = started(config_of("torch")).facts()
-    assert told(facts).endswith(", micro-batch 8")
-    assert told(facts | {"compiling": "compiled so"}).endswith(", micro-batch 8, compiled so")
+    assert describe_engine(facts).endswith(", micro-batch 8")
+    assert describe_engine(facts | {"compiling": "compiled so"}).endswith(", micro-batch 8, compiled so")

@@ -46,13 +46,13 @@ def test_one_that_goes_wrong_alone(root: Path) -> None:
     )
     endings = started(words, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
     assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].said
-    assert "step 3: loss or gradient is not finite; the update was left out" in endings[0].said
+    assert "step 3: loss or gradient is not finite; skipped the update" in endings[0].said
     hashes = [_hash_of(run / f"step-{step:07d}") for step in (2, 3, 4)]
     assert hashes[0] == hashes[1] != hashes[2], "nothing changed, on no process, and then it went on"
     assert json.loads((run / "step-0000004" / "progress.json").read_text())["updates"] == 3
     told = [ending.said for ending in endings.values() if "are no longer the same" in ending.said]
     assert len(told) == 1, "one speaks for all"
-    assert "step 9: the copies of" in told[0]
+    assert "step 9: the replicas of" in told[0]
     assert "rank 1 differs from the other 2" in told[0]
 
 
@@ -154,7 +154,7 @@ def test_the_odd_one_is_named() -> None:
     assert "rank 1 differs from the other 2" in alone
     two = find_mismatch([{"a": 1}, {"a": 2}])
     assert two is not None
-    assert "rank 0 and 1 differ, and no majority" in two
+    assert "rank 0 and 1 differ, without a majority" in two
 
 
 def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
     full = subprocess.run([*COMMAND[:-1], small, *words], capture_output=True, text=True, timeout=300)
     assert full.returncode == 75, full.stderr
     assert (
-        "a checkpoint could not be written (File too large); those before it are whole; make room and run again"
+        "cannot write a checkpoint (File too large); earlier checkpoints are intact; free some disk space"
         in full.stderr
     )
     assert "Traceback" not in full.stderr
@@ -176,7 +176,8 @@ def test_a_loss_scale_that_cannot_help_ends_the_run(root: Path, monkeypatch: pyt
     )
     with (
         pytest.raises(
-            TextmillError, match=r"no finite loss any more at step .* at a loss scale of 1; .*engine.precision=fp32"
+            TextmillError,
+            match=r"the loss is no longer finite at step .* at a loss scale of 1; .*engine.precision=fp32",
         ),
         torch.backends.mkldnn.flags(enabled=False),
     ):
@@ -277,7 +278,7 @@ def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) ->
     assert list(list_checkpoints(run)) == [5, 10, 12]
     metrics = numbers_of(run)
     attempts: list[tuple[list[str], dict[str, object], str]] = [
-        ([], {"step": 5}, "its optimizer was pruned"),
+        ([], {"step": 5}, "its optimizer state was pruned"),
         (["model.init_from=nowhere/at-all/x"], {"force": "yes"}, "no such folder"),
         (["engine.device=cuda:7"], {"force": "yes"}, "is not there"),
         (["engine.device=cuda:7", "train.steps=20"], {}, "is not there"),

@@ -88,14 +88,16 @@ def test_stopped_and_gone_on_with_it_gives_the_same_bits(
     said = capsys.readouterr().out
     assert "136,960 parameters, 8,192 of them trained (5.98%), on cpu" in said, said
     train(adapting(tmp_path / "run", base, 6))
-    assert "goes on from step 3" in capsys.readouterr().out
+    assert "resumes from step 3" in capsys.readouterr().out
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / "run" / "step-0000006" / name).read_bytes() == (run / "step-0000006" / name).read_bytes(), (
             name
         )
     train(adapting(run, base, 6))
     assert "done already" in capsys.readouterr().out
-    with pytest.raises(TextmillError, match=r"trained from something else: model\.lora\.dropout was 0\.2, is "):
+    with pytest.raises(
+        TextmillError, match=r"trained with other settings or inputs: model\.lora\.dropout was 0\.2, is "
+    ):
         train(adapting(run, base, 6, dropout=0.0))
 
 

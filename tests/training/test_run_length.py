@@ -1,4 +1,4 @@
-"""The course of a run: every unit becomes steps, and what is due comes when it should."""
+"""The length of a run: every unit becomes steps, and actions are due after the right ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Laid:
         self.samples = samples
 
 
-def course(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -> RunLength:
+def planned(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -> RunLength:
     section = TrainConfig(**{"batch": 8, "warmup": 0, **settings})
     layouts: Any = [Laid(samples) for samples in stores]
     return plan_run_length(
@@ -60,24 +60,24 @@ def course(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -
     ],
 )
 def test_units_become_steps(settings: dict[str, Any], steps: int) -> None:
-    found = course(**settings)
+    found = planned(**settings)
     assert found.steps == steps
     assert found.train.unit == "steps"
-    assert f"{steps:,} steps" in found.spoken()
+    assert f"{steps:,} steps" in found.describe()
 
 
 def test_epochs_end_where_their_last_sample_is_seen() -> None:
-    found = course(epochs=3)
-    assert [done for done in range(1, 20) if found.due("epoch", done)] == [7, 13, 19]
-    assert [done for done in range(1, 20) if found.due(5, done)] == [5, 10, 15, 19]
-    grown = course(samples=60, batch_rampup=[2, 3, 10])
-    assert [done for done in range(1, 11) if grown.due("epoch", done)] == [9, 10]
-    whole = course(stores=(16,), steps=6)
-    assert [done for done in range(1, 7) if whole.due("epoch", done)] == [2, 4, 6]
+    found = planned(epochs=3)
+    assert [done for done in range(1, 20) if found.is_due("epoch", done)] == [7, 13, 19]
+    assert [done for done in range(1, 20) if found.is_due(5, done)] == [5, 10, 15, 19]
+    grown = planned(samples=60, batch_rampup=[2, 3, 10])
+    assert [done for done in range(1, 11) if grown.is_due("epoch", done)] == [9, 10]
+    whole = planned(stores=(16,), steps=6)
+    assert [done for done in range(1, 7) if whole.is_due("epoch", done)] == [2, 4, 6]
 
 
 def test_a_ramp_is_told() -> None:
-    assert course(steps=9, batch_rampup=[2, 3, 10]).spoken() == (
+    assert planned(steps=9, batch_rampup=[2, 3, 10]).describe() == (
         "9 steps of 2 samples, growing to 8 from step 5 on, 10 tokens each: 510 tokens, 1.02 epochs of 50 samples"
     )
 
@@ -85,9 +85,9 @@ def test_a_ramp_is_told() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"samples": 7}, r"train\.samples: 7 is less than the first step has \(80 tokens\); raise it"),
+        ({"samples": 7}, r"train\.samples: 7 is less than one step, which has 80 tokens; raise it"),
         ({"tokens": 79}, r"train\.tokens: 79 is less"),
-        ({"epochs": 1, "warmup": 8}, r"train\.warmup: 8 is above the 7 steps of train\.epochs=1"),
+        ({"epochs": 1, "warmup": 8}, r"train\.warmup: 8 is more than the 7 steps of train\.epochs=1"),
         ({"epochs": 1, "steps": 5}, r"train\.epochs: the run's length is set by train\.steps too; keep one"),
         ({"tokens": 1, "samples": 5}, r"train\.tokens: the run's length is set by train\.samples too"),
         ({"evaluate_every": 0}, r"train\.evaluate_every: found 0; give a number of steps above 0, or epoch"),
@@ -102,7 +102,7 @@ def test_a_ramp_is_told() -> None:
 )
 def test_what_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(TextmillError, match=said):
-        course(**settings)
+        planned(**settings)
 
 
 def test_a_ramp_that_micro_batches_do_not_divide_is_refused() -> None:

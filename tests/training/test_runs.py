@@ -124,9 +124,10 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
         del found.progress["made_from"]["train.muon.momentum"]
         return found
 
-    monkeypatch.setattr("textmill.training.runs.find_checkpoint", older)
+    monkeypatch.setattr("textmill.training.resuming.find_checkpoint", older)
     with pytest.raises(
-        TextmillError, match=r"was trained from something else: train\.muon\.momentum was 0\.95, is 0\.5; set it back"
+        TextmillError,
+        match=r"was trained with other settings or inputs: train\.muon\.momentum was 0\.95, is 0\.5; set them back",
     ):
         train(build_config({**tree, "train": {**tree["train"], "steps": 2, "muon": {"momentum": 0.5}}}))
     assert list(list_checkpoints(train(build_config({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
@@ -146,17 +147,17 @@ def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path:
         '{"step": 20, "valid_loss": 2.25}\n{"step": 25, "valid_loss": 2.125}\n{"step": 25}\n'
     )
     assert describe_best(tmp_path).endswith(
-        "; step 25 had 2.1250 and was not saved: let train.save_every divide train.evaluate_every"
+        "; step 25 had 2.1250 but was not saved: set train.save_every to a divisor of train.evaluate_every"
     )
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 30, "valid_loss": 2.13}\n')
-    assert "risen" not in describe_best(tmp_path)
+    assert "overfitting" not in describe_best(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 40, "valid_loss": 2.15}\n')
-    assert "; it has risen to 2.1500 since: the text is being learnt by heart" in describe_best(tmp_path)
+    assert "; overfitting: valid loss rose from 2.1250 to 2.1500 since step 25; use more" in describe_best(tmp_path)
     remove_folder(tmp_path / "step-0000020")
     assert link_best(tmp_path) == 10
     remove_folder(tmp_path / "step-0000010")
     assert link_best(tmp_path) is None
     assert not (tmp_path / "best").is_symlink()
-    assert describe_best(tmp_path) == "train: no checkpoint has a valid loss, so none is best"
+    assert describe_best(tmp_path) == "train: no checkpoint has a valid loss, so there is no best one"

@@ -1,4 +1,4 @@
-"""Updates that were left out: told where they were, remembered over a resume, and too many in a row end the run."""
+"""Skipped updates are reported, remembered over a resume, and too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_spikes_are_told_remembered_and_end_the_run(
     faults.arm("spike@step:17,spike@step:18")
     train(config)
     assert (
-        "step 20: 2 updates were left out, the last in step 19: the loss was more than 8 deviations above"
+        "step 20: loss spike: skipped 2 updates, the last in step 19; its loss was more than 8 deviations above"
         in capsys.readouterr().out
     )
     first = numbers_of(root / "spiky")
@@ -59,9 +59,7 @@ def test_spikes_are_told_remembered_and_end_the_run(
     assert json.loads((root / "spiky" / "step-0000024" / "progress.json").read_text()) == progress
     monkeypatch.setattr("textmill.training.divergence.MAX_SPIKES", 5)
     faults.arm(",".join(f"spike@step:{step}" for step in range(17, 24)))
-    with pytest.raises(
-        TextmillError, match=r"step 24: the last 7 updates were left out, their losses far above .* with --step"
-    ):
+    with pytest.raises(TextmillError, match=r"step 24: loss spikes: the last 7 updates were skipped; .* with --step"):
         train(config, step=15)
 
 

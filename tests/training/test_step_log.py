@@ -1,4 +1,4 @@
-"""Steps are told of when they are done, at the rate of work that is done, whoever waits for it where."""
+"""Steps are reported of when they are done, at the rate of work that is done, whoever waits for it where."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Device:
 
     now: float = 0.0
     busy: float = 0.0
-    told: list[tuple[int, float]] = field(default_factory=list)
+    reported: list[tuple[int, float]] = field(default_factory=list)
 
     def step(self) -> Result:
         self.busy = max(self.busy, self.now) + 2.0
@@ -46,40 +46,40 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def _book(device: Device) -> StepLog[Result]:
-    course: Any = SimpleNamespace(samples=lambda done: 4 * done, length=100)
-    return StepLog(course, 0, lambda done, result, rate: device.told.append((done, rate)))
+def new_log(device: Device) -> StepLog[Result]:
+    run_length: Any = SimpleNamespace(tokens_after=lambda done: 400 * done)
+    return StepLog(run_length, 0, lambda done, result, rate: device.reported.append((done, rate)))
 
 
 def test_a_rate_counts_the_wait_for_the_device(device: Device) -> None:
     """The host is through with ten steps before the device is with one; 400 tokens of each in 2 s are 200 a second."""
-    book = _book(device)
+    log = new_log(device)
     results = [device.step() for _ in range(10)]
-    book.enter(10, results[-1])
-    assert device.told == [], "its numbers have not come"
+    log.add(10, results[-1])
+    assert device.reported == [], "its numbers have not come"
     device.step()
-    book.write()
-    assert device.told == [(10, pytest.approx(200.0))]
+    log.flush()
+    assert device.reported == [(10, pytest.approx(200.0))]
     assert device.now == 20.0, "the step after it was not waited for"
 
 
-def test_what_has_come_is_told_at_once(device: Device) -> None:
-    book, result = _book(device), device.step()
+def test_what_has_come_is_reported_at_once(device: Device) -> None:
+    log, result = new_log(device), device.step()
     device.now = 4.0
-    book.enter(1, result)
-    assert device.told == [(1, pytest.approx(100.0))]
-    book.write()
-    assert len(device.told) == 1
+    log.add(1, result)
+    assert device.reported == [(1, pytest.approx(100.0))]
+    log.flush()
+    assert len(device.reported) == 1
 
 
 def test_a_pause_begins_after_the_step_and_counts_for_none(device: Device) -> None:
-    book = _book(device)
+    log = new_log(device)
     results = [device.step(), device.step()]
-    book.enter(1, results[0])
-    with book.paused(results[1]):
-        assert device.told == [(1, pytest.approx(200.0))]
+    log.add(1, results[0])
+    with log.paused(results[1]):
+        assert device.reported == [(1, pytest.approx(200.0))]
         assert device.now == 4.0
         device.now += 50.0
-    book.enter(3, device.step())
-    book.write()
-    assert device.told[1:] == [(3, pytest.approx(200.0))]
+    log.add(3, device.step())
+    log.flush()
+    assert device.reported[1:] == [(3, pytest.approx(200.0))]

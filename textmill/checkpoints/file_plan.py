@@ -1,4 +1,4 @@
-"""Deals: which tensors go into which file of a checkpoint, and which process writes it."""
+"""The file plan of a checkpoint: which tensors go into which file, and which rank writes it."""
 
 from __future__ import annotations
 
@@ -11,65 +11,68 @@ from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import Named, encode_safetensors
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Bytes of tensors in a file, if nothing else is said."""
+"""Default for the most bytes of tensors in one file."""
 
 
 class FilePlan:
-    """Tensors dealt into files as they are named, none above the limit, and the files to processes in turn: the same on all of them."""
+    """Distributes tensors over files below a size limit, and the files over ranks in turn.
+
+    All ranks add the same tensors in the same order, so they get the same plan without talking to each other.
+    """
 
     def __init__(
         self,
         stem: str,
         size_of: Callable[[str], int],
-        limit: int = MAX_FILE_BYTES,
+        max_bytes: int = MAX_FILE_BYTES,
         rank: int = 0,
         world: int = 1,
-        turn: int = 0,
+        first_writer: int = 0,
     ) -> None:
-        self.stem, self.size_of, self.limit = stem, size_of, limit
-        self.rank, self.world, self.turn = rank, world, turn
+        self.stem, self.size_of, self.max_bytes = stem, size_of, max_bytes
+        self.rank, self.world, self.first_writer = rank, world, first_writer
         self.files: list[dict[str, int]] = []
-        """Of each file its tensors and their bytes."""
+        """For each file, its tensors and their bytes."""
 
-    def mine(self, name: str) -> bool:
-        """Take the next tensor; whether this process writes it."""
+    def add(self, name: str) -> bool:
+        """Add the next tensor; return whether this rank writes it."""
         size = self.size_of(name)
-        if not self.files or sum(self.files[-1].values()) + size > self.limit:
+        if not self.files or sum(self.files[-1].values()) + size > self.max_bytes:
             self.files.append({})
         self.files[-1][name] = size
-        return (self.turn + len(self.files) - 1) % self.world == self.rank
+        return (self.first_writer + len(self.files) - 1) % self.world == self.rank
 
-    def place_of(self) -> dict[str, str]:
-        """The file that each tensor goes into, under the names that transformers knows."""
+    def file_by_tensor(self) -> dict[str, str]:
+        """The file name of each tensor, as transformers names shards."""
         names = [f"{self.stem}.safetensors"]
         if (count := len(self.files)) > 1:
             names = [f"{self.stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         return {tensor: name for name, file in zip(names, self.files, strict=False) for tensor in file}
 
     def index(self) -> dict[str, Any]:
-        """What says where each tensor is, when there is more than one file."""
+        """The shard index of transformers, needed when there is more than one file."""
         return {
             "metadata": {"total_size": sum(sum(file.values()) for file in self.files)},
-            "weight_map": self.place_of(),
+            "weight_map": self.file_by_tensor(),
         }
 
 
-def plan_files(stem: str, named: Iterable[Named], limit: int = MAX_FILE_BYTES) -> tuple[FilePlan, list[Named]]:
-    """A deal of tensors that are all at hand."""
-    held = list(named)
-    deal = FilePlan(stem, {name: values.nbytes for name, values in held}.__getitem__, limit)
-    for name, _ in held:
-        deal.mine(name)
-    return deal, held
+def plan_files(stem: str, named: Iterable[Named], max_bytes: int = MAX_FILE_BYTES) -> tuple[FilePlan, list[Named]]:
+    """A file plan for tensors that are all in this process, and these tensors as a list."""
+    tensors = list(named)
+    plan = FilePlan(stem, {name: values.nbytes for name, values in tensors}.__getitem__, max_bytes)
+    for name, _ in tensors:
+        plan.add(name)
+    return plan, tensors
 
 
 def write_planned_files(
-    folder: Path, deal: FilePlan, named: Iterable[Named], heard: Callable[[Iterable[Any]], Iterable[Any]] = iter
+    folder: Path, plan: FilePlan, named: Iterable[Named], report: Callable[[Iterable[Any]], Iterable[Any]] = iter
 ) -> dict[str, dict[str, Any]]:
-    """Write this process's files, one at a time, `heard` of each piece; return the length and checksum of each file."""
-    places = deal.place_of()
-    files = itertools.groupby(named, lambda one: places[one[0]])
-    accounts = {name: write_bytes(folder / name, heard(encode_safetensors(list(tensors)))) for name, tensors in files}
-    if not places and deal.rank == deal.turn % deal.world:
-        accounts[f"{deal.stem}.safetensors"] = write_bytes(folder / f"{deal.stem}.safetensors", encode_safetensors([]))
-    return accounts
+    """Write this rank's files one at a time; return their manifest entries. `report` wraps the blocks as they are written."""
+    file_by_tensor = plan.file_by_tensor()
+    files = itertools.groupby(named, lambda one: file_by_tensor[one[0]])
+    entries = {name: write_bytes(folder / name, report(encode_safetensors(list(one)))) for name, one in files}
+    if not file_by_tensor and plan.rank == plan.first_writer % plan.world:
+        entries[f"{plan.stem}.safetensors"] = write_bytes(folder / f"{plan.stem}.safetensors", encode_safetensors([]))
+    return entries

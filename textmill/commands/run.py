@@ -20,7 +20,7 @@ from textmill.tokens.splits import open_splits, tokenizer_of
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.training.loop import train
-from textmill.training.runs import check_start
+from textmill.training.new_run import check_start
 
 SUMMARY = "summary.json"
 

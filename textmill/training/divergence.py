@@ -1,4 +1,4 @@
-"""Patience: updates that were left out are told, and too many of them end the run."""
+"""Divergence checks: report skipped optimizer updates, and end the run when too many are skipped in a row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from textmill.errors import AlreadyReported, TextmillError
 from textmill.track import Trackers
 
 MAX_BAD_LOGS = 5
-"""Logged steps in a row without a finite loss before the run gives up."""
+"""The run ends after this many logged steps in a row without a finite loss."""
 MAX_SPIKES = 20
-"""Updates in a row left out for a loss far above its level before the run gives up."""
+"""The run ends after this many updates in a row were skipped because of a loss spike."""
 
 
 class Step(Protocol):
-    """A step's result, as far as it is asked here."""
+    """The part of a step's result that is needed here."""
 
     @property
     def skipped(self) -> bool: ...
@@ -24,7 +24,7 @@ class Step(Protocol):
 
 
 class SpikeCounts(Protocol):
-    """An engine's guard, as far as it is asked here."""
+    """The part of an engine's spike guard that is needed here."""
 
     deviations: float
 
@@ -32,46 +32,47 @@ class SpikeCounts(Protocol):
 
 
 class SkippedUpdates:
-    """Looks at each logged step; all processes see the same, and one speaks."""
+    """Checks each logged step for a skipped update. All ranks see the same numbers; only rank 0 reports."""
 
     def __init__(self, run: Path, guard: SpikeCounts | None, first: bool) -> None:
         self.run, self.guard, self.first = run, guard, first
-        self._bad_logs, self._left = 0, guard.counts()["left"] if guard else 0
+        self._bad_logs, self._spikes_reported = 0, guard.counts()["left"] if guard else 0
 
-    def numbers(self, result: Step) -> dict[str, float]:
-        """What the metrics have besides: the loss scale, and updates left out for spikes so far."""
+    def metrics(self, result: Step) -> dict[str, float]:
+        """Values to log: the loss scale of fp16, and the number of updates skipped because of spikes so far."""
         scale = {} if result.scale is None else {"loss_scale": result.scale}
         return scale | ({"spikes": self.guard.counts()["left"]} if self.guard else {})
 
-    def look(self, done: int, result: Step, trackers: Trackers) -> None:
-        """Tell what was left out up to this step; raise when nothing else comes any more."""
-        at = "" if result.scale is None else f" at a loss scale of {result.scale:,.0f}"
-        spikes = self._spikes(done, trackers)
-        skipped = result.skipped and spikes.get("last") != done  # an engine may make a spike's gradient not finite
-        # A loss scale above 1 falls until the gradients fit; below that nothing helps by itself.
+    def check(self, done: int, result: Step, trackers: Trackers) -> None:
+        """Report updates skipped up to this step; raise when the run has diverged."""
+        at_scale = "" if result.scale is None else f" at a loss scale of {result.scale:,.0f}"
+        spikes = self._report_spikes(done, trackers)
+        skipped = result.skipped and spikes.get("last") != done  # some engines skip a spike by a gradient of NaN
+        # A loss scale above 1 is halved until the gradients fit in fp16. At 1 or below, only the user can help.
         self._bad_logs = self._bad_logs + 1 if skipped and (result.scale or 1.0) <= 1.0 else 0
         if skipped:
-            trackers.note(f"step {done}: loss or gradient is not finite{at}; the update was left out")
+            trackers.note(f"step {done}: loss or gradient is not finite{at_scale}; skipped the update")
         if spikes and spikes["streak"] >= MAX_SPIKES:
-            advice = "look at the data there, or go back to a checkpoint with --step and raise train.spikes.threshold or lower train.learning_rate"
             self._end(
-                f"step {done}: the last {spikes['streak']} updates were left out, their losses far above those before; {advice}"
+                f"step {done}: loss spikes: the last {spikes['streak']} updates were skipped; check the data at this "
+                "step, or resume from an earlier checkpoint with --step and a higher train.spikes.threshold or a lower "
+                "train.learning_rate"
             )
         if self._bad_logs >= MAX_BAD_LOGS:
-            advice = "lower train.learning_rate or set engine.precision=fp32, and start anew with --force"
-            self._end(f"no finite loss any more at step {done}{at}; {advice}")
+            advice = "lower train.learning_rate or set engine.precision=fp32, and start from scratch with --force"
+            self._end(f"diverged: the loss is no longer finite at step {done}{at_scale}; {advice}")
 
-    def _spikes(self, done: int, trackers: Trackers) -> dict[str, int]:
+    def _report_spikes(self, done: int, trackers: Trackers) -> dict[str, int]:
         if self.guard is None:
             return {}
         counts = self.guard.counts()
-        if new := counts["left"] - self._left:
-            many = "an update was" if new == 1 else f"{new} updates were"
-            why = f"the loss was more than {self.guard.deviations:g} deviations above its level"
-            trackers.note(f"step {done}: {many} left out, the last in step {counts['last']}: {why}")
-        self._left = counts["left"]
+        if new := counts["left"] - self._spikes_reported:
+            updates = "1 update" if new == 1 else f"{new} updates"
+            reason = f"its loss was more than {self.guard.deviations:g} deviations above the median"
+            trackers.note(f"step {done}: loss spike: skipped {updates}, the last in step {counts['last']}; {reason}")
+        self._spikes_reported = counts["left"]
         return counts
 
-    def _end(self, why: str) -> None:
-        fault = TextmillError(f"{self.run}: {why}")
-        raise fault if self.first else AlreadyReported(fault.exit_code)
+    def _end(self, reason: str) -> None:
+        error = TextmillError(f"{self.run}: {reason}")
+        raise error if self.first else AlreadyReported(error.exit_code)

@@ -1,4 +1,4 @@
-"""Copies of one weight on several processes: the same bits on all of them, or the run ends."""
+"""Compare the replicas of each weight on all ranks; end the run if their bits differ."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from textmill.processes.ranks import Ranks
 
 
 class HasReplicas(Protocol):
-    """An engine, as far as it is asked here."""
+    """The part of an engine that is needed here."""
 
     def replica_checksums(self) -> dict[str, int]: ...
 
 
 def check_replicas(ranks: Ranks, engine: HasReplicas, step: int, every: int) -> None:
-    """Now and then, compare what each process has of each weight; where they differ, name the weight and the process that stands alone."""
+    """Every `every` steps, compare the checksums of all ranks; the error names the weight and the deviating rank."""
     if ranks.world == 1 or step % every:
         return
-    if fault := find_mismatch(ranks.all_gather(engine.replica_checksums())):
-        back = max(0, step - every)
-        advice = f"memory or a device is faulty; leave it out, and go back to a checkpoint of step {back:,} or before with --step"
-        raise TextmillError(f"step {step:,}: {fault}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
+    if mismatch := find_mismatch(ranks.all_gather(engine.replica_checksums())):
+        advice = (
+            "a GPU or its memory is faulty; replace it and resume with --step from a checkpoint "
+            f"of step {max(0, step - every):,} or earlier"
+        )
+        raise TextmillError(f"step {step:,}: {mismatch}; {advice}") if ranks.first else AlreadyReported(EXIT_USER)
 
 
-def find_mismatch(found: list[dict[str, Any]]) -> str | None:
-    """The first weight whose copies differ, and whose copy is unlike most."""
-    for name in sorted({name for one in found for name in one}):
-        held = {rank: one[name] for rank, one in enumerate(found) if name in one}
-        (most, count), *others = Counter(held.values()).most_common()
+def find_mismatch(checksums: list[dict[str, Any]]) -> str | None:
+    """The first weight whose replicas differ, and which rank deviates from the majority."""
+    for name in sorted({name for one in checksums for name in one}):
+        by_rank = {rank: one[name] for rank, one in enumerate(checksums) if name in one}
+        (majority, count), *others = Counter(by_rank.values()).most_common()
         if others:
-            odd = [rank for rank, bits in held.items() if bits != most]
-            alone = f"rank {', '.join(map(str, odd))} differs from the other {count}"
-            same = f"rank {' and '.join(map(str, held))} differ, and no majority says which is right"
-            return f"the copies of '{name}' are no longer the same: {alone if count > others[0][1] else same}"
+            deviating = [rank for rank, checksum in by_rank.items() if checksum != majority]
+            which = f"rank {' and '.join(map(str, by_rank))} differ, without a majority"
+            if count > others[0][1]:
+                which = f"rank {', '.join(map(str, deviating))} differs from the other {count}"
+            return f"the replicas of '{name}' are no longer the same: {which}"
     return None

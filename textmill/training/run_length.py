@@ -1,4 +1,4 @@
-"""The course of a run: its length in steps, whatever unit it was said in, and when something is due."""
+"""The length of a run in steps, computed from steps, epochs, samples or tokens."""
 
 from __future__ import annotations
 
@@ -16,60 +16,71 @@ from textmill.tokens.batches.by_step import Batches
 
 @dataclass(frozen=True)
 class RunLength:
-    """Steps from the first to the last, and the samples that each of them has."""
+    """The number of steps of a run, and the samples of each step."""
 
     train: TrainConfig
-    """The settings, with the run's length in `steps`."""
+    """The settings, with the length of the run in `steps`."""
     sizes: Sizes
-    epoch: int
-    """Samples of a pass over the train split; of several stores, as many as they have together."""
-    length: int
+    epoch_samples: int
+    """Samples of one epoch: one pass over all stores of the train split."""
+    sample_length: int
     """Tokens of a sample."""
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps of the run."""
         return self.train.steps
 
-    def samples(self, done: int) -> int:
-        """Samples seen after so many steps."""
+    def samples_after(self, done: int) -> int:
+        """Samples seen after `done` steps."""
         return self.sizes.before(done)
 
-    def due(self, every: int | Literal["epoch"], done: int) -> bool:
-        """Whether something that comes every so many steps, or after each epoch, and at the end, comes after so many steps."""
-        if every == "epoch":
-            return done == self.steps or self.samples(done) // self.epoch > self.samples(done - 1) // self.epoch
-        return done == self.steps or done % every == 0
+    def tokens_after(self, done: int) -> int:
+        """Tokens seen after `done` steps."""
+        return self.samples_after(done) * self.sample_length
 
-    def spoken(self) -> str:
-        """The whole course in a line."""
-        samples, sizes = self.samples(self.steps), self.sizes.stretches
+    def is_due(self, every: int | Literal["epoch"], done: int) -> bool:
+        """True if an action is due after step `done`: every N steps or after each epoch, and always after the last."""
+        if done == self.steps:
+            return True
+        if every == "epoch":
+            epochs = [self.samples_after(step) // self.epoch_samples for step in (done - 1, done)]
+            return epochs[1] > epochs[0]
+        return done % every == 0
+
+    def describe(self) -> str:
+        """The length of the run in one line."""
+        sizes = self.sizes.stretches
         batch = f"{self.train.batch:,} samples"
         if len(sizes) > 1:
             batch = f"{sizes[0].size:,} samples, growing to {sizes[-1].size:,} from step {sizes[-1].step + 1:,} on"
+        epochs = self.samples_after(self.steps) / self.epoch_samples
         return (
-            f"{self.steps:,} steps of {batch}, {self.length:,} tokens each: {samples * self.length:,} tokens, "
-            f"{samples / self.epoch:.2f} epochs of {self.epoch:,} samples"
+            f"{self.steps:,} steps of {batch}, {self.sample_length:,} tokens each: "
+            f"{self.tokens_after(self.steps):,} tokens, {epochs:.2f} epochs of {self.epoch_samples:,} samples"
         )
 
 
-def plan_run_length(train: TrainConfig, batches: Batches, length: int) -> RunLength:
-    """The course that `train` describes, now that the data is known; epochs are rounded up to a whole step, samples and tokens down."""
-    sizes, epoch = batches.sizes, sum(layout.samples for layout in batches.layouts)
+def plan_run_length(train: TrainConfig, batches: Batches, sample_length: int) -> RunLength:
+    """The length of the run that `train` sets; epochs are rounded up to whole steps, samples and tokens down."""
+    sizes, epoch_samples = batches.sizes, sum(layout.samples for layout in batches.layouts)
     steps = train.steps
     if train.epochs is not None:
-        steps = sizes.steps_over(math.ceil(Fraction(str(train.epochs)) * epoch))
+        steps = sizes.steps_over(math.ceil(Fraction(str(train.epochs)) * epoch_samples))
     elif train.samples is not None:
         steps = sizes.steps_in(train.samples)
     elif train.tokens is not None:
-        steps = sizes.steps_in(train.tokens // length)
-    unit, said = train.unit, getattr(train, train.unit)
+        steps = sizes.steps_in(train.tokens // sample_length)
+    unit, amount = train.unit, getattr(train, train.unit)
     if not steps:
+        first_step = sizes.at(0) * sample_length
         raise TextmillError(
-            f"train.{unit}: {said:,} is less than the first step has ({sizes.at(0) * length:,} tokens); raise it"
+            f"train.{unit}: {amount:,} is less than one step, which has {first_step:,} tokens; raise it"
         )
     if train.warmup >= 1 and train.warmup > steps:
         raise TextmillError(
-            f"train.warmup: {train.warmup} is above the {steps:,} steps of train.{unit}={said}; lower it, or give a share"
+            f"train.warmup: {train.warmup} is more than the {steps:,} steps of train.{unit}={amount}; "
+            "lower it, or set a fraction of the run, such as 0.1"
         )
-    return RunLength(train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps}), sizes, epoch, length)
+    resolved = train.model_copy(update={**dict.fromkeys(UNITS), "steps": steps})
+    return RunLength(resolved, sizes, epoch_samples, sample_length)

@@ -1,4 +1,4 @@
-"""The fixed prompts of a run, continued by each checkpoint it saves, so that progress can be read."""
+"""Continue the fixed prompts of `train.sample_prompts` with each saved checkpoint, to show progress as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from textmill.checkpoints.folders import open_checkpoint
 from textmill.config import RunConfig
 from textmill.generation import sample_prompts
 from textmill.track.jsonl import JsonLines
-from textmill.training.runs import SAMPLES
+from textmill.training.run_folder import SAMPLES_FILE
 
 
 def write_samples(config: RunConfig, folder: Path, step: int) -> Iterator[str]:
-    """Continue `train.sample_prompts` with a checkpoint, into samples.jsonl; yields what to tell. A prompt that cannot be stops nothing."""
-    with closing(JsonLines(folder.parent / SAMPLES)) as lines:
+    """Append the continuations to samples.jsonl and yield lines for the console; an error does not stop training."""
+    with closing(JsonLines(folder.parent / SAMPLES_FILE)) as lines:
         try:
             for line in sample_prompts(
                 open_checkpoint(folder), config.train.sample_prompts, config.sample, config.engine

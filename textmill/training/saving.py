@@ -1,4 +1,4 @@
-"""Saver: checkpoints written beside training, one at a time, by all processes of a run together."""
+"""Saver: writes checkpoints in a background thread while training continues, one at a time, on all ranks together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from textmill.processes.signals import StopSignals
 
 
 class Saver:
-    """Writes checkpoints in a thread; the processes agree there over a group that nothing else uses."""
+    """Writes checkpoints in a thread; `ranks` must be a process group that nothing else uses."""
 
     def __init__(self, run: Path, *, keep: int, keep_every: int | None, ranks: Ranks = SINGLE_PROCESS) -> None:
         self.run, self.ranks = run, ranks
@@ -22,7 +22,7 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, snapshot: Snapshot) -> None:
-        """Begin writing; waits for the save before it, and raises what went wrong there."""
+        """Start writing; first waits for the previous save and raises its error, if it failed."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="save")
         self._thread.start()
@@ -37,31 +37,31 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong that `wait` will raise; never waits."""
+        """Whether a save has failed and `wait` will raise its error; does not wait."""
         return self._error is not None
 
     def join(self) -> None:
-        """Wait until the save under way is over."""
+        """Wait for the running save."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def wait(self) -> None:
-        """Wait until the save under way is over; raise what went wrong in it."""
+        """Wait for the running save; raise its error, if it failed."""
         self.join()
         if (error := self._error) is not None:
             self._error = None
             if isinstance(error, OSError):
-                reason = f"a checkpoint could not be written ({error.strerror}); those before it are whole"
-                raise Interrupted(f"{self.run}: {reason}; make room and run again") from None
+                reason = f"cannot write a checkpoint ({error.strerror}); earlier checkpoints are intact"
+                raise Interrupted(f"{self.run}: {reason}; free some disk space and run the command again") from None
             raise error
 
 
-def agree_to_stop(ranks: Ranks, stopping: StopSignals, saver: Saver) -> str | None:
-    """The signal that any process has heard, so that all stop after the same step; a save that failed ends all of them here."""
-    if not ranks.any(stopping.received is not None or saver.failed):
+def agree_to_stop(ranks: Ranks, stop_signals: StopSignals, saver: Saver) -> str | None:
+    """The stop signal that any rank received, so that all stop after the same step; raises if a save failed."""
+    if not ranks.any(stop_signals.received is not None or saver.failed):
         return None
-    signals, failures = zip(*ranks.all_gather([stopping.received, saver.failed]), strict=True)
+    signals, failures = zip(*ranks.all_gather([stop_signals.received, saver.failed]), strict=True)
     if any(failures):
         saver.wait()
     return next(filter(None, signals), None)

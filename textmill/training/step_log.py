@@ -1,4 +1,4 @@
-"""The log of a run: a step is told of when its numbers have come, with the rate since the one before; the end names the best."""
+"""The step log: reports each logged step with its throughput, and at the end names the best checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from textmill.track.jsonl import METRICS_FILE
 from textmill.training.run_length import RunLength
 
 OVERFITTING_RATIO = 1.005
-"""How far above its lowest a valid loss at the end is worth a word: by its share, half a hundredth."""
+"""Overfitting is reported if the last valid loss is above the lowest one by this factor."""
 
 
 class Step(Protocol):
-    """A step's result, as far as it is asked here."""
+    """The part of a step's result that is needed here."""
 
     @property
     def loss(self) -> float: ...
@@ -31,56 +31,60 @@ Result = TypeVar("Result", bound=Step)
 
 
 class StepLog(Generic[Result]):
-    """Tells of a step while the device is at work on the next one, if it still was on this one; a rate is of work that is done."""
+    """Reports steps without waiting for the device.
 
-    def __init__(self, course: RunLength, step: int, tell: Callable[[int, Result, float], None]) -> None:
-        self.course, self.tell = course, tell
-        self._clock, self._clocked = time.perf_counter(), step
-        self._late: tuple[int, Result] | None = None
+    If a step's loss is not ready yet, the step is reported while the device computes the next one. Throughput counts
+    finished steps only.
+    """
 
-    def enter(self, done: int, result: Result) -> None:
-        """Tell of the step, or put it off until its numbers have come."""
-        self._late = done, result
+    def __init__(self, run_length: RunLength, step: int, report: Callable[[int, Result, float], None]) -> None:
+        self.run_length, self.report = run_length, report
+        self._last_time, self._last_step = time.perf_counter(), step
+        self._pending: tuple[int, Result] | None = None
+
+    def add(self, done: int, result: Result) -> None:
+        """Report the step now, or later if its loss is not ready."""
+        self._pending = done, result
         if result.ready:
-            self.write()
+            self.flush()
 
-    def write(self) -> None:
-        """Tell of the step that was put off, if there is one; waits for it."""
-        if self._late is None:
+    def flush(self) -> None:
+        """Report the pending step, if there is one; waits for its loss."""
+        if self._pending is None:
             return
-        (done, result), self._late = self._late, None
-        _ = result.loss  # read before the clock: it comes when the step is done
-        now, samples = time.perf_counter(), self.course.samples(done) - self.course.samples(self._clocked)
-        rate = samples * self.course.length / max(1e-9, now - self._clock)
-        self._clock, self._clocked = now, done
-        self.tell(done, result, rate)
+        (done, result), self._pending = self._pending, None
+        _ = result.loss  # waits until the step is finished, before the clock is read
+        now = time.perf_counter()
+        tokens = self.run_length.tokens_after(done) - self.run_length.tokens_after(self._last_step)
+        tokens_per_second = tokens / max(1e-9, now - self._last_time)
+        self._last_time, self._last_step = now, done
+        self.report(done, result, tokens_per_second)
 
     @contextmanager
     def paused(self, result: Result) -> Iterator[None]:
-        """Other work after a step, once that is done and told of; its time counts for no step."""
-        self.write()
+        """Other work after a finished step; its time does not count in the throughput."""
+        self.flush()
         _ = result.loss
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self._clock += time.perf_counter() - began
+        self._last_time += time.perf_counter() - start
 
 
 def describe_best(run: Path) -> str:
-    """Which checkpoint is best, for the end of a run; whether a lower loss was seen where none was saved, and whether it rose again."""
+    """The best checkpoint, for the end of a run; also says if a better step was not saved, and if the run overfits."""
     losses = read_valid_losses(run)
     if not losses:
-        return "train: no checkpoint has a valid loss, so none is best"
+        return "train: no checkpoint has a valid loss, so there is no best one"
     best = min(losses, key=losses.__getitem__)
     lines = (run / METRICS_FILE).read_text(encoding="utf-8").splitlines() if (run / METRICS_FILE).is_file() else []
-    seen = losses | {line["step"]: line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line}
-    lowest, place = (
-        min(seen, key=seen.__getitem__),
-        run / BEST_LINK if (run / BEST_LINK).exists() else list_checkpoints(run)[best],
-    )
-    told = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {format_path(place)}"
-    if seen[lowest] < losses[best]:
-        told += f"; step {lowest:,} had {seen[lowest]:.4f} and was not saved: let train.save_every divide train.evaluate_every"
-    if (last := seen[max(seen)]) > OVERFITTING_RATIO * seen[lowest]:
-        told += f"; it has risen to {last:.4f} since: the text is being learnt by heart, against which there are more text, fewer steps "
-        told += "and a higher train.weight_decay"
-    return told
+    measured = losses | {line["step"]: line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line}
+    lowest = min(measured, key=measured.__getitem__)
+    folder = run / BEST_LINK if (run / BEST_LINK).exists() else list_checkpoints(run)[best]
+    text = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {format_path(folder)}"
+    if measured[lowest] < losses[best]:
+        text += f"; step {lowest:,} had {measured[lowest]:.4f} but was not saved: "
+        text += "set train.save_every to a divisor of train.evaluate_every"
+    if (last := measured[max(measured)]) > OVERFITTING_RATIO * measured[lowest]:
+        text += f"; overfitting: valid loss rose from {measured[lowest]:.4f} to {last:.4f} since step {lowest:,}; "
+        text += "use more text, fewer steps or a higher train.weight_decay"
+    return text

@@ -17,7 +17,7 @@ from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
-from textmill.training.runs import INDEX
+from textmill.training.run_folder import INDEX_FOLDER
 
 DECISIVE = (
     "tokens",
@@ -51,7 +51,7 @@ def show_step(config: RunConfig, step: int) -> None:
     length = made_from.get("train.length", config.train.length)
     if not length:
         raise TextmillError(f"{run}: has no checkpoint yet, so the length of a sample is not known; set train.length")
-    batches = open_batches(config.train, splits, length=length, folder=run / INDEX)
+    batches = open_batches(config.train, splits, length=length, folder=run / INDEX_FOLDER)
     print(f"{format_path(run)}: step {step:,}: {batches.sizes.at(step - 1):,} samples of {length:,} tokens")
     paths = [lineage_path(share.store.prefix) for share in splits.stores["train"]]
     lineages = [open_lineage(path) if path.is_file() else None for path in paths]

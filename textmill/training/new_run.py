@@ -1,0 +1,102 @@
+"""Start a new run: from random weights, from a given model, or with new LoRA adapters on a given model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from textmill.checkpoints.adapters import is_adapter
+from textmill.checkpoints.folders import Checkpoint, open_model
+from textmill.config import LoraConfig, RunConfig
+from textmill.errors import TextmillError, warn
+from textmill.models import open_family, shape_in
+from textmill.models.lora import first_adapters
+from textmill.models.parameter_groups import rules_of
+from textmill.models.resizing import resized
+from textmill.storage.tensor_files import Named, fingerprint_weights
+from textmill.tokens.chat_checks import preflight
+from textmill.tokens.splits import Splits
+from textmill.tokens.vocabulary.transfer import Inherited, inherited
+from textmill.track import check_trackers
+from textmill.training.start import Start, choose_shape, describe_inputs
+
+
+def start_new_run(config: RunConfig, data: Splits) -> Start:
+    """The start of a new run."""
+    given = open_model(config.model.init_from) if config.model.init_from else None
+    shape = choose_shape(config, data, given)
+    if given is not None:
+        transfer = inherited(given.tokenizer, data.tokenizer, shape.vocab)
+        shape = _resize_shape(shape, data, given, transfer)
+        _check_fit(shape, config, data, given)
+        weights: Iterable[Named] = resized(given.weights(), shape, transfer.kept, transfer.new)
+    else:
+        _check_fit(shape, config, data, given)
+        weights = open_family(shape.family).first_weights(shape, config.train.seed)
+    preflight(config.train, data, config.train.length or shape.positions, shape.vocab)
+    source = str(given.folder) if given else "the initial weights"
+    made_from = describe_inputs(config, data, shape, fingerprint_weights(given.folder) if given else None)
+    start = Start(0, shape, weights, [], 0, source, made_from)
+    return _add_adapters(start, config.model.lora, given, config) if config.model.lora and given else start
+
+
+def check_start(config: RunConfig) -> None:
+    """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
+    check_trackers(config.track)
+    if config.model.init_from:
+        shape = shape_in(open_model(config.model.init_from).folder)
+    else:
+        shape = open_family(config.model.family).shape_of(config.model, vocab=1, end=0)
+    rules_of(shape, config.train, config.model.lora)
+
+
+def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: RunConfig) -> Start:
+    """Add new LoRA adapters; weights of the base that were resized are saved with them."""
+    if is_adapter(given.folder):
+        advice = f"textmill export {given.folder} export.folder=MERGED, then model.init_from=MERGED"
+        raise TextmillError(f"model.init_from: {given.folder} is an adapter itself; merge it first: {advice}")
+    weights = list(start.weights)
+    before = dict(open_family(start.shape.family).known_weights(given.weights()))
+    changed = [(name, values) for name, values in weights if not np.array_equal(values, before[name])]
+    weights += first_adapters(start.shape, lora, config.train.seed)
+    # A hub name works on every machine; a folder is recorded by its full path.
+    base = str(config.model.init_from)
+    if Path(base).is_dir():
+        base = str(given.folder.resolve())
+    return replace(start, weights=weights, base=base, changed_weights=changed)
+
+
+def _resize_shape(shape: Any, data: Splits, given: Checkpoint, transfer: Inherited) -> Any:
+    """The shape of given weights with the requested vocabulary and positions.
+
+    A new vocabulary or a chat template also decides the end token.
+    """
+    if transfer.told and transfer.kept is None:
+        print(f"train: {transfer.told}", flush=True)
+    elif transfer.told:  # a new vocabulary: intended, or tokenizer.use was forgotten
+        warn(transfer.told)
+    before = shape_in(given.folder).positions
+    if shape.positions != before:
+        method = "interpolated" if shape.positions > before else "the first ones"
+        print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)
+    own_end = transfer.kept is None and data.tokenizer.chat is None
+    return replace(shape, vocab=transfer.rows, end=shape.end if own_end else data.tokenizer.end)
+
+
+def _check_fit(shape: Any, config: RunConfig, data: Splits, given: Checkpoint | None) -> None:
+    """Check that the tokenizer and the sample length fit the model."""
+    if data.tokenizer.vocab > shape.vocab:
+        model = given.folder if given else "the model"
+        raise TextmillError(
+            f"{model}: has embeddings for {shape.vocab:,} tokens, the tokenizer has {data.tokenizer.vocab:,}; "
+            f"tokenize with the model's own tokenizer: tokenizer.use={given.folder if given else 'FOLDER'}"
+        )
+    if (config.train.length or 0) > shape.positions:
+        raise TextmillError(
+            f"train.length: {config.train.length} is longer than the model's {shape.positions} positions; "
+            f"lower it, or set model.shape.positions={config.train.length}"
+        )

@@ -1,0 +1,96 @@
+"""Resume a run from its checkpoint, or decide that a new run starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from textmill import __version__
+from textmill.checkpoints.adapters import open_adapter, read_base_and_adapter
+from textmill.checkpoints.folders import Checkpoint, StepChoice, find_checkpoint, open_model
+from textmill.config import RunConfig, TrainConfig
+from textmill.config.load import merge_trees, read_recorded_config
+from textmill.config.renamed import rename_settings
+from textmill.errors import TextmillError, warn
+from textmill.storage.stages import Force, list_changes
+from textmill.storage.tensor_files import fingerprint_weights
+from textmill.tokens.splits import Splits
+from textmill.track import check_trackers
+from textmill.training.new_run import start_new_run
+from textmill.training.start import Start, choose_shape, describe_inputs
+
+
+def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoice) -> Start:
+    """Resume from the run's checkpoint or start a new run; reads only, `clean_run_folder` removes what is outdated."""
+    run = config.folder_of("train")
+    check_trackers(config.track)
+    found = find_checkpoint(run, which) if force != "yes" else None
+    if found is not None:
+        before = found.progress["made_from"]
+        # The given weights may be gone by now; the checkpoint has their shape and fingerprint.
+        shape = choose_shape(config, data, found if config.model.init_from else None)
+        fingerprint = _fingerprint_given(config.model.init_from, before["model.init_from"])
+        changes = list_changes(before, describe_inputs(config, data, shape, fingerprint))
+        if not changes:
+            return _resume(config, data, found)
+        if force == "no":
+            raise TextmillError(
+                f"{run} was trained with other settings or inputs: {'; '.join(changes[:4])}; set them back, "
+                "choose another train.folder, or start the run from scratch with --force"
+            )
+    return start_new_run(config, data)
+
+
+def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
+    progress = found.progress
+    before = {**read_recorded_config(found.folder / "run.yaml"), "textmill": progress["textmill"]}
+    after = {**config.model_dump(mode="json"), "textmill": __version__}
+    changes = list_changes(_flatten(before), _flatten(after))
+    for line in changes:
+        warn(f"changed since step {found.step}: {line}")
+    updates = int(progress["updates"])
+    start = Start(
+        found.step,
+        choose_shape(config, data, found),
+        found.weights(),
+        found.moments() if updates else [],
+        updates,
+        str(found.folder),
+        rename_settings(progress["made_from"]),
+        progress["changes"] + [{"step": found.step, "change": line} for line in changes],
+        loss_scale=progress.get("scaling", {}),
+        spikes=progress.get("spikes", {}),
+    )
+    if config.model.lora is None:
+        return start
+    adapter = open_adapter(found.folder)
+    return replace(
+        start,
+        weights=read_base_and_adapter(adapter),
+        base=adapter.named,
+        changed_weights=list(adapter.whole.items()),
+    )
+
+
+def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings whose change in mid-run is recorded, flat: 'train.steps' -> value."""
+    sections = {
+        "train": merge_trees(TrainConfig().model_dump(mode="json"), tree.get("train") or {}),
+        "engine": tree.get("engine") or {},
+    }
+    return {
+        "textmill": tree["textmill"],
+        **{f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()},
+    }
+
+
+def _fingerprint_given(init_from: str | None, before: str | None) -> str | None:
+    """The fingerprint of the given weights; if they are gone, the one recorded in the checkpoint."""
+    if init_from is None:
+        return None
+    try:
+        return fingerprint_weights(open_model(init_from).folder)
+    except TextmillError:
+        if before is None:
+            raise
+        return before

@@ -1,0 +1,128 @@
+"""The content of a run folder: what each checkpoint contains, and what is removed when a run starts or resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from textmill import __version__
+from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX
+from textmill.checkpoints.file_plan import FilePlan
+from textmill.checkpoints.folders import Snapshot, link_best, list_checkpoints, remove_leftovers
+from textmill.config import RunConfig
+from textmill.models import open_family
+from textmill.models.lora import peft_config_of, weights_with
+from textmill.models.parameter_groups import rules_of
+from textmill.processes.signals import STOPPED_FILE
+from textmill.storage.files import remove_folder
+from textmill.tokens.splits import Splits
+from textmill.track import Trackers, open_trackers
+from textmill.track.jsonl import truncate_after
+from textmill.training.run_length import RunLength
+from textmill.training.start import Start
+
+SAMPLES_FILE = "samples.jsonl"
+INDEX_FOLDER = "index"
+"""The folder of large data indexes, which all ranks of a run share."""
+
+
+def clean_run_folder(run: Path, step: int) -> None:
+    """Remove what is newer than the step to resume from, and stopped.json; for a new run (step 0) everything."""
+    remove_leftovers(run)
+    (run / STOPPED_FILE).unlink(missing_ok=True)
+    for later, folder in list_checkpoints(run).items():
+        if later > step:
+            remove_folder(folder)
+    link_best(run)
+    truncate_after(run / SAMPLES_FILE, step)
+    if not step:
+        remove_folder(run / "evaluation")
+
+
+def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
+    """The files of every checkpoint besides tensors: configs of transformers and PEFT, run.yaml and the tokenizer."""
+    shape, lora = start.shape, config.model.lora
+    configs = {"config.json": open_family(shape.family).hf_config_of(shape)}
+    if lora and start.base:
+        configs = {MERGED_CONFIG: configs["config.json"], ADAPTER_CONFIG: peft_config_of(shape, lora, start.base)}
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in configs.items()}
+    texts |= {"run.yaml": config.to_yaml(), **data.tokenizer.files(shape.positions)}
+    return {name: text.encode() for name, text in texts.items()}
+
+
+def open_run_trackers(config: RunConfig, run_length: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
+    """Open all trackers of the run; their first lines describe the engine and the length of the run."""
+    rules = rules_of(start.shape, config.train, config.model.lora)
+    trained = [weight for weight in weights_with(start.shape, config.model.lora) if rules[weight.name].trained]
+    trackers = open_trackers(
+        config.track,
+        config.folder_of("train"),
+        steps=run_length.steps,
+        start=start.step,
+        tokens=run_length.tokens_after,
+        flops_per_token=start.shape.flops_per_token(run_length.sample_length, trained),
+        peak_flops=facts["peak_flops"],
+        settings=config.model_dump(mode="json"),
+    )
+    action = f"resumes from step {start.step:,}" if start.step else "starts"
+    trackers.note(f"train: {describe_engine(facts)}; {action}")
+    trackers.note(f"train: {run_length.describe()}")
+    return trackers
+
+
+def describe_engine(facts: dict[str, Any]) -> str:
+    """Parameters, device, precision and micro-batch in one line; with LoRA or frozen weights, how many are trained."""
+    parameters, trained = facts["parameters"], facts["trained"]
+    partly = "" if trained == parameters else f", {trained:,} of them trained ({trained / parameters:.2%}),"
+    processes = f"{facts['processes']} processes on " if facts.get("processes", 1) > 1 else ""
+    compiling = f", {facts['compiling']}" if facts.get("compiling") else ""
+    device = f"{processes}{facts['device']} in {facts['precision']}"
+    return f"{parameters:,} parameters{partly} on {device}, micro-batch {facts['micro_batch']}{compiling}"
+
+
+def take_snapshot(
+    engine: Any,
+    step: int,
+    start: Start,
+    run_length: RunLength,
+    loss: float,
+    valid_loss: float | None,
+    files: dict[str, bytes],
+) -> Snapshot:
+    """Copy to host memory what this rank writes of a checkpoint. Losses are saved as hex, so that they are exact."""
+    progress = {
+        "step": step,
+        "updates": engine.updates(),
+        "samples": run_length.samples_after(step),
+        "tokens": run_length.tokens_after(step),
+        "loss": loss.hex(),
+        "valid_loss": None if valid_loss is None else valid_loss.hex(),
+        "made_from": start.made_from,
+        "changes": start.changes,
+        "textmill": __version__,
+        "scaling": engine.scaling(),
+        "spikes": engine.guard.saved() if engine.guard else {},
+    }
+    family = open_family(start.shape.family)
+    tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}
+    new_plan = partial(
+        FilePlan,
+        size_of=lambda name: tensor_bytes.get(name.rpartition("/")[2], 0),
+        max_bytes=int(run_length.train.checkpoints.max_file_gb * 1e9),
+        rank=engine.ranks.rank,
+        world=engine.ranks.world,
+    )
+    prefix, stem = (PREFIX, ADAPTER_MODEL.removesuffix(".safetensors")) if start.base else ("", "model")
+    weight_plan = new_plan(stem)
+
+    def is_mine(name: str) -> bool:
+        return weight_plan.add(prefix + name)
+
+    weights = [*engine.weights(is_mine), *(one for one in start.changed_weights if is_mine(one[0]))]
+    moment_plan = new_plan("optimizer", first_writer=len(weight_plan.files))
+    moments = list(engine.moments(moment_plan.add))
+    named = [(prefix + name, values) for name, values in weights]
+    return Snapshot(step, named, moments, progress, files, (weight_plan, moment_plan))

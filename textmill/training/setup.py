@@ -1,0 +1,40 @@
+"""Open everything a run needs before its first step: data, start, batches, run length and engine."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from textmill.checkpoints.folders import StepChoice
+from textmill.config import RunConfig
+from textmill.engines import Engine, open_engine
+from textmill.processes.ranks import Ranks, report_each
+from textmill.storage import faults
+from textmill.storage.stages import Force
+from textmill.tokens.batches.by_step import Batches
+from textmill.tokens.batches.from_config import open_batches
+from textmill.tokens.splits import Splits, open_splits
+from textmill.training.resuming import choose_start
+from textmill.training.run_folder import INDEX_FOLDER
+from textmill.training.run_length import RunLength, plan_run_length
+from textmill.training.start import Start
+
+
+def prepare_run(config: RunConfig, force: Force, step: StepChoice) -> tuple[Splits, Start, Batches, RunLength]:
+    """Open the data, choose what to start from, and compute the length of the run."""
+    faults.break_process("start")
+    data = open_splits(config)
+    start = choose_start(config, data, force, step)
+    length = config.train.length or start.shape.positions
+    batches = open_batches(config.train, data, length=length, folder=config.folder_of("train") / INDEX_FOLDER)
+    return data, start, batches, plan_run_length(config.train, batches, length)
+
+
+def build_engine(config: RunConfig, start: Start, ranks: Ranks, resources: ExitStack) -> Engine:
+    """Open the engine and load the weights and optimizer state that the run starts from."""
+    engine = open_engine(config, start.shape, ranks)
+    resources.callback(engine.close)
+    weights, moments = report_each(ranks, start.weights), report_each(ranks, start.moments)
+    engine.load(weights, moments, start.updates, start.source, start.loss_scale)
+    if engine.guard:
+        engine.guard.take(start.spikes)
+    return engine

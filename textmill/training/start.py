@@ -1,0 +1,70 @@
+"""What a run starts from: the model's shape, its weights, and the settings and inputs that decide the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config import RunConfig
+from textmill.models import open_family, shape_in
+from textmill.storage.tensor_files import Named
+from textmill.tokens.splits import Splits
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state from which a run starts or resumes."""
+
+    step: int
+    shape: Any
+    weights: Iterable[Named]
+    moments: Iterable[Named]
+    """The optimizer state; empty for a new run."""
+    updates: int
+    """Optimizer updates done so far, without skipped ones."""
+    source: str
+    """Where the weights come from, for error messages."""
+    made_from: dict[str, Any]
+    """Settings and inputs that decide the result; a resumed run must have the same ones."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Settings that were changed in mid-run, by step."""
+    base: str | None = None
+    """LoRA: the base model, by folder or hub name."""
+    changed_weights: list[Named] = field(default_factory=list)
+    """LoRA: full weights that differ from the base's, such as a resized embedding."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    """fp16: the state of the loss scale."""
+    spikes: dict[str, Any] = field(default_factory=dict)
+    """`train.spikes.threshold`: the state of the spike guard."""
+
+
+def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
+    """The shape of the model: that of given weights, where dropout and positions may be overridden, or the config's."""
+    if given is None:
+        family, tokenizer = open_family(config.model.family), data.tokenizer
+        return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
+    shape, override = shape_in(given.folder), config.model.shape
+    if isinstance(override, str):
+        return shape
+    if override.dropout is not None:
+        shape = shape.with_dropout(override.dropout)
+    return replace(shape, positions=override.positions or shape.positions)
+
+
+def describe_inputs(config: RunConfig, data: Splits, shape: Any, weights_fingerprint: str | None) -> dict[str, Any]:
+    """All settings and inputs that decide the result; given weights count by their content, not by their path."""
+    settings = config.results("train")
+    settings["train.length"] = config.train.length or shape.positions
+    model = {f"model.{name}": value for name, value in vars(shape).items()}
+    lora = config.model.lora.model_dump() if config.model.lora else None
+    if lora and not lora["dropout"]:
+        del lora["dropout"]  # runs older than lora.dropout still resume
+    inputs = {
+        "model.init_from": weights_fingerprint,
+        "model.lora": lora,
+        "tokens": data.fingerprint,
+        "tokenizer": data.tokenizer.fingerprint,
+    }
+    return {**settings, **model, **inputs}
