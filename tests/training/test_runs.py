@@ -102,7 +102,7 @@ def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, caps
             )
         )
     with pytest.raises(
-        TextmillError, match=r"model\.shape\.width: the weights of model\.init_from bring their own shape"
+        TextmillError, match=r"model\.shape\.width: the weights of model\.init_from have their own shape"
     ):
         build_config({"model": {"init_from": str(given), "shape": {"width": 12}}})
 
