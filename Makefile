@@ -13,18 +13,25 @@ PIP := -m pip install -qq --disable-pip-version-check --constraint constraints.t
 BENCH ?= bench/batches.py bench/clean.py bench/near_duplicates.py bench/first_step.py bench/generate.py bench/decode_step.py \
 	bench/kill_saves.py bench/save_stall.py
 
+# Two workers of one thread each; a file goes to one worker, so that what it has started serves all its tests.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist loadfile \
+	--no-loadscope-reorder --durations=10 -q
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs wheel clean
+.PHONY: help demo test test-long lint bench docs wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/core ## train a small model on Shakespeare and let it write, in three minutes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh recipes/quickstart.sh
 
-test: lint ## everything that must pass (ARGS='-k name' chooses)
-	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -q $(ARGS)
+test: lint ## every capability once, in a few minutes (ARGS='-k name' chooses)
+	@$(PYTEST) -m 'not long' $(ARGS)
+
+test-long: $(VENV)/dev ## the other tests: kills, all layouts, servers, browser, recipes, fuzzing
+	@$(PYTEST) -m long $(ARGS)
 
 lint: $(VENV)/dev ## style, types, and who may import whom
 	@$(BIN)/ruff check -q .
