@@ -12,7 +12,7 @@ from tests.support import web
 from tests.support.live_server import Live
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
-from textmill.server.middleware import OPEN
+from textmill.server.middleware import PUBLIC_PATHS
 from textmill.server.model_setup import read_api_key
 
 KEY = "a-long-secret"
@@ -57,8 +57,8 @@ def test_no_wrong_and_right_key(guarded: Live, method: str, path: str, body: Any
 def test_every_route_is_guarded_or_named_open(guarded: Live) -> None:
     api = web.get(f"{guarded.url}/openapi.json").json()
     covered = {path.partition("?")[0] for _, path, _ in GUARDED}
-    assert {path.replace("{name}", "mill") for path in api["paths"]} - OPEN == covered
-    for path in OPEN:
+    assert {path.replace("{name}", "mill") for path in api["paths"]} - PUBLIC_PATHS == covered
+    for path in PUBLIC_PATHS:
         assert web.get(guarded.url + path).status_code == 200
 
 
@@ -112,10 +112,10 @@ def test_the_key_comes_from_the_file_or_the_environment(tmp_path: Path, monkeypa
     assert read_api_key(ServeConfig(key_file=str(file))) == "from-the-file"
     for bad in ("", "short", "with a space in it", "schlüssel-schlüssel"):
         file.write_text(bad, encoding="utf-8")
-        with pytest.raises(TextmillError, match="is no key"):
+        with pytest.raises(TextmillError, match="is not a valid key"):
             read_api_key(ServeConfig(key_file=str(file)))
     with pytest.raises(TextmillError, match="cannot be read"):
         read_api_key(ServeConfig(key_file=str(tmp_path / "none")))
     monkeypatch.setenv("TEXTMILL_API_KEY", "")
-    with pytest.raises(TextmillError, match="TEXTMILL_API_KEY: is no key"):
+    with pytest.raises(TextmillError, match="TEXTMILL_API_KEY: is not a valid key"):
         read_api_key(ServeConfig())

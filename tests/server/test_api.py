@@ -122,7 +122,7 @@ def test_generate_answers_as_the_original_did(new_live: Callable[..., Live]) -> 
     assert "sentence: is missing" in missing.json()["error"]["message"]
     chat = post(plain, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
     assert chat.status_code == 400
-    assert chat.json()["error"]["message"] == "'mill' has no chat template; it continues texts: ask /v1/completions"
+    assert chat.json()["error"]["message"] == "'mill' has no chat template; use /v1/completions to continue a text"
 
 
 def test_generate_of_a_chat_model_goes_through_the_template(live: Live) -> None:
@@ -174,53 +174,53 @@ def test_the_description_and_its_page(live: Live) -> None:
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/completions", {}, 400, "prompt: is missing"),
-    ("/v1/completions", {"prompt": 5}, 400, "prompt: wants a text, a list of texts"),
+    ("/v1/completions", {"prompt": 5}, 400, "prompt: must be a text, a list of texts"),
     ("/v1/completions", {"prompt": []}, 400, "prompt: is empty"),
     ("/v1/completions", {"prompt": [[]]}, 400, "prompt: is an empty list"),
-    ("/v1/completions", {"prompt": [300]}, 400, "prompt: 300 is no token id; they go from 0 to 299"),
-    ("/v1/completions", {"prompt": [-1]}, 400, "prompt: -1 is no token id"),
-    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt: wants a text"),
-    ("/v1/completions", {"prompt": "a" * 5000}, 400, "tokens, with room for 511; send a shorter one"),
+    ("/v1/completions", {"prompt": [300]}, 400, "prompt: 300 is not a token id; ids are from 0 to 299"),
+    ("/v1/completions", {"prompt": [-1]}, 400, "prompt: -1 is not a token id"),
+    ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt: must be a text"),
+    ("/v1/completions", {"prompt": "a" * 5000}, 400, "tokens; the limit is 511; send a shorter one"),
     ("/v1/completions", {"prompt": "x", "max_tokens": 99999}, 400, "max_tokens: 99999 is above the server's limit of 4096"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens: wants at least 0; found -1"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens: wants a valid integer; found '5'"),
-    ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n: 17 texts in one request, prompts times n; 16 at most"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens: must be at least 0; found -1"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens: must be a valid integer; found '5'"),
+    ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n: 17 texts in one request (prompts times n); the limit is 16"),
     ("/v1/completions", {"prompt": ["x"] * 9, "n": 2}, 400, "n: 18 texts in one request"),
-    ("/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "stop: 17 texts; 16 at most"),
-    ("/v1/completions", {"prompt": "x", "stop": ""}, 400, "stop: holds an empty text"),
-    ("/v1/completions", {"prompt": "x", "stop": "a" * 201}, 400, "stop: a text of 201 characters"),
-    ("/v1/completions", {"prompt": "x", "stop": 7}, 400, "stop: wants a text or a list of texts"),
-    ("/v1/completions", {"prompt": "x", "temperature": -0.1}, 400, "temperature: wants at least 0; found -0.1"),
-    ("/v1/completions", {"prompt": "x", "top_p": 1.5}, 400, "top_p: wants at most 1; found 1.5"),
-    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is no token id"),
-    ("/v1/completions", {"prompt": "x", "logit_bias": {"300": 1}}, 400, "logit_bias: 300 is no token id"),
-    ("/v1/completions", {"prompt": "x", "logit_bias": {"3": 101}}, 400, "logit_bias.3: wants at most 100; found 101"),
-    ("/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs: wants at most 20; found 21"),
-    ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of: choosing among more texts than n is not supported"),
+    ("/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "stop: 17 stop strings; the limit is 16"),
+    ("/v1/completions", {"prompt": "x", "stop": ""}, 400, "stop: has an empty string"),
+    ("/v1/completions", {"prompt": "x", "stop": "a" * 201}, 400, "stop: a string of 201 characters"),
+    ("/v1/completions", {"prompt": "x", "stop": 7}, 400, "stop: must be a text or a list of texts"),
+    ("/v1/completions", {"prompt": "x", "temperature": -0.1}, 400, "temperature: must be at least 0; found -0.1"),
+    ("/v1/completions", {"prompt": "x", "top_p": 1.5}, 400, "top_p: must be at most 1; found 1.5"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias: 'a' is not a token id"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"300": 1}}, 400, "logit_bias: 300 is not a token id"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"3": 101}}, 400, "logit_bias.3: must be at most 100; found 101"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "logprobs: must be at most 20; found 21"),
+    ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of: is only supported with the value of n"),
     ("/v1/completions", {"prompt": "x", "min_tokens": 9, "max_tokens": 5}, 400, "min_tokens: 9 is above max_tokens, 5"),
-    ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed: wants less than"),
-    ("/v1/completions", {"prompt": "x", "max_token": 5}, 400, "max_token: no such field; did you mean 'max_tokens'?"),
-    ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "model: 'gpt-9' is not here; this server has 'mill'"),
-    ("/v1/completions", {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, 400, "stream: the log-probabilities of an echoed"),
+    ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed: must be less than"),
+    ("/v1/completions", {"prompt": "x", "max_token": 5}, 400, "max_token: unknown field; did you mean 'max_tokens'?"),
+    ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "model: unknown model 'gpt-9'; this server has 'mill'"),
+    ("/v1/completions", {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, 400, "stream: log-probabilities of an echoed"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
-    ("/v1/chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, 400, "messages.0.role: wants 'system'"),
+    ("/v1/chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, 400, "messages.0.role: must be 'system'"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content: is missing"),
-    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs: wants logprobs to be true"),
+    ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs: needs logprobs to be true"),
     ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens: differs from max_completion_tokens"),
-    ("/v1/chat/completions", {**CHAT, "tools": []}, 400, "tools: is not supported; leave it out"),
-    ("/v1/chat/completions", {**CHAT, "reasoning_effort": "low"}, 400, "reasoning_effort: is not supported; leave it out"),
-    ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice: wants 'none' or 'auto'"),
-    ("/v1/chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities.1: wants 'text'; found 'audio'"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type: wants 'text'"),
+    ("/v1/chat/completions", {**CHAT, "tools": []}, 400, "tools: is not supported; remove it"),
+    ("/v1/chat/completions", {**CHAT, "reasoning_effort": "low"}, 400, "reasoning_effort: is not supported; remove it"),
+    ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice: must be 'none' or 'auto'"),
+    ("/v1/chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities.1: must be 'text'; found 'audio'"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type: must be 'text'"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, 400, "messages.0.name: is not supported"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "messages.0.mood: no such field"),
-    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: wants 'system'"),
-    ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix: is not supported; leave it out"),
-    ("/v1/completions", {"prompt": "x", "tools": None}, 400, "tools: no such field; leave it out"),
-    ("/detokenize", {"tokens": [9999]}, 400, "tokens: 9999 is no token id"),
-    ("/tokenize", {"text": None}, 400, "text: is missing"),
-    ("/tokenize", {"text": "x", "prompt": "y"}, 400, "there is a prompt too"),
-    ("/tokenize", {"text": 5}, 400, "text: wants a valid string; found 5"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "messages.0.mood: unknown field"),
+    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: must be 'system'"),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix: is not supported; remove it"),
+    ("/v1/completions", {"prompt": "x", "tools": None}, 400, "tools: unknown field; remove it"),
+    ("/detokenize", {"tokens": [9999]}, 400, "tokens: 9999 is not a token id"),
+    ("/tokenize", {"text": None}, 400, "text: send either text or prompt"),
+    ("/tokenize", {"text": "x", "prompt": "y"}, 400, "send either text or prompt"),
+    ("/tokenize", {"text": 5}, 400, "text: must be a valid string; found 5"),
 ]  # fmt: skip
 
 
@@ -238,13 +238,13 @@ def test_bodies_that_are_no_json(live: Live) -> None:
     json_type = {"content-type": "application/json"}
     for content, headers, said in [
         (b"{", json_type, "the body is not JSON"),
-        (b"[1]", json_type, "the body wants a JSON object"),
-        (b"", json_type, "the body wants a JSON object"),
+        (b"[1]", json_type, "the body must be a JSON object"),
+        (b"", json_type, "the body must be a JSON object"),
         (b'{"prompt": "x"}', {"content-type": "text/plain"}, "sent with Content-Type: application/json"),
         (b'{"prompt": "\xff"}', json_type, "the request cannot be read"),
         (b"[" * 100_000, json_type, "the request cannot be read"),
-        (b'{"prompt": "\\ud800"}', json_type, "holds half of a character pair"),
-        (b'{"prompt": "x", "stop": "\\ud800"}', json_type, "stop: holds half of a character pair"),
+        (b'{"prompt": "\\ud800"}', json_type, "has a lone surrogate"),
+        (b'{"prompt": "x", "stop": "\\ud800"}', json_type, "stop: has a lone surrogate"),
         (b'{"prompt": "x", "temperature": NaN}', json_type, "temperature: "),
         (b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", json_type, "the request cannot be read"),
     ]:
@@ -284,7 +284,7 @@ def test_a_full_server_says_when_to_come_again(new_live: Callable[..., Live]) ->
         reply = post(narrow, "/v1/completions", {"prompt": "x"})
         assert reply.status_code == 429
         assert int(reply.headers["retry-after"]) >= 1
-        assert "the server is full" in reply.json()["error"]["message"]
+        assert "the server's queue is full" in reply.json()["error"]["message"]
     narrow.wait_idle()
     assert post(narrow, "/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
@@ -317,5 +317,5 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(live: Li
     for path, body in bodies.items():
         reply = web.post(live.url + path, json=body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert "500,000 characters, which 511 tokens cannot hold" in reply.json()["error"]["message"]
+        assert "500,000 characters, more than 511 tokens can hold" in reply.json()["error"]["message"]
     assert web.post(f"{live.url}/tokenize", json={"text": long}).json()["count"] > 511

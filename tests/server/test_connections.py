@@ -91,7 +91,7 @@ def test_slow_clients_are_told_and_let_go(hasty: Live) -> None:
     for one in found:
         status, _, body = one.result().rpartition(b"\r\n\r\n")
         assert b"HTTP/1.1 408" in status
-        assert json.loads(body)["error"]["message"] == "the request did not come whole within 5 s; send it faster"
+        assert json.loads(body)["error"]["message"] == "the request was not complete within 5 s; send it faster"
     assert refused.result().startswith(b"HTTP/1.1 413"), "a body that was refused does not hold its connection"
     assert b"408" not in refused.result(), "it has its answer"
     assert hasty.stats()["connections_slow_total"] >= before + 6
@@ -112,7 +112,7 @@ def test_a_header_has_an_end(narrow: Live) -> None:
             status, _, body = rest(line).partition(b"\r\n\r\n")
         if status:  # lost where bytes met a closed door
             assert status.startswith(b"HTTP/1.1 431")
-            assert json.loads(body)["error"]["message"] == "the header is larger than 65,536 bytes; send less"
+            assert json.loads(body)["error"]["message"] == "the header is larger than 65,536 bytes; send a smaller one"
     with connect(narrow) as line:
         line.sendall(HEAD + b"X: " + b"x" * 70_000)
         assert rest(line).startswith(b"HTTP/1.1 431")
@@ -189,7 +189,7 @@ def test_a_long_body_has_more_time() -> None:
     one.connection_made(line)
     head = HEAD + b"Content-Length: 200000\r\n\r\n"
     one.data_received(head + b"a" * 150_000)
-    allowed = 2.0 + (len(head) + 150_000) / connections.RATE
+    allowed = 2.0 + (len(head) + 150_000) / connections.MIN_BYTES_PER_SECOND
     loop.advance(allowed - 0.1)
     assert not line.closed
     one.data_received(b"a")
@@ -211,7 +211,7 @@ def test_who_waits_makes_room_and_who_works_does_not(narrow: Live) -> None:
         assert line.recv(1000).startswith(b"HTTP/1.1 200")
     reply = web.get(f"{narrow.url}/health")
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
-    assert "all the connections that it may have" in reply.json()["error"]["message"]
+    assert "reached its limit of connections" in reply.json()["error"]["message"]
     for line in working:
         assert line.recv(1000), "texts go on"
         line.close()
@@ -248,7 +248,7 @@ async def unread(crowd: ConnectionPool) -> None:
 
 
 def test_a_reply_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "UNREAD", 0.2)
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
     crowd = ConnectionPool(10, 60.0, Metrics())
     asyncio.run(unread(crowd))
     assert not crowd.waiting
@@ -263,5 +263,5 @@ def test_connections_want_files() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
     if most != resource.RLIM_INFINITY and most < 100_000:
-        with pytest.raises(TextmillError, match="open files, of which this system allows"):
+        with pytest.raises(TextmillError, match="open files, but this system allows"):
             raise_file_limit(ServeConfig(max_connections=100_000))

@@ -77,7 +77,7 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(slots, "decode", hang)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr("textmill.generation.scheduler.time", clock)
-    monkeypatch.setattr("textmill.server.in_flight.QUIET", 0.05)
+    monkeypatch.setattr("textmill.server.in_flight.QUIET_SECONDS", 0.05)
     found = asyncio.run(seen(service, hung))
     assert (found["before"], found["after"]) == (200, [200, 200])
     for path in ("/health", "/ready"):
@@ -94,7 +94,7 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    service.pieces = service.sample = None  # type: ignore[assignment]
+    service.token_texts = service.sample = None  # type: ignore[assignment]
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=new_app(service), raise_app_exceptions=False)
@@ -103,7 +103,7 @@ def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(
 
     for reply in asyncio.run(ask()):
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
-        assert "something went wrong inside the server" in reply.json()["error"]["message"]
+        assert "internal server error" in reply.json()["error"]["message"]
     told = capsys.readouterr().err
     assert " POST /tokenize 500 " in told
     assert " GET /v1/models 500 " in told

@@ -62,7 +62,7 @@ def test_the_page_takes_nothing_from_elsewhere(live: Live) -> None:
 @needs_browser
 def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None:
     fresh(browser, slow.url)
-    assert browser.text("#model") == "mill, step 7, 512 tokens of context"
+    assert browser.text("#model") == "mill, step 7, context of 512 tokens"
     assert "Ask the model" in browser.text("#hint")
     browser.click("label:has(#mode-complete)")
     browser.click("#hint button")
@@ -79,7 +79,7 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     shown = browser.run("return [...document.querySelectorAll('.token')].map((one) => one.textContent).join('')")
     assert whole.rstrip("�").startswith(shown)
     assert len(shown) > 20
-    assert browser.text(".note") == "60 tokens, as long as was asked"
+    assert browser.text(".note") == "60 tokens, reached the maximum"
     assert "tokens/s" in browser.text("#speed")
     browser.hover(".token:nth-of-type(4)")
     # Bytes that never make a character hide nothing that comes after them, and a stop string is not shown.
@@ -106,7 +106,7 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     browser.wait(
         "return document.getElementById('top_k').ariaInvalid == 'true' && document.getElementById('more').open"
     )
-    assert "top_k: wants at least 0; found -1" in browser.text("#trouble")
+    assert "top_k: must be at least 0; found -1" in browser.text("#error")
     assert browser.run("return document.querySelectorAll('.turn').length") == 2, (
         "what was refused leaves nothing behind"
     )
@@ -173,7 +173,7 @@ def test_settings_stay_and_reach_the_server(browser: Browser, slow: Live) -> Non
     assert browser.run("return document.documentElement.dataset.theme") == theme
     browser.type("#prompt", "The mill" + KEYS["enter"])
     browser.wait(IDLE)
-    assert browser.text(".note") == "5 tokens, as long as was asked"
+    assert browser.text(".note") == "5 tokens, reached the maximum"
 
 
 @needs_browser
@@ -186,13 +186,13 @@ def test_a_talk_longer_than_the_model_sees_goes_on(browser: Browser, new_live: C
         browser.wait(
             f"return document.getElementById('stop').disabled && document.querySelectorAll('.note').length == {number}"
         )
-    assert "forgotten" in browser.text(f"{LAST} .note")
-    assert browser.run("return document.getElementById('trouble').hidden")
+    assert "dropped" in browser.text(f"{LAST} .note")
+    assert browser.run("return document.getElementById('error').hidden")
     long = "mill " * 400
     browser.run("document.getElementById('prompt').value = arguments[0]", long)
     browser.type("#prompt", KEYS["enter"])
-    browser.wait("return !document.getElementById('trouble').hidden && document.getElementById('stop').disabled")
-    assert "tokens, with room for" in browser.text("#trouble")
+    browser.wait("return !document.getElementById('error').hidden && document.getElementById('stop').disabled")
+    assert "tokens; the limit is" in browser.text("#error")
     assert browser.run("return document.getElementById('prompt').value") == long, "what got no answer is not lost"
     assert browser.run("return document.querySelectorAll('.turn').length") == 8
     assert browser.run("return messages.length") == 6, (
@@ -207,11 +207,11 @@ def test_the_page_asks_for_the_key(browser: Browser, new_live: Callable[..., Liv
     assert browser.run("return document.getElementById('key-dialog').open")
     shoot(browser, "key-light-wide")
     browser.type("#key", "wrong-one" + KEYS["enter"])
-    browser.wait("return document.getElementById('key-told').textContent.includes('wrong')")
+    browser.wait("return document.getElementById('key-note').textContent.includes('wrong')")
     browser.run("document.getElementById('key').value = ''")
     browser.type("#key", "a-long-secret" + KEYS["enter"])
     browser.wait("return document.getElementById('model').textContent.includes('mill')")
-    assert browser.run("return document.getElementById('trouble').hidden")
+    assert browser.run("return document.getElementById('error').hidden")
 
 
 @needs_browser
@@ -221,9 +221,9 @@ def test_the_page_says_when_the_server_goes_away(browser: Browser, new_live: Cal
     browser.type("#prompt", "The mill" + KEYS["enter"])
     browser.wait("return document.querySelectorAll('.token').length > 2")
     doomed.process.kill()
-    browser.wait("return !document.getElementById('trouble').hidden")
-    assert "went away" in browser.text("#trouble")
-    assert "broken off" in browser.text(".note")
+    browser.wait("return !document.getElementById('error').hidden")
+    assert "closed the connection" in browser.text("#error")
+    assert "failed" in browser.text(".note")
     browser.type("#prompt", "again" + KEYS["enter"])
-    browser.wait("return document.getElementById('trouble').textContent.includes('does not answer')")
+    browser.wait("return document.getElementById('error').textContent.includes('does not answer')")
     shoot(browser, "gone-light-wide")

@@ -21,7 +21,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.models.gpt2 import facts as gpt2
-from textmill.server.model_setup import name_of
+from textmill.server.model_setup import find_model_name
 from textmill.tokens.vocabulary.tokenizer import fit
 
 
@@ -42,7 +42,7 @@ def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals
     process = subprocess.Popen([*COMMAND, *words], **pipes, text=True, cwd=ROOT, start_new_session=True)
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.fullmatch(r"river-mill at step 7 answers at (http://127\.0\.0\.1:\d+)/ ; ctrl-C stops\n", line)
+    found = re.fullmatch(r"serving river-mill at step 7 at (http://127\.0\.0\.1:\d+)/ ; ctrl-C stops\n", line)
     if not found:
         process.kill()
     assert found, line + "".join(process.communicate())
@@ -70,7 +70,7 @@ def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> No
         port = taken.getsockname()[1]
         for words, said in [
             ([str(where), f"serve.port={port}"], f"serve.port: cannot listen on 127.0.0.1:{port}"),
-            ([str(where), "serve.host=no such host"], "serve.host: 'no such host' is no address of this machine"),
+            ([str(where), "serve.host=no such host"], "serve.host: 'no such host' is not an address of this machine"),
             ([str(where), "serve.key_file=nowhere"], "nowhere: cannot be read"),
             ([str(where), "serve.port=70000"], "serve.port: found 70000; give a value at most 65535"),
             ([str(bent), "serve.port=0", "engine.device=cpu"], "lacks 12 weights"),
@@ -91,7 +91,7 @@ def test_a_model_has_the_name_of_its_run() -> None:
         ("runs/tale/step-0000007", "tale"),
         ("models/gpt2", "gpt2"),
     ]:
-        assert name_of(Checkpoint(Path(place), 7, {})) == name
+        assert find_model_name(Checkpoint(Path(place), 7, {})) == name
 
 
 def test_serving_decides_nothing_of_a_run() -> None:

@@ -142,7 +142,7 @@ class Scheduler:
         return 0.0 if started is None else time.monotonic() - started
 
     def warm_up(self) -> None:
-        """Capture CUDA graphs and compile kernels before the first request, and print how long it took; no-op on a CPU."""
+        """Capture CUDA graphs and compile kernels before the first request; on a CPU there is nothing to do."""
         started = time.monotonic()
         if count := self._batch.slots.warm():
             sizes = {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}

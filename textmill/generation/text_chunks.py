@@ -11,7 +11,7 @@ from textmill.generation.requests import Done, Request, Token, TopTokens
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 CHUNK_SECONDS = 0.02
-"""Time between two chunks of a streamed text. It looks continuous to a reader, and 100,000 tokens/s stay few messages."""
+"""Time between two chunks of a streamed text: continuous for a reader, and few messages even at 100,000 tokens/s."""
 
 TokenLogprob = tuple[int, float | None, TopTokens]
 """A token's id, its log-probability, and the most likely tokens at its position."""
@@ -89,5 +89,5 @@ class ChunkingScheduler:
     def submit(
         self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
     ) -> int:
-        """Queue a request and return its number. `deliver` is called for each chunk; only a streamed text has several."""
+        """Queue a request and return its number. A text has one chunk, or many if it is streamed."""
         return self.inner.submit(request, ChunkCollector(deliver, bool(request.logprobs), streamed), deadline)

@@ -1,4 +1,4 @@
-"""The command serve: a model answers over HTTP, as OpenAI's API does, with a page to try it."""
+"""The serve command: an HTTP server with OpenAI's API and a page to try the model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from textmill.errors import EXIT_BUG, AlreadyReported
 
 
 def serve(config: RunConfig, step: StepChoice = "latest") -> None:
-    """Answer over HTTP until stopped."""
-    from textmill.server.connections import (
-        raise_file_limit,
-    )  # the web framework and the model's are loaded only when asked
+    """Serve a model over HTTP until stopped."""
+    # FastAPI is slow to import.
+    from textmill.server.connections import raise_file_limit
     from textmill.server.lifecycle import bind, run
     from textmill.server.model_setup import open_service
 
     raise_file_limit(config.serve)
-    listening = bind(config.serve.host, config.serve.port)  # before the model, which may take minutes to load
+    listening = bind(config.serve.host, config.serve.port)  # first, because loading the model may take minutes
     if run(open_service(config, step), listening):
         raise AlreadyReported(EXIT_BUG)

@@ -1,4 +1,4 @@
-"""The web application: routes, page, health and metrics, behind the guards."""
+"""Builds the web application: API routes, page, health checks and metrics, behind the middleware."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.types import ASGIApp
 
 from textmill import __version__
-from textmill.server.docs_page import reference_page
+from textmill.server.docs_page import render_reference
 from textmill.server.error_replies import add_error_handlers
 from textmill.server.json_routes import JsonDispatcher
 from textmill.server.middleware import AccessControl, BodyLimit, RequestLog
@@ -19,30 +19,31 @@ from textmill.server.routes import new_routes
 from textmill.server.service import Service
 
 FOLDER = Path(__file__).parent
-FILES = {
+PAGE_FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-POLICY = (
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-SAFE = {
-    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+PAGE_HEADERS = {
+    "Content-Security-Policy": CONTENT_POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
 }  # fmt: skip
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def new_app(service: Service) -> ASGIApp:
-    """The application that serves one model."""
+    """Return the application that serves one model."""
     app = FastAPI(title="textmill", version=__version__, docs_url=None, redoc_url=None)
     add_error_handlers(app)
-    routes, posted = new_routes(service)
+    routes, json_routes = new_routes(service)
     app.include_router(routes)
     _add_page(app)
-    _add_state(app, service)
-    guarded: ASGIApp = AccessControl(BodyLimit(JsonDispatcher(app, posted), service), service)
+    _add_health(app, service)
+    guarded: ASGIApp = AccessControl(BodyLimit(JsonDispatcher(app, json_routes), service), service)
     if service.config.allowed_origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=service.config.allowed_origins, allow_methods=["GET", "POST"],
@@ -52,39 +53,41 @@ def new_app(service: Service) -> ASGIApp:
 
 
 def _add_page(app: FastAPI) -> None:
-    for path, (name, kind) in FILES.items():
-        app.add_api_route(path, _file(FOLDER / name, kind), methods=["GET", "HEAD"], include_in_schema=False)
+    for path, (name, media_type) in PAGE_FILES.items():
+        app.add_api_route(
+            path, _file_endpoint(FOLDER / name, media_type), methods=["GET", "HEAD"], include_in_schema=False
+        )
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(reference_page(app.openapi()), headers=SAFE)
+        return HTMLResponse(render_reference(app.openapi()), headers=PAGE_HEADERS)
 
 
-def _file(path: Path, kind: str) -> Callable[[], Awaitable[Response]]:
+def _file_endpoint(path: Path, media_type: str) -> Callable[[], Awaitable[Response]]:
     content = path.read_bytes()
 
     async def file() -> Response:
-        return Response(content, media_type=kind, headers=SAFE)
+        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
     return file
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
+def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """Whether the server is alive and its model works; 503 when only a restart can help."""
+        """Whether the server is alive and its model works; 503 if the server needs a restart."""
         problem = service.problem()
         return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
-        """Whether the server takes requests; 503 when it is stopping or its model does not work."""
+        """Whether the server accepts requests; 503 if it is stopping or its model does not work."""
         problem = "stopping" if service.stopping else service.problem()
         return JSONResponse({"status": problem or "ready"}, 503 if problem else 200)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        """Counts, as Prometheus reads them."""
+        """Counts and times in Prometheus format."""
         return PlainTextResponse(
-            service.metrics.text(service.scheduler.stats(), service.name, service.step), media_type=METRICS_TYPE
+            service.metrics.to_text(service.scheduler.stats(), service.name, service.step), media_type=METRICS_TYPE
         )

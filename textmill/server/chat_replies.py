@@ -1,4 +1,4 @@
-"""The replies of /v1/chat/completions, whole and in pieces."""
+"""Replies of /v1/chat/completions, as one object or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -9,49 +9,50 @@ from typing import Any
 
 from textmill.errors import TextmillError
 from textmill.generation.text_chunks import TokenLogprob
-from textmill.server.completion_replies import ending_of, usage_of
+from textmill.server.completion_replies import finish_fields, usage_fields
 from textmill.server.error_replies import HttpError
-from textmill.server.in_flight import Event, Text, texts_of
+from textmill.server.in_flight import GeneratedText, IndexedChunk, merge_chunks
 from textmill.server.logprobs import chat_logprobs
-from textmill.server.request_checks import Prompt, check_length, check_pairs, prompt_of
+from textmill.server.request_checks import Prompt, check_characters, check_surrogates, read_prompt
 from textmill.server.request_models import ChatBody, Message
 from textmill.server.service import Service
 
-Tree = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-async def chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
-    """A conversation as the model's template writes it."""
+async def read_chat_prompt(service: Service, messages: Sequence[Message]) -> Prompt:
+    """Render a conversation with the model's chat template."""
     if service.template is None:
         raise HttpError(
             400,
-            f"'{service.name}' has no chat template; it continues texts: ask /v1/completions",
+            f"'{service.name}' has no chat template; use /v1/completions to continue a text",
             code="no_chat_template",
         )
     turns = [
-        {"role": "system" if turn.role == "developer" else turn.role, "content": _text_of(turn)} for turn in messages
+        {"role": "system" if message.role == "developer" else message.role, "content": _read_content(message)}
+        for message in messages
     ]
-    for place, turn in enumerate(turns):
-        check_pairs(turn["content"], f"messages.{place}.content")
-    check_length(service, sum(len(turn["content"]) for turn in turns), "messages")
+    for index, turn in enumerate(turns):
+        check_surrogates(turn["content"], f"messages.{index}.content")
+    check_characters(service, sum(len(turn["content"]) for turn in turns), "messages")
     try:
         ids = service.template.render(turns, add_generation_prompt=True)
     except TextmillError as error:
         raise HttpError(400, str(error), field="messages") from None
-    return await prompt_of(service, list(ids), "messages")
+    return await read_prompt(service, list(ids), "messages")
 
 
-def _text_of(turn: Message) -> str:
-    return turn.content if isinstance(turn.content, str) else "".join(part.text for part in turn.content)
+def _read_content(message: Message) -> str:
+    return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
 
 
-def stop_ids_of(service: Service) -> tuple[int, ...]:
-    """The tokens that end an assistant's turn, where the template names them."""
+def get_stop_ids(service: Service) -> tuple[int, ...]:
+    """Return the tokens that end an assistant's turn, if the template has any."""
     return tuple(getattr(service.template, "stop_ids", ()))
 
 
 class ChatReply:
-    """One answer's reply."""
+    """Builds the reply to one chat request."""
 
     def __init__(self, service: Service, body: ChatBody, prompt: Prompt) -> None:
         self.service, self.body, self.prompt = service, body, prompt
@@ -64,47 +65,44 @@ class ChatReply:
         self.prompt_tokens, self.new_tokens = len(prompt.ids), 0
         self.reasons: list[str] = []
 
-    def whole(self, texts: Sequence[Text]) -> Tree:
-        """The reply when every text is done."""
+    def build(self, texts: Sequence[GeneratedText]) -> JsonObject:
+        """Return the complete reply."""
         choices = []
-        for place, text in enumerate(texts):
-            said = {"role": "assistant", "content": text.text, "refusal": None}
-            choices.append(
-                {"index": place, "message": said, "logprobs": self._logprobs(text.entries), **self._ending(text)}
-            )
-        return {
-            **self.head,
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": usage_of(self.prompt_tokens, self.new_tokens),
-        }
+        for index, text in enumerate(texts):
+            message = {"role": "assistant", "content": text.text, "refusal": None}
+            logprobs = self._logprobs(text.logprobs)
+            choices.append({"index": index, "message": message, "logprobs": logprobs, **self._finish(text)})
+        usage = usage_fields(self.prompt_tokens, self.new_tokens)
+        return {**self.head, "object": "chat.completion", "choices": choices, "usage": usage}
 
-    def _ending(self, text: Text) -> Tree:
+    def _finish(self, text: GeneratedText) -> JsonObject:
         if text.done is None:
             return {"finish_reason": None}
         self.new_tokens += text.done.tokens
         self.reasons.append(text.done.reason)
-        return ending_of(text.done)
+        return finish_fields(text.done)
 
-    def _logprobs(self, made: Iterable[TokenLogprob]) -> Tree | None:
-        return chat_logprobs(self.service.pieces, made, self.body.top_logprobs or 0) if self.body.logprobs else None
+    def _logprobs(self, logprobs: Iterable[TokenLogprob]) -> JsonObject | None:
+        if not self.body.logprobs:
+            return None
+        return chat_logprobs(self.service.token_texts, logprobs, self.body.top_logprobs or 0)
 
-    def begin(self) -> Iterator[Tree]:
-        """The first chunk of each answer: who speaks."""
-        for place in range(self.body.n or 1):
-            yield self._chunk(place, {"role": "assistant", "content": ""}, None, {"finish_reason": None})
+    def first_chunks(self) -> Iterator[JsonObject]:
+        """Yield the first chunk of each answer, which names the role."""
+        for index in range(self.body.n or 1):
+            yield self._chunk(index, {"role": "assistant", "content": ""}, None, {"finish_reason": None})
 
-    def step(self, come: Sequence[Event]) -> Iterator[Tree]:
-        """The chunks of what has come; tokens of one answer that came together go together."""
-        for place, text in texts_of(come):
-            logprobs = self._logprobs(text.entries) if text.entries else None
+    def next_chunks(self, received: Sequence[IndexedChunk]) -> Iterator[JsonObject]:
+        """Yield one chunk for each answer that has new text."""
+        for index, text in merge_chunks(received):
+            logprobs = self._logprobs(text.logprobs) if text.logprobs else None
             if text.text or logprobs or text.done:
-                yield self._chunk(place, {"content": text.text} if text.text else {}, logprobs, self._ending(text))
+                yield self._chunk(index, {"content": text.text} if text.text else {}, logprobs, self._finish(text))
 
-    def _chunk(self, place: int, delta: Tree, logprobs: Tree | None, ending: Tree) -> Tree:
-        return {"choices": [{"index": place, "delta": delta, "logprobs": logprobs, **ending}]}
+    def _chunk(self, index: int, delta: JsonObject, logprobs: JsonObject | None, finish: JsonObject) -> JsonObject:
+        return {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **finish}]}
 
-    def end(self) -> Iterator[Tree]:
-        """The last chunk of a stream: the counts, where they are asked."""
+    def last_chunks(self) -> Iterator[JsonObject]:
+        """Yield the last chunk: the token counts, if the request asked for them."""
         if self.body.stream_options and self.body.stream_options.include_usage:
-            yield {"choices": [], "usage": usage_of(self.prompt_tokens, self.new_tokens)}
+            yield {"choices": [], "usage": usage_fields(self.prompt_tokens, self.new_tokens)}

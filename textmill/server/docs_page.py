@@ -1,64 +1,72 @@
-"""The page /docs: every route and field of the OpenAPI description, without a script."""
+"""Renders /docs: every route and field of the OpenAPI description, as HTML without scripts."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import Any
 
-Tree = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-def reference_page(api: Tree) -> str:
-    """The description as HTML."""
-    schemas: dict[str, Tree] = api.get("components", {}).get("schemas", {})
-    parts = []
+def render_reference(api: JsonObject) -> str:
+    """Return an OpenAPI description as an HTML page."""
+    schemas: dict[str, JsonObject] = api.get("components", {}).get("schemas", {})
+    sections = []
     for path, methods in api["paths"].items():
         for method, route in methods.items():
-            told = escape(route.get("description") or route.get("summary", ""))
-            parts.append(
-                f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2><p>{told}</p>{_parameters(route)}{_body(route, schemas)}"
-            )
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>textmill: reference</title>'
-    intro = (
-        '<p>Machines read the same at <a href="/openapi.json">/openapi.json</a>. A key, where one is set, is sent as '
-        "<code>Authorization: Bearer KEY</code>. An error is "
-        "<code>{&quot;error&quot;: {&quot;message&quot;, &quot;type&quot;, &quot;param&quot;, &quot;code&quot;}}</code>.</p>"
+            title = f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2>"
+            description = escape(route.get("description") or route.get("summary", ""))
+            sections.append(f"{title}<p>{description}</p>{_render_parameters(route)}{_render_body(route, schemas)}")
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<title>textmill: reference</title><link rel="stylesheet" href="/page.css">'
     )
-    style = '<link rel="stylesheet" href="/page.css">'
-    body = f'<main class="reference"><h1>textmill</h1>{intro}{"".join(parts)}</main>'
-    return f'<!doctype html><html lang="en"><head>{head}{style}</head><body class="plain">{body}</body></html>'
+    intro = (
+        '<p>The same for machines: <a href="/openapi.json">/openapi.json</a>. If the server has a key, send it as '
+        "<code>Authorization: Bearer KEY</code>. An error is "
+        "<code>{&quot;error&quot;: {&quot;message&quot;, &quot;type&quot;, "
+        "&quot;param&quot;, &quot;code&quot;}}</code>.</p>"
+    )
+    body = f'<main class="reference"><h1>textmill</h1>{intro}{"".join(sections)}</main>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body class="plain">{body}</body></html>'
 
 
-def _parameters(route: Tree) -> str:
-    rows = [_row(one["name"], one.get("schema", {}), one.get("required", False)) for one in route.get("parameters", [])]
-    return _table(rows)
+def _render_parameters(route: JsonObject) -> str:
+    parameters = route.get("parameters", [])
+    return _render_table(
+        [_render_row(one["name"], one.get("schema", {}), one.get("required", False)) for one in parameters]
+    )
 
 
-def _body(route: Tree, schemas: dict[str, Tree]) -> str:
+def _render_body(route: JsonObject, schemas: dict[str, JsonObject]) -> str:
     content = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     schema = schemas.get(content.get("$ref", "").rpartition("/")[2], {})
     required = schema.get("required", [])
-    return _table([_row(name, field, name in required) for name, field in schema.get("properties", {}).items()])
+    fields = schema.get("properties", {})
+    return _render_table([_render_row(name, field, name in required) for name, field in fields.items()])
 
 
-def _table(rows: list[str]) -> str:
+def _render_table(rows: list[str]) -> str:
     return f"<table>{''.join(rows)}</table>" if rows else ""
 
 
-def _row(name: str, field: Tree, required: bool) -> str:
-    told = field.get("description", "")
-    must = " (needed)" if required else ""
-    return f"<tr><td><code>{escape(name)}</code>{must}</td><td>{escape(_kind(field))}</td><td>{escape(told)}</td></tr>"
+def _render_row(name: str, field: JsonObject, required: bool) -> str:
+    cells = [
+        f"<code>{escape(name)}</code>{' (required)' if required else ''}",
+        escape(_describe_type(field)),
+        escape(field.get("description", "")),
+    ]
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _kind(field: Tree) -> str:
-    """A field's type in a few words."""
+def _describe_type(field: JsonObject) -> str:
+    """Describe a field's type in a few words."""
     if "anyOf" in field:
-        return " or ".join(dict.fromkeys(kind for one in field["anyOf"] if (kind := _kind(one)) != "null"))
+        return " or ".join(dict.fromkeys(name for one in field["anyOf"] if (name := _describe_type(one)) != "null"))
     if "$ref" in field:
         return "object"
     if field.get("type") == "array":
-        return f"list of {_kind(field.get('items', {}))}"
+        return f"list of {_describe_type(field.get('items', {}))}"
     limits = [
         f"{word} {field[key]:g}"
         for key, word in (("minimum", "from"), ("maximum", "to"))

@@ -1,4 +1,4 @@
-"""What the server says when it does not do what was asked: one sentence, in the shape that OpenAI's clients read."""
+"""Error replies: one sentence, in the format that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from textmill.generation.messages import replace_surrogates
 from textmill.server.request_models import EXPECTED, known_fields
 
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 STATUS_MESSAGES = {
-    400: "the request cannot be read; send JSON as the documentation at /docs says",
-    404: "{path}: no such place; the documentation at /docs lists them",
-    405: "{path}: does not take {method}; the documentation at /docs says what it takes",
+    400: "the request cannot be read; send JSON as described at /docs",
+    404: "{path}: unknown path; /docs lists all paths",
+    405: "{path}: does not accept {method}; see /docs",
 }
-WORDS = {
-    "Input should be greater than or equal to": "wants at least", "Input should be less than or equal to": "wants at most",
-    "Input should be greater than": "wants more than", "Input should be less than": "wants less than", "Input should be": "wants",
-}  # fmt: skip
-"""Pydantic's words and ours."""
-SHOWN = 60
-"""Characters of a wrong value that are quote_value."""
+PYDANTIC_PHRASES = {
+    "Input should be greater than or equal to": "must be at least",
+    "Input should be less than or equal to": "must be at most",
+    "Input should be greater than": "must be more than",
+    "Input should be less than": "must be less than",
+    "Input should be": "must be",
+}
+"""From pydantic's phrases to ours."""
+MAX_QUOTED = 60
+"""Characters of a wrong value that a message quotes."""
 
 
 class HttpError(Exception):
-    """A request that is not done: an HTTP status and one sentence."""
+    """A request that is rejected: an HTTP status and one sentence."""
 
     def __init__(
         self,
@@ -45,93 +48,89 @@ class HttpError(Exception):
 
 
 def error_body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    # Half of a character pair, quoted from the request, cannot be sent back.
-    told = replace_surrogates(message)
-    return {"error": {"message": told, "type": kind, "param": field, "code": code}}
+    """Return an error as OpenAI's clients read it."""
+    error_type = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    # A message may quote a lone surrogate from the request, which cannot be sent.
+    return {"error": {"message": replace_surrogates(message), "type": error_type, "param": field, "code": code}}
 
 
-def error_response(refusal: HttpError) -> Response:
-    """A refusal as a response."""
-    headers = {"Retry-After": str(refusal.retry_after)} if refusal.retry_after is not None else {}
-    if refusal.status == 401:
+def error_response(error: HttpError) -> Response:
+    """Return an error as a response."""
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
+    if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(
-        error_body(refusal.status, refusal.message, refusal.field, refusal.code), refusal.status, headers
-    )
+    return JSONResponse(error_body(error.status, error.message, error.field, error.code), error.status, headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Have every error of the app said in one shape."""
+    """Make every error of the app a reply in the same format."""
 
     @app.exception_handler(HttpError)
-    async def refused(_: Request, refusal: HttpError) -> Response:
-        return error_response(refusal)
+    async def on_http_error(_: Request, error: HttpError) -> Response:
+        return error_response(error)
 
     @app.exception_handler(StarletteHTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        told = STATUS_MESSAGES.get(error.status_code, str(error.detail))
-        message = (
-            told.format(path=quote_value(request.url.path, quoted=False), method=request.method)
-            if told is not error.detail
-            else told
-        )
-        reply = error_response(HttpError(error.status_code, message))
-        reply.headers.update(error.headers or {})
-        return reply
+    async def on_framework_error(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code in STATUS_MESSAGES:
+            path = quote_value(request.url.path, quoted=False)
+            message = STATUS_MESSAGES[error.status_code].format(path=path, method=request.method)
+        response = error_response(HttpError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
-    async def bug(_: Request, __: Exception) -> Response:
+    async def on_bug(_: Request, __: Exception) -> Response:
         return error_response(internal_error())
 
 
 def internal_error() -> HttpError:
-    """What is said of a mistake of ours."""
-    return HttpError(500, "something went wrong inside the server; its log says what")
+    """Return the error for a bug in the server."""
+    return HttpError(500, "internal server error; see the server's log")
 
 
 def describe_validation_error(errors: Sequence[Mapping[str, Any]], path: str) -> tuple[str, str | None]:
-    """One sentence for what is wrong first with a body, and the field it is about."""
+    """Describe the first of pydantic's errors in one sentence; return it and the field's name."""
     error = errors[0]
-    place = list(error["loc"])
-    if not place:
-        return "the body wants a JSON object, sent with Content-Type: application/json", None
-    top = str(place[0])
-    same = [other for other in errors if list(other["loc"][:1]) == place[:1]]
-    if error["type"] == "extra_forbidden" and len(place) == 1:
+    location = list(error["loc"])
+    if not location:
+        return "the body must be a JSON object, sent with Content-Type: application/json", None
+    top = str(location[0])
+    same_field = [other for other in errors if list(other["loc"][:1]) == location[:1]]
+    if error["type"] == "extra_forbidden" and len(location) == 1:
         near = difflib.get_close_matches(top, known_fields(path), n=1, cutoff=0.6)
         name = quote_value(top, quoted=False)
-        return f"{name}: no such field; " + (f"did you mean '{near[0]}'?" if near else "leave it out"), name
-    name = ".".join(quote_value(str(part), quoted=False) for part in place if not _is_tag(str(part)))
+        return f"{name}: unknown field; " + (f"did you mean '{near[0]}'?" if near else "remove it"), name
+    name = ".".join(quote_value(str(part), quoted=False) for part in location if not _is_type_tag(str(part)))
     if error["type"] == "extra_forbidden":
-        return f"{name}: no such field; leave it out", top
-    if error["type"] == "none_required" and len(same) == 1:
-        return f"{name}: is not supported; leave it out", top
+        return f"{name}: unknown field; remove it", top
+    if error["type"] == "none_required" and len(same_field) == 1:
+        return f"{name}: is not supported; remove it", top
     if error["type"] == "missing":
-        return f"{'.'.join(map(str, place))}: is missing", top
-    if len(same) > 1 and top in EXPECTED:
-        return f"{top}: wants {EXPECTED[top]}", top
-    wanted = str(error["msg"])
-    for word, ours in WORDS.items():
-        wanted = wanted.replace(word, ours)
-    return f"{name}: {wanted}; found {quote_value(error.get('input'))}", top
+        return f"{'.'.join(map(str, location))}: is missing", top
+    if len(same_field) > 1 and top in EXPECTED:
+        return f"{top}: must be {EXPECTED[top]}", top
+    expected = str(error["msg"])
+    for phrase, ours in PYDANTIC_PHRASES.items():
+        expected = expected.replace(phrase, ours)
+    return f"{name}: {expected}; found {quote_value(error.get('input'))}", top
 
 
-def _is_tag(part: str) -> bool:
-    """Whether a part of a place is the name that pydantic gives to one of several types."""
+def _is_type_tag(part: str) -> bool:
+    """Whether a part of pydantic's location names one type of a union instead of a field."""
     return "[" in part or part in ("str", "int", "float", "bool")
 
 
 def quote_value(value: Any, *, quoted: bool = True) -> str:
-    """A value short enough for a sentence, in characters that can be printed."""
+    """Return a value that is short and printable, for use in a message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**MAX_QUOTED:
         return "a very large number"
-    text = (
-        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
-    )
-    text = "".join(letter if letter.isprintable() else "?" for letter in text[: SHOWN + 1])
-    text = text[:SHOWN] + "..." if len(text) > SHOWN else text
+    if value is None or isinstance(value, bool):
+        text = {True: "true", False: "false", None: "null"}[value]
+    else:
+        text = str(value)
+    text = "".join(letter if letter.isprintable() else "?" for letter in text[: MAX_QUOTED + 1])
+    text = text[:MAX_QUOTED] + "..." if len(text) > MAX_QUOTED else text
     return f"'{text}'" if quoted and isinstance(value, str) else text

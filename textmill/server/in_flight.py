@@ -1,4 +1,4 @@
-"""InFlightRequest: the texts of one HTTP request on their way through the scheduler."""
+"""In-flight requests: the texts of one HTTP request, from the scheduler's queue to the reply."""
 
 from __future__ import annotations
 
@@ -17,187 +17,189 @@ from textmill.generation.text_chunks import TextChunk, TokenLogprob
 from textmill.server.error_replies import HttpError
 from textmill.server.service import Service
 
-Event = tuple[int, TextChunk]
-"""A text's place among those of its request, and what has come of it."""
-QUIET = 15.0
-"""Seconds without an event after which the model is looked at, and a streaming client is told that the line still lives."""
+IndexedChunk = tuple[int, TextChunk]
+"""A text's index within its HTTP request, and its next chunk."""
+QUIET_SECONDS = 15.0
+"""After this time without a chunk, the model is checked and a streaming client gets a keep-alive comment."""
 
 
 @dataclass
-class Text:
-    """One text: what was made of it so far, and how it ended."""
+class GeneratedText:
+    """One text so far, and how it ended."""
 
     text: str = ""
-    entries: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     done: Done | None = None
 
-    def add(self, part: TextChunk) -> None:
-        """Take in what the scheduler delivered."""
-        self.text += part.text
-        self.entries += part.logprobs
-        self.done = part.done
+    def add(self, chunk: TextChunk) -> None:
+        """Append a chunk."""
+        self.text += chunk.text
+        self.logprobs += chunk.logprobs
+        self.done = chunk.done
 
 
 class InFlightRequest:
-    """Texts that were submitted together."""
+    """The texts of one HTTP request, submitted together."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._scheduler, self._mail = service, service.scheduler, service.mail
+        self._service, self._scheduler, self._wakeups = service, service.scheduler, service.wakeups
         self._loop = asyncio.get_running_loop()
-        self._events: list[Event] = []
-        self._waiting: asyncio.Future[None] | None = None
+        self._received: list[IndexedChunk] = []
+        self._waiter: asyncio.Future[None] | None = None
         self.numbers: list[int] = []
-        self.begun = self._last = time.monotonic()
-        self._quiet = self.left = False
+        """The scheduler's number of each text."""
+        self.started = self._last_chunk = time.monotonic()
+        self._quiet = self.disconnected = False
         self.ended = 0
+        """Texts that have ended."""
 
     def submit(self, requests: Sequence[Request], seconds: float, streamed: bool) -> None:
-        """Queue every text, or none of them."""
-        deadline = self.begun + seconds
+        """Queue all texts, or none of them."""
+        deadline = self.started + seconds
         try:
-            for place, request in enumerate(requests):
-                deliver = partial(self._mail.put, self._loop, partial(self._take, place))
+            for index, request in enumerate(requests):
+                deliver = partial(self._wakeups.put, self._loop, partial(self._receive, index))
                 self.numbers.append(self._scheduler.submit(request, deliver, deadline, streamed))
         except BaseException:
             self.cancel()
             raise
 
-    def _take(self, place: int, part: TextChunk) -> None:
-        self._events.append((place, part))
+    def _receive(self, index: int, chunk: TextChunk) -> None:
+        self._received.append((index, chunk))
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    async def events(self) -> AsyncIterator[list[Event]]:
-        """What has come, as often as something has, until every text is done; nothing for a while is an empty list.
+    async def chunks(self) -> AsyncIterator[list[IndexedChunk]]:
+        """Yield new chunks until every text has ended; yield an empty list after a quiet time.
 
-        Nobody waits for a model that is broken: that is a refusal. Nor is there anything for a client that has left.
+        Ends early if the client disconnects; raises HttpError if the model is broken.
         """
-        self._look_again()
+        self._check_quiet()
         try:
             while self.ended < len(self.numbers):
-                if not self._events and not self._quiet and not self.left:
-                    self._waiting = self._loop.create_future()
-                    await self._waiting
-                if self.left:
+                if not self._received and not self._quiet and not self.disconnected:
+                    self._waiter = self._loop.create_future()
+                    await self._waiter
+                if self.disconnected:
                     return
-                come, self._events = self._events, []
+                received, self._received = self._received, []
                 quiet, self._quiet = self._quiet, False
-                self.ended += sum(part.done is not None for _, part in come)
-                if come:
-                    self._last = time.monotonic()
+                self.ended += sum(chunk.done is not None for _, chunk in received)
+                if received:
+                    self._last_chunk = time.monotonic()
                 elif quiet and (problem := self._service.problem()):
                     raise broken_model_error(problem)
-                if come or quiet:
-                    yield come
+                if received or quiet:
+                    yield received
         finally:
             self._timer.cancel()
 
-    def _look_again(self) -> None:
-        """Wake who waits when nothing has come for a while; one timer now and then, not one an event."""
-        most, silent = min(QUIET, self._service.config.step_timeout), time.monotonic() - self._last
-        if silent >= most:
-            self._quiet, self._last, silent = True, time.monotonic(), 0.0
+    def _check_quiet(self) -> None:
+        """Wake the waiter after a quiet time. One timer that re-arms itself is cheaper than one per chunk."""
+        limit, silent = min(QUIET_SECONDS, self._service.config.step_timeout), time.monotonic() - self._last_chunk
+        if silent >= limit:
+            self._quiet, self._last_chunk, silent = True, time.monotonic(), 0.0
             self._wake()
-        self._timer = self._loop.call_later(most - silent, self._look_again)
+        self._timer = self._loop.call_later(limit - silent, self._check_quiet)
 
-    def leave(self, _: object = None) -> None:
-        """The client has gone: its events are over."""
-        self.left = True
+    def on_disconnect(self, _: object = None) -> None:
+        """Stop `chunks`, because the client is gone."""
+        self.disconnected = True
         self._wake()
 
     def cancel(self) -> None:
-        """End what still runs, at the model's next step."""
+        """Cancel all texts at the model's next step."""
         for number in self.numbers:
             self._scheduler.cancel(number)
 
     def seconds(self) -> float:
-        """How long it has taken until now."""
-        return time.monotonic() - self.begun
+        """Return the time since the request started."""
+        return time.monotonic() - self.started
 
 
-def start(service: Service, requests: Sequence[Request], *, streamed: bool) -> InFlightRequest:
-    """Submit the texts of a request; a full queue, a stopping server or an impossible wish is refused."""
+def start_request(service: Service, requests: Sequence[Request], *, streamed: bool) -> InFlightRequest:
+    """Submit the texts of a request; raise HttpError if the queue is full, the server stops or a text is invalid."""
     if service.stopping:
         raise stopping_error()
     if problem := service.problem():
         raise broken_model_error(problem)
-    flight = InFlightRequest(service)
+    in_flight = InFlightRequest(service)
     try:
-        flight.submit(requests, service.config.request_timeout, streamed)
+        in_flight.submit(requests, service.config.request_timeout, streamed)
     except QueueFull:
         raise (stopping_error() if service.stopping else queue_full_error(service)) from None
     except TextmillError as error:
-        if problem := service.problem():  # since a moment ago
+        if problem := service.problem():  # it may have broken a moment ago
             raise broken_model_error(problem) from None
         raise (stopping_error() if service.stopping else HttpError(400, str(error))) from None
-    return flight
+    return in_flight
 
 
 def queue_full_error(service: Service) -> HttpError:
-    """What a full server says."""
+    """Count and return the error of a full server."""
     service.metrics.refused += 1
-    wait = service.wait_of()
-    return HttpError(429, f"the server is full; try again in {wait} s", code="queue_full", retry_after=wait)
+    wait = service.retry_after()
+    return HttpError(429, f"the server's queue is full; try again in {wait} s", code="queue_full", retry_after=wait)
 
 
 def stopping_error() -> HttpError:
-    """What a stopping server says."""
-    return HttpError(503, "the server is stopping; ask another, or again later", code="stopping", retry_after=10)
+    """Return the error of a stopping server."""
+    return HttpError(503, "the server is stopping; try another one, or later", code="stopping", retry_after=10)
 
 
 def broken_model_error(problem: str) -> HttpError:
-    """What a server says whose model does not work."""
+    """Return the error of a server whose model does not work."""
     return HttpError(503, problem, code="model_broken")
 
 
-async def finish(service: Service, http: HttpRequest, flight: InFlightRequest) -> list[Text]:
-    """The whole texts; a client that leaves before ends them."""
-    texts = [Text() for _ in flight.numbers]
-    gone = asyncio.create_task(left(http.receive))
-    gone.add_done_callback(flight.leave)
+async def wait_for_texts(service: Service, http: HttpRequest, in_flight: InFlightRequest) -> list[GeneratedText]:
+    """Return the complete texts; cancel them if the client disconnects."""
+    texts = [GeneratedText() for _ in in_flight.numbers]
+    disconnect = asyncio.create_task(wait_for_disconnect(http.receive))
+    disconnect.add_done_callback(in_flight.on_disconnect)
     try:
-        async for come in flight.events():
-            for place, part in come:
-                texts[place].add(part)
-        if flight.ended < len(flight.numbers):
-            service.metrics.left += 1
-            raise HttpError(499, "the client left", code="client_left")
+        async for received in in_flight.chunks():
+            for index, chunk in received:
+                texts[index].add(chunk)
+        if in_flight.ended < len(in_flight.numbers):
+            service.metrics.disconnects += 1
+            raise HttpError(499, "the client disconnected", code="client_left")
     finally:
-        gone.cancel()
-        if flight.ended < len(flight.numbers):
-            flight.cancel()
-    _refuse_ended(service, texts)
+        disconnect.cancel()
+        if in_flight.ended < len(in_flight.numbers):
+            in_flight.cancel()
+    _raise_failed(service, texts)
     return texts
 
 
-async def left(receive: Receive) -> None:
-    """Waits until the client is gone."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _refuse_ended(service: Service, texts: list[Text]) -> None:
-    """Errors of the model, and texts that ended before they began."""
+def _raise_failed(service: Service, texts: list[GeneratedText]) -> None:
+    """Raise HttpError for errors of the model, and for texts that ended without a token."""
     for text in texts:
         assert text.done is not None
         if text.done.reason == "error":
-            raise HttpError(500, text.done.message or "the model failed; the server's log says how", code="model_error")
+            raise HttpError(500, text.done.message or "the model failed; see the server's log", code="model_error")
         if text.done.reason == "timeout":
             service.metrics.timeouts += 1
         if not text.done.tokens and text.done.reason == "cancelled":
             raise stopping_error()
         if not text.done.tokens and text.done.reason == "timeout":
-            wait = service.wait_of()
-            told = f"no token came within the {service.config.request_timeout:g} s that a request may take; try again in {wait} s"
-            raise HttpError(429, told, code="timeout", retry_after=wait)
+            wait = service.retry_after()
+            message = f"no token within the time limit of {service.config.request_timeout:g} s; try again in {wait} s"
+            raise HttpError(429, message, code="timeout", retry_after=wait)
 
 
-def texts_of(come: Sequence[Event]) -> Iterator[tuple[int, Text]]:
-    """What has come, as one text for each place that anything came for, in the order of their first."""
-    found: dict[int, Text] = {}
-    for place, part in come:
-        found.setdefault(place, Text()).add(part)
-    yield from found.items()
+def merge_chunks(received: Sequence[IndexedChunk]) -> Iterator[tuple[int, GeneratedText]]:
+    """Merge the chunks of each text; yield its index and new text, in the order of first appearance."""
+    merged: dict[int, GeneratedText] = {}
+    for index, chunk in received:
+        merged.setdefault(index, GeneratedText()).add(chunk)
+    yield from merged.items()

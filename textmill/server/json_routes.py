@@ -1,4 +1,4 @@
-"""Routes that take a JSON body: FastAPI tells of them, and what is sent to them is read here, in one pass and without detours."""
+"""Routes with a JSON body: FastAPI documents them, and this module parses their bodies in one fast pass."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Endpoint = Callable[[Any, Request], Awaitable[Response]]
 
 
 class JsonRoute(APIRoute):
-    """A route whose endpoint is given the body and the request, in this order."""
+    """A route whose endpoint receives the parsed body and the request."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What FastAPI calls too, where it comes to that."""
-        return self.answer
+        """Return `handle_json` to FastAPI, for requests that do not come through JsonDispatcher."""
+        return self.handle_json
 
-    async def answer(self, http: Request) -> Response:
-        """Read what was sent and answer it."""
-        raw = await _whole(http.receive)
+    async def handle_json(self, http: Request) -> Response:
+        """Parse the body and call the endpoint."""
+        raw = await _read_body(http.receive)
         if not raw or not _is_json(Headers(scope=http.scope).get("content-type", "")):
             raise HttpError(400, describe_validation_error([{"type": "missing", "loc": ()}], self.path)[0])
         response: Response = await self.endpoint(parse_body(raw, self.path), http)
@@ -36,7 +36,7 @@ class JsonRoute(APIRoute):
 
 
 def post(routes: APIRouter, path: str) -> Callable[[Endpoint], Endpoint]:
-    """Have a router take bodies at a path."""
+    """Return a decorator that adds a JsonRoute to a router."""
 
     def add(endpoint: Endpoint) -> Endpoint:
         routes.add_api_route(path, endpoint, methods=["POST"], response_model=None, route_class_override=JsonRoute)
@@ -46,25 +46,28 @@ def post(routes: APIRouter, path: str) -> Callable[[Endpoint], Endpoint]:
 
 
 class JsonDispatcher:
-    """Takes a posted body to its route: FastAPI's own way there costs more than all that is done for a text in front of the model."""
+    """Passes POST requests straight to their route.
+
+    FastAPI's own dispatch costs more than everything else this process does for a text.
+    """
 
     def __init__(self, app: ASGIApp, routes: Iterable[JsonRoute]) -> None:
         self.app, self.routes = app, {route.path: route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass on what is none of ours."""
+        """Handle a POST to a known path; pass everything else to FastAPI."""
         route = self.routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if route is None:
             return await self.app(scope, receive, send)
         try:
-            response = await route.answer(Request(scope, receive, send))
-        except HttpError as refusal:
-            response = error_response(refusal)
+            response = await route.handle_json(Request(scope, receive, send))
+        except HttpError as error:
+            response = error_response(error)
         await response(scope, receive, send)
 
 
-async def _whole(receive: Receive) -> bytes:
-    """The body; a client that leaves before it is whole has sent nothing that can be read."""
+async def _read_body(receive: Receive) -> bytes:
+    """Return the complete body; raise HttpError if the client disconnects before."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -76,24 +79,27 @@ async def _whole(receive: Receive) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _is_json(told: str) -> bool:
-    kind, _, rest = told.partition(";")[0].strip().lower().partition("/")
-    return kind == "application" and (rest == "json" or rest.endswith("+json"))
+def _is_json(content_type: str) -> bool:
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
 def parse_body(raw: bytes, path: str) -> Body:
-    """A body as its route wants it. What is wrong is looked for by Python's own reader, which says where, and takes every encoding."""
-    shape = BODIES[path]
+    """Parse and validate a route's body.
+
+    Invalid bodies are parsed a second time by Python's json, which accepts every encoding and reports the position.
+    """
+    body_type = BODIES[path]
     try:
-        return shape.model_validate_json(raw)
+        return body_type.model_validate_json(raw)
     except ValidationError:
         pass
     try:
-        return shape.model_validate(json.loads(raw))
+        return body_type.model_validate(json.loads(raw))
     except json.JSONDecodeError as error:
         raise HttpError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except ValidationError as error:
         message, field = describe_validation_error(error.errors(include_url=False), path)
         raise HttpError(400, message, field=field) from None
-    except (ValueError, RecursionError):  # no UTF-8, a number of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError):  # not UTF-8, a number with thousands of digits, deeply nested lists
         raise HttpError(400, STATUS_MESSAGES[400]) from None

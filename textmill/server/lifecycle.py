@@ -1,4 +1,4 @@
-"""Runs the application until it is told to stop, and then lets what runs finish."""
+"""Runs the application until it is stopped, then shuts down gracefully: running texts may finish."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from textmill.server.connections import Connection, ConnectionPool
 from textmill.server.service import Service
 
 BACKLOG = 2048
-DOOR = 0.2
-"""Seconds in which a server that stops still tells those who had set out before."""
-AFTER = 5.0
-"""Seconds after the grace in which the ended texts are still sent."""
+DRAIN_SECONDS = 0.2
+"""How long a stopping server still answers connections that were made before it stopped listening."""
+SEND_SECONDS = 5.0
+"""Time after the grace for sending the ends of cancelled texts."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which closes the scheduler as soon as it is told to stop: what runs has the grace to finish."""
+    """uvicorn with a graceful shutdown of the scheduler: running texts have `serve.shutdown_grace` seconds to finish."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service, self.problem = service, ""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take nothing new, finish what runs, end the rest with a word."""
+        """Accept nothing new, let running texts finish, and end the others with an error."""
         self.problem, self.service.stopping = self.service.problem(), True
         closing = asyncio.create_task(
             asyncio.to_thread(self.service.scheduler.close, self.service.config.shutdown_grace)
         )
-        await self._close_door(sockets or [])
+        await self._stop_listening(sockets or [])
         await super().shutdown(sockets)
         await closing
 
-    async def _close_door(self, sockets: list[socket.socket]) -> None:
-        """Let nobody come any more, but those in who stand at the door: to shut it in their faces would be to cut them off."""
+    async def _stop_listening(self, sockets: list[socket.socket]) -> None:
+        """Stop listening, but accept connections that are already in the backlog, so that they get a reply."""
         loop = asyncio.get_running_loop()
-        doors = [listening.dup() for listening in sockets]
-        for door in doors:
-            door.listen(0)
-        await asyncio.sleep(DOOR)
+        copies = [listening.dup() for listening in sockets]
+        for copy in copies:
+            copy.listen(0)
+        await asyncio.sleep(DRAIN_SECONDS)
         for server in self.servers:
             server.close()
-        last = [line for door in doors for line in _last_at(door)]
-        for line in last:
-            await loop.connect_accepted_socket(self._new_connection, line)
-        await asyncio.sleep(DOOR)
+        for copy in copies:
+            for connection in _accept_pending(copy):
+                await loop.connect_accepted_socket(self._new_connection, connection)
+        await asyncio.sleep(DRAIN_SECONDS)
 
     def _new_connection(self) -> asyncio.Protocol:
         protocol: Any = self.config.http_protocol_class
@@ -64,35 +64,33 @@ class Server(uvicorn.Server):
         return new
 
 
-def _last_at(door: socket.socket) -> list[socket.socket]:
-    """Who stands at a door; it is shut behind them."""
+def _accept_pending(listening: socket.socket) -> list[socket.socket]:
+    """Accept all connections in the backlog, then close the listening socket."""
     found = []
-    door.setblocking(False)
-    with door, suppress(OSError):  # nobody is left
+    listening.setblocking(False)
+    with listening, suppress(OSError):  # the backlog is empty
         while True:
-            found.append(door.accept()[0])
+            found.append(listening.accept()[0])
     return found
 
 
 def run(service: Service, listening: socket.socket) -> str:
-    """Serve on a bound socket until SIGTERM or ctrl-C; what was wrong with the model then, empty: nothing."""
+    """Serve on a bound socket until SIGTERM or ctrl-C; return what was wrong with the model then, or nothing."""
     serve = service.config
     protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, service.metrics))
-    listening.listen(BACKLOG)  # from here on a client may come, whatever still has to start
+    listening.listen(BACKLOG)  # clients may connect from here on; they wait in the backlog
     host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    host_in_url = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
-        new_app(service), http=protocol, lifespan="off", ws="none", access_log=False, log_level="warning", server_header=False,
-        timeout_graceful_shutdown=int(serve.shutdown_grace + AFTER) + 1, backlog=BACKLOG,
+        new_app(service), http=protocol, lifespan="off", ws="none", access_log=False, log_level="warning",
+        server_header=False, timeout_graceful_shutdown=int(serve.shutdown_grace + SEND_SECONDS) + 1, backlog=BACKLOG,
     )  # fmt: skip
     if service.key is None and host not in ("127.0.0.1", "::1"):
-        warn(
-            f"serve.host={serve.host}: whoever reaches this machine may use the model; set serve.key_file to ask for a key"
-        )
+        warn(f"serve.host={serve.host}: anyone who can reach this machine can use the model; set serve.key_file")
     step = f" at step {service.step:,}" if service.step else ""
-    print(f"{service.name}{step} answers at http://{shown}:{port}/ ; ctrl-C stops", flush=True)
+    print(f"serving {service.name}{step} at http://{host_in_url}:{port}/ ; ctrl-C stops", flush=True)
     tune_interpreter()
-    # uvicorn raises the signal again once it has stopped, which would end the process as if it had been killed.
+    # uvicorn raises the signal again after it has stopped. That would end the process as if it had been killed.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = Server(settings, service)
@@ -103,12 +101,12 @@ def run(service: Service, listening: socket.socket) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with the address, which is taken from then on; nobody is let in yet."""
+    """Return a socket bound to the address. It reserves the port but does not listen yet."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         raise TextmillError(
-            f"serve.host: '{host}' is no address of this machine; say 127.0.0.1, or 0.0.0.0 for all"
+            f"serve.host: '{host}' is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all addresses"
         ) from None
     family, kind, protocol, _, address = found[0]
     listening = socket.socket(family, kind, protocol)

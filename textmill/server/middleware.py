@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: the log, the caller's host and page, the key, the size of the body."""
+"""Middleware: the request log, access control (host, origin, API key, full queue) and the limit of the body."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ from textmill.server.error_replies import HttpError, error_response, internal_er
 from textmill.server.in_flight import queue_full_error, stopping_error
 from textmill.server.service import Service
 
-OPEN = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
-"""What is answered without the key; everything else needs it."""
-PLACES = OPEN | {
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/tokenize",
-    "/detokenize",
-    "/tokenizer_info",
-    "/generate",
-    "/metrics",
-}
-TEXTS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
-WRITE = json.JSONEncoder(ensure_ascii=False).encode
+PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/ready", "/docs", "/openapi.json"})
+"""Paths that need no key; all others do."""
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+KNOWN_PATHS = (
+    PUBLIC_PATHS
+    | GENERATING_PATHS
+    | {
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+        "/metrics",
+    }
+)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class RequestLog:
-    """Counts requests and writes a line about each, without prompts unless asked."""
+    """Counts requests and writes one log line per request, without prompts unless `serve.log_prompts` is set.
+
+    Routes add fields to the line through `scope["log_fields"]`.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Follow one request to its end."""
+        """Run one request and log it."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        begun, status = time.monotonic(), 0
-        told = scope["told"] = {}
+        started, status = time.monotonic(), 0
+        fields = scope["log_fields"] = {}
 
-        async def noting(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -56,48 +60,42 @@ class RequestLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, noting)
+            await self.app(scope, receive, send_and_note)
         except Exception:
             if not status:
-                await error_response(internal_error())(scope, receive, noting)
+                await error_response(internal_error())(scope, receive, send_and_note)
             raise
         finally:
-            path = scope["path"] if scope["path"] in PLACES else "other"
+            path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
             method = scope["method"] if scope["method"] in METHODS else "other"
             self.service.metrics.requests[method, path, status] += 1
-            words = [f"{key}={WRITE(value)}" for key, value in told.items()]
-            line = " ".join(
-                [
-                    time.strftime("%Y-%m-%d %H:%M:%S"),
-                    method,
-                    path,
-                    str(status),
-                    f"{time.monotonic() - begun:.3f}s",
-                    *words,
-                ]
-            )
+            when, seconds = time.strftime("%Y-%m-%d %H:%M:%S"), f"{time.monotonic() - started:.3f}s"
+            more = [f"{key}={to_json(value)}" for key, value in fields.items()]
+            line = " ".join([when, method, path, str(status), seconds, *more])
             print(replace_surrogates(line), file=sys.stderr, flush=True)
 
 
 class AccessControl:
-    """Lets in who may: the right host name, no page of another site, the right key."""
+    """Rejects requests with a foreign host name, from another site's page, without the key, or to a full queue."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or pass on."""
+        """Reject the request, or pass it on."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            refusal = self._host(headers)
-            if scope["path"] not in OPEN:
-                refusal = refusal or self._site(headers) or self._key(headers) or self._full(scope["path"])
-            if refusal:
-                return await error_response(refusal)(scope, receive, send)
+            error = self._check_host(headers)
+            if scope["path"] not in PUBLIC_PATHS:
+                error = (
+                    error or self._check_origin(headers) or self._check_key(headers) or self._check_queue(scope["path"])
+                )
+            if error:
+                return await error_response(error)(scope, receive, send)
         await self.app(scope, receive, send)
 
-    def _host(self, headers: Headers) -> HttpError | None:
-        """A server of this machine only answers to this machine's names, so that no name elsewhere can be pointed at it."""
+    def _check_host(self, headers: Headers) -> HttpError | None:
+        """A server on localhost accepts local host names only. This prevents DNS rebinding."""
         host = headers.get("host", "")
         name = host.rsplit("]", 1)[0].lstrip("[") if "[" in host else host.split(":")[0]
         if (
@@ -108,38 +106,37 @@ class AccessControl:
         ):
             return None
         return HttpError(
-            403, f"the host name {quote_value(name)} is not this server's; add it to serve.allowed_hosts", code="host"
+            403, f"{quote_value(name)} is not a name of this server; add it to serve.allowed_hosts", code="host"
         )
 
-    def _site(self, headers: Headers) -> HttpError | None:
+    def _check_origin(self, headers: Headers) -> HttpError | None:
         allowed = self.service.config.allowed_origins
         if headers.get("sec-fetch-site") != "cross-site" or "*" in allowed or headers.get("origin") in allowed:
             return None
         return HttpError(
-            403, "a page of another site asks; add its origin to serve.allowed_origins if it may", code="origin"
+            403,
+            "the request is from another site's page; to allow it, add its origin to serve.allowed_origins",
+            code="origin",
         )
 
-    def _key(self, headers: Headers) -> HttpError | None:
+    def _check_key(self, headers: Headers) -> HttpError | None:
         if self.service.key is None:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.service.key.encode()):
             return None
-        told = "the key is wrong" if given else "a key is needed"
-        return HttpError(401, f"{told}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
+        problem = "the key is wrong" if given else "a key is needed"
+        return HttpError(401, f"{problem}; send it as the header Authorization: Bearer KEY", code="invalid_api_key")
 
-    def _full(self, path: str) -> HttpError | None:
-        """A full server says so before it reads the body, and so does one that stops: refusing must cost less than asking."""
-        if path not in TEXTS:
+    def _check_queue(self, path: str) -> HttpError | None:
+        """Backpressure: a full or stopping server rejects a request before reading its body, which costs little."""
+        if path not in GENERATING_PATHS:
             return None
         if self.service.stopping:
             return stopping_error()
         stats = self.service.scheduler.stats()
-        return (
-            queue_full_error(self.service)
-            if stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"]
-            else None
-        )
+        full = stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"]
+        return queue_full_error(self.service) if full else None
 
 
 @lru_cache(maxsize=64)
@@ -156,34 +153,34 @@ def _is_address(name: str) -> bool:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large."""
+    """Rejects bodies that are too large."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.most = app, service.config.max_body
+        self.app, self.limit = app, service.config.max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count the body while it is read."""
+        """Check Content-Length, and count the bytes while the body is read."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        told = Headers(scope=scope).get("content-length", "0")
-        if not told.isascii() or not told.isdigit() or len(told) > 18 or int(told) > self.most:
-            return await error_response(self._refusal())(scope, receive, send)
-        found, whole = 0, False
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > self.limit:
+            return await error_response(self._error())(scope, receive, send)
+        received, complete = 0, False
 
-        async def counting() -> Message:
-            nonlocal found, whole
-            if whole:
+        async def receive_and_count() -> Message:
+            nonlocal received, complete
+            if complete:
                 return await receive()
             message = await receive()
-            found += len(message.get("body", b""))
-            whole = message["type"] != "http.request" or not message.get("more_body", False)
-            if found > self.most:
-                raise self._refusal()
+            received += len(message.get("body", b""))
+            complete = message["type"] != "http.request" or not message.get("more_body", False)
+            if received > self.limit:
+                raise self._error()
             return message
 
-        await self.app(scope, counting, send)
+        await self.app(scope, receive_and_count, send)
 
-    def _refusal(self) -> HttpError:
+    def _error(self) -> HttpError:
         return HttpError(
-            413, f"the body is larger than the server's limit of {self.most:,} bytes; send less", code="body_too_large"
+            413, f"the body is larger than the limit of {self.limit:,} bytes; send a smaller one", code="body_too_large"
         )

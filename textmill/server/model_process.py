@@ -1,4 +1,4 @@
-"""RemoteScheduler: the scheduler in a process of its own, so that the model and the clients do not share one interpreter."""
+"""Runs the scheduler in a process of its own, so that the model and the HTTP server do not share one interpreter."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from textmill.generation.text_chunks import DeliverChunk, TextChunk
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2
-AFTER = 10.0
-"""Seconds after the grace in which the model's process must have ended by itself."""
-SILENT = 2.0
-"""Seconds without a word from the model's process from which on they count as time of its step."""
+EXIT_SECONDS = 10.0
+"""Time after the grace in which the model process must exit by itself."""
+SILENT_SECONDS = 2.0
+"""A longer time without a heartbeat counts as time of the current step."""
 
 
 class RemoteScheduler:
-    """Stands for a scheduler that works in another process: counts what was asked, and gives everyone one end whatever happens there."""
+    """A scheduler in another process. Every accepted request gets exactly one Done, even if that process dies."""
 
     def __init__(
         self,
-        line: MessageSocket,
+        worker: MessageSocket,
         process: subprocess.Popen[bytes],
         tokenizer: TextTokenizer,
         positions: int,
@@ -39,66 +39,67 @@ class RemoteScheduler:
     ) -> None:
         self.vocab, self.positions, self.tokenizer = tokenizer.vocab, positions, tokenizer
         self.slots, self.queue, self.process = serve.slots, serve.queue, process
-        self._line, self._orders = line, SendQueue(line)
-        self._change = threading.Lock()
-        self._flying: dict[int, DeliverChunk] = {}
+        self._worker, self._commands = worker, SendQueue(worker)
+        self._lock = threading.Lock()
+        self._in_flight: dict[int, DeliverChunk] = {}
         self._requests = self._tokens = self._cancelled = 0
-        self._heard, self._stuck, self._problem = time.monotonic(), 0.0, ""
-        self._closing = self._over = False
+        self._last_heartbeat, self._step_seconds, self._problem = time.monotonic(), 0.0, ""
+        self._closing = self._exited = False
         self._reader = threading.Thread(target=self._read, name="textmill-texts", daemon=True)
         self._reader.start()
 
     def submit(
         self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
     ) -> int:
-        """Queue a request; its number. `deliver` is called from a thread of ours for each part, the last of which has the end.
+        """Queue a request and return its number.
 
-        `deadline` is a time of `time.monotonic()`. Raises QueueFull, or TextmillError for what cannot be done.
+        `deliver` is called in the reader thread for each chunk; the last chunk has Done. `deadline` is a
+        `time.monotonic()` time. Raises QueueFull, or TextmillError if the request cannot be done.
         """
         max_new_tokens_served(request, self.positions, self.vocab)
-        with self._change:
+        with self._lock:
             if self._closing:
-                raise TextmillError("the server is closing; ask again when it is back")
-            if self._over:
+                raise TextmillError("the server is closing; send the request again when it is back")
+            if self._exited:
                 raise TextmillError(self._problem)
-            if len(self._flying) >= self.slots + self.queue:
+            if len(self._in_flight) >= self.slots + self.queue:
                 raise QueueFull
             self._requests += 1
             number = self._requests
-            self._flying[number] = deliver
+            self._in_flight[number] = deliver
         seconds = None if deadline is None else deadline - time.monotonic()
-        self._orders.put(["submit", number, pack_request(request), seconds, streamed])
+        self._commands.put(["submit", number, pack_request(request), seconds, streamed])
         return number
 
     def cancel(self, number: int) -> None:
-        """End a request between this step and the next; one that is over already is left alone."""
-        if number in self._flying:
-            self._orders.put(["cancel", number])
+        """End a request before the next step; nothing happens if it has ended already."""
+        if number in self._in_flight:
+            self._commands.put(["cancel", number])
 
     def stats(self) -> dict[str, int | float]:
-        """How much is going on."""
-        with self._change:
-            active = min(len(self._flying), self.slots)
+        """Return the counts for /metrics."""
+        with self._lock:
+            active = min(len(self._in_flight), self.slots)
             return {
-                "active": active, "waiting": len(self._flying) - active, "slots": self.slots, "queue": self.queue,
+                "active": active, "waiting": len(self._in_flight) - active, "slots": self.slots, "queue": self.queue,
                 "tokens": self._tokens, "requests": self._requests, "cancelled": self._cancelled,
             }  # fmt: skip
 
-    def problem(self, patience: float) -> str:
-        """What is wrong with the model, in words; empty: nothing. A step may take `patience` seconds."""
-        with self._change:
-            silent = time.monotonic() - self._heard
-            stuck = self._stuck + (silent if silent > SILENT else 0.0)
+    def problem(self, max_step_seconds: float) -> str:
+        """Describe what is wrong with the model; empty if nothing is."""
+        with self._lock:
+            silent = time.monotonic() - self._last_heartbeat
+            seconds = self._step_seconds + (silent if silent > SILENT_SECONDS else 0.0)
             if self._closing:
                 return ""
-            return self._problem or (describe_hang(stuck) if stuck > patience else "")
+            return self._problem or (describe_hang(seconds) if seconds > max_step_seconds else "")
 
     def close(self, grace: float) -> None:
-        """Take nothing more; what was taken may finish within so many seconds and is ended then. No process is left behind."""
-        with self._change:
+        """Accept nothing more; let requests finish for `grace` seconds, then end them. The process has exited after."""
+        with self._lock:
             self._closing = True
-        self._orders.put(["close", grace])
-        self._reader.join(grace + AFTER)
+        self._commands.put(["close", grace])
+        self._reader.join(grace + EXIT_SECONDS)
         if self._reader.is_alive():
             self.process.kill()
             self._reader.join()
@@ -106,47 +107,49 @@ class RemoteScheduler:
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                self._take(*self._line.receive())
-        self._end()
+                self._receive(*self._worker.receive())
+        self._on_exit()
 
-    def _take(self, tokens: int, cancelled: int, stuck: float, problem: str, parts: list[list[Any]]) -> None:
-        come = [unpack_chunk(part) for part in parts]
-        with self._change:
-            self._tokens, self._cancelled, self._stuck, self._problem = tokens, cancelled, stuck, problem
-            self._heard = time.monotonic()
-            readers = [(self._flying.pop if part.done else self._flying.get)(number, None) for number, part in come]
-        for deliver, (number, part) in zip(readers, come, strict=True):
-            self._tell(number, deliver, part)
+    def _receive(self, tokens: int, cancelled: int, step_seconds: float, problem: str, chunks: list[list[Any]]) -> None:
+        received = [unpack_chunk(packed) for packed in chunks]
+        with self._lock:
+            self._tokens, self._cancelled, self._step_seconds, self._problem = tokens, cancelled, step_seconds, problem
+            self._last_heartbeat = time.monotonic()
+            readers = [
+                (self._in_flight.pop if chunk.done else self._in_flight.get)(number, None) for number, chunk in received
+            ]
+        for deliver, (number, chunk) in zip(readers, received, strict=True):
+            self._deliver(number, deliver, chunk)
 
-    def _tell(self, number: int, deliver: DeliverChunk | None, part: TextChunk) -> None:
-        """Hand over what there is; one who cannot take it is taken for gone."""
+    def _deliver(self, number: int, deliver: DeliverChunk | None, chunk: TextChunk) -> None:
+        """Pass a chunk to the request's `deliver`; cancel the request if that fails."""
         try:
             if deliver is not None:
-                deliver(part)
+                deliver(chunk)
         except Exception as error:
-            warn(f"request {number}: its reader failed ({type(error).__name__}); it is cancelled")
+            warn(f"request {number}: delivering its text failed ({type(error).__name__}); cancelled it")
             self.cancel(number)
 
-    def _end(self) -> None:
-        """The process is gone: those who wait are told, and nobody else is let in."""
-        code = ended(self.process)
-        self._orders.close()
-        with self._change:
-            self._over, left = True, self._flying
-            self._flying = {}
+    def _on_exit(self) -> None:
+        """The process has exited: end all requests and accept no more."""
+        exit_status = wait_for_exit(self.process)
+        self._commands.close()
+        with self._lock:
+            self._exited, in_flight = True, self._in_flight
+            self._in_flight = {}
             if not self._closing:
-                self._problem = f"the model's process has died ({code}); restart the server"
+                self._problem = f"the model's process has died ({exit_status}); restart the server"
         done = Done("cancelled", 0, "") if self._closing else Done("error", 0, "", self._problem)
         if not self._closing:
             warn(self._problem)
-        for number, deliver in left.items():
-            self._tell(number, deliver, TextChunk("", done=done))
+        for number, deliver in in_flight.items():
+            self._deliver(number, deliver, TextChunk("", done=done))
 
 
-def ended(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended that has let go of its line."""
+def wait_for_exit(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a process that has closed its socket; return its exit code or signal."""
     try:
-        code = process.wait(AFTER)
+        code = process.wait(EXIT_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         code = process.wait()
@@ -154,10 +157,10 @@ def ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def open_remote_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> RemoteScheduler:
-    """A checkpoint in the memory of a process of its own, ready for requests; what it refuses is refused here."""
+    """Start the model process and wait until it is ready; its user errors are raised here."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
-    line, theirs = new_socket_pair()
-    # What this process can import, and nothing that happens to lie in the folder it was started in.
+    worker, theirs = new_socket_pair()
+    # The child imports what this process imports, and nothing from the current folder.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
         process = subprocess.Popen(
@@ -166,33 +169,33 @@ def open_remote_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: S
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=STDERR,
-            start_new_session=True,  # a terminal's ctrl-C is for the one in front, who says when the model ends
+            start_new_session=True,  # ctrl-C reaches this process only, which then closes the worker
         )
     try:
-        asked = {
+        settings = {
             "folder": str(checkpoint.folder),
             "engine": engine.model_dump(mode="json"),
             "serve": serve.model_dump(mode="json"),
         }
-        line.send(asked)
-        told = line.receive()
+        worker.send(settings)
+        reply = worker.receive()
     except (EOFError, OSError):
-        raise _unopened(process) from None
+        raise _start_error(process) from None
     except BaseException:
         process.kill()
         process.wait()
         raise
-    if "refused" in told:
+    if "refused" in reply:
         process.wait()
-        raise TextmillError(told["refused"])
-    return RemoteScheduler(line, process, tokenizer, told["positions"], serve)
+        raise TextmillError(reply["refused"])
+    return RemoteScheduler(worker, process, tokenizer, reply["positions"], serve)
 
 
-def _unopened(process: subprocess.Popen[bytes]) -> TextmillError:
-    """Why there is no model: a bug, of which the process has told itself, or somebody ended it."""
-    how = ended(process)
+def _start_error(process: subprocess.Popen[bytes]) -> TextmillError:
+    """Return the error for a process that exited before it was ready; a bug has printed its own traceback."""
+    exit_status = wait_for_exit(process)
     if process.returncode >= 0:
         return AlreadyReported(EXIT_BUG)
     return TextmillError(
-        f"the model's process was ended by {how} while it was opening; see whether there is memory enough"
+        f"the model's process was killed by {exit_status} while it loaded the model; check that there is enough memory"
     )

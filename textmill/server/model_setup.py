@@ -1,4 +1,4 @@
-"""Opens the model that is served: its scheduler, its chat template, its name and the key."""
+"""Opens the model to serve: its scheduler, its chat template, its name and the API key."""
 
 from __future__ import annotations
 
@@ -13,40 +13,34 @@ from textmill.server.model_process import open_remote_scheduler
 from textmill.server.service import Scheduler, Service
 from textmill.tokens.chat_template import open_template
 
-KEY = "TEXTMILL_API_KEY"
-SHORTEST = 8
-"""Characters of a key at least."""
-Open = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
+KEY_VARIABLE = "TEXTMILL_API_KEY"
+MIN_KEY_LENGTH = 8
+OpenScheduler = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
 
 
 def open_service(
-    config: RunConfig, step: StepChoice = "latest", open_scheduler: Open = open_remote_scheduler
+    config: RunConfig, step: StepChoice = "latest", open_scheduler: OpenScheduler = open_remote_scheduler
 ) -> Service:
-    """The service of a config: the model, in a process of its own unless `open_scheduler` puts it elsewhere, and all a request needs."""
+    """Open the service of a config. By default the model runs in a process of its own."""
     serve, key = config.serve, read_api_key(config.serve)
     checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
     scheduler = open_scheduler(checkpoint, config.engine, serve)
-    return Service(
-        scheduler, serve, config.sample, serve.model_name or name_of(checkpoint), checkpoint.step, template, key
-    )
+    name = serve.model_name or find_model_name(checkpoint)
+    return Service(scheduler, serve, config.sample, name, checkpoint.step, template, key)
 
 
-def name_of(checkpoint: Checkpoint) -> str:
-    """A model's name: its run's folder, or its own."""
+def find_model_name(checkpoint: Checkpoint) -> str:
+    """Return the name of the run's folder, or of the model's own folder."""
     folder = checkpoint.folder.resolve()
-    parts = [
-        part
-        for part in (folder, *folder.parents)
-        if part.name and part.name != "run" and not part.name.startswith("step-")
-    ]
-    return parts[0].name if parts else "model"
+    names = [one.name for one in (folder, *folder.parents)]
+    return next((name for name in names if name and name != "run" and not name.startswith("step-")), "model")
 
 
 def read_api_key(serve: ServeConfig) -> str | None:
-    """The API key from the file or the environment; None: no key is asked."""
+    """Read the API key from the file or the environment; None if there is none."""
     if serve.key_file is None:
-        key, where = os.environ.get(KEY), f"the environment's {KEY}"
+        key, where = os.environ.get(KEY_VARIABLE), f"environment variable {KEY_VARIABLE}"
         if key is None:
             return None
     else:
@@ -57,6 +51,8 @@ def read_api_key(serve: ServeConfig) -> str | None:
             raise TextmillError(f"{where}: cannot be read; give a text file whose first line is the key") from None
         key = lines[0] if lines else ""
     key = key.strip()
-    if len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
-        raise TextmillError(f"{where}: is no key; give {SHORTEST} or more printable ASCII characters without a space")
+    if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise TextmillError(
+            f"{where}: is not a valid key; use {MIN_KEY_LENGTH} or more printable ASCII characters without spaces"
+        )
     return key

@@ -2,28 +2,28 @@
 
 const find = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens"];
-const KEPT = [...NUMBERS, "stop_text", "seed", "system"];
+const STORED = [...NUMBERS, "stop_text", "seed", "system"];
 const HINTS = {
   chat: ["Ask the model something.", "Who are you?", "Tell me a story.", "오늘 기분이 어때?"],
-  complete: ["Type the beginning of a text; the model goes on from it.", "Once upon a time", "The king said", "옛날 옛적에"],
+  complete: ["Type the beginning of a text; the model continues it.", "Once upon a time", "The king said", "옛날 옛적에"],
 };
 
 let model = null;
 let running = null;
 let messages = [];
 
-// The key stays in this tab; settings and the theme stay on this machine.
+// The key is stored in this tab; settings and the theme in this browser.
 const tab = {
-  get key() { try { return sessionStorage.getItem("textmill-key") || ""; } catch { return this.spare || ""; } },
-  set key(value) { try { sessionStorage.setItem("textmill-key", value); } catch { this.spare = value; } },
+  get key() { try { return sessionStorage.getItem("textmill-key") || ""; } catch { return this.fallback || ""; } },
+  set key(value) { try { sessionStorage.setItem("textmill-key", value); } catch { this.fallback = value; } },
 };
-function kept() { try { return JSON.parse(localStorage.getItem("textmill") || "{}"); } catch { return {}; } }
-function keep(more) { try { localStorage.setItem("textmill", JSON.stringify({ ...kept(), ...more })); } catch { /* nothing is kept then */ } }
+function loadStored() { try { return JSON.parse(localStorage.getItem("textmill") || "{}"); } catch { return {}; } }
+function store(more) { try { localStorage.setItem("textmill", JSON.stringify({ ...loadStored(), ...more })); } catch { /* storage is blocked */ } }
 
-function showTrouble(text, field) {
-  find("trouble").textContent = text;
-  find("trouble").hidden = !text;
-  for (const name of KEPT) find(name).setAttribute("aria-invalid", String(name === field));
+function showError(text, field) {
+  find("error").textContent = text;
+  find("error").hidden = !text;
+  for (const name of STORED) find(name).setAttribute("aria-invalid", String(name === field));
   if (find("more").contains(field && find(field))) find("more").open = true;
 }
 
@@ -35,47 +35,45 @@ async function call(path, options = {}) {
     reply = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer; it may have been stopped. What is here stays; try again when it is back.");
+    throw new Error("The server does not answer; it may have been stopped. Try again when it is back.");
   }
   if (reply.status === 401) {
     askKey(Boolean(tab.key));
-    throw new Error("The server asks for a key.");
+    throw new Error("The server needs an API key.");
   }
   if (!reply.ok) {
-    const told = await reply.json().catch(() => null);
-    throw Object.assign(new Error(told?.error?.message || `The server answered ${reply.status}.`), { code: told?.error?.code, field: told?.error?.param });
+    const error = (await reply.json().catch(() => null))?.error;
+    throw Object.assign(new Error(error?.message || `The server answered ${reply.status}.`), { code: error?.code, field: error?.param });
   }
   return reply;
 }
 
 function askKey(wrong) {
   const dialog = find("key-dialog");
-  find("key-told").textContent = wrong ? "That key is wrong; try another." : "It is kept in this tab only.";
+  find("key-note").textContent = wrong ? "That key is wrong; try another." : "It is stored in this tab only.";
   if (!dialog.open) dialog.showModal();
 }
 
 async function findModel() {
   try {
-    const told = await (await call("/v1/models")).json();
-    model = told.data[0];
-    find("model").textContent = model.id + (model.step ? `, step ${model.step.toLocaleString("en")}` : "") + `, ${model.max_model_len.toLocaleString("en")} tokens of context`;
+    model = (await (await call("/v1/models")).json()).data[0];
+    find("model").textContent = model.id + (model.step ? `, step ${model.step.toLocaleString("en")}` : "") + `, context of ${model.max_model_len.toLocaleString("en")} tokens`;
     find("mode-chat").disabled = !model.chat;
     find("mode-chat").parentElement.classList.toggle("missing", !model.chat);
     find("mode-chat").parentElement.title = model.chat ? "" : "This model has no chat template; it continues texts.";
-    const asked = kept().mode;
-    setMode(model.chat && asked !== "complete" ? "chat" : "complete");
+    setMode(model.chat && loadStored().mode !== "complete" ? "chat" : "complete");
     find("max_tokens").max = model.limits.max_tokens;
-    fill(kept().settings || {});
-    showTrouble("");
+    fill(loadStored().settings || {});
+    showError("");
   } catch (error) {
     find("model").textContent = "no model";
-    showTrouble(error.message);
+    showError(error.message);
   }
 }
 
-function fill(said) {
-  for (const name of NUMBERS) find(name).value = said[name] ?? model?.sample[name] ?? "";
-  for (const name of ["stop_text", "seed", "system"]) find(name).value = said[name] ?? "";
+function fill(values) {
+  for (const name of NUMBERS) find(name).value = values[name] ?? model?.sample[name] ?? "";
+  for (const name of ["stop_text", "seed", "system"]) find(name).value = values[name] ?? "";
   showNumbers();
 }
 
@@ -98,18 +96,18 @@ function newButton(text, click) {
   return button;
 }
 
-// What a visitor may begin with, as long as nothing is there.
+// Examples, shown while there is no text.
 function showHint() {
   if (find("turns").querySelector(".turn")) return;
-  const hint = document.createElement("div"), told = document.createElement("p"), [line, ...examples] = HINTS[mode()];
+  const hint = document.createElement("div"), intro = document.createElement("p"), [line, ...examples] = HINTS[mode()];
   hint.id = "hint";
-  told.textContent = line;
-  hint.append(told, ...examples.map((text) => newButton(text, () => { find("prompt").value = text; fit(); find("prompt").focus(); })));
+  intro.textContent = line;
+  hint.append(intro, ...examples.map((text) => newButton(text, () => { find("prompt").value = text; fitHeight(); find("prompt").focus(); })));
   find("turns").replaceChildren(hint);
 }
 
-// The box is as high as its text, also where the browser does not do that by itself.
-function fit() {
+// Makes the text box as high as its text, in browsers without field-sizing.
+function fitHeight() {
   const box = find("prompt");
   if (CSS.supports("field-sizing", "content")) return;
   box.style.height = "auto";
@@ -117,14 +115,14 @@ function fit() {
 }
 
 function settings() {
-  const said = {};
+  const values = {};
   for (const name of NUMBERS) {
     const value = find(name).value;
-    if (value !== "" && Number.isFinite(Number(value))) said[name] = Number(value);
+    if (value !== "" && Number.isFinite(Number(value))) values[name] = Number(value);
   }
-  if (find("seed").value !== "") said.seed = Number(find("seed").value);
-  if (find("stop_text").value) said.stop = [find("stop_text").value];
-  return said;
+  if (find("seed").value !== "") values.seed = Number(find("seed").value);
+  if (find("stop_text").value) values.stop = [find("stop_text").value];
+  return values;
 }
 
 function newTurn(kind, text) {
@@ -143,7 +141,7 @@ function toEnd(always) {
   if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
 }
 
-// Tokens that are parts of one character are shown together, once the character is whole; bytes that never make one are shown as such.
+// Tokens that form one character are shown together once it is complete; invalid bytes become replacement characters.
 class Tokens {
   constructor(turn) { this.turn = turn; this.decoder = new TextDecoder("utf-8", { ignoreBOM: true }); this.held = []; this.text = ""; }
 
@@ -155,18 +153,18 @@ class Tokens {
 
   put(text) {
     const span = document.createElement("span");
-    const chance = Math.exp(this.held.reduce((sum, token) => sum + token.logprob, 0));
-    span.className = `token ${chance > 0.8 ? "" : chance > 0.5 ? "p1" : chance > 0.2 ? "p2" : chance > 0.05 ? "p3" : "p4"}`;
+    const probability = Math.exp(this.held.reduce((sum, token) => sum + token.logprob, 0));
+    span.className = `token ${probability > 0.8 ? "" : probability > 0.5 ? "p1" : probability > 0.2 ? "p2" : probability > 0.05 ? "p3" : "p4"}`;
     span.textContent = text;
-    const likeliest = this.held.length === 1 ? this.held[0].top.map(([other, p]) => [other, Math.exp(p)]) : [];
-    const others = likeliest.filter(([other]) => other !== text);
-    span.tip = [[text, chance, true], ...others.map((one) => [...one, false])].sort((one, other) => other[1] - one[1]);
+    const mostLikely = this.held.length === 1 ? this.held[0].top.map(([other, p]) => [other, Math.exp(p)]) : [];
+    const others = mostLikely.filter(([other]) => other !== text);
+    span.tip = [[text, probability, true], ...others.map((one) => [...one, false])].sort((one, other) => other[1] - one[1]);
     this.turn.append(span);
     this.text += text;
     this.held = [];
   }
 
-  // The text decides: a stop string is no part of it, though its tokens came.
+  // Shows exactly the text: tokens of a stop string were received but are not part of it.
   end(text) {
     for (let over = this.text.length - text.length; over > 0 && this.turn.lastChild.className?.startsWith("token");) {
       const span = this.turn.lastChild, length = span.textContent.length;
@@ -178,32 +176,32 @@ class Tokens {
   }
 }
 
-function percent(chance) { return `${(100 * chance).toFixed(chance < 0.0995 ? 2 : 1)}%`; }
+function percent(probability) { return `${(100 * probability).toFixed(probability < 0.0995 ? 2 : 1)}%`; }
 
-function tokensOf(choice) {
+function readTokens(choice) {
   if (choice.logprobs?.content) {
     return choice.logprobs.content.map((one) => ({ bytes: one.bytes, logprob: one.logprob, top: one.top_logprobs.map((other) => [other.token, other.logprob]) }));
   }
-  const told = choice.logprobs;
-  if (!told?.tokens) return [];
-  return told.tokens.map((text, place) => ({ bytes: bytesOf(text), logprob: told.token_logprobs[place], top: Object.entries(told.top_logprobs[place] || {}) }));
+  const logprobs = choice.logprobs;
+  if (!logprobs?.tokens) return [];
+  return logprobs.tokens.map((text, index) => ({ bytes: readBytes(text), logprob: logprobs.token_logprobs[index], top: Object.entries(logprobs.top_logprobs[index] || {}) }));
 }
 
-function bytesOf(text) {
+function readBytes(text) {
   const parts = /^bytes:((?:\\x[0-9a-f]{2})+)$/.exec(text);
   return parts ? parts[1].slice(2).split("\\x").map((byte) => parseInt(byte, 16)) : [...new TextEncoder().encode(text)];
 }
 
-async function* eventsOf(reply) {
+async function* readEvents(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   while (true) {
     let part;
     try { part = await reader.read(); } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Error("The server went away in the middle of its answer.");
+      throw new Error("The server closed the connection before the text was complete.");
     }
-    if (part.done) throw new Error("The server went away in the middle of its answer.");
+    if (part.done) throw new Error("The server closed the connection before the text was complete.");
     held += part.value;
     const lines = held.split("\n\n");
     held = lines.pop();
@@ -223,16 +221,16 @@ function withSystem() {
   return [...(system ? [{ role: "system", content: system }] : []), ...messages];
 }
 
-// A talk that is longer than the model sees goes on without its oldest turns; whether it had to is told with the reply.
+// If the conversation is longer than the model's context, drops its oldest turns and tries again.
 async function post(path, body) {
-  const whole = [...messages];
-  for (let forgotten = false; ; forgotten = true) {
+  const before = [...messages];
+  for (let dropped = false; ; dropped = true) {
     try {
-      const asked = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: running.signal };
-      return { reply: await call(path, asked), forgotten };
+      const request = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: running.signal };
+      return { reply: await call(path, request), dropped };
     } catch (error) {
       if (error.code !== "context_length_exceeded" || !body.messages || messages.length < 3) {
-        messages = whole;
+        messages = before;
         throw error;
       }
       messages = messages.slice(2);
@@ -265,26 +263,26 @@ async function answer(text) {
   await follow(chat ? "/v1/chat/completions" : "/v1/completions", body, turn, chat);
 }
 
-// Another answer to the last question takes its place; another continuation stands beside the first.
-function again(turn, text) {
+// In a chat the new answer replaces the last one; a new continuation is added below.
+function regenerate(turn, text) {
   if (running) return;
   if (mode() === "chat") { messages.pop(); turn.remove(); }
   answer(text);
 }
 
 function addFoot(turn, note, text, given) {
-  const foot = document.createElement("div"), told = document.createElement("span");
+  const foot = document.createElement("div"), status = document.createElement("span");
   foot.className = "foot";
   foot.dir = "ltr";
-  told.className = "note";
-  told.textContent = note;
+  status.className = "note";
+  status.textContent = note;
   const copy = newButton("Copy", async () => {
     try { await navigator.clipboard.writeText(text); copy.textContent = "Copied"; } catch { getSelection().selectAllChildren(turn); }
   });
   for (const old of document.querySelectorAll(".again")) old.remove();
-  const more = newButton("Again", () => again(turn, given));
+  const more = newButton("Again", () => regenerate(turn, given));
   more.className = "again";
-  foot.append(told, copy, more);
+  foot.append(status, copy, more);
   turn.append(foot);
 }
 
@@ -293,34 +291,34 @@ async function follow(path, body, turn, chat) {
   let text = "", count = 0, first = 0, reason = "", note = "";
   running = new AbortController();
   setBusy(true, turn);
-  showTrouble("");
+  showError("");
   try {
-    const { reply, forgotten } = await post(path, body);
-    for await (const event of eventsOf(reply)) {
+    const { reply, dropped } = await post(path, body);
+    for await (const event of readEvents(reply)) {
       const choice = event.choices[0];
       if (!choice) { count = event.usage.completion_tokens; continue; }
       text += (chat ? choice.delta.content : choice.text) || "";
-      for (const token of tokensOf(choice)) { tokens.add(token); count += 1; first ||= performance.now(); }
+      for (const token of readTokens(choice)) { tokens.add(token); count += 1; first ||= performance.now(); }
       reason = choice.ended || choice.finish_reason || reason;
       showSpeed(count, first);
       toEnd(false);
     }
-    note = reason === "stop" ? "ended" : reason === "length" ? "as long as was asked" : reason;
-    if (forgotten) note += "; the talk is longer than the model sees, its oldest turns are forgotten";
+    note = reason === "stop" ? "ended" : reason === "length" ? "reached the maximum" : reason;
+    if (dropped) note += "; the conversation is longer than the model's context, its oldest turns were dropped";
   } catch (error) {
-    note = error.name === "AbortError" ? "stopped" : "broken off";
-    if (error.name !== "AbortError") showTrouble(error.message, error.field);
+    note = error.name === "AbortError" ? "stopped" : "failed";
+    if (error.name !== "AbortError") showError(error.message, error.field);
   }
   tokens.end(text);
   if (chat && text) messages.push({ role: "assistant", content: text });
   else if (chat) {
-    // What got no answer goes back to where it was typed.
+    // A message without an answer goes back to the text box.
     const unanswered = messages.pop().content;
     find("prompt").value ||= unanswered;
-    fit();
+    fitHeight();
     turn.previousElementSibling.remove();
   }
-  if (text || (note !== "broken off" && !chat)) addFoot(turn, `${count} tokens, ${note}`, (body.prompt ?? "") + text, body.prompt);
+  if (text || (note !== "failed" && !chat)) addFoot(turn, `${count} tokens, ${note}`, (body.prompt ?? "") + text, body.prompt);
   else turn.remove();
   showSpeed(count, first);
   setBusy(false, turn);
@@ -346,7 +344,7 @@ function clearAll() {
   find("turns").replaceChildren();
   showHint();
   find("speed").textContent = "";
-  showTrouble("");
+  showError("");
   find("prompt").focus();
 }
 
@@ -359,20 +357,20 @@ function showTip(event) {
   const token = event.target.closest?.(".token");
   tip.hidden = !token;
   if (!token) return;
-  tip.replaceChildren(...token.tip.map(([text, chance, chosen]) => {
+  tip.replaceChildren(...token.tip.map(([text, probability, chosen]) => {
     const row = document.createElement("div"), bar = document.createElement("i"), name = document.createElement("b");
     row.className = chosen ? "chosen" : "";
-    bar.style.width = `${Math.min(100 * chance, 100)}%`;
+    bar.style.width = `${Math.min(100 * probability, 100)}%`;
     name.textContent = text.startsWith("bytes:\\x") ? text.slice(6).replaceAll("\\x", " ").trim() : JSON.stringify(text);
-    row.append(bar, name, percent(chance));
+    row.append(bar, name, percent(probability));
     return row;
   }));
-  const place = token.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, Math.min(place.left, innerWidth - tip.offsetWidth - 4))}px`;
-  tip.style.top = `${place.bottom + tip.offsetHeight + 4 > innerHeight ? place.top - tip.offsetHeight - 4 : place.bottom + 4}px`;
+  const box = token.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.offsetWidth - 4))}px`;
+  tip.style.top = `${box.bottom + tip.offsetHeight + 4 > innerHeight ? box.top - tip.offsetHeight - 4 : box.bottom + 4}px`;
 }
 
-// On a narrow screen the settings lie over the text, until they are shut.
+// On a narrow screen the settings cover the text until they are closed.
 function showSettings(open) {
   find("settings").classList.toggle("open", open);
   find("show-settings").setAttribute("aria-expanded", String(open));
@@ -382,15 +380,15 @@ function send() {
   const text = find("prompt").value;
   if (running || (mode() === "chat" && !text.trim())) return;
   showSettings(false);
-  if (mode() === "chat") { find("prompt").value = ""; fit(); }
+  if (mode() === "chat") { find("prompt").value = ""; fitHeight(); }
   ask(text);
 }
 
-find("prompt").addEventListener("input", fit);
-find("shade").addEventListener("input", () => { document.body.classList.toggle("shaded", find("shade").checked); keep({ shade: find("shade").checked }); });
+find("prompt").addEventListener("input", fitHeight);
+find("shade").addEventListener("input", () => { document.body.classList.toggle("shaded", find("shade").checked); store({ shade: find("shade").checked }); });
 find("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 find("prompt").addEventListener("keydown", (event) => {
-  // While a character is being composed (Korean, Chinese, Japanese), Enter belongs to it.
+  // While an input method composes a character (Korean, Chinese, Japanese), Enter belongs to it.
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
 document.addEventListener("keydown", (event) => {
@@ -402,22 +400,22 @@ find("stop").addEventListener("click", () => running?.abort());
 find("clear").addEventListener("click", clearAll);
 find("theme").addEventListener("click", () => {
   setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-  keep({ theme: document.documentElement.dataset.theme });
+  store({ theme: document.documentElement.dataset.theme });
 });
 find("show-settings").addEventListener("click", () => showSettings(!find("settings").classList.contains("open")));
-find("talk").addEventListener("pointerdown", () => showSettings(false));
-find("reset").addEventListener("click", () => { keep({ settings: {} }); fill({}); });
+find("conversation").addEventListener("pointerdown", () => showSettings(false));
+find("reset").addEventListener("click", () => { store({ settings: {} }); fill({}); });
 find("settings").addEventListener("input", () => {
   showNumbers();
-  keep({ settings: Object.fromEntries(KEPT.map((name) => [name, find(name).value])) });
+  store({ settings: Object.fromEntries(STORED.map((name) => [name, find(name).value])) });
 });
 for (const input of document.querySelectorAll("input[name=mode]")) {
-  input.addEventListener("change", () => { setMode(input.value); keep({ mode: input.value }); clearAll(); });
+  input.addEventListener("change", () => { setMode(input.value); store({ mode: input.value }); clearAll(); });
 }
 find("key-dialog").addEventListener("close", () => { const key = find("key").value.trim(); if (key) { tab.key = key; findModel(); } });
 document.addEventListener("pointerover", showTip);
 find("turns").addEventListener("scroll", () => { find("tip").hidden = true; });
-find("shade").checked = Boolean(kept().shade);
+find("shade").checked = Boolean(loadStored().shade);
 document.body.classList.toggle("shaded", find("shade").checked);
-setTheme(kept().theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+setTheme(loadStored().theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
 findModel();

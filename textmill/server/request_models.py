@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI's clients send them, with a few fields more."""
+"""The JSON bodies of requests: OpenAI's fields and a few more."""
 
 from __future__ import annotations
 
@@ -9,74 +9,74 @@ from pydantic import BaseModel, ConfigDict, Field
 EXPECTED = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "a text or a list of texts",
-    "logprobs": "a whole number from 0 to 20 (completions) or true or false (chat)",
-    "messages": "a list of objects, each with a role (system, user, assistant) and a content that is text",
-    "logit_bias": "an object from token ids to numbers from -100 to 100",
+    "logprobs": "an integer from 0 to 20 (completions), or true or false (chat)",
+    "messages": "a list of objects, each with a role (system, user, assistant) and text content",
+    "logit_bias": "an object that maps token ids to numbers from -100 to 100",
 }
-"""What a field that admits several types wants, in words."""
+"""What a field with several types must be, for error messages."""
 
-Chance = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
-# A long list of the wrong kind is wrong at its first item: to say so for each would take seconds.
+# Stop at the first wrong item: reporting every item of a long list would take seconds.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A JSON object: strict about types, unknown fields refused."""
+    """A JSON object with strict types and no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the text."""
+    """Additional events of a stream."""
 
     include_usage: bool = False
-    """End with a chunk that counts the tokens."""
+    """End with a chunk that has the token counts."""
     include_obfuscation: bool = False
-    """Accepted, and not done."""
+    """Accepted and ignored."""
 
 
-class Sampling(Body):
-    """What completions and chat have in common; what is not said comes from the server's `sample` settings."""
+class SamplingBody(Body):
+    """Fields of completions and chat. What is not set comes from the server's `sample` settings."""
 
     model: str | None = Field(None, max_length=500)
-    """The model's name, as /v1/models has it."""
+    """The model's name, as in /v1/models."""
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    """0: always the likeliest token; higher: bolder."""
-    top_p: Chance | None = None
-    """Choose among the likeliest tokens that together reach this probability."""
+    """0: always the most likely token; higher: more random."""
+    top_p: Probability | None = None
+    """Nucleus sampling: sample from the fewest most likely tokens whose probabilities add up to this."""
     top_k: int | None = Field(None, ge=0, lt=2**31)
-    """Choose among the k likeliest tokens only; 0: no limit."""
-    min_p: Chance | None = None
-    """Leave out tokens below this share of the likeliest one's probability."""
-    typical_p: Chance | None = None
-    """Choose among the most typical tokens that together reach this probability."""
+    """Sample from the k most likely tokens only; 0: no limit."""
+    min_p: Probability | None = None
+    """Exclude tokens less likely than this fraction of the most likely token's probability."""
+    typical_p: Probability | None = None
+    """Typical sampling: sample from the most typical tokens whose probabilities add up to this."""
     repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
-    """Above 1: tokens already there become less likely."""
+    """Above 1: tokens that are already in the text become less likely."""
     presence_penalty: Penalty | None = None
-    """Taken from the score of every token already there."""
+    """Subtracted from the logit of every token that is already in the new text."""
     frequency_penalty: Penalty | None = None
-    """Taken from the score of a token for every time it is there."""
+    """Subtracted from the logit of a token for each time it is in the new text."""
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
-    """Added to the scores of these token ids."""
+    """Added to the logits of these token ids."""
     min_tokens: int | None = Field(None, ge=0)
-    """No end of text before this many new tokens."""
+    """The text cannot end before this many new tokens."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    """The same seed gives the same text; a new one each time if not said."""
+    """The same seed gives the same text; random if not set."""
     n: int | None = Field(None, ge=1)
-    """Texts for each prompt, with seeds counted on from `seed`."""
+    """Texts per prompt; their seeds count up from `seed`."""
     stop: str | Texts | None = None
     """The text ends before the first of these."""
     stop_token_ids: Ids | None = None
-    """More tokens that end the text."""
+    """Additional tokens that end the text."""
     stream: bool | None = None
-    """Send the text as it comes, as server-sent events."""
+    """Stream the text as server-sent events."""
     stream_options: StreamOptions | None = None
     user: Any = None
-    """Accepted and not used, as are the next five: no text depends on them."""
+    """Accepted and ignored, as are the next five fields."""
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
@@ -84,21 +84,21 @@ class Sampling(Body):
     prompt_cache_key: Any = None
 
 
-class CompletionBody(Sampling):
+class CompletionBody(SamplingBody):
     """A text to continue."""
 
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     max_tokens: int | None = Field(None, ge=0)
-    """New tokens at most; 0 with `echo` only judges the prompt."""
+    """Maximum number of new tokens; 0 with `echo` only scores the prompt."""
     echo: bool | None = None
-    """Begin with the prompt itself, with its log-probabilities where they are asked."""
+    """Include the prompt in the text, and its tokens in `logprobs`."""
     logprobs: int | None = Field(None, ge=0, le=20)
-    """So many likeliest tokens and their log-probabilities at each place, and the chosen one's."""
+    """Number of most likely tokens to return with their log-probabilities at each position."""
     best_of: int | None = Field(None, ge=1)
-    """Only the value of `n`."""
+    """Must equal `n`."""
     suffix: None = None
-    """Not supported: a text that stands behind what is filled in."""
+    """Not supported."""
 
 
 class TextPart(Body):
@@ -109,12 +109,12 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One turn of a conversation; an answer can be sent back as it came."""
+    """One message of a conversation; a reply's message can be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     type: Literal["text"] | None = None
-    """As lm-evaluation-harness has written it."""
+    """Sent by lm-evaluation-harness."""
     refusal: None = None
     annotations: list[None] | None = Field(None, max_length=0)
     audio: None = None
@@ -124,33 +124,33 @@ class Message(Body):
 
 
 class TextFormat(Body):
-    """The one format of replies."""
+    """The only reply format."""
 
     type: Literal["text"] = "text"
 
 
-class ChatBody(Sampling):
+class ChatBody(SamplingBody):
     """A conversation to answer."""
 
     messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
-    """The conversation so far, the oldest turn first."""
+    """The conversation so far, oldest message first."""
     max_tokens: int | None = Field(None, ge=1)
-    """New tokens at most."""
+    """Maximum number of new tokens."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """The same, by its newer name."""
+    """The newer name of `max_tokens`."""
     logprobs: bool | None = None
-    """Tell each new token's log-probability."""
+    """Return each new token's log-probability."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    """So many likeliest tokens at each place, with `logprobs`."""
+    """Number of most likely tokens to return at each position; needs `logprobs`."""
     response_format: TextFormat | None = None
-    """Text is the one format."""
+    """Only text is supported."""
     modalities: list[Literal["text"]] | None = None
-    """Text is the one way to answer."""
+    """Only text is supported."""
     tool_choice: Literal["none", "auto"] | None = None
-    """Accepted and not used, as is `parallel_tool_calls`: there are no tools to choose from."""
+    """Accepted and ignored, as is `parallel_tool_calls`: there are no tools."""
     parallel_tool_calls: bool | None = None
     tools: None = None
-    """Not supported, nor are the next seven."""
+    """Not supported, like the next seven fields."""
     functions: None = None
     function_call: None = None
     audio: None = None
@@ -161,26 +161,29 @@ class ChatBody(Sampling):
 
 
 class TokenizeBody(Body):
-    """A text to cut into tokens; nothing is added to it."""
+    """A text to tokenize; no special tokens are added."""
 
     text: str | None = None
     prompt: str | None = None
-    """The same as lm-evaluation-harness asks it: special tokens that stand in the text are read as such."""
+    """Like `text`, but special tokens in it are recognised; used by lm-evaluation-harness."""
     add_special_tokens: bool | None = None
-    """Accepted, and not done."""
+    """Accepted and ignored."""
 
 
 class DetokenizeBody(Body):
-    """Tokens to join to a text."""
+    """Token ids to decode."""
 
     tokens: Ids
 
 
 BODIES: dict[str, type[Body]] = {
-    "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody,
-}  # fmt: skip
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 
 
 def known_fields(path: str) -> list[str]:
-    """The fields that a place's body may have."""
+    """Return the field names of a path's body."""
     return list(BODIES[path].model_fields) if path in BODIES else []

@@ -1,19 +1,19 @@
-"""The routes that answer with text and tokens: OpenAI's, and the ones of the systems before."""
+"""The API routes: OpenAI's, /generate, and those of the tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from textmill.server.chat_replies import ChatReply, chat_prompt, stop_ids_of
+from textmill.server.chat_replies import ChatReply, get_stop_ids, read_chat_prompt
 from textmill.server.completion_replies import CompletionReply
 from textmill.server.error_replies import HttpError
-from textmill.server.in_flight import InFlightRequest, finish, start
+from textmill.server.in_flight import InFlightRequest, start_request, wait_for_texts
 from textmill.server.json_routes import JsonRoute, post
 from textmill.server.request_checks import (
     LONG_TEXT,
@@ -23,78 +23,82 @@ from textmill.server.request_checks import (
     completion_requests,
     decode,
     encode,
-    prompt_of,
-    prompts_of,
+    read_prompt,
+    read_prompts,
 )
 from textmill.server.request_models import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
 from textmill.server.service import Service
-from textmill.server.sse import EventStream, written
+from textmill.server.sse import EventStream, to_json_bytes
 
-WRITER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-NOT_KEPT = {"Cache-Control": "no-cache,no-store,must-revalidate"}
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+NO_CACHE = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 
 
 def new_routes(service: Service) -> tuple[APIRouter, list[JsonRoute]]:
-    """The routes of one service, and those among them that take a body."""
+    """Return the routes of one service, and those of them that have a JSON body."""
     routes = APIRouter()
-    _add_texts(routes, service)
-    _add_tokens(routes, service)
+    _add_generation(routes, service)
+    _add_tokenizer(routes, service)
+    _add_models(routes, service)
     return routes, [route for route in routes.routes if isinstance(route, JsonRoute)]
 
 
-def _add_texts(routes: APIRouter, service: Service) -> None:
+def _add_generation(routes: APIRouter, service: Service) -> None:
     @post(routes, "/v1/completions")
     async def complete(body: CompletionBody, http: Request) -> Response:
         """Continue a text."""
         check_model(service, body.model)
-        prompts = await prompts_of(service, body)
+        prompts = await read_prompts(service, body)
         requests = completion_requests(service, body, prompts)
-        _note_prompt(service, http, lambda: [prompt.text for prompt in prompts])
-        flight = start(service, requests, streamed=bool(body.stream))
-        return await _answer(service, http, flight, CompletionReply(service, body, prompts), bool(body.stream))
+        _log_prompts(service, http, lambda: [prompt.text for prompt in prompts])
+        in_flight = start_request(service, requests, streamed=bool(body.stream))
+        return await _answer(service, http, in_flight, CompletionReply(service, body, prompts), bool(body.stream))
 
     @post(routes, "/v1/chat/completions")
     async def chat(body: ChatBody, http: Request) -> Response:
         """Answer a conversation."""
         check_model(service, body.model)
-        prompt = await chat_prompt(service, body.messages)
-        requests = chat_requests(service, body, prompt, stop_ids_of(service))
-        _note_prompt(service, http, lambda: [prompt.text])
-        flight = start(service, requests, streamed=bool(body.stream))
-        return await _answer(service, http, flight, ChatReply(service, body, prompt), bool(body.stream))
+        prompt = await read_chat_prompt(service, body.messages)
+        requests = chat_requests(service, body, prompt, get_stop_ids(service))
+        _log_prompts(service, http, lambda: [prompt.text])
+        in_flight = start_request(service, requests, streamed=bool(body.stream))
+        return await _answer(service, http, in_flight, ChatReply(service, body, prompt), bool(body.stream))
 
     @routes.get("/generate", response_model=None)
     async def generate(http: Request, sentence: str | None = None) -> Response:
-        """Continue a sentence, or answer it where the model was trained on conversations; settings are the server's."""
+        """Continue a sentence, or answer it with a chat model, using the server's sampling settings."""
         if sentence is None:
-            raise HttpError(400, "sentence: is missing; ask /generate?sentence=TEXT", field="sentence")
+            raise HttpError(400, "sentence: is missing; use /generate?sentence=TEXT", field="sentence")
         return await _generate(service, http, sentence)
 
 
-def _add_tokens(routes: APIRouter, service: Service) -> None:
+def _add_tokenizer(routes: APIRouter, service: Service) -> None:
     @post(routes, "/tokenize")
     async def tokenize(body: TokenizeBody, _: Request) -> Response:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         text = body.prompt if body.text is None else body.text
         if text is None or (body.text is not None and body.prompt is not None):
-            raise HttpError(400, "text: is missing, or there is a prompt too; give one of them", field="text")
-        parts = [text] if body.prompt is None else service.pieces.parts_of(text)
+            raise HttpError(400, "text: send either text or prompt", field="text")
+        parts = [text] if body.prompt is None else service.token_texts.split_special_tokens(text)
         ids = [
             id_ for part in parts for id_ in ([part] if isinstance(part, int) else await encode(service, part, "text"))
         ]
-        content = _told(service, ids) if len(ids) < LONG_TEXT else await asyncio.to_thread(_told, service, ids)
+        if len(ids) < LONG_TEXT:
+            content = _tokens_json(service, ids)
+        else:
+            content = await asyncio.to_thread(_tokens_json, service, ids)
         return Response(content, media_type="application/json")
 
     @post(routes, "/detokenize")
     async def detokenize(body: DetokenizeBody, _: Request) -> Response:
-        """The text of tokens."""
+        """Return the text of token ids."""
         check_ids(service, body.tokens, "tokens")
         text = await decode(service, body.tokens)
         return JSONResponse({"text": text, "prompt": text})
 
     @routes.get("/tokenizer_info", response_model=None)
     async def tokenizer_info() -> Response:
-        """The tokenizer's special tokens and its chat template, as lm-evaluation-harness asks for them."""
+        """Return the special tokens and the chat template, as lm-evaluation-harness expects them."""
         tokenizer = service.scheduler.tokenizer
         roles = {role: tokenizer.roles.get(role) for role in ("bos_token", "pad_token", "unk_token")}
         template = None if service.template is None else service.template.jinja
@@ -102,65 +106,66 @@ def _add_tokens(routes: APIRouter, service: Service) -> None:
             {**roles, "eos_token": tokenizer.inner.id_to_token(tokenizer.end), "chat_template": template}
         )
 
+
+def _add_models(routes: APIRouter, service: Service) -> None:
     @routes.get("/v1/models", response_model=None)
     async def models() -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [service.facts()]})
+        """List the served model."""
+        return JSONResponse({"object": "list", "data": [service.model_info()]})
 
     @routes.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
-        """One model."""
+        """Describe one model."""
         check_model(service, name)
-        return JSONResponse(service.facts())
+        return JSONResponse(service.model_info())
 
 
-def _told(service: Service, ids: list[int]) -> bytes:
-    """Tokens with their pieces, written bit by bit: all at once would keep every other thread from its work."""
-    tree = {"tokens": ids, "pieces": [service.pieces.text_of(id_) for id_ in ids], "count": len(ids)}
-    return "".join(WRITER.iterencode({**tree, "max_model_len": service.scheduler.positions})).encode()
+def _tokens_json(service: Service, ids: list[int]) -> bytes:
+    """Return tokens and their texts as JSON. iterencode lets other threads run; encoding all at once would not."""
+    fields = {"tokens": ids, "pieces": [service.token_texts.get_text(id_) for id_ in ids], "count": len(ids)}
+    return "".join(ENCODER.iterencode({**fields, "max_model_len": service.scheduler.positions})).encode()
 
 
 async def _answer(
-    service: Service, http: Request, flight: InFlightRequest, reply: CompletionReply | ChatReply, streamed: bool
+    service: Service, http: Request, in_flight: InFlightRequest, reply: CompletionReply | ChatReply, streamed: bool
 ) -> Response:
-    def account() -> None:
-        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, flight.seconds())
-        http.scope["told"].update(
+    def count() -> None:
+        service.metrics.add_texts(reply.prompt_tokens, reply.new_tokens, in_flight.seconds())
+        http.scope["log_fields"].update(
             prompt_tokens=reply.prompt_tokens, new_tokens=reply.new_tokens, ended=",".join(reply.reasons)
         )
 
     if streamed:
 
-        def end() -> Any:
-            account()
-            return reply.end()
+        def last_chunks() -> Iterator[dict[str, Any]]:
+            count()
+            return reply.last_chunks()
 
-        return EventStream(service, flight, reply.chunk_head, reply.begin(), reply.step, end)
-    tree = reply.whole(await finish(service, http, flight))
-    account()
-    return Response(written(tree), media_type="application/json")
+        return EventStream(service, in_flight, reply.chunk_head, reply.first_chunks(), reply.next_chunks, last_chunks)
+    body = reply.build(await wait_for_texts(service, http, in_flight))
+    count()
+    return Response(to_json_bytes(body), media_type="application/json")
 
 
 async def _generate(service: Service, http: Request, sentence: str) -> Response:
     if service.template is not None:
-        prompt = await chat_prompt(service, [Message(role="user", content=sentence)])
-        requests = chat_requests(
-            service, ChatBody(messages=[Message(role="user", content=sentence)]), prompt, stop_ids_of(service)
-        )
-        said = ""
+        body = ChatBody(messages=[Message(role="user", content=sentence)])
+        prompt = await read_chat_prompt(service, body.messages)
+        requests = chat_requests(service, body, prompt, get_stop_ids(service))
+        start = ""
     else:
-        prompt = await prompt_of(service, sentence, "sentence")
+        prompt = await read_prompt(service, sentence, "sentence")
         requests = completion_requests(service, CompletionBody(prompt=sentence), [prompt])
-        said = sentence
-    _note_prompt(service, http, lambda: [sentence])
-    flight = start(service, requests, streamed=False)
-    text = (await finish(service, http, flight))[0]
+        start = sentence
+    _log_prompts(service, http, lambda: [sentence])
+    in_flight = start_request(service, requests, streamed=False)
+    text = (await wait_for_texts(service, http, in_flight))[0]
     assert text.done is not None
-    service.metrics.add_texts(len(prompt.ids), text.done.tokens, flight.seconds())
-    http.scope["told"].update(prompt_tokens=len(prompt.ids), new_tokens=text.done.tokens, ended=text.done.reason)
-    return JSONResponse({"input": sentence, "response": said + text.text}, headers=NOT_KEPT)
+    service.metrics.add_texts(len(prompt.ids), text.done.tokens, in_flight.seconds())
+    http.scope["log_fields"].update(prompt_tokens=len(prompt.ids), new_tokens=text.done.tokens, ended=text.done.reason)
+    return JSONResponse({"input": sentence, "response": start + text.text}, headers=NO_CACHE)
 
 
-def _note_prompt(service: Service, http: Request, prompts: Callable[[], list[str]]) -> None:
+def _log_prompts(service: Service, http: Request, prompts: Callable[[], list[str]]) -> None:
     if service.config.log_prompts:
-        http.scope["told"]["prompts"] = prompts()
+        http.scope["log_fields"]["prompts"] = prompts()

@@ -1,4 +1,4 @@
-"""Service: the model behind the server, its limits and what was counted; what every route works with."""
+"""The service: a model with its scheduler, limits and metrics, which every route uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
 class Scheduler(Protocol):
-    """What the server asks of the model's side: `server.remote.RemoteScheduler`, or `generation.parts.ChunkingScheduler` in the same process."""
+    """What the server needs: `model_process.RemoteScheduler`, or `text_chunks.ChunkingScheduler` in this process."""
 
     vocab: int
     positions: int
@@ -27,36 +27,36 @@ class Scheduler(Protocol):
     def submit(
         self, request: Request, deliver: DeliverChunk, deadline: float | None = None, streamed: bool = False
     ) -> int:
-        """Queue a request; its text comes in one part, or in many if it is streamed."""
+        """Queue a request; its text is delivered in one chunk, or in many if it is streamed."""
         ...
 
     def cancel(self, number: int) -> None:
-        """End a request at the next step."""
+        """End a request before the next step."""
         ...
 
     def stats(self) -> dict[str, int | float]:
-        """What runs, waits and was done."""
+        """Return the counts for /metrics."""
         ...
 
-    def problem(self, patience: float) -> str:
-        """What is wrong with the model; empty: nothing."""
+    def problem(self, max_step_seconds: float) -> str:
+        """Describe what is wrong with the model; empty if nothing is."""
         ...
 
     def close(self, grace: float) -> None:
-        """Finish what runs, then end."""
+        """Accept nothing more, let running requests finish, then stop."""
         ...
 
 
 class Template(Protocol):
-    """How a conversation becomes the prompt of a model that was trained on such."""
+    """A chat template: turns a conversation into a prompt."""
 
     @property
     def jinja(self) -> str:
-        """The same as transformers writes it."""
+        """The template in Jinja, as transformers stores it."""
         ...
 
     def render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-        """The conversation as token ids, ready for the assistant's turn where that is asked."""
+        """Return the conversation's token ids, with the start of the assistant's turn if requested."""
         ...
 
 
@@ -67,46 +67,48 @@ class Service:
     scheduler: Scheduler
     config: ServeConfig
     sample: SampleConfig
-    """What a request leaves unsaid."""
+    """Defaults for what a request leaves out."""
     name: str
     step: int = 0
     template: Template | None = None
     key: str | None = None
     stopping: bool = False
     metrics: Metrics = field(default_factory=Metrics)
-    mail: WakeupQueue = field(default_factory=WakeupQueue)
+    wakeups: WakeupQueue = field(default_factory=WakeupQueue)
     created: int = field(default_factory=lambda: int(time.time()))
-    pieces: TokenTexts = field(init=False)
+    token_texts: TokenTexts = field(init=False)
     longest_text: float = field(init=False)
-    """Characters that a prompt can have at all: the longest token, as often as there is room."""
+    """Upper bound of a prompt's characters: the longest token, as often as the context allows."""
 
     def __post_init__(self) -> None:
-        self.pieces, inner = TokenTexts(self.scheduler.tokenizer), self.scheduler.tokenizer.inner
-        # A normalizer may take characters away before they become tokens.
+        self.token_texts, inner = TokenTexts(self.scheduler.tokenizer), self.scheduler.tokenizer.inner
+        # With a normalizer there is no bound, because it may remove characters.
         longest = math.inf if inner.normalizer else max(map(len, inner.get_vocab()))
         self.longest_text = self.longest_prompt * longest
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt may have: one less than the model sees."""
+        """Tokens that a prompt may have: at most one less than the context."""
         return min(self.config.max_prompt or self.scheduler.positions, self.scheduler.positions - 1)
 
-    def facts(self) -> dict[str, Any]:
-        """The model as /v1/models tells it."""
-        told = self.sample.model_dump(exclude={"prompt", "prompts_file", "count", "seed", "slide_context"})
-        told |= {"prompts": self.sample.prompts_file, "slide": self.sample.slide_context}  # the API keeps its names
+    def model_info(self) -> dict[str, Any]:
+        """Return the model's entry in /v1/models."""
+        sample = self.sample.model_dump(exclude={"prompt", "prompts_file", "count", "seed", "slide_context"})
+        # The API keeps the fields' old names.
+        sample |= {"prompts": self.sample.prompts_file, "slide": self.sample.slide_context}
+        limits = {"max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt}
         return {
-            "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill", "max_model_len": self.scheduler.positions,
-            "step": self.step, "vocab": self.scheduler.vocab, "chat": self.template is not None, "sample": told,
-            "limits": {"max_tokens": self.config.max_tokens, "n": self.config.max_choices, "prompt": self.longest_prompt},
+            "id": self.name, "object": "model", "created": self.created, "owned_by": "textmill",
+            "max_model_len": self.scheduler.positions, "step": self.step, "vocab": self.scheduler.vocab,
+            "chat": self.template is not None, "sample": sample, "limits": limits,
         }  # fmt: skip
 
     def problem(self) -> str:
-        """What is wrong with the model, in words; empty: nothing."""
+        """Describe what is wrong with the model; empty if nothing is."""
         return self.scheduler.problem(self.config.step_timeout)
 
-    def wait_of(self) -> int:
-        """Seconds after which a refused client may try again: what waits, at the rate of the last requests."""
+    def retry_after(self) -> int:
+        """Estimate the seconds until a refused client should try again, from the queue and recent request times."""
         stats = self.scheduler.stats()
-        turns = (stats["waiting"] + stats["active"]) / max(stats["slots"], 1)
-        return max(1, min(60, math.ceil(turns * self.metrics.mean_seconds())))
+        rounds = (stats["waiting"] + stats["active"]) / max(stats["slots"], 1)
+        return max(1, min(60, math.ceil(rounds * self.metrics.mean_seconds())))

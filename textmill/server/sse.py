@@ -1,4 +1,4 @@
-"""EventStream: texts sent as server-sent events while they are made, and ended with a word whatever happens."""
+"""Streams texts to a client as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,91 +13,103 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from textmill.server.error_replies import HttpError, error_body
-from textmill.server.in_flight import Event, InFlightRequest, left
+from textmill.server.in_flight import IndexedChunk, InFlightRequest, wait_for_disconnect
 from textmill.server.service import Service
 
-STALLED = 60.0
-"""Seconds that a client may leave a sent event unread."""
+STALLED_SECONDS = 60.0
+"""How long a client may leave an event unread."""
 
-Tree = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class EventStream(Response):
-    """A response that follows a flight: `begin` gives the first chunks, `step` those of what has come, `end` the last.
+    """Streams an in-flight request: the first chunks, those of new text, the last chunks, then `[DONE]`.
 
-    Every chunk begins with `head`, which is written out once.
+    Every chunk starts with the fields of `head`, which are encoded once.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: Service, flight: InFlightRequest, head: Tree, begin: Iterable[Tree], step: Callable[[list[Event]], Iterable[Tree]],
-        end: Callable[[], Iterable[Tree]],
-    ) -> None:  # fmt: skip
+        self,
+        service: Service,
+        in_flight: InFlightRequest,
+        head: JsonObject,
+        first_chunks: Iterable[JsonObject],
+        next_chunks: Callable[[list[IndexedChunk]], Iterable[JsonObject]],
+        last_chunks: Callable[[], Iterable[JsonObject]],
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.service, self.flight, self.begin, self.step, self.end = service, flight, begin, step, end
-        self.head = written(head).removesuffix(b"}") + b","
-        self.putting = math.inf
-        """Since when the client has been sent something that it makes no room for; a timer an event would cost as much as the event."""
+        self.service, self.in_flight = service, in_flight
+        self.first_chunks, self.next_chunks, self.last_chunks = first_chunks, next_chunks, last_chunks
+        self.head = to_json_bytes(head).removesuffix(b"}") + b","
+        self.send_started = math.inf
+        """When the current send started. It blocks while the client does not read (backpressure).
+
+        One check every 15 s replaces a timer per event, which would cost as much as the event.
+        """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; a client that leaves ends the texts."""
-        sent, gone = asyncio.create_task(self._send(send)), asyncio.create_task(left(receive))
+        """Send the events; cancel the texts if the client disconnects or stops reading."""
+        sender = asyncio.create_task(self._send_all(send))
+        disconnect = asyncio.create_task(wait_for_disconnect(receive))
+        tasks, every = {sender, disconnect}, STALLED_SECONDS / 4
         try:
-            while not (await asyncio.wait({sent, gone}, timeout=STALLED / 4, return_when=asyncio.FIRST_COMPLETED))[0]:
-                if time.monotonic() - self.putting > STALLED:
+            while not (await asyncio.wait(tasks, timeout=every, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if time.monotonic() - self.send_started > STALLED_SECONDS:
                     break
-            if not sent.done():
-                self.service.metrics.left += 1
-                scope.setdefault("told", {})["ended"] = "left"
-            elif isinstance(error := sent.exception(), OSError):
-                scope.setdefault("told", {})["ended"] = "left"
+            if not sender.done():
+                self.service.metrics.disconnects += 1
+                scope.setdefault("log_fields", {})["ended"] = "left"
+            elif isinstance(error := sender.exception(), OSError):
+                scope.setdefault("log_fields", {})["ended"] = "left"
             elif error is not None:
                 raise error
         finally:
-            sent.cancel()
-            gone.cancel()
-            if self.flight.ended < len(self.flight.numbers):
-                self.flight.cancel()
+            sender.cancel()
+            disconnect.cancel()
+            if self.in_flight.ended < len(self.in_flight.numbers):
+                self.in_flight.cancel()
 
-    async def _send(self, send: Send) -> None:
-        async def put(data: bytes, more: bool = True) -> None:
-            self.putting = time.monotonic()
+    async def _send_all(self, send: Send) -> None:
+        async def send_data(data: bytes, more: bool = True) -> None:
+            self.send_started = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": more})
-            self.putting = math.inf
+            self.send_started = math.inf
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await put(_lines(self.begin, self.head))
+        await send_data(_format_events(self.first_chunks, self.head))
         first = True
         try:
-            async for come in self.flight.events():
-                if not come:  # so that nothing between takes the line for dead
-                    await put(b": waiting\n\n")
+            async for received in self.in_flight.chunks():
+                if not received:  # a keep-alive comment, so that no proxy closes the connection
+                    await send_data(b": waiting\n\n")
                     continue
                 if first:
                     first = False
-                    self.service.metrics.first.add(self.flight.seconds())
-                await put(_lines(self.step(come), self.head) + _lines(self._troubles(come)))
-        except HttpError as refusal:
-            await put(_lines([error_body(refusal.status, refusal.message, code=refusal.code)]))
-        await put(_lines(self.end(), self.head) + b"data: [DONE]\n\n", more=False)
+                    self.service.metrics.first_token.add(self.in_flight.seconds())
+                events = _format_events(self.next_chunks(received), self.head)
+                await send_data(events + _format_events(self._find_errors(received)))
+        except HttpError as error:
+            await send_data(_format_events([error_body(error.status, error.message, code=error.code)]))
+        await send_data(_format_events(self.last_chunks(), self.head) + b"data: [DONE]\n\n", more=False)
 
-    def _troubles(self, come: list[Event]) -> Iterable[Tree]:
-        """What a client must know besides the text: the model failed, or the server is stopping."""
-        for done in [part.done for _, part in come if part.done is not None]:
+    def _find_errors(self, received: list[IndexedChunk]) -> Iterable[JsonObject]:
+        """Yield an error event if the model failed or the server is stopping."""
+        for done in [chunk.done for _, chunk in received if chunk.done is not None]:
             if done.reason == "error":
-                yield error_body(500, done.message or "the model failed; the server's log says how", code="model_error")
+                yield error_body(500, done.message or "the model failed; see the server's log", code="model_error")
             elif done.reason == "cancelled":
                 yield error_body(503, "the server is stopping; the text was ended early", code="stopping")
             elif done.reason == "timeout":
                 self.service.metrics.timeouts += 1
 
 
-def written(tree: Tree) -> bytes:
-    """An object as JSON, which has no words for what is no number."""
-    return to_json(tree, inf_nan_mode="null")
+def to_json_bytes(value: JsonObject) -> bytes:
+    """Encode an object as JSON; NaN and infinity become null."""
+    return to_json(value, inf_nan_mode="null")
 
 
-def _lines(trees: Iterable[Tree], head: bytes = b"{") -> bytes:
-    return b"".join([b"data: %b%b\n\n" % (head, written(tree)[1:]) for tree in trees])
+def _format_events(objects: Iterable[JsonObject], head: bytes = b"{") -> bytes:
+    return b"".join([b"data: %b%b\n\n" % (head, to_json_bytes(one)[1:]) for one in objects])

@@ -1,4 +1,4 @@
-"""TokenTexts: single tokens as text and as bytes, for replies that tell them one by one."""
+"""The text and bytes of single tokens, for log-probabilities and /tokenize."""
 
 from __future__ import annotations
 
@@ -8,56 +8,59 @@ from functools import lru_cache
 
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+"""SentencePiece's character for a space."""
 
 
 class TokenTexts:
-    """A tokenizer's single tokens."""
+    """Looks up the text and bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.inner.get_added_tokens_decoder()
         self.added = set(added)
-        self.marks = {token.content: id_ for id_, token in added.items() if token.special}
-        self.letters = _letters() if type(tokenizer.inner.decoder).__name__ == "ByteLevel" else None
-        self.bytes_of = lru_cache(maxsize=100_000)(self._bytes_of)
+        self.special_ids = {token.content: id_ for id_, token in added.items() if token.special}
+        is_byte_level = type(tokenizer.inner.decoder).__name__ == "ByteLevel"
+        self.byte_letters = _byte_level_alphabet() if is_byte_level else None
+        self.get_bytes = lru_cache(maxsize=100_000)(self._find_bytes)
 
-    def _bytes_of(self, id_: int) -> bytes:
-        """The bytes of one token; an id without a token has none."""
-        piece: str | None = self.tokenizer.inner.id_to_token(id_)
-        if piece is None:
+    def _find_bytes(self, id_: int) -> bytes:
+        """Return the bytes of one token; empty for an unused id."""
+        token: str | None = self.tokenizer.inner.id_to_token(id_)
+        if token is None:
             return b""
         if id_ in self.added:
-            return piece.encode()
-        if self.letters is not None and all(letter in self.letters for letter in piece):
-            return bytes(self.letters[letter] for letter in piece)
-        if byte := BYTE.fullmatch(piece):
+            return token.encode()
+        if self.byte_letters is not None and all(letter in self.byte_letters for letter in token):
+            return bytes(self.byte_letters[letter] for letter in token)
+        if byte := BYTE_TOKEN.fullmatch(token):
             return bytes([int(byte[1], 16)])
-        if "\N{LOWER ONE EIGHTH BLOCK}" in piece:
-            return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+        if SPACE_MARK in token:
+            return token.replace(SPACE_MARK, " ").encode()
         return self.tokenizer.decode([id_]).encode()
 
-    def parts_of(self, text: str) -> Iterator[str | int]:
-        """A text, cut where a special token stands in it; that token as its id."""
-        if not self.marks:
+    def split_special_tokens(self, text: str) -> Iterator[str | int]:
+        """Split a text at its special tokens; yield the texts between them, and the ids of the special tokens."""
+        if not self.special_ids:
             yield text
             return
-        marks = sorted(map(re.escape, self.marks), key=len, reverse=True)
-        for part in re.split(f"({'|'.join(marks)})", text):
+        patterns = sorted(map(re.escape, self.special_ids), key=len, reverse=True)
+        for part in re.split(f"({'|'.join(patterns)})", text):
             if part:
-                yield self.marks.get(part, part)
+                yield self.special_ids.get(part, part)
 
-    def text_of(self, id_: int) -> str:
-        """A token as text; one that is only a part of a character is told by its bytes, as OpenAI does."""
-        raw = self.bytes_of(id_)
+    def get_text(self, id_: int) -> str:
+        """Return a token's text; an incomplete character is written as its bytes, as OpenAI does."""
+        raw = self.get_bytes(id_)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _letters() -> dict[str, int]:
-    """The byte that each letter of byte-level BPE stands for: printable Latin-1 for itself, the rest counted on from 256."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each letter of byte-level BPE: printable Latin-1 is itself, the rest is numbered from 256."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}

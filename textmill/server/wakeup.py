@@ -1,4 +1,4 @@
-"""WakeupQueue: how what a thread delivers comes to the event loop, which is woken once for all that has come."""
+"""Passes chunks from the scheduler's thread to the event loop, with one wake-up for many chunks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Callable
 
 from textmill.generation.text_chunks import TextChunk
 
-Take = Callable[[TextChunk], None]
+ReceiveChunk = Callable[[TextChunk], None]
 
 
 class WakeupQueue:
-    """Parts of texts on their way from the scheduler's thread to those who wait in the event loop."""
+    """A queue from any thread to the event loop."""
 
     def __init__(self) -> None:
-        self._come, self._rung = deque[tuple[Take, TextChunk]](), False
+        self._queue, self._scheduled = deque[tuple[ReceiveChunk, TextChunk]](), False
 
-    def put(self, loop: asyncio.AbstractEventLoop, take: Take, part: TextChunk) -> None:
-        """Have the loop call `take` with a part; from any thread."""
-        # First the part, then the flag, as the loop reads them the other way round.
-        self._come.append((take, part))
-        if not self._rung:
-            self._rung = True
+    def put(self, loop: asyncio.AbstractEventLoop, receive: ReceiveChunk, chunk: TextChunk) -> None:
+        """Have the loop call `receive` with a chunk; may be called from any thread."""
+        # Append first, then test the flag. The loop does it in the reverse order, so no chunk is left behind.
+        self._queue.append((receive, chunk))
+        if not self._scheduled:
+            self._scheduled = True
             try:
-                loop.call_soon_threadsafe(self._hand_out)
+                loop.call_soon_threadsafe(self._deliver_all)
             except RuntimeError:
-                self._rung = False  # the loop is closed: nobody waits any more
+                self._scheduled = False  # the loop is closed; nobody waits for the chunk
 
-    def _hand_out(self) -> None:
-        self._rung = False
-        while self._come:
-            take, part = self._come.popleft()
-            take(part)
+    def _deliver_all(self) -> None:
+        self._scheduled = False
+        while self._queue:
+            receive, chunk = self._queue.popleft()
+            receive(chunk)
