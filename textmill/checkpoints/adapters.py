@@ -1,8 +1,8 @@
-"""Adapter folders in PEFT's format: narrow matrices (LoRA) that change a model which stands elsewhere, read beside it or merged into it."""
+"""Adapter folders in PEFT's format: narrow matrices (LoRA) that change a base model, read separately or merged into it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ Array = NDArray[np.float32]
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_MODEL = "adapter_model.safetensors"
 MERGED_CONFIG = "merged_config.json"
-"""The config.json of the two merged; under that name transformers would look for the whole model beside it."""
+"""The config.json of the two merged; under that name transformers would look for a complete model."""
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model that it wraps."""
+"""PEFT's prefix before the names of the model that it wraps."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 FP32_MAX = 1e38
 """Where fp32 ends, about."""
@@ -40,34 +40,34 @@ class Adapter:
     named: str
     """The model that it changes, as its config names it."""
     base: Path
-    """Where that model stands."""
+    """That model's folder."""
     rank: int
     scale: float
-    """What the product of the two matrices counts for."""
+    """The factor of the product of the two matrices: alpha / rank."""
     dropout: float
-    """The share of what goes into the matrices that training drops."""
+    """Dropout on the inputs of the first matrix in training."""
     inputs_first: bool
-    """Whether the base's matrices are inputs x outputs, as GPT-2's are."""
+    """Whether the base's matrices are inputs x outputs, as PEFT's fan_in_fan_out says."""
     pairs: dict[str, tuple[Array, Array]]
     """A (rank x inputs) and B (outputs x rank), by the name of what they change, without its ".weight"."""
     whole: dict[str, Array]
-    """Weights that stand here instead of in the base: an embedding with more rows."""
+    """Weights that replace those of the base: an embedding with more rows."""
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter instead of a model."""
+    """Whether a folder has an adapter instead of a model."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def config_path(folder: Path) -> Path:
-    """Where a model's config stands: that of an adapter merged into its base, where it tells its own, else the base's."""
+    """A model's config.json; of an adapter, the merged model's if the folder has it, else the base's."""
     if not is_adapter(folder):
         return folder / "config.json"
     return folder / MERGED_CONFIG if (folder / MERGED_CONFIG).is_file() else find_base(folder) / "config.json"
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Where a model's tokenizer stands: in its own folder, or with the base of an adapter that has none."""
+    """The folder of a model's tokenizer: its own, or that of the base of an adapter without one."""
     lacks = is_adapter(folder) and not any(
         path for pattern in ("tokenizer*", "vocab*", "*.model") for path in folder.glob(pattern)
     )
@@ -75,7 +75,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def read_weights(folder: Path) -> Iterator[Named]:
-    """The weights of a model folder; those of an adapter merged into its base's."""
+    """The weights of a model folder; an adapter is merged into its base."""
     return merge_adapter(open_adapter(folder)) if is_adapter(folder) else read_model(folder)
 
 
@@ -91,9 +91,10 @@ def merge_adapter(adapter: Adapter) -> Iterator[Named]:
     """The weights of the base with the adapter's products added."""
     left = dict(adapter.pairs)
     for name, values in _read_base(adapter):
-        if (pair := left.pop(_full(name).removesuffix(".weight"), None)) is None:
+        if (stem := find_name(name.removesuffix(".weight"), left)) is None:
             yield name, values
             continue
+        pair = left.pop(stem)
         product = pair[1] @ pair[0]
         change = product.T if adapter.inputs_first else product
         if change.shape != values.shape:
@@ -108,18 +109,21 @@ def merge_adapter(adapter: Adapter) -> Iterator[Named]:
 
 
 def _read_base(adapter: Adapter) -> Iterator[Named]:
-    """The base's weights, with those that the adapter's folder has in their place."""
+    """The base's weights, with those that the adapter's folder replaces."""
     for name, values in read_model(adapter.base):
-        yield name, adapter.whole.get(_full(name), values)
+        replaced = find_name(name, adapter.whole)
+        yield name, values if replaced is None else adapter.whole[replaced]
 
 
-def _full(name: str) -> str:
-    """A name with the prefix that files of a bare net lack."""
-    return name if name.startswith("transformer.") else f"transformer.{name}"
+def find_name(name: str, known: Collection[str]) -> str | None:
+    """A weight's name among others, one of which may have a prefix that the other lacks, as files of a bare net do."""
+    if name in known:
+        return name
+    return next((one for one in known if one.endswith(f".{name}") or name.endswith(f".{one}")), None)
 
 
 def find_base(folder: Path) -> Path:
-    """The folder of an adapter's base; one that is gone, or is no longer what it was when the adapter was trained, is refused."""
+    """The folder of an adapter's base; a base that is missing, or changed since the adapter was trained, is refused."""
     named = _read_settings(folder).get("base_model_name_or_path")
     if not isinstance(named, str):
         raise TextmillError(
@@ -151,7 +155,7 @@ def _trained_on(progress: Path) -> str:
 
 
 def open_adapter(folder: Path) -> Adapter:
-    """The adapter in a folder; what plain LoRA cannot say is refused by name."""
+    """The adapter in a folder; settings beyond plain LoRA are refused by name."""
     settings, where = _read_settings(folder), folder / ADAPTER_CONFIG
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none":
         found = f"peft_type {settings.get('peft_type')!r} with bias {settings.get('bias')!r}"
@@ -164,7 +168,7 @@ def open_adapter(folder: Path) -> Adapter:
         raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both are numbers above 0, r a whole one")
     dropout = settings.get("lora_dropout", 0.0)
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it is a share, 0 or more and less than 1")
+        raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it is a fraction, 0 or more and less than 1")
     if not (folder / ADAPTER_MODEL).is_file():
         raise TextmillError(f"{folder}: no {ADAPTER_MODEL} there; save the adapter as safetensors")
     pairs, whole = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
@@ -176,7 +180,7 @@ def open_adapter(folder: Path) -> Adapter:
 def _sort_tensors(
     named: Iterable[Named], rank: int, where: Path
 ) -> tuple[dict[str, tuple[Array, Array]], dict[str, Array]]:
-    """The pairs of an adapter file, and the weights that it holds whole."""
+    """The pairs of an adapter file, and the weights that it replaces."""
     first: dict[str, Array] = {}
     second: dict[str, Array] = {}
     whole: dict[str, Array] = {}
@@ -184,9 +188,9 @@ def _sort_tensors(
         stem = name.removeprefix(PREFIX)
         half = first if stem.endswith(A) else second if stem.endswith(B) else None
         if half is None:
-            whole[_full(stem)] = values
+            whole[stem] = values
         else:
-            half[_full(stem.removesuffix(A).removesuffix(B))] = values
+            half[stem.removesuffix(A).removesuffix(B)] = values
     for stem in sorted(first.keys() | second.keys()):
         a, b = first.get(stem), second.get(stem)
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from textmill.engines.spikes import Guard
 from textmill.errors import TextmillError
-from textmill.processes.ranks import Ranks, SingleProcess
+from textmill.models import Shape
+from textmill.processes.ranks import SingleProcess, Ranks
 from textmill.storage import faults
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
@@ -142,7 +143,7 @@ def open_ranks(config: Any) -> Ranks:
     return ranks
 
 
-def open_engine(config: Any, shape: Any, ranks: Ranks | None = None) -> Engine:
+def open_engine(config: Any, shape: Shape, ranks: Ranks | None = None) -> Engine:
     """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with FAULTS that it breaks
     where `textmill.storage.faults` tells it to."""
     module = _module_of(config)

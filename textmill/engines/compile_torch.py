@@ -13,6 +13,7 @@ from textmill.devices import peak_flops_of
 from textmill.engines import compiled_in
 from textmill.errors import TextmillError
 from textmill.kernels.availability import lacking
+from textmill.models import Shape
 
 SECONDS = 60.0
 """What a run must take without compiling for that to be worth it: on an H200 a first step takes 10 to 30 s more, the others half."""
@@ -23,7 +24,7 @@ FAILURES = ("TorchDynamoException", "TritonError")
 
 
 def compiling(
-    engine: TorchEngine, train: TrainConfig, shape: Any, device: torch.device, world: int
+    engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, world: int
 ) -> tuple[bool, str]:
     """Whether this run's net is compiled, and the words for it; `train.steps` are those of the whole run, however often it is taken up."""
     if engine.compile != "auto":
@@ -39,7 +40,7 @@ def _words(compiled: bool) -> str:
     return "compiled at the first step, which takes a while" if compiled else ""
 
 
-def _is_long(train: TrainConfig, shape: Any, device: torch.device) -> bool:
+def _is_long(train: TrainConfig, shape: Shape, device: torch.device) -> bool:
     tokens = train.steps * train.batch * (train.length or shape.positions)
     return bool(6 * shape.parameters * tokens >= SECONDS * SHARE * (peak_flops_of(device) or PEAK))
 

@@ -22,7 +22,7 @@ GPU_ROWS = 32768
 """Tokens at a time on an accelerator: enough to fill it."""
 
 
-def token_shares(labels: Array, loss: str) -> tuple[Array, Array]:
+def token_weights(labels: Array, loss: str) -> tuple[Array, Array]:
     """What each token's loss counts for, so that summing gives the step's loss; and how many tokens are asked for, over all devices."""
     asked = labels != IGNORED
     counts, total = asked.sum(-1, keepdims=True), asked.sum()

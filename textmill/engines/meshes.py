@@ -1,38 +1,38 @@
-"""Mesh: how many processes do what; a mesh that does not fit is refused before anything starts, with those that do."""
+"""Mesh: how many ranks each kind of parallelism has; a mesh that does not fit is refused before anything starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.errors import TextmillError
+from textmill.models import Shape
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes. Neighbouring ranks are tensor peers, then come shards, then copies."""
+    """The sizes of the axes. Neighbouring ranks are a tensor-parallel group, then come shards, then replicas."""
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     sequence: bool = False
-    """Whether tensor peers share the stream between layers by tokens."""
+    """Sequence parallelism: tensor-parallel ranks divide the tokens of the residual stream."""
     keep: bool = False
     """Whether gathered weights stay from forward to backward."""
 
     @property
-    def ways(self) -> int:
-        """Into how many parts a batch is cut."""
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of ranks, have samples of their own."""
         return self.replicate * self.shard
 
 
-def mesh_of(config: RunConfig, shape: Any, world: int) -> Mesh:
-    """The mesh of so many processes, on which batch and net fit."""
+def mesh_of(config: RunConfig, shape: Shape, world: int) -> Mesh:
+    """The mesh of so many ranks, checked against batch and net."""
     assert isinstance(config.engine, TorchEngine)
     mesh = _mesh(config.engine.mesh, world)
-    check_batch(config.train, mesh.ways, config.engine.micro_batch)
+    check_batch(config.train, mesh.data_ranks, config.engine.micro_batch)
     if mesh.tensor > 1:
         _check_net(config, shape, mesh)
     return mesh
@@ -54,15 +54,15 @@ def _mesh(config: MeshConfig, world: int) -> Mesh:
 
 
 def check_batch(
-    train: TrainConfig, ways: int, micro_batch: int | str, unit: str = "process", units: str = "processes"
+    train: TrainConfig, ranks: int, micro_batch: int | str, unit: str = "process", units: str = "processes"
 ) -> None:
-    """Refuse a batch, or one that it grows through, which so many ways or the micro-batches do not share evenly."""
+    """Refuse a batch size, or one of `train.batch_rampup`, that ranks or micro-batches cannot divide evenly."""
     for key, size in (("train.batch", train.batch), *(("train.batch_rampup", size) for size in train.batch_rampup[:2])):
-        if size % ways:
+        if size % ranks:
             raise TextmillError(
-                f"{key}: {size} samples are not to be shared evenly by {ways} {units}; {nearest(size, ways)} are"
+                f"{key}: {size} samples cannot be divided evenly by {ranks} {units}; {nearest(size, ranks)} can"
             )
-        own = size // ways
+        own = size // ranks
         if isinstance(micro_batch, int) and own % micro_batch:
             near = max(one for one in range(1, micro_batch + 1) if own % one == 0)
             raise TextmillError(
@@ -70,14 +70,15 @@ def check_batch(
             )
 
 
-def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:
+def _check_net(config: RunConfig, shape: Shape, mesh: Mesh) -> None:
     if config.engine.precision == "fp8":
         raise TextmillError(
-            "engine.precision: fp8 is not made for tensor peers; set engine.precision=auto, or engine.mesh.tensor=1"
+            "engine.precision: fp8 does not work with tensor parallelism; set engine.precision=auto, or engine.mesh.tensor=1"
         )
-    for name, size in (("heads", shape.heads), ("inner", shape.inner)):
+    sizes = shape.tensor_parallel_sizes()
+    for name, size in sizes.items():
         if size % mesh.tensor:
-            fitting = [str(ways) for ways in range(2, size + 1) if shape.heads % ways == 0 and shape.inner % ways == 0]
+            fitting = [str(ranks) for ranks in range(2, size + 1) if not any(other % ranks for other in sizes.values())]
             raise TextmillError(
                 f"engine.mesh.tensor: {mesh.tensor} does not divide model.shape.{name}={size}; "
                 + (
@@ -89,12 +90,12 @@ def _check_net(config: RunConfig, shape: Any, mesh: Mesh) -> None:
     length = config.train.length or shape.positions
     if mesh.sequence and length % mesh.tensor:
         raise TextmillError(
-            f"engine.mesh.sequence_parallel: {mesh.tensor} tensor peers do not share {length} tokens evenly; "
+            f"engine.mesh.sequence_parallel: {mesh.tensor} tensor-parallel ranks cannot divide {length} tokens evenly; "
             f"set train.length={nearest(length, mesh.tensor)}, or engine.mesh.sequence_parallel=false"
         )
 
 
 def nearest(number: int, divisor: int) -> str:
-    """The multiples of the divisor on both sides."""
+    """The nearest multiples of the divisor, as text."""
     below = number // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)

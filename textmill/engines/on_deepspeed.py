@@ -1,4 +1,4 @@
-"""DeepSpeed over our net and our losses: ZeRO 0 to 3, offload, bf16 and fp16; one optimizer step is one of its steps."""
+"""The DeepSpeed engine: ZeRO 0 to 3, offload, bf16 and fp16, with our net and loss; one optimizer step is one of its steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,86 +18,65 @@ from torch._C._distributed_c10d import HashStore
 
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
-from textmill.devices import autocast, open_device, peak_flops_of, torch_dtype
+from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import Mine, Named, Ranks, Sums, every
 from textmill.engines.checksum_torch import bit_sums
 from textmill.engines.deepspeed_config import json_of, read_file, settled, their_say
-from textmill.engines.losses_torch import scored, summed_loss
+from textmill.engines.loss_module_torch import LossModule
 from textmill.engines.meshes import check_batch
-from textmill.engines.on_torch import TorchStep
 from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
 from textmill.engines.optimizers.step_torch import trained_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.shared_torch import asked_of, attention_order, hidden_states, part_of, token_shares
+from textmill.engines.shared_torch import attention_order, count_loss_tokens, part_of, token_weights
 from textmill.engines.spikes import new_guard
+from textmill.engines.step_result_torch import TorchStep
 from textmill.engines.zero_state_deepspeed import Masters
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.kernels.transfer_torch import on_device
-from textmill.models import Weight
+from textmill.models import Shape, Weight, to_checkpoint
+from textmill.models.base_torch import BaseNet
 from textmill.models.lora import count_with, drops, saved_of
-from textmill.models.nets_torch import Net, family_of, fill, host_copy, moments_in, net_of, new_net, weights_of
+from textmill.models.nets_torch import build_net, fill, host_copy, moments_in, new_net, parameters_of
 from textmill.tokens.batches.batch import Batch
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 TOKENS = 1 << 14
-"""`micro_batch: auto`: tokens that go through a device at a time."""
-
-
-class Task(nn.Module):
-    """Net and loss as one module: ZeRO-3 brings weights in by module, and the head's are used by both."""
-
-    def __init__(self, net: Any, train: TrainConfig, precision: torch.dtype, mixed: bool) -> None:
-        super().__init__()
-        self.net, self.train_config, self.precision, self.mixed = net, train, precision, mixed
-
-    def forward(
-        self, inputs: Tensor, labels: Tensor, share: Tensor | None, keys: Tensor | None, documents: Tensor | None
-    ) -> Any:
-        """The loss of a micro-batch; without shares, the sums of its losses and of its right answers."""
-        train, vocab = self.train_config, self.net.shape.vocab
-        with autocast(inputs.device, self.precision) if self.mixed else nullcontext(), attention_order(inputs.device):
-            x_ME = hidden_states(self.net, inputs, keys, documents, self.precision)
-        if share is None:
-            losses, right = scored(x_ME, self.net.head, labels.flatten(), vocab)
-            return losses.sum(), right.sum()
-        return summed_loss(
-            x_ME, self.net.head, labels.flatten(), share.flatten(), vocab, train.label_smoothing, train.z_loss
-        )
+"""`micro_batch: auto`: most tokens of a micro-batch."""
 
 
 class OnDeepSpeed:
     """The Engine of `engine.kind: deepspeed`."""
 
     def __init__(
-        self, engine: Any, adam: torch.optim.AdamW, task: Task, ranks: Ranks, micro_batch: int, stage: int
+        self, engine: Any, adam: torch.optim.AdamW, module: LossModule, ranks: Ranks, micro_batch: int, stage: int
     ) -> None:
         self.engine, self.adam, self.ranks, self.first, self.stage = engine, adam, ranks, ranks.first, stage
-        self.net: Net = task.net
-        self.train, self.precision, self.micro_batch = task.train_config, task.precision, micro_batch
+        self.net: BaseNet = module.net
+        self.train, self.precision, self.micro_batch = module.train_config, module.precision, micro_batch
         self.device = torch.device(engine.device)
         self.trained = sum(
-            math.prod(weight.shape) for weight, parameter in weights_of(self.net).values() if parameter.requires_grad
+            math.prod(weight.shape) for weight, parameter in parameters_of(self.net).values() if parameter.requires_grad
         )
         self.guard = new_guard(self.train, torch, lambda values: torch.tensor(values, device=self.device))
         self.masters = Masters(engine.optimizer, adam, stage, self.device)
         self.saved = {weight.name: weight for weight in saved_of(self.net.shape, self.net.lora)}
         self.frozen: dict[nn.Parameter, Tensor] = {}
-        """What is saved and not trained, on the host, as it was given: it has no master, and the net may hold it in less than fp32."""
+        """What is saved and not trained, on the host, as it was loaded: it has no fp32 master, and the net may have it in less."""
 
     def samples_of(self, batch: int) -> slice:
-        """Neighbouring samples, as many for each process."""
+        """Neighbouring samples, as many for each rank."""
         rows = batch // self.ranks.world
         return slice(self.ranks.rank * rows, (self.ranks.rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
-        """DeepSpeed's forward and backward by micro-batches, then its step, an empty one for a spike or a gradient that is not finite."""
-        asked, asking = (int(count) for count in self.ranks.all_reduce(asked_of(batch)))
-        # DeepSpeed takes means over processes, and scales a loss of fp16 after it has made its gradient: both go into the shares.
+        """DeepSpeed's forward and backward by micro-batches, then its step, which a spike or a non-finite gradient skips."""
+        tokens, samples = (int(count) for count in self.ranks.all_reduce(count_loss_tokens(batch)))
+        # DeepSpeed takes means over ranks, and scales a loss of fp16 after its gradient is computed: both go into the weights.
         scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
-        shares = token_shares(batch, self.train.loss, asked, asking) * np.float32(self.ranks.world * scale)
+        token_weight = token_weights(batch, self.train.loss, tokens, samples) * np.float32(self.ranks.world * scale)
         keys_N = (
             dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
         )
@@ -110,7 +88,7 @@ class OnDeepSpeed:
             last = rows.stop >= len(batch.inputs)
             self.engine.set_gradient_accumulation_boundary(last)
             loss = self._pass(
-                batch, rows, on_device(shares[rows], self.device), None if keys_N is None else keys_N[rows]
+                batch, rows, on_device(token_weight[rows], self.device), None if keys_N is None else keys_N[rows]
             )
             total += loss.detach()
             if last:
@@ -118,19 +96,19 @@ class OnDeepSpeed:
                 if self.ranks.world > 1:
                     dist.all_reduce(total)
                 spike = self.guard.judged(self.guard.state, total) if self.guard else None
-                # DeepSpeed leaves out what is not finite, and has no other word for it.
+                # DeepSpeed skips what is not finite, and has no other way to skip an update.
                 loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
             # A new tensor, even where nothing is divided: DeepSpeed would divide its own by the micro-batches.
-            with attention_order(self.device):  # states are made again as they were
+            with attention_order(self.device):  # activations are computed again in the same way
                 self.engine.backward(loss / scale, scale_wrt_gas=False)
         norm = None if self.stage else self._clip()
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm()) if norm is None else norm
         if self.guard:
             self.guard.state = self.guard.after(self.guard.state, total, spike, torch.isfinite(norm), step + 1)
-        return TorchStep(total, norm, asked, torch.tensor(scale) if self.precision == torch.float16 else None)
+        return TorchStep(total, norm, tokens, torch.tensor(scale) if self.precision == torch.float16 else None)
 
-    def _pass(self, batch: Batch, rows: slice, share: Tensor | None, keys: Any = None) -> Any:
+    def _pass(self, batch: Batch, rows: slice, weights: Tensor | None, keys: Any = None) -> Any:
         given = (
             batch.inputs[rows],
             batch.labels[rows],
@@ -138,10 +116,10 @@ class OnDeepSpeed:
             None if batch.documents is None else batch.documents[rows],
         )
         inputs, labels, keys, documents = (None if one is None else on_device(one, self.device) for one in given)
-        return self.engine(inputs, labels, share, keys, documents)
+        return self.engine(inputs, labels, weights, keys, documents)
 
     def _clip(self) -> Tensor:
-        """Without ZeRO: the gradient's norm; Adam clips by it, and leaves all as it is where it is not finite."""
+        """Without ZeRO: the gradient's norm; Adam clips by it, and skips the update where it is not finite."""
         norm = torch.nn.utils.get_total_norm(
             [parameter.grad for _, parameter in self.net.named_parameters() if parameter.grad is not None]
         )
@@ -152,7 +130,7 @@ class OnDeepSpeed:
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
-        """Losses of this process's part of a batch by micro-batches, without dropout; then those of all."""
+        """Losses of this rank's part of a batch by micro-batches, without dropout; then summed over ranks."""
         batch = part_of(batch, self.ranks.world, self.ranks.rank)
         self.engine.eval()
         sums = [
@@ -161,11 +139,11 @@ class OnDeepSpeed:
         ]
         self.engine.train()
         losses, right = (torch.stack(kind).cpu().double().sum() for kind in zip(*sums, strict=True))
-        loss, asked, correct = self.ranks.all_reduce([float(losses), asked_of(batch)[0], int(right)])
-        return Sums(loss, int(asked), int(correct))
+        loss, tokens, correct = self.ranks.all_reduce([float(losses), count_loss_tokens(batch)[0], int(right)])
+        return Sums(loss, int(tokens), int(correct))
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of the masters; of a net with adapters, those alone."""
+        """Host copies of the fp32 masters; of a net with adapters, the adapters alone."""
         return self._named(None, "", mine)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
@@ -174,7 +152,7 @@ class OnDeepSpeed:
             yield from self._named(kind, f"{kind}/", mine)
 
     def _named(self, kind: str | None, prefix: str, mine: Mine) -> Iterator[Named]:
-        family, known = family_of(self.net), weights_of(self.net)
+        known = parameters_of(self.net)
         for name, weight in self.saved.items():
             parameter = known[name][1]
             if parameter.requires_grad:
@@ -184,11 +162,11 @@ class OnDeepSpeed:
             else:
                 continue
             if mine(prefix + name):
-                yield prefix + name, host_copy(family.to_checkpoint(weight, whole, self.net.shape)).numpy()
+                yield prefix + name, host_copy(to_checkpoint(weight, whole)).numpy()
 
     def replica_checksums(self) -> dict[str, int]:
-        """The bits of each weight of the net; under ZeRO-3 nobody holds a copy of another's part."""
-        known = weights_of(self.net).items() if self.stage < 3 else ()
+        """The bits of each weight of the net; under ZeRO-3 no rank has a copy of another's shard."""
+        known = parameters_of(self.net).items() if self.stage < 3 else ()
         return bit_sums({name: parameter.float() for name, (_, parameter) in known}) if known else {}
 
     def updates(self) -> int:
@@ -196,7 +174,7 @@ class OnDeepSpeed:
         return self.masters.count()
 
     def scaling(self) -> dict[str, float]:
-        """The loss scale, the good steps since it last fell and the overflows it still bears, in fp16."""
+        """The loss scale in fp16, the good steps since it last fell and the overflows it still tolerates."""
         scaler = self.engine.optimizer.loss_scaler if self.precision == torch.float16 else None
         if scaler is None or not scaler.dynamic:
             return {}
@@ -214,7 +192,7 @@ class OnDeepSpeed:
         where: str,
         scaling: dict[str, float] | None = None,
     ) -> None:
-        """Take weights and moments in checkpoint names and layout; each process keeps its pieces."""
+        """Take weights and moments in checkpoint names and layout; each rank keeps its shards."""
         if scaling and self.scaling():
             scaler = self.engine.optimizer.loss_scaler
             scaler.cur_scale, scaler.cur_hysteresis = float(scaling["scale"]), max(1, int(scaling["left"]))
@@ -248,8 +226,8 @@ def new_ranks(config: RunConfig) -> Ranks:
     return open_ranks(config.engine.device, config.engine.timeout)
 
 
-def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
-    """The engine with an empty net; `load` fills it."""
+def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
+    """The engine, its net without values; `load` fills it."""
     assert isinstance(config.engine, DeepSpeedEngine)
     device = ranks.device if isinstance(ranks, TorchRanks) else open_device(config.engine.device)
     deepspeed = _deepspeed(device)
@@ -271,19 +249,19 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnDeepSpeed:
     with their_say(section):
         if section.zero == 3:
             with deepspeed.zero.Init(config_dict_or_path=told):
-                net = net_of(shape, config.model.lora)
+                net = build_net(shape, config.model.lora)
         else:
             net = new_net(shape, device, config.model.lora)
         net.recompute = section.recompute
-        task = Task(net, config.train, precision, mixed=section.zero == 0)
+        module = LossModule(net, config.train, precision, mixed=section.zero == 0)
         adam = _adam(net, config.train)
-        engine, *_ = deepspeed.initialize(model=task, optimizer=adam, config=told)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=told)
     if section.zero == 3:
-        deepspeed.zero.register_external_parameter(task, net.head)
-    return OnDeepSpeed(engine, adam, task, ranks, micro_batch, int(section.zero))
+        deepspeed.zero.register_external_parameter(module, net.head)
+    return OnDeepSpeed(engine, adam, module, ranks, micro_batch, int(section.zero))
 
 
-def _adam(net: Any, train: TrainConfig) -> torch.optim.AdamW:
+def _adam(net: BaseNet, train: TrainConfig) -> torch.optim.AdamW:
     """The optimizer that DeepSpeed wraps."""
     groups = groups_of((parameter, rule) for _, parameter, rule in trained_of(net, train))
     return torch.optim.AdamW(
@@ -291,12 +269,12 @@ def _adam(net: Any, train: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def _micro_batch(section: DeepSpeedEngine, train: TrainConfig, shape: Any, ways: int) -> int:
-    """Samples at a time: as the section says, or the most that divide a process's samples and have no more than some tokens."""
-    check_batch(train, ways, section.micro_batch)
+def _micro_batch(section: DeepSpeedEngine, train: TrainConfig, shape: Shape, ranks: int) -> int:
+    """Samples at a time: as configured, or the largest divisor of a rank's samples with at most TOKENS tokens."""
+    check_batch(train, ranks, section.micro_batch)
     if section.micro_batch != "auto":
         return section.micro_batch
-    own = train.batch // ways
+    own = train.batch // ranks
     most = max(1, TOKENS // (train.length or shape.positions))
     return max(size for size in range(1, own + 1) if own % size == 0 and size <= most)
 

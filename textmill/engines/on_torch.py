@@ -1,4 +1,4 @@
-"""PyTorch, one process a device: micro-batches, mixed precision, fused AdamW, clipping, and no wait for the device inside a step."""
+"""The torch engine, one process for each device: gradient accumulation, mixed precision, clipping; no step waits for the device."""
 
 from __future__ import annotations
 
@@ -17,120 +17,76 @@ from textmill.engines.checksum_torch import bit_sums, flip_a_bit
 from textmill.engines.compile_torch import Compiling, compiling
 from textmill.engines.cuda_graphs_torch import Recorded
 from textmill.engines.loss_scale_torch import Scaler
-from textmill.engines.losses_tensor_parallel_torch import shared_loss, shared_scores
+from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_scores
 from textmill.engines.losses_torch import scored, summed_loss
-from textmill.engines.meshes import Mesh, mesh_of
-from textmill.engines.optimizers.step_torch import Updates
-from textmill.engines.parallel_torch import Layout
+from textmill.engines.meshes import mesh_of
+from textmill.engines.micro_batch_torch import largest_micro_batch
+from textmill.engines.optimizers.step_torch import Optimizer
+from textmill.engines.parallel_torch import Parallel
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.shared_torch import asked_of, attention_order, hidden_states, part_of, token_shares
+from textmill.engines.shared_torch import attention_order, count_loss_tokens, hidden_states, part_of, token_weights
 from textmill.engines.spikes import new_guard
+from textmill.engines.step_result_torch import TorchStep
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.kernels.transfer_torch import OnItsWay, Room, on_device
-from textmill.models.blockwise_torch import PLAIN, compiled_parts
+from textmill.kernels.transfer_torch import Room, on_device
+from textmill.models import Shape
+from textmill.models.base_torch import BaseNet
+from textmill.models.execution_torch import EAGER, compiled_execution
 from textmill.models.lora import count_with, drops, saved_of
-from textmill.models.nets_torch import Net, fill, moments_in, named_copies, new_net, weights_of
+from textmill.models.nets_torch import fill, moments_in, named_copies, new_net, parameters_of
 from textmill.storage import faults
 from textmill.tokens.batches.batch import Batch
 
 FAULTS = True
-CPU_LOGITS = 1 << 30
-"""`micro_batch: auto` on a CPU, whose caches are small: as many samples as would have so many bytes of logits."""
-GPU_ROOM = 0.6
-"""The share of a GPU's memory that `micro_batch: auto` fills with weights, moments and what backward needs."""
-WEIGHT_BYTES = 24
-"""Of a weight: itself, its gradient, two moments, and copies in passing."""
-STATE_BYTES = {True: 40, False: 72}
-"""Kept for backward, of a token in a layer for each channel, in bf16: compiled (35 seen) and not."""
-
-
-class TorchStep:
-    """Numbers on their way to the host; reading one waits for this step, and for none that was begun after it."""
-
-    def __init__(
-        self, loss: Tensor, norm: Tensor, asked: int, scale: Tensor | None = None, news: str | None = None
-    ) -> None:
-        numbers = [loss, norm] if scale is None else [loss, norm, scale]
-        self.asked, self.news, self._numbers = (
-            asked,
-            news,
-            OnItsWay(torch.stack([number.to(loss) for number in numbers])),
-        )
-
-    @property
-    def ready(self) -> bool:
-        """Whether reading would wait for nothing."""
-        return self._numbers.there
-
-    @property
-    def loss(self) -> float:
-        """The step's loss before the update."""
-        return float(self._numbers.values()[0])
-
-    @property
-    def norm(self) -> float:
-        """The global gradient norm before clipping."""
-        return float(self._numbers.values()[1])
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the update was left out, because loss or gradient was not finite."""
-        return not math.isfinite(self.norm)
-
-    @property
-    def scale(self) -> float | None:
-        """What the loss was multiplied by in fp16."""
-        return next(iter(self._numbers.values()[2:]), None)
 
 
 class OnTorch:
     """The Engine of `engine.kind: torch`."""
 
     def __init__(
-        self, net: Net, train: TrainConfig, layout: Layout, ranks: Ranks, micro_batch: int, precision: torch.dtype,
-        compiled: bool, told: str, asked: bool,
+        self, net: BaseNet, train: TrainConfig, parallel: Parallel, ranks: Ranks, micro_batch: int, precision: torch.dtype,
+        compiled: bool, note: str, requested: bool,
     ) -> None:  # fmt: skip
-        """`told` is what a person is to know of compiling, `asked` whether anyone wanted it."""
-        self.told, self.asked = told, asked
-        self.net, self.train, self.layout, self.ranks, self.first = net, train, layout, ranks, ranks.first
+        """`note` describes compiling for the log; `requested` says that the config requires it."""
+        self.note, self.requested = note, requested
+        self.net, self.train, self.parallel, self.ranks, self.first = net, train, parallel, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
-        self.parts = compiled_parts() if compiled else PLAIN
-        self.optimizer = Updates(net, train, layout, compiled=compiled and asked)
-        layout.watch(self.optimizer.parameters)
+        self.execution = compiled_execution() if compiled else EAGER
+        self.optimizer = Optimizer(net, train, parallel, compiled=compiled and requested)
+        parallel.sum_gradients(self.optimizer.parameters)
         self.scaler = Scaler(self.device) if precision == torch.float16 else None
         self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
-        # Other processes are met in the middle of backward, from hooks that a recording does not replay.
+        # Collectives run in the middle of backward, from hooks that a CUDA graph does not replay.
         recorded = compiled and self.device.type == "cuda" and ranks.world == 1
         self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
         self.room: Room | None = None
-        """Memory for the copies that a save takes, if this process has all of them and a GPU."""
+        """Pinned memory for the copies that a save takes, if this process has all weights and a GPU."""
 
     def samples_of(self, batch: int) -> slice:
-        """Neighbouring samples, as many for each process."""
-        rows = batch // self.layout.mesh.ways
-        return slice(self.layout.sample_part * rows, (self.layout.sample_part + 1) * rows)
+        """Neighbouring samples, as many for each data-parallel rank."""
+        rows = batch // self.parallel.mesh.data_ranks
+        return slice(self.parallel.data_rank * rows, (self.parallel.data_rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
-        """Forward and backward by micro-batches, then one update; a non-finite gradient or a spike leaves the weights alone."""
-        with Compiling(self.parts is not PLAIN) as compiling:
-            loss, norm, asked, scale = self._step(batch, step, lr, compiling)
-        return TorchStep(loss, norm, asked, scale, compiling.news)
+        """Forward and backward by micro-batches, then one update; a non-finite gradient or a spike skips the update."""
+        with Compiling(self.execution is not EAGER) as compiling:
+            loss, norm, tokens, scale = self._step(batch, step, lr, compiling)
+        return TorchStep(loss, norm, tokens, scale, compiling.news)
 
     def _step(
         self, batch: Batch, step: int, lr: float, compiling: Compiling
     ) -> tuple[Tensor, Tensor, int, Tensor | None]:
-        if (
-            self.room is None and self.device.type == "cuda" and self.ranks.world == 1
-        ):  # the first step compiles meanwhile
+        if self.room is None and self.device.type == "cuda" and self.ranks.world == 1:  # while the first step compiles
             saved = [*saved_of(self.net.shape, self.net.lora), *self.optimizer.stated()]
             self.room = Room([math.prod(weight.shape) for weight in saved])
-        asked, asking = (int(count) // self.layout.mesh.tensor for count in self.ranks.all_reduce(asked_of(batch)))
-        shares = token_shares(batch, self.train.loss, asked, asking)
+        counts = self.ranks.all_reduce(count_loss_tokens(batch))
+        tokens, samples = (int(count) // self.parallel.mesh.tensor for count in counts)
+        token_weight = token_weights(batch, self.train.loss, tokens, samples)
         if faults.is_due("nan", step):
-            shares = shares * np.float32("nan")
+            token_weight = token_weight * np.float32("nan")
         if faults.is_due("flip", step):
-            flip_a_bit(self.layout.own(self.optimizer.parameters[0]))
+            flip_a_bit(self.parallel.local(self.optimizer.parameters[0]))
         keys_N = (
             dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
         )
@@ -139,14 +95,14 @@ class OnTorch:
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             keys = None if keys_N is None else on_device(keys_N[rows], self.device)
-            inputs, labels, share = (
-                on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, shares)
+            inputs, labels, weights = (
+                on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, token_weight)
             )
-            # The scale goes in with the shares: the head's gradient is made in fp16 with the loss itself.
-            share = share if scale is None else share * scale
-            with self.layout.last_pass(rows.stop >= len(batch.inputs)):
-                total += self._passed(compiling, inputs, labels, share, keys, self._documents(batch, rows))
-        total = self.layout.total(total)
+            # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
+            weights = weights if scale is None else weights * scale
+            with self.parallel.during_pass(rows.stop >= len(batch.inputs)):
+                total += self._try_pass(compiling, inputs, labels, weights, keys, self._documents(batch, rows))
+        total = self.parallel.sum_loss(total)
         loss = total if scale is None else total / scale
         spike = self.guard.judged(self.guard.state, loss) if self.guard else None
         norm = self.optimizer.step(lr, scale, spike)
@@ -154,11 +110,11 @@ class OnTorch:
             self.scaler.move(torch.isfinite(norm))
         if self.guard:
             self.guard.state = self.guard.after(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
-        return loss, norm, asked, scale
+        return loss, norm, tokens, scale
 
-    def _passed(self, compiling: Compiling, *given: Any) -> Tensor:
-        """A pass; where it cannot be compiled, and nobody asked for that, it and all after it as they are written."""
-        if self.asked or not compiling.compiles:
+    def _try_pass(self, compiling: Compiling, *given: Any) -> Tensor:
+        """A pass; if compiling fails and was not requested, it and all later passes run eagerly."""
+        if self.requested or not compiling.compiles:
             return self.one_pass(*given)
         before = [parameter.grad for parameter in self.optimizer.parameters]
         try:
@@ -169,66 +125,68 @@ class OnTorch:
             compiling.leave(error)
         for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
             parameter.grad = gradient
-        self.parts, self.one_pass = PLAIN, self._pass
+        self.execution, self.one_pass = EAGER, self._pass
         return self.one_pass(*given)
 
     def _pass(
-        self, inputs: Tensor, labels: Tensor, share: Tensor, keys: Tensor | None, documents: Tensor | None
+        self, inputs: Tensor, labels: Tensor, weights: Tensor, keys: Tensor | None, documents: Tensor | None
     ) -> Tensor:
-        """The loss of a micro-batch; its gradients are added to those there are."""
-        with attention_order(self.device):  # backward too, where states are made again
+        """The loss of a micro-batch; its gradients are accumulated."""
+        with attention_order(self.device):  # backward too, where activations are computed again
             with autocast(self.device, self.precision):
-                x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.parts)
-            asked = (x_ME, self.net.head, labels.flatten(), share.flatten(), self.net.shape.vocab)
-            smoothing, z, peers = self.train.label_smoothing, self.train.z_loss, self.layout.peers
+                x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.execution)
+            given = (x_ME, self.net.head, labels.flatten(), weights.flatten(), self.net.shape.vocab)
+            smoothing, z, tensor = self.train.label_smoothing, self.train.z_loss, self.parallel.tensor
             loss = (
-                shared_loss(*asked, smoothing, z, peers)
-                if peers
-                else summed_loss(*asked, smoothing, z, self.net.fp8, ends=True)
+                tensor_parallel_loss(*given, smoothing, z, tensor)
+                if tensor
+                else summed_loss(*given, smoothing, z, self.net.fp8, ends=True)
             )
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
-        """Losses of this process's part of a batch by micro-batches, without dropout; then those of all."""
-        batch = part_of(batch, self.layout.mesh.ways, self.layout.sample_part)
+        """Losses of this rank's part of a batch by micro-batches, without dropout; then summed over ranks."""
+        batch = part_of(batch, self.parallel.mesh.data_ranks, self.parallel.data_rank)
         sums, correct = [], []
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
             with autocast(self.device, self.precision):
                 x_ME = hidden_states(self.net, inputs, None, self._documents(batch, rows), self.precision)
-            asked = (x_ME, self.net.head, labels.flatten(), self.net.shape.vocab)
-            losses, right = shared_scores(*asked, self.layout.peers) if self.layout.peers else scored(*asked)
+            given = (x_ME, self.net.head, labels.flatten(), self.net.shape.vocab)
+            losses, right = (
+                tensor_parallel_scores(*given, self.parallel.tensor) if self.parallel.tensor else scored(*given)
+            )
             sums.append(losses.sum())
             correct.append(right.sum())
-        # Doubles are for the host: not every device has them.
+        # Sums in fp64 on the host: not every device has it.
         total = float(torch.stack(sums).cpu().double().sum())
-        self.layout.rest()
-        found = self.ranks.all_reduce([total, asked_of(batch)[0], int(torch.stack(correct).sum())])
-        summed = [value / self.layout.mesh.tensor for value in found]
+        self.parallel.reshard()
+        found = self.ranks.all_reduce([total, count_loss_tokens(batch)[0], int(torch.stack(correct).sum())])
+        summed = [value / self.parallel.mesh.tensor for value in found]
         return Sums(summed[0], int(summed[1]), int(summed[2]))
 
     def _documents(self, batch: Batch, rows: slice) -> Tensor | None:
         return None if batch.documents is None else on_device(batch.documents[rows], self.device)
 
     def weights(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of the weights; of a net with adapters, those alone."""
-        known = {name: parameter for name, (_, parameter) in weights_of(self.net).items()}
+        """Host copies of the weights; of a net with adapters, the adapters alone."""
+        known = {name: parameter for name, (_, parameter) in parameters_of(self.net).items()}
         saved = [known[weight.name] for weight in saved_of(self.net.shape, self.net.lora)]
-        kept = {parameter: self.layout.own(parameter) for parameter in saved}
-        return named_copies(self.net, kept, mine=mine, whole=self.layout.whole)
+        kept = {parameter: self.parallel.local(parameter) for parameter in saved}
+        return named_copies(self.net, kept, mine=mine, gather=self.parallel.gather)
 
     def moments(self, mine: Mine = every) -> Iterator[Named]:
         """Host copies of the optimizer's state; none before the first update."""
         for kind, state in self.optimizer.states():
-            yield from named_copies(self.net, state, f"{kind}/", mine, self.layout.whole)
+            yield from named_copies(self.net, state, f"{kind}/", mine, self.parallel.gather)
 
     def replica_checksums(self) -> dict[str, int]:
-        """The bits of what this process holds of each weight, summed on its device; processes that hold the same have the same."""
-        layout, members = self.layout, weights_of(self.net).values()
-        return bit_sums({layout.name_of(weight): layout.own(parameter) for weight, parameter in members})
+        """The bits of what this rank has of each weight, summed on its device: equal on ranks that have the same."""
+        parallel, members = self.parallel, parameters_of(self.net).values()
+        return bit_sums({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
 
     def updates(self) -> int:
         """Updates done."""
@@ -247,22 +205,23 @@ class OnTorch:
         scaling: dict[str, float] | None = None,
     ) -> None:
         """Take weights and moments in checkpoint names and layout, and the loss scale's state."""
+        parallel = self.parallel
         fill(
             self.net,
             weights,
             where,
-            lambda weight, one, whole: self.layout.own(one).copy_(self.layout.part(weight, whole)),
+            lambda weight, one, values: parallel.local(one).copy_(parallel.local_part(weight, values)),
         )
         if self.scaler and scaling:
             self.scaler.take(scaling)
-        for kind, weight, parameter, whole in moments_in(self.net, moments if updates else [], where):
-            self.optimizer.take(kind, parameter, self.layout.part(weight, whole), updates)
+        for kind, weight, parameter, values in moments_in(self.net, moments if updates else [], where):
+            self.optimizer.take(kind, parameter, parallel.local_part(weight, values), updates)
 
     def facts(self) -> dict[str, Any]:
         """Device, arithmetic and size."""
         return {
             "device": str(self.device), "precision": "float8" if self.net.fp8 else str(self.precision).removeprefix("torch."),
-            "micro_batch": self.micro_batch, "processes": self.ranks.world, "compiling": self.told,
+            "micro_batch": self.micro_batch, "processes": self.ranks.world, "compiling": self.note,
             "parameters": count_with(self.net.shape, self.net.lora),
             "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
@@ -278,8 +237,8 @@ def new_ranks(config: RunConfig) -> Ranks:
     return open_ranks(config.engine.device, config.engine.timeout)
 
 
-def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
-    """The engine with an empty net; `load` fills it."""
+def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
+    """The engine, its net without values; `load` fills it."""
     engine = config.engine
     assert isinstance(engine, TorchEngine)
     mesh = mesh_of(config, shape, ranks.world)
@@ -289,39 +248,16 @@ def new_engine(config: RunConfig, shape: Any, ranks: Ranks) -> OnTorch:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    compiled, told = compiling(engine, config.train, shape, device, ranks.world)
-    micro_batch, asked = engine.micro_batch, engine.compile != "auto"
+    compiled, note = compiling(engine, config.train, shape, device, ranks.world)
+    micro_batch, requested = engine.micro_batch, engine.compile != "auto"
     if micro_batch == "auto":
-        micro_batch = _fitting(config.train, shape, mesh, device, precision, compiled=compiled, asked=asked)
-    layout = Layout(mesh, ranks.rank, device)
-    net = new_net(shape, device, config.model.lora, layout.place)
+        micro_batch = largest_micro_batch(
+            config.train, shape, mesh, device, precision, compiled=compiled, requested=requested
+        )
+    parallel = Parallel(mesh, ranks.rank, device)
+    net = new_net(shape, device, config.model.lora, parallel.shard_net)
     net.recompute = engine.recompute
     if engine.precision == "fp8":
         check_fp8(device)
         net.use_fp8()
-    return OnTorch(net, config.train, layout, ranks, micro_batch, precision, compiled, told, asked)
-
-
-def _fitting(
-    train: TrainConfig,
-    shape: Any,
-    mesh: Mesh,
-    device: torch.device,
-    precision: torch.dtype,
-    *,
-    compiled: bool,
-    asked: bool,
-) -> int:
-    """The largest part of a process's samples that a simple rule lets through at once; what is compiled has one size for a whole run.
-
-    Where nobody asked for compiling, there is room to go on without.
-    """
-    length, batch = train.length or shape.positions, (math.gcd(*train.sizes) if compiled else train.batch) // mesh.ways
-    fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
-    if device.type == "cuda":
-        room = GPU_ROOM * torch.cuda.get_device_properties(device).total_memory - WEIGHT_BYTES * shape.parameters
-        layer = STATE_BYTES[compiled and asked] * shape.width + (
-            8 * shape.heads * length if shape.attention_dropout else 0
-        )
-        fits = int(room / (layer * shape.layers * length * precision.itemsize / 2))
-    return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))
+    return OnTorch(net, config.train, parallel, ranks, micro_batch, precision, compiled, note, requested)

@@ -1,4 +1,4 @@
-"""What torch engines share: kernels of our own, what each token counts for, which attention is asked first, the net's states."""
+"""What torch engines share: Triton kernels, the weight of each token in the loss, attention backends, the net's hidden states."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.kernels.availability import lacking
-from textmill.models.blockwise_torch import PLAIN, Parts
-from textmill.models.nets_torch import Net
+from textmill.models.base_torch import BaseNet
+from textmill.models.execution_torch import EAGER, Execution
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 
 def kernels(module: str) -> Any:
-    """A module of Triton kernels, or nothing where none can be built; who has no GPU does not ask, and loads neither."""
+    """A module of Triton kernels, or None where none can be built; without a GPU neither is imported."""
     return None if lacking() else import_module(module)
 
 
 def attention_order(device: torch.device) -> AbstractContextManager[Any]:
-    """Which attention kernels are asked first: cuDNN's, the fastest for training where it can do the work."""
+    """The order of attention backends: cuDNN first, the fastest for training where it supports the shapes."""
     if device.type != "cuda":
         return nullcontext()
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kernels, set_priority=True)
 
 
-def asked_of(batch: Batch) -> tuple[int, int]:
-    """How many tokens are asked, and how many samples ask anything."""
-    asked = batch.labels != IGNORED
-    return int(asked.sum()), int(np.count_nonzero(asked.any(1)))
+def count_loss_tokens(batch: Batch) -> tuple[int, int]:
+    """How many tokens have a label, and how many samples have such a token."""
+    labelled = batch.labels != IGNORED
+    return int(labelled.sum()), int(np.count_nonzero(labelled.any(1)))
 
 
-def token_shares(batch: Batch, loss: str, asked_tokens: int, asking_samples: int) -> NDArray[np.float32]:
-    """What each token's loss counts for, so that summing over all processes gives the step's loss; both counts are the global batch's.
+def token_weights(batch: Batch, loss: str, loss_tokens: int, loss_samples: int) -> NDArray[np.float32]:
+    """The weight of each token's loss, so that the sum over all ranks is the step's loss; both counts are the global batch's.
 
-    token_mean: one over all asked tokens; sample_mean: one over the sample's asked tokens and over the samples that ask
-    anything. A batch that asks nothing gives zeros.
+    token_mean: one over all loss tokens; sample_mean: one over the sample's loss tokens and over the samples that have any.
+    A batch without labels gives zeros.
     """
-    asked = (batch.labels != IGNORED).astype(np.float32)
-    counts = asked.sum(1, keepdims=True)
-    samples = asking_samples if loss == "sample_mean" else 1
-    shared = np.maximum(counts, 1) if loss == "sample_mean" else np.float32(max(1, asked_tokens))
-    shares: NDArray[np.float32] = (asked / (shared * max(1, samples))).astype(np.float32)
-    return shares
+    labelled = (batch.labels != IGNORED).astype(np.float32)
+    counts = labelled.sum(1, keepdims=True)
+    samples = loss_samples if loss == "sample_mean" else 1
+    divisor = np.maximum(counts, 1) if loss == "sample_mean" else np.float32(max(1, loss_tokens))
+    weights: NDArray[np.float32] = (labelled / (divisor * max(1, samples))).astype(np.float32)
+    return weights
 
 
-def part_of(batch: Batch, ways: int, number: int) -> Batch:
-    """One of several parts of a batch, all of one size: rows that ask nothing fill up the last ones."""
-    if ways == 1:
+def part_of(batch: Batch, ranks: int, rank: int) -> Batch:
+    """One of several parts of a batch, all of one size: rows without labels fill up the last ones."""
+    if ranks == 1:
         return batch
-    rows = -(-len(batch.inputs) // ways)
-    mine = np.arange(number * rows, (number + 1) * rows)
+    rows = -(-len(batch.inputs) // ranks)
+    mine = np.arange(rank * rows, (rank + 1) * rows)
     real, mine = mine < len(batch.inputs), np.minimum(mine, len(batch.inputs) - 1)
     labels = np.where(real[:, None], batch.labels[mine], np.int32(IGNORED))
     return Batch(
@@ -65,12 +65,13 @@ def part_of(batch: Batch, ways: int, number: int) -> Batch:
 
 
 def hidden_states(
-    net: Net,
+    net: BaseNet,
     inputs_NT: Tensor,
     keys_N: Tensor | None,
     documents_NT: Tensor | None,
     precision: torch.dtype,
-    parts: Parts = PLAIN,
+    execution: Execution = EAGER,
 ) -> Tensor:
-    """The net's last states [tokens, width], in the precision of the products; documents are kept apart if given."""
-    return net(inputs_NT, keys_N, documents_NT=documents_NT, parts=parts).to(precision).flatten(0, 1)
+    """The net's last hidden states [tokens, width], in the precision of the matmuls; attention stays inside documents if given."""
+    states: Tensor = net(inputs_NT, keys_N, documents_NT=documents_NT, execution=execution)
+    return states.to(precision).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Tensor-parallel peers: each holds whole heads, columns of the MLP and rows of the vocabulary, and they sum what each has.
+"""Tensor parallelism: each rank has some heads, columns of the MLP and rows of the vocabulary; outputs are summed over ranks.
 
-Shapes in names: N samples, T tokens, E width, V rows of the vocabulary that a peer holds.
+Shapes in names: N samples, T tokens, E width, V rows of the vocabulary that a rank has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from textmill.errors import TextmillError
+from textmill.models import Weight, weights_of
+from textmill.models.base_torch import BaseNet
 from textmill.models.lora_torch import Adapted
 
 # Torch 2.13 has other names for these two, and warns of the old ones.
@@ -23,8 +26,8 @@ Pass = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Peers:
-    """One group of peers. With `sequence` what lies between their sums is shared by tokens."""
+class TensorParallel:
+    """One tensor-parallel group. With `sequence` its ranks divide the tokens of the residual stream between the sums."""
 
     group: Any
     rank: int
@@ -32,32 +35,32 @@ class Peers:
     sequence: bool
 
     def enter(self, x_NTE: Tensor) -> Tensor:
-        """From the stream into what each peer has a part of: all tokens; in backward the peers' gradients are summed."""
-        there, back = (self.gathered, self.scattered) if self.sequence else (_alike, self.summed)
-        out: Tensor = _Joint.apply(x_NTE, there, back)  # type: ignore[no-untyped-call]
+        """From the residual stream into divided matrices: all tokens; in backward the ranks' gradients are summed."""
+        forward, backward = (self.gather, self.reduce_scatter) if self.sequence else (_same, self.all_reduce)
+        out: Tensor = _Collective.apply(x_NTE, forward, backward)  # type: ignore[no-untyped-call]
         return out
 
     def leave(self, x_NTE: Tensor) -> Tensor:
-        """Back into the stream: the sum of all peers, of which each keeps its own tokens where they are shared."""
-        there, back = (self.scattered, self.gathered) if self.sequence else (self.summed, _alike)
-        out: Tensor = _Joint.apply(x_NTE, there, back)  # type: ignore[no-untyped-call]
+        """Back into the residual stream: the sum over ranks, of which each keeps its own tokens if they are divided."""
+        forward, backward = (self.reduce_scatter, self.gather) if self.sequence else (self.all_reduce, _same)
+        out: Tensor = _Collective.apply(x_NTE, forward, backward)  # type: ignore[no-untyped-call]
         return out
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum of all peers' values."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
         total = x.contiguous().clone()
         dist.all_reduce(total, group=self.group)
         return total
 
-    def gathered(self, x_NTE: Tensor) -> Tensor:
-        """All peers' tokens, one peer's after the other's."""
+    def gather(self, x_NTE: Tensor) -> Tensor:
+        """All ranks' tokens, in rank order."""
         samples, tokens, width = x_NTE.shape
         parts = x_NTE.new_empty(self.count * samples, tokens, width)
         all_gather(parts, x_NTE.contiguous(), group=self.group)
         return parts.view(self.count, samples, tokens, width).movedim(0, 1).flatten(1, 2)
 
-    def scattered(self, x_NTE: Tensor) -> Tensor:
-        """This peer's tokens of the sum of all."""
+    def reduce_scatter(self, x_NTE: Tensor) -> Tensor:
+        """This rank's tokens of the sum over ranks."""
         samples, tokens, width = x_NTE.shape
         parts = x_NTE.reshape(samples, self.count, tokens // self.count, width).movedim(1, 0).flatten(0, 1)
         own = torch.empty_like(parts[:samples])
@@ -65,89 +68,118 @@ class Peers:
         return own
 
 
-class _Joint(torch.autograd.Function):
-    """One way there, another for gradients on their way back."""
+class _Collective(torch.autograd.Function):
+    """One collective in forward, another for the gradients in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Pass, back: Pass) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, forward: Pass, backward: Pass) -> Tensor:
+        ctx.run_backward = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(slope), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.run_backward(gradient), None, None
 
 
-def _alike(x: Tensor) -> Tensor:
+def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
 class RowLinear(nn.Linear):
-    """A matrix whose inputs are shared out; its bias is added once, to the sum."""
+    """A matrix whose inputs ranks divide; its bias is added once, to the sum."""
 
-    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
-        super().__init__(linear.in_features // peers.count, linear.out_features)
-        self.peers = peers
+    def __init__(self, linear: nn.Linear, tensor: TensorParallel) -> None:
+        super().__init__(linear.in_features // tensor.count, linear.out_features, bias=linear.bias is not None)
+        self.tensor = tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = F.linear(x, self.weight)
-        return self.peers.leave(partial) + self.bias.to(partial.dtype)
+        return _add_bias(self.tensor.leave(F.linear(x, self.weight)), self.bias)
 
 
 class RowAdapted(Adapted):
-    """The same with an adapter, whose inputs are shared out with the matrix'."""
+    """The same with an adapter, whose inputs are divided with the matrix'."""
 
-    def __init__(self, whole: Adapted, peers: Peers) -> None:
-        super().__init__(nn.Linear(whole.in_features // peers.count, whole.out_features), whole.lora, whole.site)
-        self.peers = peers
+    def __init__(self, full: Adapted, tensor: TensorParallel) -> None:
+        linear = nn.Linear(full.in_features // tensor.count, full.out_features, bias=full.bias is not None)
+        super().__init__(linear, full.lora, full.site)
+        self.tensor = tensor
 
     def forward(self, x: Tensor, keys_N: Tensor | None = None) -> Tensor:
         partial = F.linear(x, self.weight)
-        partial = partial + self.added(x, keys_N, (self.peers.rank, self.peers.count))
-        return self.peers.leave(partial) + self.bias.to(partial.dtype)
+        partial = partial + self.added(x, keys_N, (self.tensor.rank, self.tensor.count))
+        return _add_bias(self.tensor.leave(partial), self.bias)
 
 
-class Vocabulary(nn.Embedding):
-    """Rows of an embedding: a token that another peer holds is nothing here, and comes with the sum."""
+def _add_bias(total: Tensor, bias: Tensor | None) -> Tensor:
+    return total if bias is None else total + bias.to(total.dtype)
 
-    def __init__(self, embedding: nn.Embedding, peers: Peers) -> None:
-        rows = -(-embedding.num_embeddings // peers.count)
+
+class VocabularyEmbedding(nn.Embedding):
+    """Rows of an embedding: a token of another rank is zero here, and comes with the sum."""
+
+    def __init__(self, embedding: nn.Embedding, tensor: TensorParallel) -> None:
+        rows = -(-embedding.num_embeddings // tensor.count)
         super().__init__(rows, embedding.embedding_dim)
-        self.peers, self.begin = peers, rows * peers.rank
+        self.tensor, self.begin = tensor, rows * tensor.rank
 
     def forward(self, ids_NT: Tensor) -> Tensor:
         own_NT = ids_NT - self.begin
         here_NT = (own_NT >= 0) & (own_NT < self.num_embeddings)
-        return self.peers.leave(super().forward(own_NT.where(here_NT, 0)) * here_NT[..., None])
+        return self.tensor.leave(super().forward(own_NT.where(here_NT, 0)) * here_NT[..., None])
 
 
-class Positions(nn.Embedding):
-    """Position vectors of this peer's tokens alone."""
+class PositionEmbedding(nn.Embedding):
+    """Position vectors of this rank's tokens only."""
 
-    def __init__(self, embedding: nn.Embedding, peers: Peers) -> None:
+    def __init__(self, embedding: nn.Embedding, tensor: TensorParallel) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim)
-        self.peers = peers
+        self.tensor = tensor
 
     def forward(self, positions: Tensor) -> Tensor:
-        return super().forward(positions.chunk(self.peers.count, -1)[self.peers.rank])
+        return super().forward(positions.chunk(self.tensor.count, -1)[self.tensor.rank])
 
 
-def share_out(net: Any, peers: Peers) -> None:
-    """Put a peer's parts in the place of the net's own modules, while it is still empty."""
+def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
+    """Replace modules of a net without memory by this rank's parts of them, as each `Weight` says."""
+    divided: dict[nn.Module, None] = {}
+    for weight in weights_of(net.shape):
+        name, _, leaf = weight.parameter.rpartition(".")
+        if leaf != "weight" or len(weight.shape) != 2:
+            continue
+        part = _part_of(net.get_submodule(name), weight, tensor)
+        if part is None:
+            continue
+        parent, _, attribute = name.rpartition(".")
+        holder = net.get_submodule(parent)
+        setattr(holder, attribute, part)
+        if weight.split == 0 and not weight.by_token:
+            divided[holder] = None
+    for holder in divided:
+        if holder is net or any(holder is block for block in net.blocks):
+            raise TextmillError(
+                f"engine.mesh.tensor: {net.shape.family} has divided matrices directly in a {type(holder).__name__}; "
+                f"give them a module of their own (attention, MLP) whose first argument is their input"
+            )
+        holder.register_forward_pre_hook(lambda _, given: (tensor.enter(given[0]), *given[1:]))
+    modules: list[Any] = list(net.modules())
+    for module in modules:  # dropout hashes positions in the undivided tensor
+        if hasattr(module, "tokens_part"):
+            module.tokens_part = tensor.rank if tensor.sequence else 0
+        if hasattr(module, "heads_part"):
+            module.heads_part = tensor.rank
+    net.register_forward_hook(lambda _net, _given, x_NTE: tensor.enter(x_NTE))
 
-    def entered(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (peers.enter(given[0]), *given[1:])
 
-    tokens = peers.rank if peers.sequence else 0
-    net.part, net.wte = tokens, Vocabulary(net.wte, peers)
-    if peers.sequence:
-        net.wpe = Positions(net.wpe, peers)
-    for block in net.h:
-        block.part, block.attn.part = tokens, peers.rank
-        for holder, column in ((block.attn, "c_attn"), (block.mlp, "c_fc")):
-            whole, last = getattr(holder, column), holder.c_proj
-            part = nn.Linear(whole.in_features, whole.out_features // peers.count)
-            setattr(holder, column, Adapted(part, whole.lora, whole.site) if isinstance(whole, Adapted) else part)
-            holder.c_proj = RowAdapted(last, peers) if isinstance(last, Adapted) else RowLinear(last, peers)
-            holder.register_forward_pre_hook(entered)
-    net.register_forward_hook(lambda _net, _given, x_NTE: peers.enter(x_NTE))
+def _part_of(module: nn.Module, weight: Weight, tensor: TensorParallel) -> nn.Module | None:
+    """This rank's part of a module; None: every rank has all of it."""
+    if isinstance(module, nn.Embedding):
+        if weight.by_token and weight.split == 0:
+            return VocabularyEmbedding(module, tensor)
+        return PositionEmbedding(module, tensor) if weight.by_position and tensor.sequence else None
+    if weight.split is None or not isinstance(module, nn.Linear):
+        return None
+    if weight.split == 1:
+        return RowAdapted(module, tensor) if isinstance(module, Adapted) else RowLinear(module, tensor)
+    outputs = -(-module.out_features // tensor.count)
+    part = nn.Linear(module.in_features, outputs, bias=module.bias is not None)
+    return Adapted(part, module.lora, module.site) if isinstance(module, Adapted) else part

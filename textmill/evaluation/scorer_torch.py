@@ -16,7 +16,8 @@ from textmill.config import EngineConfig
 from textmill.devices import autocast, open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.task import Score, StoreLoss
-from textmill.models.nets_torch import Net, open_net
+from textmill.models.base_torch import BaseNet
+from textmill.models.nets_torch import open_net
 from textmill.storage.progress import progress
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.windows import window_batches
@@ -47,7 +48,7 @@ class TorchScorer:
     """A net with its tokenizer; see Scorer in task.py."""
 
     checkpoint: Checkpoint
-    net: Net
+    net: BaseNet
     tokenizer: TextTokenizer
     batch: int
     """Rows in one forward pass."""
@@ -137,12 +138,12 @@ class TorchScorer:
         return StoreLoss(loss, tokens)
 
 
-def _device_of(net: Net) -> torch.device:
+def _device_of(net: BaseNet) -> torch.device:
     return next(parameter.device for _, parameter in net.named_parameters())
 
 
 @torch.inference_mode()
-def _token_losses(net: Net, batch: Batch, precision: torch.dtype, greedy: bool = False) -> tuple[Tensor, Tensor]:
+def _token_losses(net: BaseNet, batch: Batch, precision: torch.dtype, greedy: bool = False) -> tuple[Tensor, Tensor]:
     """The loss of each loss token and, if `greedy`, whether it is the likeliest; logits are computed block by block."""
     device = _device_of(net)
     inputs_NT, labels_NT = (torch.from_numpy(array).to(device) for array in (batch.inputs, batch.labels))

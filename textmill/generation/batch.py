@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,33 +12,13 @@ from textmill.generation.incremental_text import StopStringFilter, TextDecoder
 from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
 from textmill.generation.sampling import SamplingRules, SamplingState, choose_next_ids, collect_rules, new_state
 from textmill.kernels.transfer_torch import OnItsWay, on_device
+from textmill.models.decode_torch import Slots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 NOT_FINITE = (
     "the model's scores are not finite; its weights are damaged or its training diverged; use an earlier --step"
 )
 Event = Token | Done
-
-
-class Slots(Protocol):
-    """Keys and values of texts at work, as a family's decode module keeps them."""
-
-    net: Any
-    slots: int
-    length: int
-    device: torch.device
-
-    def warm(self) -> int: ...
-    def together(self, count: int, long: int) -> bool: ...
-    def prefill(self, first: int, contexts: list[list[int]]) -> Tensor: ...
-    def decode(self, ids_N: Tensor, places: list[int]) -> Tensor: ...
-    def move(self, source: int, target: int, used: int) -> None: ...
-    def take(self, sources: list[int], used: int) -> None: ...
-
-
-def slots_type(family: str) -> Any:
-    """The family's way to decode: models/FAMILY/decode_torch.py has Slots."""
-    return import_module(f"textmill.models.{family}.decode_torch").Slots
 
 
 @dataclass(eq=False)

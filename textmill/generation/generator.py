@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import nn
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig, SampleConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError, warn
-from textmill.generation.batch import Batch, Event, Slots, slots_type
+from textmill.generation.batch import Batch, Event
 from textmill.generation.beams import beam_search
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
 from textmill.generation.requests import Done, Request, max_new_tokens
-from textmill.models.nets_torch import Net, open_net
+from textmill.models.base_torch import BaseNet
+from textmill.models.decode_torch import Slots, bytes_per_slot, open_slots
+from textmill.models.nets_torch import open_net
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 
@@ -36,7 +36,7 @@ class Sample:
 class Generator:
     """A net and its tokenizer; a text is a function of the prompt, the settings and the seed."""
 
-    def __init__(self, net: Net, tokenizer: TextTokenizer) -> None:
+    def __init__(self, net: BaseNet, tokenizer: TextTokenizer) -> None:
         self.net, self.tokenizer = net, tokenizer
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.positions: int = net.shape.positions
@@ -135,14 +135,13 @@ class Generator:
 
     def new_slots(self, slots: int, length: int) -> Slots:
         """Memory for keys and values; more than the device has is refused."""
-        kind = slots_type(self.net.shape.family)
-        each, free = kind.bytes_of(self.net, length), _free_memory(self.device)
+        each, free = bytes_per_slot(self.net, length), _free_memory(self.device)
         if (slots + 1) * each > free:  # one slot is nobody's
             raise TextmillError(
                 f"{slots} texts at a time take {slots * each / 2**30:.1f} GiB for keys and values; {free / 2**30:.1f} GiB can be had; "
                 f"take {max(free // each - 1, 0)} at most (sample.batch, serve.slots)"
             )
-        return cast(Slots, kind(self.net, slots, length))
+        return open_slots(self.net, slots, length)
 
     def _pieces(self, request: Request) -> Iterator[str]:
         for _, event in self.run([request], 1):
@@ -160,10 +159,10 @@ def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, apart: bool 
     """A checkpoint's net, in the engine's arithmetic and on its device, with its tokenizer; an adapter `apart` stands beside its base."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)
-    net = open_net(checkpoint.folder, device, apart=apart)
+    net = open_net(checkpoint.folder, device, separate=apart)
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(
             f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} pieces, its embedding {net.shape.vocab:,} vectors; "
             f"put the tokenizer that the model was trained with beside it"
         )
-    return Generator(cast(Net, cast(nn.Module, net).to(torch_dtype(engine.precision, device))), tokenizer)
+    return Generator(net.to(torch_dtype(engine.precision, device)), tokenizer)

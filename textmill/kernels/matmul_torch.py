@@ -53,7 +53,7 @@ def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
     )
 
 
-def onto(stream_NTF: Tensor, layer: nn.Linear, x_NTE: Tensor) -> Tensor:
+def add_linear(stream_NTF: Tensor, layer: nn.Linear, x_NTE: Tensor) -> Tensor:
     """A stream and what a layer makes of x, whose bias has its gradient from elsewhere: it is the stream's, summed."""
     return _linear(x_NTE, layer.weight, layer.bias.detach(), stream_NTF)
 

@@ -17,7 +17,7 @@ except ImportError:  # no kernel can be built here
     norms_triton = None  # type: ignore[assignment]
 
 
-def parted(
+def norm_and_residual(
     x_NTE: Tensor, norm: nn.LayerNorm, before_E: Tensor | None = None, after_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The norm of a stream, and the stream as it is; biases, both or none, are those of which only the gradient is asked for."""

@@ -13,8 +13,8 @@ from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, open_model
 from textmill.config import LoraConfig, RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.models import open_family, shape_in
-from textmill.models.lora import first_adapters
+from textmill.models import initial_weights, open_family, shape_in
+from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import resized
 from textmill.storage.tensor_files import Named, fingerprint_weights
@@ -36,7 +36,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
         weights: Iterable[Named] = resized(given.weights(), shape, transfer.kept, transfer.new)
     else:
         _check_fit(shape, config, data, given)
-        weights = open_family(shape.family).first_weights(shape, config.train.seed)
+        weights = initial_weights(shape, config.train.seed)
     preflight(config.train, data, config.train.length or shape.positions, shape.vocab)
     source = str(given.folder) if given else "the initial weights"
     made_from = describe_inputs(config, data, shape, fingerprint_weights(given.folder) if given else None)
@@ -62,7 +62,7 @@ def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: Run
     weights = list(start.weights)
     before = dict(open_family(start.shape.family).known_weights(given.weights()))
     changed = [(name, values) for name, values in weights if not np.array_equal(values, before[name])]
-    weights += first_adapters(start.shape, lora, config.train.seed)
+    weights += initial_adapters(start.shape, lora, config.train.seed)
     # A hub name works on every machine; a folder is recorded by its full path.
     base = str(config.model.init_from)
     if Path(base).is_dir():

@@ -84,13 +84,14 @@ def _gradients(trial: Trial, one: Seen, many: Seen) -> Finding:
     if not beyond:
         return Finding(f"gradients of {len(parts)} weights", parts[worst], trial.gradient_bound)
     where = f"gradients of {len(beyond)} of {len(parts)} weights, {worst.partition('/')[2]} most"
-    return Finding(where, parts[worst], trial.gradient_bound, _hint(beyond, len(parts), ours, theirs))
+    return Finding(where, parts[worst], trial.gradient_bound, _hint(trial, beyond, ours, theirs))
 
 
-def _hint(beyond: list[str], of: int, ours: Gradients, theirs: Gradients) -> str:
+def _hint(trial: Trial, beyond: list[str], ours: Gradients, theirs: Gradients) -> str:
     """What a pattern of wrong gradients points to."""
-    if all(name.endswith(("bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")) for name in beyond):
-        return "only what is copied on every process differs: its gradients are not summed over the right processes"
+    of = len(ours)
+    if trial.replicated.issuperset(beyond) and len(beyond) < of:
+        return "only what every rank has all of differs: its gradients are not summed over the right ranks"
     ratios = [
         float(np.vdot(theirs[name], ours[name]) / max(1e-30, float(np.vdot(ours[name], ours[name])))) for name in ours
     ]

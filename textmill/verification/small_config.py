@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,15 @@ from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.engines.deepspeed_config import read_file, settled
 from textmill.engines.meshes import mesh_of
-from textmill.models import open_family, shape_in
+from textmill.models import Shape, open_family, shape_in
+from textmill.models.lora import weights_with
+from textmill.models.parameter_groups import matches
 from textmill.storage.files import read_json, write_text
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 STEPS = 8
 """Updates that are compared."""
-LENGTH, VOCAB, LAYERS, CHANNELS, MICRO = 24, 150, 2, 8, 2
+LENGTH, VOCAB, LAYERS, MICRO = 24, 150, 2, 2
 MOST = 4
 """Processes up to which a mesh is tried as it is; of a larger one each axis is cut to two."""
 RATE, GENTLE_RATE = 1e-2, 1e-3
@@ -46,6 +47,8 @@ class Trial:
     precision: str
     loss_bound: float
     gradient_bound: float
+    replicated: frozenset[str] = frozenset()
+    """Weights that every tensor-parallel rank has all of."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,17 @@ def plan_of(config: RunConfig) -> Plan:
     for precision in precisions:
         small = _shrunk(config, full, precision, ways * own, sizes["tensor"])
         pairs.append((_on(small, dict.fromkeys(AXES, 1), own), _on(small, sizes, MICRO)))
-    muon = config.train.optimizer == "muon"
+    muon, replicated = config.train.optimizer == "muon", _replicated(pairs[0][0])
     trials = [
-        Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2) for one in precisions
+        Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2, replicated)
+        for one in precisions
     ]
     return Plan([alone for alone, _ in pairs], [many for _, many in pairs], trials, math.prod(sizes.values()), sizes)
+
+
+def _replicated(small: RunConfig) -> frozenset[str]:
+    shape = open_family(small.model.family).shape_of(small.model, vocab=VOCAB, end=0)
+    return frozenset(weight.name for weight in weights_with(shape, small.model.lora) if weight.split is None)
 
 
 def _without_file(config: RunConfig) -> RunConfig:
@@ -136,20 +145,13 @@ def precisions_of(config: RunConfig) -> list[str]:
     return ["fp32"] + [one for one in ("bf16", "fp16") if kind == one or (one == "bf16" and kind in ("auto", "fp8"))]
 
 
-def _shrunk(config: RunConfig, full: Any, precision: str, batch: int, tensor: int) -> RunConfig:
-    """The config on a small net and a small batch, whatever its data."""
-    heads = 2 * tensor
-    dropout = max(full.embedding_dropout, full.attention_dropout, full.residual_dropout)
-    shape = ShapeConfig(
-        layers=LAYERS, heads=heads, width=heads * CHANNELS, inner=4 * heads * CHANNELS, positions=LENGTH, activation=full.activation,
-        dropout=dropout,
-    )  # fmt: skip
-    names = [weight.name for weight in open_family(config.model.family).weights_of(full)]
-    frozen = [
-        one
-        for one in config.train.freeze
-        if any(fnmatch(name.removeprefix("transformer."), one) for name in names if ".1." in name)
-    ]
+def _shrunk(config: RunConfig, full: Shape, precision: str, batch: int, tensor: int) -> RunConfig:
+    """The config with a small net and a small batch, whatever its data."""
+    family = open_family(config.model.family)
+    shape = ShapeConfig(**family.small_shape(full, tensor), positions=LENGTH)
+    model = config.model.model_copy(update={"shape": shape, "init_from": None})
+    small = family.weights_of(family.shape_of(model, vocab=VOCAB, end=0))
+    frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]
     train = {
         "batch": batch,
         "length": LENGTH,
@@ -168,7 +170,7 @@ def _shrunk(config: RunConfig, full: Any, precision: str, batch: int, tensor: in
     }
     known = {key: value for key, value in engine.items() if key in type(config.engine).model_fields}
     return config.model_copy(update={
-        "model": config.model.model_copy(update={"size": "nano", "shape": shape, "init_from": None}),
+        "model": model,
         "train": config.train.model_copy(update=train), "engine": config.engine.model_copy(update=known),
     })  # fmt: skip
 
@@ -183,7 +185,7 @@ def _on(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig
     return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
 
 
-def _full_shape(config: RunConfig) -> Any:
+def _full_shape(config: RunConfig) -> Shape:
     """The net that the run will have, but for its vocabulary."""
     if config.model.init_from:
         return shape_in(open_model(config.model.init_from).folder)

@@ -16,8 +16,8 @@ from typing import Any
 from textmill.config import RunConfig
 from textmill.engines import Engine, Named, open_engine, open_ranks
 from textmill.errors import EXIT_DONE
-from textmill.models import open_family
-from textmill.models.lora import first_adapters
+from textmill.models import initial_weights, open_family
+from textmill.models.lora import initial_adapters
 from textmill.processes.exits import run_and_exit
 from textmill.storage.files import write_json
 from textmill.storage.tensor_files import encode_safetensors
@@ -68,8 +68,8 @@ def main(words: list[str]) -> int:
     for config, folder in zip(configs, folders, strict=True):
         family = open_family(config.model.family)
         shape = family.shape_of(config.model, vocab=VOCAB, end=0)
-        weights = [*family.first_weights(shape, config.train.seed)]
-        weights += first_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
+        weights = [*initial_weights(shape, config.train.seed)]
+        weights += initial_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
         engine = open_engine(config, shape, ranks)
         engine.load(weights, [], 0, "the first weights", SCALING if config.engine.precision == "fp16" else None)
         seen = seen_by(engine, config, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,8 @@ from textmill.models.parameter_groups import Rule
 if TYPE_CHECKING:
     from textmill.engines.optimizers.muon_triton import FusedStack
 
-TURNS = ((3.4445, -4.7750, 2.0315),) * 5
-"""The quintic's coefficients in each of the five turns of Newton-Schulz."""
+COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
+"""The quintic's coefficients in each of the five iterations of Newton-Schulz."""
 LIKE_ADAM = 0.2
 """An orthogonal step times this and the root of its longer side is about as long as one of AdamW, so that rates carry over."""
 TINY = 1e-7
@@ -25,146 +26,151 @@ TINY = 1e-7
 Member = tuple[Weight, nn.Parameter, Rule]
 
 
-class Muon:
-    """The update of block matrices. Queries, keys and values are three matrices; tall ones lie on their side."""
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One matrix of a parameter: queries, keys and values stored as one parameter are three."""
 
-    def __init__(self, members: list[Member], heads: int, momentum: float, *, compiled: bool) -> None:
-        groups: dict[tuple[int, int], list[Member]] = {}
-        for weight, parameter, rule in members:
-            groups.setdefault(_shape(weight, parameter, heads), []).append((weight, parameter, rule))
-        self.stacks = {
-            shape: _stack(group, heads, shape, momentum, compiled=compiled) for shape, group in groups.items()
-        }
+    parameter: nn.Parameter
+    rule: Rule
+    groups: int
+    rows: slice
+    """Its rows inside each group of the parameter's rows."""
+
+    def view(self, values: Tensor) -> Tensor:
+        """The matrix in a tensor laid out as the parameter: [groups, rows of a group, columns]."""
+        return values.view(self.groups, -1, values.shape[-1])[:, self.rows]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix as it is stacked: rows are never more than columns."""
+        groups, rows, columns = self.view(self.parameter.detach()).shape
+        return min(groups * rows, columns), max(groups * rows, columns)
+
+    def stacked(self, values: Tensor) -> Tensor:
+        """The matrix of a tensor as [1, R, C] with R <= C."""
+        matrix = self.view(values).reshape(1, -1, values.shape[-1])
+        return matrix.mT if matrix.shape[1] > matrix.shape[2] else matrix
+
+    def unstacked(self, matrix: Tensor) -> Tensor:
+        """A stacked matrix as `view` has it."""
+        groups, rows, columns = self.view(self.parameter.detach()).shape
+        return (matrix.mT if groups * rows > columns else matrix).reshape(groups, rows, columns)
+
+
+def matrices_of(weight: Weight, parameter: nn.Parameter, rule: Rule) -> list[Matrix]:
+    """The matrices of a parameter that has all of its weight."""
+    return [Matrix(parameter, rule, weight.groups, rows) for rows in weight.part_rows]
+
+
+class Muon:
+    """The update of block matrices, all of one shape at a time."""
+
+    def __init__(self, members: list[Member], momentum: float, *, compiled: bool) -> None:
+        stacks: dict[tuple[int, int, bool], list[Member]] = {}
+        matrices: dict[tuple[int, int, bool], list[Matrix]] = {}
+        for member in members:
+            found = matrices_of(*member)
+            equal = len({matrix.shape for matrix in found}) == 1
+            for matrix in found:
+                matrices.setdefault((*matrix.shape, equal), []).append(matrix)
+            if equal:
+                stacks.setdefault((*found[0].shape, True), []).append(member)
+        self.stacks = {key: _stack(matrices[key], stacks.get(key), momentum, compiled=compiled) for key in matrices}
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
         """One update with gradients times `clip`; where `finite` is false nothing changes, and nothing waits to know."""
-        for (_, columns), stack in self.stacks.items():
-            steps = turned(stack.gather(clip, finite))
+        for (_, columns, _), stack in self.stacks.items():
+            steps = orthogonalise(stack.gather(clip, finite))
             stack.apply(steps, lr, lr * LIKE_ADAM * math.sqrt(columns), finite)
 
     def momentum(self) -> dict[nn.Parameter, Tensor]:
         """The momentum of each parameter, in its own layout."""
-        return {parameter: values for stack in self.stacks.values() for parameter, values in stack.momentum().items()}
+        found: dict[nn.Parameter, Tensor] = {}
+        for stack in self.stacks.values():
+            stack.read_momentum(found)
+        return found
 
     def take(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Go on with this momentum of a parameter."""
+        """Resume with this momentum of a parameter."""
         for stack in self.stacks.values():
             stack.take(parameter, values)
 
 
 class Stack:
-    """Parameters whose matrices have one shape: what an update does to them before and after their steps are made orthogonal."""
+    """Matrices of one shape: what an update does to them before and after their steps are made orthogonal."""
 
-    def __init__(self, members: list[Member], heads: int, momentum: float, *, compiled: bool) -> None:
-        self.members, self.heads, self.kept = members, heads, momentum
-        self.parameters = [parameter for _, parameter, _ in members]
+    def __init__(self, matrices: list[Matrix], momentum: float, *, compiled: bool) -> None:
+        self.matrices, self.kept = matrices, momentum
         self.blend: Callable[..., Tensor] = torch.compile(_blend, dynamic=False) if compiled else _blend
-        self.momenta = self._stacked([torch.zeros_like(parameter) for parameter in self.parameters])
+        self.momenta = self._stacked([torch.zeros_like(matrix.parameter) for matrix in matrices])
         self.decays: dict[float, list[Tensor]] = {}
-        for _, parameter, rule in members:
-            self.decays.setdefault(rule.rate * rule.decay, []).append(parameter)
-        self.counts = [_count(weight) for weight, _, _ in members]
-        rates = [rule.rate for weight, _, rule in members for _ in range(_count(weight))]
+        for matrix in matrices:
+            view = matrix.view(matrix.parameter.detach())
+            self.decays.setdefault(matrix.rule.rate * matrix.rule.decay, []).append(view)
+        rates = [matrix.rule.rate for matrix in matrices]
         self.rates = torch.tensor(rates, device=self.momenta.device)[:, None, None]
-        """The rate of each matrix, as a multiple of the step's."""
+        """The learning rate of each matrix, as a multiple of the step's."""
         # A CPU without bf16 would take minutes where its own precision takes seconds.
         self.precision = torch.bfloat16 if self.momenta.is_cuda else torch.float32
 
     def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
-        """Move the momenta on by the gradients; return Nesterov's look ahead, each matrix divided by its norm."""
-        grads = self._stacked([parameter.grad for parameter in self.parameters])  # type: ignore[misc]
-        return normed(self.blend(self.momenta, grads, self.kept, clip, finite, self.precision))
+        """Move the momenta by the gradients; return Nesterov's look-ahead, each matrix divided by its norm."""
+        grads = self._stacked([matrix.parameter.grad for matrix in self.matrices])  # type: ignore[misc]
+        return divide_by_norm(self.blend(self.momenta, grads, self.kept, clip, finite, self.precision))
 
     def apply(self, steps: Tensor, lr: float, rate: float, finite: Tensor) -> None:
         """Decay the weights by `lr` and move them by their steps times `rate`, after `gather`."""
-        for decay, parameters in self.decays.items():
-            torch._foreach_mul_(parameters, torch.where(finite, 1 - lr * decay, 1.0))
-        moved = self._apart(steps.float() * (torch.where(finite, rate, 0.0) * self.rates))
-        torch._foreach_sub_([*self.parameters], moved)
+        for decay, views in self.decays.items():
+            torch._foreach_mul_(views, torch.where(finite, 1 - lr * decay, 1.0))
+        moved = (steps.float() * (torch.where(finite, rate, 0.0) * self.rates)).unsqueeze(1).unbind()
+        views = [matrix.view(matrix.parameter.detach()) for matrix in self.matrices]
+        torch._foreach_sub_(views, [matrix.unstacked(one) for matrix, one in zip(self.matrices, moved, strict=True)])
 
-    def momentum(self) -> dict[nn.Parameter, Tensor]:
-        """The momentum of each parameter, in its own layout."""
-        return dict(zip(self.parameters, self._apart(self.momenta), strict=True))
+    def read_momentum(self, found: dict[nn.Parameter, Tensor]) -> None:
+        """Write each matrix' momentum into the tensor of its parameter."""
+        for matrix, momentum in zip(self.matrices, self.momenta.unsqueeze(1).unbind(), strict=True):
+            values = found.setdefault(matrix.parameter, torch.empty_like(matrix.parameter.detach()))
+            matrix.view(values).copy_(matrix.unstacked(momentum))
 
     def take(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Go on with this momentum, if the parameter is of this stack."""
-        for (weight, member, _), part in zip(self.members, self.momenta.split_with_sizes(self.counts), strict=True):
-            if member is parameter:
-                part.copy_(_matrices(weight, values, self.heads))
+        """Resume with this momentum, where matrices of this stack are the parameter's."""
+        for matrix, momentum in zip(self.matrices, self.momenta.unsqueeze(1).unbind(), strict=True):
+            if matrix.parameter is parameter:
+                momentum.copy_(matrix.stacked(values))
 
     def _stacked(self, values: list[Tensor]) -> Tensor:
-        return torch.cat(
-            [_matrices(weight, one, self.heads) for (weight, _, _), one in zip(self.members, values, strict=True)]
-        )
-
-    def _apart(self, stacked: Tensor) -> list[Tensor]:
-        """A stack as values of each of its parameters."""
-        parts = zip(self.members, stacked.split_with_sizes(self.counts), strict=True)
-        return [_values(weight, parameter, part, self.heads) for (weight, parameter, _), part in parts]
+        return torch.cat([matrix.stacked(one) for matrix, one in zip(self.matrices, values, strict=True)])
 
 
 def _stack(
-    members: list[Member], heads: int, shape: tuple[int, int], momentum: float, *, compiled: bool
+    matrices: list[Matrix], members: list[Member] | None, momentum: float, *, compiled: bool
 ) -> Stack | FusedStack:
-    fused = (
-        kernels("textmill.engines.optimizers.muon_triton")
-        if all(parameter.is_cuda for _, parameter, _ in members)
-        else None
-    )
-    if fused is not None and all(fused.fits(parameter) for _, parameter, _ in members):
-        made: FusedStack = fused.FusedStack(members, heads, shape, momentum, TINY)
+    """The fused kernels take parameters on a GPU whose matrices all have one shape."""
+    on_gpu = members is not None and all(parameter.is_cuda for _, parameter, _ in members)
+    fused = kernels("textmill.engines.optimizers.muon_triton") if on_gpu else None
+    if fused is not None and members and all(fused.fits(parameter) for _, parameter, _ in members):
+        made: FusedStack = fused.FusedStack(members, matrices[0].shape, momentum, TINY)
         return made
-    return Stack(members, heads, momentum, compiled=compiled)
-
-
-def _shape(weight: Weight, parameter: Tensor, heads: int) -> tuple[int, int]:
-    """Rows and columns of a parameter's matrices."""
-    _, rows, columns = _matrices(weight, parameter.detach(), heads).shape
-    return rows, columns
-
-
-def _matrices(weight: Weight, values: Tensor, heads: int) -> Tensor:
-    """A parameter's values as [1 or 3, R, C] with R <= C."""
-    columns = values.shape[1]
-    parts = (
-        values.view(heads, 3, -1, columns).transpose(0, 1).reshape(3, -1, columns)
-        if weight.layout == "qkv"
-        else values[None]
-    )
-    return parts.mT if parts.shape[1] > columns else parts
-
-
-def _values(weight: Weight, parameter: Tensor, parts: Tensor, heads: int) -> Tensor:
-    """The way back of `_matrices`."""
-    columns = parameter.shape[1]
-    parts = parts if parts.shape[2] == columns else parts.mT
-    if weight.layout == "qkv":
-        return parts.reshape(3, heads, -1, columns).transpose(0, 1).reshape(parameter.shape)
-    return parts[0]
-
-
-def _count(weight: Weight) -> int:
-    """How many matrices a weight is."""
-    return 3 if weight.layout == "qkv" else 1
+    return Stack(matrices, momentum, compiled=compiled)
 
 
 def _blend(momenta: Tensor, grads: Tensor, kept: float, clip: Tensor, finite: Tensor, precision: torch.dtype) -> Tensor:
-    """Move the momenta on in place; return Nesterov's look ahead in the precision asked."""
+    """Move the momenta in place; return Nesterov's look-ahead in the precision given."""
     grads = torch.where(finite, grads * clip, 0.0)
     momenta.copy_(torch.where(finite, momenta.lerp(grads, 1 - kept), momenta))
     return grads.lerp(momenta, kept).to(precision)
 
 
-def normed(x_BRC: Tensor) -> Tensor:
+def divide_by_norm(x_BRC: Tensor) -> Tensor:
     """Each matrix divided by its norm."""
     norms_B11: Tensor = x_BRC.norm(dim=(1, 2), keepdim=True)
     return x_BRC / norms_B11.clamp_min(TINY)
 
 
-def turned(x: Tensor) -> Tensor:
+def orthogonalise(x: Tensor) -> Tensor:
     """Each matrix [B, R, C] of norm 1 with its singular values driven towards 1, in the precision given."""
-    for linear, cubic, quintic in TURNS:
+    for linear, cubic, quintic in COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic), x, beta=linear)
     return x

@@ -102,7 +102,6 @@ class FusedStack:
     def __init__(
         self,
         members: list[tuple[Weight, nn.Parameter, Rule]],
-        heads: int,
         shape: tuple[int, int],
         momentum: float,
         tiny: float,
@@ -113,7 +112,7 @@ class FusedStack:
         places: list[tuple[int, ...]] = []
         rules: list[tuple[float, float]] = []
         for (weight, parameter, rule), count in zip(members, self.counts, strict=True):
-            places += _places(weight, parameter, heads, len(places))
+            places += _places(weight, parameter, len(places))
             rules += [(rule.rate, rule.rate * rule.decay)] * count
         device, self.matrices = self.parameters[0].device, len(places)
         self.places = torch.tensor(places, dtype=torch.int32, device=device)
@@ -146,12 +145,12 @@ class FusedStack:
         given = self.places, self.rules, self.addresses[0], steps, finite, *self.shape, float(lr), float(rate)
         _apply[self.grid](*given, S=SIDE, num_warps=WARPS)
 
-    def momentum(self) -> dict[nn.Parameter, Tensor]:
-        """The momentum of each parameter, in its own layout."""
-        return dict(self.momenta)
+    def read_momentum(self, found: dict[nn.Parameter, Tensor]) -> None:
+        """The momentum of each parameter, in its own layout: this stack's own memory."""
+        found.update(self.momenta)
 
     def take(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Go on with this momentum, if the parameter is of this stack."""
+        """Resume with this momentum, if the parameter is of this stack."""
         if parameter in self.momenta:
             self.momenta[parameter].copy_(values)
 
@@ -168,11 +167,10 @@ def _fitting(gradient: Tensor | None) -> Tensor:
     return gradient if fits(gradient) else gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _places(weight: Weight, parameter: Tensor, heads: int, first: int) -> list[tuple[int, ...]]:
+def _places(weight: Weight, parameter: Tensor, first: int) -> list[tuple[int, ...]]:
     """For each matrix of a parameter: whether it is tall, after how many rows how many of others come, its first row, and the first of
     the parameter's matrices."""
     rows, columns = parameter.shape
-    if weight.layout != "qkv":
-        return [(rows > columns, rows, 0, 0, first)]
-    D = rows // (3 * heads)
-    return [(heads * D > columns, D, 2 * D, part * D, first) for part in range(3)]
+    group = rows // weight.groups
+    parts = [(part.stop - part.start, part.start) for part in weight.part_rows]
+    return [(count * weight.groups > columns, count, group - count, start, first) for count, start in parts]

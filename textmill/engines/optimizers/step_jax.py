@@ -1,6 +1,6 @@
-"""What an optimizer step gives, and does to the weights, in JAX.
+"""The optimizer step in JAX, and its result.
 
-optax's AdamW over all of them, or Muon over block matrices with AdamW over the rest. Pure: weights and state come in and go out.
+optax's AdamW for all weights, or Muon for block matrices with AdamW for the rest. Pure functions of weights and state.
 The state is `count`, and `m`, `v` and `momentum` by weight name.
 """
 
@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
 from textmill.config import LoraConfig, TrainConfig
-from textmill.models import Weight
+from textmill.models import Shape, Weight
 from textmill.models.lora import weights_with
 from textmill.models.parameter_groups import rules_of
 
@@ -61,18 +62,14 @@ class JaxStep:
         return not math.isfinite(self.norm)
 
 
-class Updates:
+class Optimizer:
     """The update of all weights; a gradient that is not finite, or a spike, changes nothing."""
 
-    def __init__(self, shape: Any, train: TrainConfig, lora: LoraConfig | None, turning: Any) -> None:
-        """`turning` is the precision in which Muon's matrices are made orthogonal."""
-        self.train, self.heads, self.rules, self.turning = train, shape.heads, rules_of(shape, train, lora), turning
+    def __init__(self, shape: Shape, train: TrainConfig, lora: LoraConfig | None, precision: Any) -> None:
+        """Muon's matrices are made orthogonal in this precision."""
+        self.train, self.rules, self.precision = train, rules_of(shape, train, lora), precision
         trained = [weight for weight in weights_with(shape, lora) if self.rules[weight.name].trained]
-        self.matrices = {
-            weight.name: weight
-            for weight in trained
-            if train.optimizer == "muon" and weight.layout in ("linear", "qkv")
-        }
+        self.matrices = {weight.name: weight for weight in trained if train.optimizer == "muon" and weight.muon}
         self.rest = [weight.name for weight in trained if weight.name not in self.matrices]
         self.trained = {weight.name: math.prod(weight.shape) for weight in trained}
         self.adam = optax.scale_by_adam(train.betas[0], train.betas[1], train.epsilon)
@@ -126,21 +123,25 @@ class Updates:
         after = {name: momenta[name] + (1 - kept) * (grads[name] - momenta[name]) for name in self.matrices}
         new = {}
         for name, weight in self.matrices.items():
-            ahead = self._parts(weight, grads[name] + kept * (after[name] - grads[name])).astype(self.turning)
-            turned, _ = self.orthogonal.update(ahead, self.orthogonal.init(ahead))
-            step = self._whole(weight, turned.astype(jnp.float32), weights[name].shape)
-            rate = lr * self.rules[name].rate * LIKE_ADAM * math.sqrt(max(ahead.shape[1:]))
-            new[name] = self._decayed(name, weights[name], lr) - rate * step
+            ahead = (grads[name] + kept * (after[name] - grads[name])).astype(self.precision)
+            steps, scale = self._steps(weight, ahead)
+            rate = lr * self.rules[name].rate * LIKE_ADAM * scale
+            new[name] = self._decayed(name, weights[name], lr) - rate * steps
         return new, after
 
-    def _parts(self, weight: Weight, values: Array) -> Array:
-        """A matrix as [1 or 3, R, C]: queries, keys and values are three."""
-        if weight.layout != "qkv":
-            return values[None]
-        return values.reshape(self.heads, 3, -1, values.shape[1]).swapaxes(0, 1).reshape(3, -1, values.shape[1])
-
-    def _whole(self, weight: Weight, parts: Array, shape: tuple[int, ...]) -> Array:
-        """The way back of `_parts`."""
-        if weight.layout != "qkv":
-            return parts[0]
-        return parts.reshape(3, self.heads, -1, shape[1]).swapaxes(0, 1).reshape(shape)
+    def _steps(self, weight: Weight, ahead: Array) -> tuple[Array, Any]:
+        """A weight's matrices made orthogonal, and the root of each one's longer side; matrices of one shape are one batch."""
+        columns = ahead.shape[1]
+        grouped = ahead.reshape(weight.groups, -1, columns)
+        parts = [grouped[:, rows].reshape(-1, columns) for rows in weight.part_rows]
+        equal = len({part.shape for part in parts}) == 1
+        steps: list[Array] = []
+        for batch in [jnp.stack(parts)] if equal else [part[None] for part in parts]:
+            orthogonal, _ = self.orthogonal.update(batch, self.orthogonal.init(batch))
+            steps += list(orthogonal.astype(jnp.float32))
+        sides = [math.sqrt(max(part.shape)) for part in parts]
+        group_rows = [rows.stop - rows.start for rows in weight.part_rows]
+        by_row = np.tile(np.repeat(np.array(sides, np.float32), group_rows), weight.groups)
+        scale = sides[0] if equal else by_row[:, None]
+        joined = jnp.concatenate([step.reshape(weight.groups, -1, columns) for step in steps], axis=1)
+        return joined.reshape(ahead.shape), scale

@@ -1,4 +1,4 @@
-"""GPT-2 as numbers: its shape, its weights by transformers' names, how they start and how memory holds them."""
+"""GPT-2 without a framework: its shape, its weights under transformers' names, its config.json."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models import Weight, first_of
+from textmill.models.weights import Weight, count_flops, count_parameters
 from textmill.storage.files import read_json
 
 Array = NDArray[np.float32]
 
-OBJECTIVE = "next_token"
+NAME, OBJECTIVE, BATCH_FIELDS = "gpt2", "next_token", frozenset({"documents"})
 VOCAB_MULTIPLE = 128
 SAME_ACTIVATION = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "gelu": "gelu"}
 DROPOUTS = {"embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout", "resid_pdrop": "residual_dropout"}
-"""Shares that are dropped, by transformers' names and ours."""
+"""Dropout rates, by transformers' names and ours."""
 MUST_BE = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "tie_word_embeddings": True, "add_cross_attention": False,
@@ -31,7 +31,7 @@ MUST_BE = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Every number that the net is made of."""
+    """Every number that the net is built from."""
 
     layers: int
     heads: int
@@ -48,13 +48,13 @@ class Shape:
     epsilon: float = 1e-5
     family: str = "gpt2"
 
-    def with_dropout(self, share: float) -> Shape:
+    def with_dropout(self, fraction: float) -> Shape:
         """The same net with another dropout everywhere."""
-        return replace(self, embedding_dropout=share, attention_dropout=share, residual_dropout=share)
+        return replace(self, embedding_dropout=fraction, attention_dropout=fraction, residual_dropout=fraction)
 
     @property
     def drops(self) -> bool:
-        """Whether training drops anything."""
+        """Whether training uses dropout anywhere."""
         return bool(self.embedding_dropout or self.attention_dropout or self.residual_dropout)
 
     @property
@@ -64,24 +64,16 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Weights of the net, as its checkpoint has them."""
-        return sum(math.prod(weight.shape) for weight in weights_of(self))
+        """How many numbers its checkpoint has."""
+        return count_parameters(weights_of(self))
 
     def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
-        """Multiplications and additions of forward and backward for one token: 6N + 12LHQT where all is trained.
+        """Multiplications and additions of forward and backward for one token."""
+        return count_flops(weights_of(self), self.layers, self.width, length, trained)
 
-        Else forward is the same, a weight that is not trained has no gradient, and backward ends at the lowest block that has one that
-        is; adapters, the trained weights that are not the net's own, come on top.
-        """
-        own = [weight for weight in weights_of(self) if not weight.by_position]
-        trained = weights_of(self) if trained is None else list(trained)
-        names, lowest = {weight.name for weight in trained}, max(weight.depth for weight in trained)
-        known = {weight.name for weight in weights_of(self)}
-        flops = 6.0 * sum(math.prod(weight.shape) for weight in trained if weight.name not in known)
-        for weight in own:
-            passed = weight.layout == "vocab" or weight.depth <= lowest  # the tied head stands above all blocks
-            flops += math.prod(weight.shape) * (2.0 + 2.0 * passed + 2.0 * (weight.name in names))
-        return flops + (4.0 * self.layers + 8.0 * min(lowest, self.layers)) * self.width * length
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Whole heads and columns of the MLP."""
+        return {"heads": self.heads, "inner": self.inner}
 
 
 def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
@@ -160,82 +152,53 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
 def weights_of(shape: Shape) -> list[Weight]:
     """Every weight, under transformers' name and in its layout (matrices are inputs x outputs)."""
     width, inner, residual = shape.width, shape.inner, 0.02 / math.sqrt(2 * shape.layers)
+    qkv = {"parts": (width,) * 3, "groups": shape.heads, "split": 0}
 
     def norm(name: str) -> list[Weight]:
-        return [Weight(f"{name}.weight", (width,), 0, ones=True), Weight(f"{name}.bias", (width,), 0)]
+        return [Weight(f"{name}.weight", (width,), ones=True), Weight(f"{name}.bias", (width,))]
 
-    weights = [
-        Weight(
-            "transformer.wte.weight", (shape.vocab, width), 0.02, "vocab", decay=True, split=0, depth=shape.layers + 1
-        ),
-        Weight(
-            "transformer.wpe.weight",
-            (shape.positions, width),
-            0.02,
-            decay=True,
-            by_position=True,
-            depth=shape.layers + 1,
-        ),
-    ]
+    def matrix(name: str, inputs: int, outputs: int, std: float, **layout: Any) -> list[Weight]:
+        marks: Any = {"transposed": True, "decay": True, "muon": True, "lora": True}
+        # Each tensor-parallel rank adds a row-parallel matrix' bias to the sum: all have it.
+        bias = layout if layout["split"] == 0 else {}
+        return [
+            Weight(f"{name}.weight", (inputs, outputs), std, **marks, **layout),
+            Weight(f"{name}.bias", (outputs,), **bias),
+        ]
+
+    tables = [
+        Weight("transformer.wte.weight", (shape.vocab, width), 0.02, by_token=True, padded_rows=shape.padded_vocab, split=0),
+        Weight("transformer.wpe.weight", (shape.positions, width), 0.02, by_position=True),
+    ]  # fmt: skip
+    weights = [replace(table, decay=True, depth=shape.layers + 1) for table in tables]
     for layer in range(shape.layers):
         h = f"transformer.h.{layer}"
         block = [
             *norm(f"{h}.ln_1"),
-            Weight(f"{h}.attn.c_attn.weight", (width, 3 * width), 0.02, "qkv", decay=True, split=0),
-            Weight(f"{h}.attn.c_attn.bias", (3 * width,), 0, "qkv_bias", split=0),
-            Weight(f"{h}.attn.c_proj.weight", (width, width), residual, "linear", decay=True, split=1),
-            Weight(f"{h}.attn.c_proj.bias", (width,), 0),
+            *matrix(f"{h}.attn.c_attn", width, 3 * width, 0.02, **qkv),
+            *matrix(f"{h}.attn.c_proj", width, width, residual, split=1),
             *norm(f"{h}.ln_2"),
-            Weight(f"{h}.mlp.c_fc.weight", (width, inner), 0.02, "linear", decay=True, split=0),
-            Weight(f"{h}.mlp.c_fc.bias", (inner,), 0, split=0),
-            Weight(f"{h}.mlp.c_proj.weight", (inner, width), residual, "linear", decay=True, split=1),
-            Weight(f"{h}.mlp.c_proj.bias", (width,), 0),
+            *matrix(f"{h}.mlp.c_fc", width, inner, 0.02, split=0),
+            *matrix(f"{h}.mlp.c_proj", inner, width, residual, split=1),
         ]
         weights += [replace(weight, depth=shape.layers - layer) for weight in block]
-    return weights + norm("transformer.ln_f")
-
-
-def first_weights(shape: Shape, seed: int) -> Iterator[tuple[str, Array]]:
-    """The weights before the first step."""
-    return first_of(weights_of(shape), seed)
+    weights += norm("transformer.ln_f")
+    return [replace(weight, parameter=weight.name.removeprefix("transformer.")) for weight in weights]
 
 
 def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
-    """Weights of any GPT-2 file under one name: the bare net's lack the prefix, old files hold masks and the tied head."""
+    """Weights of any GPT-2 file under one name: files of the bare net lack the prefix, old files have masks and the tied head."""
     for name, values in named:
         if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         yield (name if name.startswith("transformer.") else f"transformer.{name}"), values
 
 
-def memory_name(name: str) -> str:
-    """The net's own name of a checkpoint's weight."""
-    return name.removeprefix("transformer.")
-
-
-def to_memory(weight: Weight, values: Array, shape: Shape) -> Array:
-    """From checkpoint layout to the net's: outputs x inputs, QKV by head, vocabulary padded with zero rows."""
-    heads, head = shape.heads, shape.width // shape.heads
-    if weight.layout == "linear":
-        return values.T
-    if weight.layout == "qkv":
-        return values.T.reshape(3, heads, head, -1).swapaxes(0, 1).reshape(3 * shape.width, -1)
-    if weight.layout == "qkv_bias":
-        return values.reshape(3, heads, head, -1).swapaxes(0, 1).reshape(values.shape)
-    if weight.layout == "vocab":
-        return np.pad(values, [(0, shape.padded_vocab - shape.vocab), (0, 0)])
-    return values
-
-
-def to_checkpoint(weight: Weight, values: Any, shape: Shape) -> Any:
-    """The way back of `to_memory`, exact: of an array or a tensor, and it may be a view of it."""
-    heads, head = shape.heads, shape.width // shape.heads
-    if weight.layout == "linear":
-        values = values.T
-    elif weight.layout == "qkv":
-        values = values.reshape(heads, 3, head, -1).swapaxes(0, 1).reshape(3 * shape.width, -1).T
-    elif weight.layout == "qkv_bias":
-        values = values.reshape(heads, 3, head, -1).swapaxes(0, 1).reshape(values.shape)
-    elif weight.layout == "vocab":
-        values = values[: shape.vocab]
-    return values
+def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
+    """A tiny net with the same activation and the largest of the dropouts."""
+    heads, head_width = 2 * tensor, 8
+    dropout = max(shape.embedding_dropout, shape.attention_dropout, shape.residual_dropout)
+    width = heads * head_width
+    return {
+        "layers": 2, "heads": heads, "width": width, "inner": 4 * width, "activation": shape.activation, "dropout": dropout,
+    }  # fmt: skip

@@ -1,0 +1,137 @@
+"""BaseNet and BaseBlock: what all torch nets share. Shapes in names: N samples, T tokens, E width, V vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from textmill.config import LoraConfig
+from textmill.errors import TextmillError
+from textmill.kernels.dropout_torch import keys_in
+from textmill.models.cache_torch import Cache
+from textmill.models.execution_torch import EAGER, Execution
+from textmill.models.family import Shape
+
+
+class BaseBlock(nn.Module):
+    """A block of a net; a family writes `compute`."""
+
+    def forward(
+        self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any, execution: Execution = EAGER
+    ) -> Tensor:
+        """The residual stream after this block; `keys_N` are the block's own dropout keys."""
+        out: Tensor = execution.compute(self, x_NTE, keys_N, cache, context)
+        return out
+
+    def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any) -> Tensor:
+        """What the block does; `context` is what the net's `begin` returned: masks, rotary angles."""
+        raise NotImplementedError
+
+
+class BaseNet(nn.Module):
+    """Token ids in, hidden states out. A family writes `begin`, `end`, `blocks`, `embedding` and `head`.
+
+    For tensor parallelism a module whose matrices are split by outputs takes their common input as its first argument, and ends in
+    the matrix that is split by inputs. Modules with dropout have `tokens_part` (dropout of the residual stream) or `heads_part`
+    (dropout of attention weights): which of several equal parts this rank has.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.recompute = 0
+        """Activation checkpointing: so many blocks at a time are computed again in backward; 0: none."""
+        self.lora: LoraConfig | None = None
+        """The adapters next to its matrices."""
+        self.fp8 = False
+        """Whether training computes some matmuls in fp8."""
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, first to last: each is wrapped by FSDP, checkpointed and compiled on its own."""
+        raise NotImplementedError
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The token embedding."""
+        raise NotImplementedError
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix [padded vocabulary, width] that turns hidden states into logits."""
+        raise NotImplementedError
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """Key heads and head width of the KV cache; grouped-query attention has fewer key heads than query heads."""
+        return self.shape.heads, self.shape.width // self.shape.heads
+
+    def begin(
+        self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """The residual stream before the first block, and the context that every block gets; positions count from 0 if not given."""
+        raise NotImplementedError
+
+    def end(self, x_NTE: Tensor) -> Tensor:
+        """What comes after the last block."""
+        raise NotImplementedError
+
+    def use_fp8(self) -> None:
+        """From now on training computes some matmuls in fp8; a family that can overrides this."""
+        raise TextmillError(
+            f"engine.precision: the family {self.shape.family} has no fp8 code; set engine.precision=auto"
+        )
+
+    def forward(
+        self,
+        ids_NT: Tensor,
+        keys_N: Tensor | None = None,
+        cache: Cache | None = None,
+        documents_NT: Tensor | None = None,
+        execution: Execution = EAGER,
+    ) -> Tensor:
+        """Hidden states of every token, in the precision of the matmuls.
+
+        `keys_N` turns dropout on; `cache` has the keys and values of earlier tokens; attention stays inside documents if given.
+        """
+        positions = None if cache is None else cache.positions_NT
+        x_NTE, context = execution.begin(self, ids_NT, keys_N, positions, documents_NT)
+        count = len(self.blocks)
+        again = self.recompute if cache is None and torch.is_grad_enabled() else 0
+        for start in range(0, count, again or count):
+            given = (start, start + (again or count), x_NTE, keys_N, cache, context, execution)
+            # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
+            x_NTE = (
+                checkpoint(self._run_blocks, *given, use_reentrant=False, preserve_rng_state=False)
+                if again
+                else self._run_blocks(*given)
+            )
+        out: Tensor = execution.end(self, x_NTE)
+        return out
+
+    def _run_blocks(
+        self,
+        start: int,
+        stop: int,
+        x_NTE: Tensor,
+        keys_N: Tensor | None,
+        cache: Cache | None,
+        context: Any,
+        execution: Execution,
+    ) -> Tensor:
+        for layer, block in enumerate(self.blocks[start:stop], start):
+            x_NTE = block(x_NTE, keys_in(keys_N, layer), cache, context, execution)
+        return x_NTE
+
+    def logits(self, x_NTE: Tensor) -> Tensor:
+        """Logits of the real vocabulary; padding rows never reach a softmax."""
+        return F.linear(x_NTE, self.head)[..., : self.shape.vocab]
+
+
+def new_embedding(rows: int, width: int) -> nn.Embedding:
+    """An embedding without initial values: to sample them on the meta device torch would import its compiler."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))

@@ -1,0 +1,123 @@
+"""What a model family offers: Shape (the numbers of a net) and Family (functions over a shape), as Protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.config import ModelConfig
+from textmill.models.weights import Weight
+
+
+class Shape(Protocol):
+    """Every number that a net is built from: a frozen dataclass, whose fields decide whether a run may resume."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def family(self) -> str:
+        """The family's own name, which config.json has as model_type."""
+        ...
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def width(self) -> int:
+        """Channels of the residual stream."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Attention heads (of queries)."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """The longest context in tokens."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the vocabulary, padding not counted."""
+        ...
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding in memory."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """The end-of-text token."""
+        ...
+
+    @property
+    def attention_dropout(self) -> float:
+        """Dropout on attention weights, which then must be kept for backward."""
+        ...
+
+    @property
+    def drops(self) -> bool:
+        """Whether training uses dropout anywhere."""
+        ...
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the checkpoint has."""
+        ...
+
+    def with_dropout(self, fraction: float) -> Shape:
+        """The same net with another dropout everywhere."""
+        ...
+
+    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
+        """Multiplications and additions of forward and backward for one token of a sample of this length."""
+        ...
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """What tensor-parallel ranks divide evenly, by the key under `model.shape`: heads, inner channels."""
+        ...
+
+
+class Family(Protocol):
+    """A model family: models/NAME/facts.py in the package, or the user's own file.
+
+    Its torch net is the class `Net` (a `textmill.models.base_torch.BaseNet`): in models/NAME/net_torch.py, or in the same file.
+    A package may add net_jax.py (for `engine.kind: jax`) and decode_torch.py (faster decoding on a GPU).
+    """
+
+    NAME: str
+    """The name that config.json has as model_type."""
+    OBJECTIVE: str
+    """What the net is trained for: next_token (causal)."""
+    BATCH_FIELDS: frozenset[str]
+    """Optional fields of a Batch that the net or its loss takes: documents, types, pair_labels, weights."""
+
+    def shape_of(self, config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+        """The shape that the `model` section describes; without `model.shape.positions` a shorter `train.length` limits them."""
+        ...
+
+    def shape_of_hf(self, hf: dict[str, Any], where: str) -> Shape:
+        """The shape in a config.json; what the net cannot do is refused by name."""
+        ...
+
+    def hf_config_of(self, shape: Any) -> dict[str, Any]:
+        """The config.json of a checkpoint."""
+        ...
+
+    def weights_of(self, shape: Any) -> list[Weight]:
+        """Every weight of the net."""
+        ...
+
+    def known_weights(
+        self, named: Iterable[tuple[str, NDArray[np.float32]]]
+    ) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Weights of any file of this family under the names of `weights_of`; what the net does not need is dropped."""
+        ...
+
+    def small_shape(self, shape: Any, tensor: int) -> dict[str, Any]:
+        """Keys of `model.shape` for a tiny net of the same kind, for `verify`; `tensor` divides what ranks divide."""
+        ...

@@ -1,0 +1,47 @@
+"""Attention masks: causal, and inside documents of a packed sample. Shapes in names: N samples, T tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+BLOCK = 128
+"""Positions of one block of a mask."""
+Mask = Tensor | BlockMask
+"""Which tokens each one attends to: [N, 1, T, T], or blocks of that."""
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """Each token attends to itself and to those before it: [T, T]."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril(0)
+
+
+def document_mask(documents_NT: Tensor) -> Tensor:
+    """Which tokens each one attends to when attention stays inside its document: [N, 1, T, T]."""
+    same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
+    return (same_NTT & causal_mask(same_NTT.shape[1], same_NTT.device))[:, None]
+
+
+def document_block_mask(documents_NT: Tensor) -> BlockMask:
+    """The same in blocks, so that attention skips blocks in which every pair is masked."""
+    N, T = documents_NT.shape
+
+    def attends(n: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents_NT[n, query] == documents_NT[n, key])
+
+    return create_block_mask(attends, N, None, T, T, device=documents_NT.device)
+
+
+def use_blocks(documents_NT: Tensor, head_width: int) -> bool:
+    """Whether masks in blocks are faster: in a net compiled for a GPU, with shapes that fill the blocks."""
+    fills = documents_NT.shape[1] % BLOCK == 0 and head_width in (16, 32, 64, 128, 256)
+    return documents_NT.is_cuda and torch.compiler.is_compiling() and fills
+
+
+def document_starts(documents_NT: Tensor) -> Tensor:
+    """The position at which each token's document starts."""
+    places_T = torch.arange(documents_NT.shape[1], device=documents_NT.device)
+    new_NT = F.pad(documents_NT[:, 1:] != documents_NT[:, :-1], (1, 0), value=False)
+    return torch.where(new_NT, places_T, 0).cummax(1).values
