@@ -33,7 +33,7 @@ from textmill.config import JaxEngine, ModelConfig, RunConfig, TorchEngine, Trai
 from textmill.config.engines import DeepSpeedEngine
 from textmill.devices import peak_flops_by_name
 from textmill.engines import Engine, open_engine
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import Batch
 
 VOCAB = 50257
@@ -93,7 +93,7 @@ def engines_step(
     engine = open_engine(
         RunConfig(model=ModelConfig(size=size), train=train, engine=section(**common, **on_gpu)), shape
     )
-    engine.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
+    engine.load(initial_weights(shape, 1), [], 0, "start")
     return losses_of(engine, batch_of(batch, options["length"])), engine.facts()["device"]
 
 
@@ -107,7 +107,7 @@ def plain_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Callabl
         jax.config.update("jax_platforms", "cpu")
     device, dtype = jax.devices()[0], jnp.dtype({"bf16": jnp.bfloat16, "fp32": jnp.float32}[options["precision"]])
     kernel = "cudnn" if device.platform == "gpu" and options["precision"] == "bf16" else "xla"
-    weights = {name: jnp.asarray(values) for name, values in open_family("gpt2").first_weights(shape, 1)}
+    weights = {name: jnp.asarray(values) for name, values in initial_weights(shape, 1)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, 0.9, 0.95, weight_decay=0.1))
     batch_ = batch_of(batch, options["length"])
 

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.engines import open_engine
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import Batch
 
 VOCAB = 50257
@@ -43,7 +43,7 @@ def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10,
     shape = family.shape_of(config.model, vocab=VOCAB, end=0, length=length)
     ids = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1), dtype=np.int32)
     ours = open_engine(config, shape)
-    ours.load(family.first_weights(shape, 1), [], 0, "start")
+    ours.load(initial_weights(shape, 1), [], 0, "start")
     made = Batch(ids[:, :-1], ids[:, 1:], np.arange(batch))
     results = [ours.train_step(made, 0, 1e-4)]
 

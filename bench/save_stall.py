@@ -16,7 +16,7 @@ import numpy as np
 from textmill.checkpoints.folders import Snapshot
 from textmill.config import ModelConfig, RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import Batch
 from textmill.training.saving import Saver
 
@@ -36,7 +36,7 @@ def main(size: str = "nano", batch: int = 2, length: int = 64, save_every: int =
     family = open_family(config.model.family)
     shape = family.shape_of(config.model, vocab=VOCAB, end=0, length=length)
     engine = open_engine(config, shape)
-    engine.load(family.first_weights(shape, 1), [], 0, "the first weights")
+    engine.load(initial_weights(shape, 1), [], 0, "the first weights")
     ids = np.random.default_rng(1).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
     tokens = Batch(inputs=ids[:, :-1], labels=ids[:, 1:], samples=np.arange(batch))
     alone = [seconds_of_step(engine, tokens, step) for step in range(12)][2:]

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from textmill.config import ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import Engine, Sums, open_engine
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.schedules import lr_at
 from textmill.tokens.batches.batch import Batch
 
@@ -128,7 +128,7 @@ def fresh(settings: dict[str, Any]) -> tuple[Engine, TrainConfig]:
     family = open_family("gpt2")
     net = family.shape_of(config.model, vocab=END + 1, end=END, length=length)
     opened = open_engine(config, net)
-    opened.load(family.first_weights(net, settings["seed"]), [], 0, "start")
+    opened.load(initial_weights(net, settings["seed"]), [], 0, "start")
     return opened, train
 
 

@@ -26,7 +26,7 @@ from engines_gpu import VOCAB, batch_of, losses_of, measured
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import open_engine
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import Batch
 
 OPTIONS: dict[str, Any] = {
@@ -39,7 +39,7 @@ def ours(shape: Any, size: str, batch: int, options: dict[str, Any]) -> Callable
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4, optimizer=options["optimizer"])
     engine = TorchEngine(compile=bool(options["compile"]), micro_batch=batch, precision=options["precision"])
     opened = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=engine), shape)
-    opened.load(open_family("gpt2").first_weights(shape, 1), [], 0, "start")
+    opened.load(initial_weights(shape, 1), [], 0, "start")
     return losses_of(opened, packed(batch_of(batch, options["length"]), int(options["apart"])))
 
 

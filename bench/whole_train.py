@@ -23,7 +23,7 @@ from typing import Any
 from textmill.config import RunConfig
 from textmill.corpus.prepare import prepare
 from textmill.engines import Engine, open_engine
-from textmill.models import open_family
+from textmill.models import initial_weights
 from textmill.schedules import lr_at
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import open_splits
@@ -46,7 +46,7 @@ def bare(config: RunConfig, folder: Path) -> float:
     batches = open_batches(config.train, data, length=length, folder=folder)
     ready = [batches.batch_at(step, slice(0, config.train.batch)) for step in range(8)]
     engine = open_engine(config, start.shape)
-    engine.load(open_family(start.shape.family).first_weights(start.shape, 1), [], 0, "start")
+    engine.load(initial_weights(start.shape, 1), [], 0, "start")
     for step in range(WARM):
         last = engine.train_step(ready[step % 8], step, lr_at(step, config.train))
     float(last.loss)

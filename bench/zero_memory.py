@@ -40,7 +40,7 @@ def measure(size: str, zero: int, path: Path) -> None:
     from textmill.config import ModelConfig, RunConfig, TrainConfig
     from textmill.config.engines import DeepSpeedEngine
     from textmill.engines import open_engine, open_ranks
-    from textmill.models import open_family
+    from textmill.models import initial_weights, open_family
     from textmill.tokens.batches.batch import Batch
 
     engine_section = DeepSpeedEngine(device="cpu", zero=zero, micro_batch=1)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def measure(size: str, zero: int, path: Path) -> None:
     with closing(open_ranks(config)) as ranks:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with closing(open_engine(config, shape, ranks)) as engine:
-            engine.load(open_family("gpt2").first_weights(shape, 1), [], 0, "the first weights")
+            engine.load(initial_weights(shape, 1), [], 0, "the first weights")
             for step in range(2):
                 ids = np.random.default_rng(step).integers(0, 50257, (1, LENGTH + 1), dtype=np.int32)
                 engine.train_step(Batch(ids[:, :-1], ids[:, 1:], np.array([step])), step, 1e-4)

@@ -18,7 +18,7 @@ from tests.support.damage import WRONG, mutated
 from textmill.conversion.deepspeed import convert, main, read_weights
 from textmill.conversion.safe_unpickle import Placeholder, read_pickle
 from textmill.errors import TextmillError
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.storage.tensor_files import read_model
 
 CONFIG = {"vocab_size": 60, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2, "model_type": "gpt2"}
@@ -167,9 +167,7 @@ def test_any_damage_is_reported_in_one_line(
 ) -> None:
     """The files, the model's config and the tag's name, damaged at random with a seed; there is never a traceback."""
     family = open_family("gpt2")
-    state = {
-        name: torch.from_numpy(values) for name, values in family.first_weights(family.shape_of_hf(CONFIG, "here"), 3)
-    }
+    state = {name: torch.from_numpy(values) for name, values in initial_weights(family.shape_of_hf(CONFIG, "here"), 3)}
     flat = torch.cat([value.flatten() for value in state.values()])
     whole = {"module": dict(state), "param_shapes": [{name: value.shape for name, value in state.items()}]}
     masters = [{"single_partition_of_fp32_groups": [flat]}, {"fp32_flat_groups": [flat]}]

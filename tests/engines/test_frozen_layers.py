@@ -12,8 +12,8 @@ import torch
 from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from textmill.config import LoraConfig
 from textmill.engines import Engine, open_engine
-from textmill.models import open_family
-from textmill.models.lora import first_adapters
+from textmill.models import initial_weights, open_family
+from textmill.models.lora import initial_adapters
 
 FROZEN = ["wte", "h.0.*", "*.bias"]
 
@@ -113,14 +113,14 @@ def test_adapters_are_kept_whether_they_are_trained_or_not() -> None:
     config, lora = config_of("torch", freeze=["h.0"]), LoraConfig(rank=2)
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora, "init_from": "given"})})
-    base = list(open_family("gpt2").first_weights(shape, 5))
+    base = list(initial_weights(shape, 5))
 
     def engine_of(adapters: Any, moments: Any, updates: int) -> Engine:
         engine = open_engine(config, shape)
         engine.load([*base, *adapters], moments, updates, "given")
         return engine
 
-    straight = engine_of(first_adapters(shape, lora, 5), [], 0)
+    straight = engine_of(initial_adapters(shape, lora, 5), [], 0)
     first = weights_of(straight)
     assert len(first) == 2 * 4 * 2
     run(straight, range(3))

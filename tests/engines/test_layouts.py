@@ -124,7 +124,7 @@ def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: 
         ({"replicate": 3}, 4, {}, "is for 3 processes, found 4; start 3"),
         ({"shard": 4}, 6, {}, "is for 4 processes, found 6; start 4 or 8"),
         ({"shard": 4, "tensor": 2}, 2, {}, "is for 8 processes, found 2; start 8"),
-        ({}, 3, {}, "train.batch: 8 samples are not to be shared evenly by 3 processes; 6 or 9 are"),
+        ({}, 3, {}, "train.batch: 8 samples cannot be divided evenly by 3 processes; 6 or 9 can"),
         (
             {"shard": 4},
             4,

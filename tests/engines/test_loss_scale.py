@@ -95,7 +95,7 @@ def test_the_scale_lifts_what_fp16_would_lose(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(scaling_torch, "FIRST", scale)
         engine = started(in_fp16(clip=0.0))
         shares = np.full((8, LENGTH), 1e-8, np.float32)
-        monkeypatch.setattr("textmill.engines.on_torch.token_shares", lambda *given, shares=shares: shares)
+        monkeypatch.setattr("textmill.engines.on_torch.token_weights", lambda *given, shares=shares: shares)
         norms[scale] = engine.train_step(batch_of(0), 0, 0.0).norm
     engine = started(config_of("torch", clip=0.0))
     exact = engine.train_step(batch_of(0), 0, 0.0).norm

@@ -29,7 +29,7 @@ def test_loss_and_gradients(
     device: str, dtype: torch.dtype, smoothing: float, z: float, lean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a lean some tokens have a denominator whose log is far below zero: there the square's slope outweighs the loss's own."""
-    monkeypatch.setattr(losses_torch, "CPU_SCORES", 20 * PADDED)
+    monkeypatch.setattr(losses_torch, "CPU_LOGITS", 20 * PADDED)
     monkeypatch.setattr(losses_torch, "GPU_ROWS", 20)
     x, head, labels, shares = given(73, dtype, device, lean)
     x.requires_grad_()

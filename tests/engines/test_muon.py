@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from textmill.config import TorchEngine
 from textmill.engines import open_engine
-from textmill.engines.optimizers.muon_torch import LIKE_ADAM, TINY, Member, Muon, Stack, normed, turned
+from textmill.engines.optimizers.muon_torch import (
+    LIKE_ADAM,
+    TINY,
+    Member,
+    Muon,
+    Stack,
+    divide_by_norm,
+    matrices_of,
+    orthogonalise,
+)
 from textmill.models import Weight, open_family
 from textmill.models.parameter_groups import Rule
 
@@ -25,19 +35,24 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA dev
 def weights_and_values() -> list[tuple[Weight, torch.Tensor]]:
     dice = torch.Generator().manual_seed(4)
     shapes = [
-        ("a", "qkv", (3 * WIDTH, WIDTH)),
-        ("b", "linear", (WIDTH, WIDTH)),
-        ("c", "linear", (4 * WIDTH, WIDTH)),
-        ("d", "linear", (WIDTH, 4 * WIDTH)),
+        ("a", (WIDTH,) * 3, (3 * WIDTH, WIDTH)),
+        ("b", (), (WIDTH, WIDTH)),
+        ("c", (), (4 * WIDTH, WIDTH)),
+        ("d", (), (WIDTH, 4 * WIDTH)),
+        ("e", (2 * WIDTH, WIDTH, WIDTH), (4 * WIDTH, WIDTH)),
     ]
-    return [(Weight(name, shape, 0.02, layout), torch.randn(shape, generator=dice)) for name, layout, shape in shapes]  # type: ignore[arg-type]
+    return [
+        (Weight(name, shape, parts=parts, groups=HEADS if parts else 1), torch.randn(shape, generator=dice))
+        for name, parts, shape in shapes
+    ]
 
 
 def parts_of(weight: Weight, values: torch.Tensor) -> list[torch.Tensor]:
     """The matrices that torch's optimizer gets: queries, keys and values each one."""
-    if weight.layout != "qkv":
+    if not weight.parts:
         return [values.clone()]
-    return [values.view(HEADS, 3, -1, WIDTH)[:, which].reshape(-1, WIDTH).clone() for which in range(3)]
+    rows = [part // HEADS for part in weight.parts]
+    return [part.reshape(-1, WIDTH).clone() for part in values.view(HEADS, -1, WIDTH).split(rows, 1)]
 
 
 @pytest.mark.parametrize("momentum", [0.95, 0.8, 0.0])
@@ -45,10 +60,9 @@ def test_updates_are_torchs(momentum: float) -> None:
     given = weights_and_values()
     ours = [(weight, nn.Parameter(values.clone())) for weight, values in given]
     theirs = [[nn.Parameter(part) for part in parts_of(weight, values)] for weight, values in given]
-    rates = {"a": 1.0, "b": 1.0, "c": 0.5, "d": 1.0}
+    rates = {"a": 1.0, "b": 1.0, "c": 0.5, "d": 1.0, "e": 0.7}
     muon = Muon(
         [(weight, parameter, Rule(True, 0.1, rates[weight.name])) for weight, parameter in ours],
-        HEADS,
         momentum,
         compiled=False,
     )
@@ -77,7 +91,7 @@ def test_updates_are_torchs(momentum: float) -> None:
 
 def test_singular_values_come_near_one() -> None:
     x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(turned(normed(x)))
+    values = torch.linalg.svdvals(orthogonalise(divide_by_norm(x)))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
@@ -137,13 +151,13 @@ def two_layers(heads: int, D: int, width: int, inner: int, device: str) -> list[
     dice, members = torch.Generator().manual_seed(3), []
     for layer in range(2):
         shapes = [
-            ("qkv", (3 * heads * D, width)),
-            ("linear", (width, heads * D)),
-            ("linear", (inner, width)),
-            ("linear", (width, inner)),
+            ((heads * D,) * 3, (3 * heads * D, width)),
+            ((), (width, heads * D)),
+            ((), (inner, width)),
+            ((), (width, inner)),
         ]
-        for number, (layout, shape) in enumerate(shapes):
-            weight = Weight(f"{layer}.{number}", shape[::-1], 0.02, layout)  # type: ignore[arg-type]
+        for number, (parts, shape) in enumerate(shapes):
+            weight = Weight(f"{layer}.{number}", shape, parts=parts, groups=heads if parts else 1)
             parameter = nn.Parameter((torch.randn(shape, generator=dice) * 0.1).to(device))
             members.append((weight, parameter, Rule(True, 0.1 * (number % 2), 0.9 ** (2 - layer))))
     return members
@@ -162,6 +176,12 @@ def gradients(members: list[list[Member]], clips: list[float]) -> Iterator[tuple
         yield torch.tensor(clip, device=device), torch.tensor(math.isfinite(clip), device=device)
 
 
+def momentum_of(stack: Any) -> dict[nn.Parameter, Tensor]:
+    found: dict[nn.Parameter, Tensor] = {}
+    stack.read_momentum(found)
+    return found
+
+
 @on_a_gpu
 @pytest.mark.parametrize("sizes", SIZES)
 def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
@@ -171,10 +191,10 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
     plain, ours, again = (two_layers(heads, D, width, inner, GPU) for _ in range(3))
     for numbers in ([0, 1, 4, 5], [2, 3, 6, 7]):  # attention's and the MLP's
         groups = [[members[number] for number in numbers] for members in (plain, ours, again)]
-        old = Stack(groups[0], heads, MOMENTUM, compiled=False)
+        old = Stack([matrix for member in groups[0] for matrix in matrices_of(*member)], MOMENTUM, compiled=False)
         old.precision = torch.bfloat16
         shape = tuple(old.momenta.shape[1:])
-        new, twin = (fused.FusedStack(group, heads, shape, MOMENTUM, TINY) for group in groups[1:])
+        new, twin = (fused.FusedStack(group, shape, MOMENTUM, TINY) for group in groups[1:])
         for clip, finite in gradients(groups, [1.0, 0.3, math.nan]):
             with torch.no_grad():
                 before = [values.clone() for values in (*new.parameters, *new.momenta.values())]
@@ -182,7 +202,7 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
                 assert torch.equal(found, twin.gather(clip, finite))
                 # Rounded twice, the norm a third time in torch's.
                 torch.testing.assert_close(found, wanted, rtol=2**-6, atol=1e-6)
-                steps = turned(wanted)
+                steps = orthogonalise(wanted)
                 for stack in (old, new, twin):
                     stack.apply(steps, 0.02, 0.02 * LIKE_ADAM * math.sqrt(shape[1]), finite)
             moved = [
@@ -190,9 +210,11 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
                 for one, other in zip((*new.parameters, *new.momenta.values()), before, strict=True)
             ]
             assert all(moved) if finite else not any(moved)
-            for one, other, third in zip(old.parameters, new.parameters, twin.parameters, strict=True):
+            for one, other, third in zip(
+                [member[1] for member in groups[0]], new.parameters, twin.parameters, strict=True
+            ):
                 torch.testing.assert_close(other, one, rtol=1e-6, atol=5e-7)
-                torch.testing.assert_close(new.momentum()[other], old.momentum()[one], rtol=1e-6, atol=1e-7)
+                torch.testing.assert_close(momentum_of(new)[other], momentum_of(old)[one], rtol=1e-6, atol=1e-7)
                 assert torch.equal(other, third)
 
 
@@ -204,7 +226,7 @@ def test_a_gpu_moves_weights_as_the_cpu_does(sizes: tuple[int, ...], clips: list
     heads, D, width, inner = sizes
     here, there = (two_layers(heads, D, width, inner, device) for device in ("cpu", GPU))
     first = [parameter.detach().clone() for _, parameter, _ in here]
-    muons = [Muon(members, heads, MOMENTUM, compiled=False) for members in (here, there)]
+    muons = [Muon(members, MOMENTUM, compiled=False) for members in (here, there)]
     for clip, finite in gradients([here, there], clips):
         muons[0].step(0.02, clip.cpu(), finite.cpu())
         muons[1].step(0.02, clip, finite)

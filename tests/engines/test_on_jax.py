@@ -211,9 +211,9 @@ def test_a_mesh_of_four_devices_gives_the_losses_of_one() -> None:
     assert found["adapted"] == pytest.approx(losses_of(adapted, range(5)), rel=1e-6)
     assert found["adapters"] == sorted(name for name, _ in adapted.weights())
     told = (
-        "want 3 devices, found 4",
+        "need 3 devices, found 4",
         "does not divide the net's 2 heads; 2 does",
-        "6 samples are not to be shared evenly by 4 devices; 4 or 8",
+        "6 samples cannot be divided evenly by 4 devices; 4 or 8",
     )
     assert len(found["refused"]) == len(told)
     assert all(part in said for part, said in zip(told, found["refused"], strict=True)), found["refused"]

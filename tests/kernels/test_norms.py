@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.kernels.norms_torch import norm_backward, parted
+from textmill.kernels.norms_torch import norm_and_residual, norm_backward
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -20,7 +20,7 @@ def _norm(width: int) -> nn.LayerNorm:
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_a_stream_that_is_parted_has_the_gradients_of_torch_s_norm(biases: bool) -> None:
+def test_norm_and_residual_has_the_gradients_of_torch_s_norm(biases: bool) -> None:
     """A bias is added before, another after; the sum of both ways, and all gradients."""
     torch.manual_seed(1)
     norm, x, slopes = _norm(12), torch.randn(2, 5, 12), torch.randn(2, 2, 5, 12)
@@ -30,11 +30,11 @@ def test_a_stream_that_is_parted_has_the_gradients_of_torch_s_norm(biases: bool)
         leaves = [tensor.clone().requires_grad_() for tensor in (x, before, after)]
         norm.zero_grad()
         if ours and biases:
-            y, stream = parted(leaves[0] + leaves[1].detach(), norm, leaves[1], leaves[2])
+            y, stream = norm_and_residual(leaves[0] + leaves[1].detach(), norm, leaves[1], leaves[2])
             stream = stream + leaves[2].detach()
         else:
             stream = leaves[0] + leaves[1]
-            y, stream = parted(stream, norm) if ours else (norm(stream), stream)
+            y, stream = norm_and_residual(stream, norm) if ours else (norm(stream), stream)
             stream = stream + leaves[2]
         torch.autograd.backward([y, stream], list(slopes))
         results.append([y, stream, *(leaf.grad for leaf in leaves), norm.weight.grad, norm.bias.grad])

@@ -12,10 +12,13 @@ import torch
 from tests.support.weights import shaken, shape_of
 from textmill.config import SIZES, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
-from textmill.models import open_family, shape_in
-from textmill.models.nets_torch import fill, named_copies, new_cache, new_net
+from textmill.models import initial_weights, open_family, shape_in
+from textmill.models.base_torch import BaseNet
+from textmill.models.decode_torch import NetSlots, open_slots
+from textmill.models.nets_torch import fill, named_copies, new_net
 
 CPU = torch.device("cpu")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 SHAPES = [
     ("nano", {}, 500),
     ("nano", {"layers": 3, "heads": 5, "width": 80, "inner": 200, "positions": 33}, 129),
@@ -46,16 +49,36 @@ def test_logits_equal_transformers(size: str, numbers: dict[str, Any], vocab: in
     assert shape.parameters == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6], [12]])
-def test_the_cache_changes_nothing(chunks: list[int]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
+def test_decoding_gives_the_logits_of_a_full_pass(device: str) -> None:
+    """Texts of different lengths in slots: prefilled, moved, decoded a token at a time; the family's own slots and generic ones."""
     shape = shape_of("nano", {}, 300)
-    net = new_net(shape, CPU)
+    net = new_net(shape, torch.device(device))
     fill(net, shaken(shape), "test")
-    ids = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(1))
-    cache = new_cache(net, 2, 12)
+    texts = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    lengths = [9, 1, 20]
+    for kind in (NetSlots, open_slots):
+        slots = kind(net, 4, 48)
+        hidden = slots.prefill(0, [text[:length] for text, length in zip(texts, lengths, strict=True)])
+        wanted = [logits_of(net, text) for text in texts]
+        for row, length in enumerate(lengths):
+            with torch.inference_mode():
+                found = net.logits(hidden[row, :length])
+            assert (found - wanted[row][:length]).abs().max() < 1e-4
+        order = [2, 0, 1]
+        slots.move(0, 3, lengths[0])
+        slots.take([2, 3, 1], max(lengths))
+        for step in range(8):
+            places = [lengths[text] + step for text in order]
+            ids = torch.tensor([texts[text][place] for text, place in zip(order, places, strict=True)], device=device)
+            found = slots.decode(ids, places)
+            for row, (text, place) in enumerate(zip(order, places, strict=True)):
+                assert (found[row] - wanted[text][place]).abs().max() < 1e-4
+
+
+def logits_of(net: BaseNet, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        pieces = [net(piece, cache=cache) for piece in ids.split(chunks, 1)]
-        assert (torch.cat(pieces, 1) - net(ids)).abs().max() < 1e-5
+        return net.logits(net(torch.tensor([ids], device=net.head.device)))[0]
 
 
 def test_padding_rows_have_no_part() -> None:
@@ -83,9 +106,9 @@ def test_weights_leave_the_net_as_they_came(size: str, numbers: dict[str, Any], 
 
 
 def test_first_weights_depend_on_seed_and_name_only() -> None:
-    family, shape = open_family("gpt2"), shape_of("nano", {}, 300)
-    one, two = dict(family.first_weights(shape, 1)), dict(family.first_weights(shape, 2))
-    deeper = dict(family.first_weights(shape_of("nano", {"layers": 5}, 300), 1))
+    shape = shape_of("nano", {}, 300)
+    one, two = dict(initial_weights(shape, 1)), dict(initial_weights(shape, 2))
+    deeper = dict(initial_weights(shape_of("nano", {"layers": 5}, 300), 1))
     name = "transformer.h.1.mlp.c_fc.weight"
     assert np.array_equal(one[name], deeper[name])
     assert not np.array_equal(one[name], two[name])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 from textmill.models.gpt2.facts import Shape
 from textmill.storage.files import write_bytes
 from textmill.storage.tensor_files import encode_safetensors
@@ -22,7 +22,7 @@ import re, sys
 from pathlib import Path
 from dataclasses import replace
 import torch
-from textmill.models import gpt2, shape_in
+from textmill.models import initial_weights, shape_in
 from textmill.models.nets_torch import fill, new_net, open_net
 
 def held(name):
@@ -30,7 +30,7 @@ def held(name):
 
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
 small = replace(shape_in(folder), layers=1, width=16, inner=32, heads=2, vocab=128)
-fill(new_net(small, torch.device("cpu")), gpt2.first_weights(small, 1), "what is loaded with the first net is not the weights'")
+fill(new_net(small, torch.device("cpu")), initial_weights(small, 1), "what is loaded with the first net is not the weights'")
 before, own = held("VmHWM"), held("RssAnon")
 net = open_net(folder, torch.device("cpu"))
 print((held("RssAnon") - own) / size, (held("VmHWM") - before) / size)
@@ -40,7 +40,7 @@ print((held("RssAnon") - own) / size, (held("VmHWM") - before) / size)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made, family = tmp_path_factory.mktemp("large"), open_family("gpt2")
-    write_bytes(made / "model.safetensors", encode_safetensors(list(family.first_weights(SHAPE, 1))))
+    write_bytes(made / "model.safetensors", encode_safetensors(list(initial_weights(SHAPE, 1))))
     (made / "config.json").write_text(json.dumps(family.hf_config_of(SHAPE)))
     return made
 

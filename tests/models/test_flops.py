@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
-from textmill.models import open_family
-from textmill.models.lora import first_adapters, weights_with
+from textmill.models import initial_weights, open_family
+from textmill.models.lora import initial_adapters, weights_with
 from textmill.models.parameter_groups import rules_of
 from textmill.tokens.batches.batch import Batch
 
@@ -49,7 +49,7 @@ def test_the_formula_counts_what_torch_computes(freeze: list[str], lora: LoraCon
     assert shape.padded_vocab == VOCAB
     engine = open_engine(config, shape)
     engine.load(
-        [*family.first_weights(shape, 1), *(first_adapters(shape, lora, 1) if lora else [])], [], 0, "the first weights"
+        [*initial_weights(shape, 1), *(initial_adapters(shape, lora, 1) if lora else [])], [], 0, "the first weights"
     )
     ids = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     with FlopCounterMode(display=False, custom_mapping=OURS) as counter:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from textmill.models import initial_weights
 from textmill.models.gpt2 import net_torch as gpt2_torch
-from textmill.models.gpt2.facts import Shape, first_weights
-from textmill.models.gpt2.net_torch import Net, _apart, _blocks_apart
+from textmill.models.gpt2.facts import Shape
+from textmill.models.gpt2.net_torch import Net
+from textmill.models.masks_torch import document_block_mask, document_mask
 from textmill.models.nets_torch import fill, new_net
 
 N, T = 2, 256
@@ -26,7 +28,7 @@ def documents() -> Tensor:
 def net() -> Net:
     shape = Shape(vocab=90, positions=T, layers=2, heads=2, width=32, inner=64, end=0)
     made = new_net(shape, torch.device("cpu"))
-    fill(made, first_weights(shape, 3), "the first weights")
+    fill(made, initial_weights(shape, 3), "the first weights")
     assert isinstance(made, Net)
     return made
 
@@ -38,8 +40,8 @@ def states_and_gradients(net: Net, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_the_blocks_are_the_mask() -> None:
-    mask = _blocks_apart(documents())
-    assert torch.equal(flex_attention.create_mask(mask.mask_mod, N, 1, T, T, device="cpu"), _apart(documents()))
+    mask = document_block_mask(documents())
+    assert torch.equal(flex_attention.create_mask(mask.mask_mod, N, 1, T, T, device="cpu"), document_mask(documents()))
     assert mask.kv_num_blocks.sum() + (0 if mask.full_kv_num_blocks is None else mask.full_kv_num_blocks.sum()) < 2 * 4
 
 
@@ -47,7 +49,7 @@ def test_states_and_gradients_are_the_same(net: Net, monkeypatch: pytest.MonkeyP
     ids = torch.randint(0, 90, (N, T), generator=torch.Generator().manual_seed(1))
     wanted, slopes = states_and_gradients(net, ids)
     used = []
-    monkeypatch.setattr(gpt2_torch, "_in_blocks", lambda documents_NT, width: used.append(width) or True)
+    monkeypatch.setattr(gpt2_torch, "use_blocks", lambda documents_NT, width: used.append(width) or True)
     # On a CPU torch has the gradient and refuses it, since it is slow there.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *given: None)
     found, gradients = states_and_gradients(net, ids)
@@ -58,5 +60,5 @@ def test_states_and_gradients_are_the_same(net: Net, monkeypatch: pytest.MonkeyP
 
 
 def test_on_a_cpu_the_mask_is_written_out(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt2_torch, "_blocks_apart", lambda documents_NT: pytest.fail("blocks do not pay here"))
+    monkeypatch.setattr(gpt2_torch, "document_block_mask", lambda documents_NT: pytest.fail("blocks do not pay here"))
     net(torch.zeros(N, T, dtype=torch.long), documents_NT=documents())

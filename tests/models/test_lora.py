@@ -26,8 +26,8 @@ from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop, dropout_keys
 from textmill.models import open_family
-from textmill.models.lora import adapters_of, first_adapters, lora_of, peft_config_of, sites_of
-from textmill.models.nets_torch import fill, named_copies, new_net, open_net, weights_of
+from textmill.models.lora import adapters_of, initial_adapters, lora_of, peft_config_of, sites_of
+from textmill.models.nets_torch import fill, named_copies, new_net, open_net, parameters_of
 from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def written(folder: Path, base: Path, lora: LoraConfig) -> Path:
     shape, dice = shape_of("nano", NUMBERS, VOCAB), np.random.default_rng(2)
     pairs = [
         (PREFIX + name, values + dice.normal(0, 0.2, values.shape).astype(np.float32))
-        for name, values in first_adapters(shape, lora, 5)
+        for name, values in initial_adapters(shape, lora, 5)
     ]
     folder.mkdir()
     (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config_of(shape, lora, str(base))))
@@ -88,7 +88,7 @@ def test_peft_opens_ours_and_gives_our_logits(base: Path, tmp_path: Path, lora: 
     with torch.no_grad():
         wanted, bare = theirs(IDS).logits, theirs.unload()(IDS).logits
     assert (wanted - bare).abs().max() > 0.01, "the adapter does something"
-    assert near(logits_of(folder, apart=True), wanted)
+    assert near(logits_of(folder, separate=True), wanted)
     assert near(logits_of(folder), wanted)
 
 
@@ -117,7 +117,7 @@ def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path
     assert lora_of(open_adapter(tmp_path), shape_of("nano", NUMBERS, VOCAB)).dropout == options.get("lora_dropout", 0.0)
     assert not near(logits_of(base), wanted)
     assert near(logits_of(tmp_path), wanted)
-    assert near(logits_of(tmp_path, apart=True), wanted)
+    assert near(logits_of(tmp_path, separate=True), wanted)
     with torch.no_grad():
         merged = theirs.merge_and_unload()
     ours = dict(read_weights(tmp_path))
@@ -158,7 +158,7 @@ def test_dropout_stands_where_pefts_does(base: Path, tmp_path: Path, lora: LoraC
         assert layer.lora_dropout["default"].p == 0.4, "the share travels"
         layer.lora_dropout["default"] = Told(0.4, keys, sites[name])
     assert len({sites[name] for name in layers}) == len(layers), "each has masks of its own"
-    net = open_net(folder, CPU, apart=True)
+    net = open_net(folder, CPU, separate=True)
     with torch.no_grad():
         wanted, without = theirs(IDS).logits, logits_of(folder)
         assert near(net.logits(net(IDS, keys)), wanted)
@@ -168,8 +168,8 @@ def test_dropout_stands_where_pefts_does(base: Path, tmp_path: Path, lora: LoraC
 
 def test_new_adapters_change_nothing_and_start_as_wide_as_pefts(base: Path) -> None:
     shape, lora = shape_of("nano", {"layers": 1, "width": 96, "heads": 3}, VOCAB), LoraConfig(rank=16)
-    first = dict(first_adapters(shape, lora, 5))
-    again = dict(first_adapters(shape_of("nano", {"layers": 3, "width": 96, "heads": 3}, VOCAB), lora, 5))
+    first = dict(initial_adapters(shape, lora, 5))
+    again = dict(initial_adapters(shape_of("nano", {"layers": 3, "width": 96, "heads": 3}, VOCAB), lora, 5))
     assert all(np.array_equal(values, again[name]) for name, values in first.items()), "seed and name decide"
     assert not any(values.any() for name, values in first.items() if "lora_B" in name)
     for name, values in first.items():
@@ -186,7 +186,7 @@ def test_adapters_leave_the_net_as_they_came(base: Path, tmp_path: Path) -> None
     net = new_net(shape_of("nano", NUMBERS, VOCAB), CPU, lora)
     fill(net, read_base_and_adapter(adapter), "test")
     back = dict(named_copies(net, {parameter: parameter for _, parameter in net.named_parameters()}))
-    assert len(back) == len(weights_of(net)) == 2 * 12 + 4 + 2 * len(adapter.pairs)
+    assert len(back) == len(parameters_of(net)) == 2 * 12 + 4 + 2 * len(adapter.pairs)
     for name, values in read_base_and_adapter(adapter):
         assert np.array_equal(back[name], values), name
 
@@ -217,8 +217,8 @@ def test_targets_name_matrices_and_parts() -> None:
         ({"rank_pattern": {"c_fc": 2}}, "rank_pattern is .*; textmill reads plain LoRA"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' .*; textmill reads LORA"),
         ({"r": "many"}, "r is 'many'"),
-        ({"lora_dropout": "much"}, "lora_dropout is 'much'; it is a share, 0 or more and less than 1"),
-        ({"lora_dropout": 1}, "lora_dropout is 1; it is a share"),
+        ({"lora_dropout": "much"}, "lora_dropout is 'much'; it is a fraction, 0 or more and less than 1"),
+        ({"lora_dropout": 1}, "lora_dropout is 1; it is a fraction"),
         ({"r": 5}, "has no lora_A and lora_B of rank 5"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
         (
@@ -255,12 +255,12 @@ def test_damage_of_any_kind_is_one_sentence(base: Path, tmp_path: Path) -> None:
         trees = [mutated(settings, dice, wrong), progress] if number % 4 else [settings, mutated(progress, dice, wrong)]
         for name, tree in zip((ADAPTER_CONFIG, "progress.json"), trees, strict=True):
             (folder / name).write_text(json.dumps(tree))
-        for apart in (False, True):
+        for separate in (False, True):
             with contextlib.suppress(TextmillError):
-                open_net(folder, CPU, apart=apart)
+                open_net(folder, CPU, separate=separate)
                 continue
             with pytest.raises(TextmillError) as told:
-                open_net(folder, CPU, apart=apart)
+                open_net(folder, CPU, separate=separate)
             said.append(str(told.value))
     assert len(set(said)) > 20
     assert not any("\n" in one for one in said)
@@ -270,7 +270,7 @@ def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base: Path, tmp
     folder = written(tmp_path / "ours", base, LORAS[0])
     pairs = [
         (name.replace("h.1.", "h.7."), values)
-        for name, values in first_adapters(shape_of("nano", NUMBERS, VOCAB), LORAS[0], 5)
+        for name, values in initial_adapters(shape_of("nano", NUMBERS, VOCAB), LORAS[0], 5)
     ]
     write(folder / ADAPTER_MODEL, [(PREFIX + name, values) for name, values in pairs])
     with pytest.raises(TextmillError, match=r"has no 'transformer\.h\.7\.attn\.c_attn', which the adapter changes"):

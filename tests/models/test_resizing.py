@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from textmill.config import ModelConfig, ShapeConfig
-from textmill.models import open_family
-from textmill.models.resizing import resized, stretched
+from textmill.models import initial_weights, open_family
+from textmill.models.resizing import resize_positions, resized
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 16), (5, 64), (1, 3), (2, 3), (33, 34), (64, 64), (64, 7)])
 def test_positions_are_numpys_interpolation_or_the_first_ones(before: int, after: int) -> None:
     values = np.random.default_rng(before).standard_normal((before, 6)).astype(np.float32)
-    found = stretched(values, after)
+    found = resize_positions(values, after)
     assert found.shape == (after, 6)
     if after <= before:
         assert np.array_equal(found, values[:after])
@@ -30,7 +30,7 @@ def test_vectors_are_kept_moved_or_means() -> None:
     family = open_family("gpt2")
     small = family.shape_of(ModelConfig(size="nano", shape=ShapeConfig(positions=8)), vocab=6, end=0)
     large = family.shape_of(ModelConfig(size="nano", shape=ShapeConfig(positions=12)), vocab=9, end=0)
-    weights = dict(family.first_weights(small, 1))
+    weights = dict(initial_weights(small, 1))
     wte = weights["transformer.wte.weight"]
     grown = dict(resized(weights.items(), large, None, {6: [1], 8: [2, 3]}))["transformer.wte.weight"]
     assert np.array_equal(grown[:6], wte)

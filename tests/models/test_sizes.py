@@ -7,7 +7,7 @@ import torch
 
 from textmill.config import ModelConfig
 from textmill.models import open_family
-from textmill.models.nets_torch import new_net, weights_of
+from textmill.models.nets_torch import new_net, parameters_of
 
 
 @pytest.mark.parametrize(
@@ -28,5 +28,5 @@ def test_published_counts(size: str, vocab: int, published: float, places: int) 
     assert round(shape.parameters, -places) == round(published, -places)
     net = new_net(shape, torch.device("meta"))
     padding = (shape.padded_vocab - shape.vocab) * shape.width
-    assert sum(parameter.numel() for _, parameter in weights_of(net).values()) == shape.parameters + padding
-    assert all(parameter.is_meta for _, parameter in weights_of(net).values())
+    assert sum(parameter.numel() for _, parameter in parameters_of(net).values()) == shape.parameters + padding
+    assert all(parameter.is_meta for _, parameter in parameters_of(net).values())

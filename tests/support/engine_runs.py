@@ -10,8 +10,8 @@ import numpy as np
 from textmill.config import JaxEngine, LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.engines import Engine, Named, open_engine
-from textmill.models import open_family
-from textmill.models.lora import first_adapters
+from textmill.models import initial_weights, open_family
+from textmill.models.lora import initial_adapters
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 ENGINES = sorted(
@@ -54,7 +54,7 @@ def started(config: RunConfig) -> Engine:
 def first_of(config: RunConfig, shape: Any) -> list[Named]:
     """All weights before the first step, those of adapters too."""
     lora = config.model.lora
-    return [*open_family("gpt2").first_weights(shape, 5), *(first_adapters(shape, lora, 5) if lora else [])]
+    return [*initial_weights(shape, 5), *(initial_adapters(shape, lora, 5) if lora else [])]
 
 
 def batch_of(step: int, *, unequal: bool = True) -> Batch:

@@ -14,8 +14,8 @@ import numpy as np
 from textmill.config import LoraConfig, ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
-from textmill.models import open_family
-from textmill.models.lora import first_adapters
+from textmill.models import initial_weights, open_family
+from textmill.models.lora import initial_adapters
 from textmill.processes.exits import run_and_exit
 from textmill.tokens.batches.batch import IGNORED, Batch
 
@@ -79,7 +79,7 @@ def started(config: RunConfig, ranks: Any = None) -> Engine:
     family = open_family("gpt2")
     shape = family.shape_of(config.model, vocab=VOCAB, end=0)
     engine = open_engine(config, shape, ranks)
-    engine.load(family.first_weights(shape, 5), [], 0, "the first weights")
+    engine.load(initial_weights(shape, 5), [], 0, "the first weights")
     return engine
 
 
@@ -141,7 +141,7 @@ def adapters(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
     """Steps of adapters with dropout, and the last of them again by an engine that goes on from what was saved before them."""
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": LORA})})
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
-    first = [*open_family("gpt2").first_weights(shape, 5), *first_adapters(shape, LORA, 5)]
+    first = [*initial_weights(shape, 5), *initial_adapters(shape, LORA, 5)]
     engine = open_engine(config, shape, ranks)
     engine.load(first, [], 0, "the first weights")
     numbers = stepped(engine, range(SAVED))

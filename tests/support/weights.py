@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from textmill.config import ModelConfig, ShapeConfig
-from textmill.models import open_family
+from textmill.models import initial_weights, open_family
 
 
 def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Any:
@@ -17,5 +17,5 @@ def shape_of(size: str, numbers: dict[str, Any], vocab: int) -> Any:
 def shaken(shape: Any, seed: int = 3) -> list[tuple[str, np.ndarray[Any, Any]]]:
     """First weights with noise on all of them, so that no bias or scale is trivial."""
     dice = np.random.default_rng(seed)
-    first = open_family("gpt2").first_weights(shape, seed)
+    first = initial_weights(shape, seed)
     return [(name, values + dice.normal(0, 0.05, values.shape).astype(np.float32)) for name, values in first]

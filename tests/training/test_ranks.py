@@ -86,9 +86,9 @@ def test_a_signal_to_the_launcher_stops_all_after_one_step(root: Path) -> None:
 def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
     refused = launched(*words(root, root / "odd", 10, "train.batch=9"))
     assert refused.returncode != 0
-    assert (
-        refused.stderr.count("train.batch: 9 samples are not to be shared evenly by 2 processes; 8 or 10 are") == 1
-    ), refused.stderr
+    assert refused.stderr.count("train.batch: 9 samples cannot be divided evenly by 2 processes; 8 or 10 can") == 1, (
+        refused.stderr
+    )
     assert "TextmillError" not in refused.stderr, "no traceback of ours"
     assert not list((root / "odd").glob("step-*"))
 

@@ -23,19 +23,19 @@ PLANTED = {
         ["engine.mesh.replicate=2"],
         """
         import contextlib
-        from textmill.engines import replicas_torch
-        replicas_torch.Replicas.last_pass = lambda *_: contextlib.nullcontext()
+        from textmill.engines import data_parallel_torch
+        data_parallel_torch.DataParallel.during_pass = lambda *_: contextlib.nullcontext()
         """,
     ),
     "a mean of means": (
         ["engine.mesh.replicate=2"],
         """
         from textmill.engines import on_torch
-        shares = on_torch.token_shares
-        def of_means(batch, loss, asked, asking):
-            own, samples = on_torch.asked_of(batch)
-            return shares(batch, loss, 2 * own, 2 * samples)
-        on_torch.token_shares = of_means
+        weights = on_torch.token_weights
+        def of_means(batch, loss, tokens, samples):
+            own, samples = on_torch.count_loss_tokens(batch)
+            return weights(batch, loss, 2 * own, 2 * samples)
+        on_torch.token_weights = of_means
         """,
     ),
     "a mask left out": (
@@ -46,38 +46,38 @@ PLANTED = {
         ["engine.mesh.replicate=2", "train.batch=32", "engine.micro_batch=8"],
         """
         from textmill.engines import on_torch
-        shares = on_torch.token_shares
-        on_torch.token_shares = lambda batch, *rest: 2 * shares(batch, *rest)
+        weights = on_torch.token_weights
+        on_torch.token_weights = lambda batch, *rest: 2 * weights(batch, *rest)
         """,
     ),
     "a wrong group": (
         ["engine.mesh.replicate=2", "engine.mesh.tensor=2"],
         """
-        from textmill.engines import layouts_torch
-        def watch(self, parameters):
-            self.replicas = layouts_torch.Replicas(parameters, None)
-        layouts_torch.Layout.watch = watch
+        from textmill.engines import parallel_torch
+        def sum_gradients(self, parameters):
+            self.data_parallel = parallel_torch.DataParallel(parameters, None)
+        parallel_torch.Parallel.sum_gradients = sum_gradients
         """,
     ),
-    "a bias added by each peer": (
+    "a bias added by each rank": (
         ["engine.mesh.tensor=2"],
         """
         import torch
         from textmill.engines.tensor_parallel_torch import RowLinear
-        RowLinear.forward = lambda self, x: self.peers.leave(torch.nn.functional.linear(x, self.weight, self.bias))
+        RowLinear.forward = lambda self, x: self.tensor.leave(torch.nn.functional.linear(x, self.weight, self.bias))
         """,
     ),
     "positions of another's tokens": (
         ["engine.mesh.tensor=2", "engine.mesh.sequence_parallel=true"],
         """
         import torch
-        from textmill.engines.tensor_parallel_torch import Positions
-        Positions.forward = lambda self, places: torch.nn.Embedding.forward(self, places.chunk(self.peers.count, -1)[0])
+        from textmill.engines.tensor_parallel_torch import PositionEmbedding
+        PositionEmbedding.forward = lambda self, places: torch.nn.Embedding.forward(self, places.chunk(self.tensor.count, -1)[0])
         """,
     ),
     "a stale LayerNorm": (
         ["engine.mesh.tensor=2", "engine.mesh.sequence_parallel=true"],
-        "from textmill.engines.parallel_torch import Layout\nLayout.join = lambda *_: None",
+        "from textmill.engines.parallel_torch import Parallel\nParallel.join_gradients = lambda *_: None",
     ),
 }
 """Settings, and what every process of several imports before anything else."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from textmill.engines.spikes import Guard
 from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.processes.ranks import SingleProcess, Ranks
+from textmill.processes.ranks import Ranks, SingleProcess
 from textmill.storage import faults
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch

@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from textmill.config import LoraConfig
 from textmill.kernels import matmul_torch as products_torch
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.models.blockwise_torch import PLAIN, Parts, compiled_parts
+from textmill.models.execution_torch import EAGER, Execution, compiled_execution
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.gpt2 import net_torch as gpt2_torch
-from textmill.models.lora_torch import adapt
+from textmill.models.lora_torch import add_adapters
 
 SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "vocab": 10, "end": 0}
 CASES: dict[str, tuple[dict[str, float], int, bool]] = {
@@ -31,24 +31,24 @@ def test_adapters_with_dropout_compile_no_block_anew() -> None:
     """Their sites are the same in every block, by keys that are the block's own."""
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
-    adapt(net, LoraConfig(rank=2, dropout=0.3))
+    add_adapters(net, LoraConfig(rank=2, dropout=0.3))
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     ids, keys = torch.randint(0, 10, (2, 128)), dropout_keys(1, 2, np.arange(2))
-    parts = compiled_parts(backend=backend, fullgraph=True)
-    torch.testing.assert_close(net(ids, keys, parts=parts), net(ids, keys), rtol=1e-4, atol=1e-4)
+    execution = compiled_execution(backend=backend, fullgraph=True)
+    torch.testing.assert_close(net(ids, keys, execution=execution), net(ids, keys), rtol=1e-4, atol=1e-4)
     assert backend.frame_count == 3
 
 
-def _run(net: gpt2_torch.Net, parts: Parts, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def _run(net: gpt2_torch.Net, execution: Execution, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The states of a net and the gradients of its weights."""
     torch.manual_seed(3)
     ids, slope = torch.randint(0, 10, (2, 128)), torch.randn(2, 128, 32)
     keys = dropout_keys(1, 2, np.arange(2)) if net.shape.drops else None
     net.zero_grad()
-    states = net(ids, keys, documents_NT=documents, parts=parts)
+    states = net(ids, keys, documents_NT=documents, execution=execution)
     states.backward(slope)
     return states.detach(), {
         name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None
@@ -56,7 +56,7 @@ def _run(net: gpt2_torch.Net, parts: Parts, documents: Tensor | None) -> tuple[T
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_parts_are_the_net_and_no_block_is_compiled_twice(case: str) -> None:
+def test_a_compiled_net_is_the_net_and_no_block_is_compiled_twice(case: str) -> None:
     dropout, recompute, apart = CASES[case]
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE, **dropout))  # type: ignore[arg-type]
@@ -66,7 +66,9 @@ def test_compiled_parts_are_the_net_and_no_block_is_compiled_twice(case: str) ->
     documents = torch.arange(128).expand(2, 128) // 50 if apart else None
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    plain, ours = (_run(net, parts, documents) for parts in (PLAIN, compiled_parts(backend=backend, fullgraph=True)))
+    plain, ours = (
+        _run(net, execution, documents) for execution in (EAGER, compiled_execution(backend=backend, fullgraph=True))
+    )
     assert backend.frame_count == 3, "what is before the blocks, a block, and what is after"
     torch.testing.assert_close(ours[0], plain[0])
     assert ours[1].keys() == plain[1].keys()
@@ -78,19 +80,22 @@ def test_compiled_parts_are_the_net_and_no_block_is_compiled_twice(case: str) ->
 
 def test_documents_in_blocks_reach_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with masks in blocks; another batch has other documents, and nothing is compiled anew for it."""
-    monkeypatch.setattr(gpt2_torch, "_in_blocks", lambda documents, width: torch.compiler.is_compiling())
+    monkeypatch.setattr(gpt2_torch, "use_blocks", lambda documents, width: torch.compiler.is_compiling())
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
-    parts, ids, counts = compiled_parts(backend=backend), torch.randint(0, 10, (2, 128)), list[int]()
+    execution, ids, counts = compiled_execution(backend=backend), torch.randint(0, 10, (2, 128)), list[int]()
     with torch.no_grad():  # torch trains in blocks on a GPU alone
         for size in (50, 31):
             documents = torch.arange(128).expand(2, 128) // size
             torch.testing.assert_close(
-                net(ids, documents_NT=documents, parts=parts), net(ids, documents_NT=documents), rtol=1e-4, atol=1e-4
+                net(ids, documents_NT=documents, execution=execution),
+                net(ids, documents_NT=documents),
+                rtol=1e-4,
+                atol=1e-4,
             )
             counts.append(backend.frame_count)
     assert counts[0] == counts[1]
