@@ -25,6 +25,7 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import Snapshot, write_checkpoint
 from textmill.config import TokenizerConfig
+from textmill.models import initial_weights
 from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
@@ -65,7 +66,7 @@ def write_model(root: Path, shape: gpt2.Shape, tokenizer: TextTokenizer) -> Path
     """A config whose run holds a model of random weights."""
     texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
     files = {name: text.encode() for name, text in texts.items()}
-    write_checkpoint(root / "run", Snapshot(1, list(gpt2.first_weights(shape, 1)), [], {"step": 1}, files))
+    write_checkpoint(root / "run", Snapshot(1, list(initial_weights(shape, 1)), [], {"step": 1}, files))
     (root / "model.yaml").write_text("folder: .\n", encoding="utf-8")
     return root / "model.yaml"
 

@@ -340,12 +340,13 @@ def test_transformers_opens_several_files(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from textmill.config import ModelConfig, ShapeConfig
+    from textmill.models import initial_weights
     from textmill.models.gpt2 import facts as gpt2
 
     shape = gpt2.shape_of(
         ModelConfig(size="nano", shape=ShapeConfig(layers=2, heads=2, width=16, positions=16)), vocab=50, end=0
     )
-    weights = list(gpt2.first_weights(shape, 3))
+    weights = list(initial_weights(shape, 3))
     plan = plan_files("model", weights, 4000)[0]
     assert len(plan.files) > 5
     files = {"config.json": json.dumps(gpt2.hf_config_of(shape)).encode()}

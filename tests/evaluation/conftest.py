@@ -12,6 +12,7 @@ import pytest
 
 from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig, TorchEngine
+from textmill.models import initial_weights
 from textmill.models.gpt2 import facts as gpt2
 from textmill.storage.files import write_json
 from textmill.tokens.store import TokenStore, dtype_for, open_store
@@ -93,7 +94,7 @@ def life(tmp_path_factory: pytest.TempPathFactory, tokenizer: TextTokenizer) -> 
     _write_tokens(folder / "tokens", tokenizer)
     shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=24, vocab=tokenizer.vocab, end=tokenizer.end)
     weights = [
-        (name, values * np.float32(8) if values.ndim == 2 else values) for name, values in gpt2.first_weights(shape, 3)
+        (name, values * np.float32(8) if values.ndim == 2 else values) for name, values in initial_weights(shape, 3)
     ]
     texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
     files = {name: text.encode() for name, text in texts.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from textmill.checkpoints.folders import Checkpoint, Snapshot, open_checkpoint, write_checkpoint
+from textmill.models import initial_weights
 from textmill.models.gpt2 import facts as gpt2
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -28,7 +29,7 @@ def write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Check
             if values.ndim == 2
             else values + dice.random(len(values), np.float32),
         )
-        for name, values in gpt2.first_weights(shape, 7)
+        for name, values in initial_weights(shape, 7)
     ]
     texts = {"config.json": json.dumps(gpt2.hf_config_of(shape)), **tokenizer.files(shape.positions)}
     files = {name: text.encode() for name, text in texts.items()}

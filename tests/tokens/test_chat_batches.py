@@ -10,6 +10,7 @@ import torch
 
 from textmill.config import ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
+from textmill.models import initial_weights
 from textmill.models.gpt2 import facts as gpt2
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED
@@ -127,7 +128,7 @@ def test_packed_conversations_do_not_see_one_another(tmp_path: Path) -> None:
         ModelConfig(shape=ShapeConfig(layers=2, heads=2, width=16, positions=64)), vocab=512, end=STOP
     )
     net = new_net(shape, torch.device("cpu"))
-    fill(net, gpt2.first_weights(shape, 5), "the first weights")
+    fill(net, initial_weights(shape, 5), "the first weights")
 
     def losses(pack: bool) -> list[float]:
         layout = Chat(store, length=64, seed=None, pad=PAD, pack=pack)
