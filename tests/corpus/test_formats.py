@@ -72,7 +72,7 @@ def test_nested_path(tmp_path: Path) -> None:
 
 
 def test_joined_matches(tmp_path: Path) -> None:
-    found = read(tmp_path / "a.json", json.dumps(NIKL), text_key="document[].paragraph[].form", join=" / ")
+    found = read(tmp_path / "a.json", json.dumps(NIKL), text_key="document[].paragraph[].form", join_with=" / ")
     assert [place for place, _ in told(found)] == [
         "value 1, document[0]",
         "value 1, document[1]",
@@ -88,7 +88,7 @@ def test_several_fields(tmp_path: Path) -> None:
     assert [text for _, text in told(found)][:2] == ["A\nb", "only"]
     assert [type(one) for one in found] == [Document, Document, BadRecord, BadRecord]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"url": "u"}', None]
-    assert told(read(tmp_path / "b.jsonl", rows, text_key="title+body", join=": "))[0][1] == "A: b"
+    assert told(read(tmp_path / "b.jsonl", rows, text_key="title+body", join_with=": "))[0][1] == "A: b"
 
 
 def test_inner_fields_and_lists_of_texts(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_csv(tmp_path: Path, name: str, dialect: str) -> None:
     assert [text for _, text in told(found)] == [row[1] for row in rows]
     assert [place for place, _ in told(found)] == ["line 2", "line 5", "line 6"]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"url": "u1"}', '{"url": ""}', '{"url": "u3"}']
-    joined = read(tmp_path / name, text_key="id+text", join=" ")
+    joined = read(tmp_path / name, text_key="id+text", join_with=" ")
     assert told(joined)[1][1] == "2 한국어\tsekme"
 
 

@@ -167,11 +167,11 @@ def test_what_cannot_be_delivered_is_refused_before_any_work(
         ([f"corpus.sources={tiny_texts}", back], "corpus.mongo_write_back: no MongoDB source"),
         (
             [mongo, back, "corpus.text_key=filt_text"],
-            "corpus.mongo_write_back: would write over corpus.text_key=filt_text",
+            "corpus.mongo_write_back: would overwrite corpus.text_key=filt_text",
         ),
         ([f"corpus.sources=mongo:{unindexed}", back], "unindexed: no index on idx; create one"),
-        ([mongo, "corpus.mongo_load=plain"], "corpus.mongo_load: needs corpus.mongo_config beside it"),
-        ([mongo, f"corpus.mongo_config={plain}"], "corpus.mongo_config: needs corpus.mongo_load beside it"),
+        ([mongo, "corpus.mongo_load=plain"], "corpus.mongo_load: needs corpus.mongo_config too"),
+        ([mongo, f"corpus.mongo_config={plain}"], "corpus.mongo_config: needs corpus.mongo_load too"),
         ([mongo, "corpus.mongo_load=nowhere", f"corpus.mongo_config={plain}"], "COLLECTIONS does not list 'nowhere'"),
         (
             [mongo, "corpus.mongo_load=plain", f"corpus.mongo_config={plain}"],

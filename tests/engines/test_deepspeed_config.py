@@ -138,11 +138,11 @@ def test_a_file_that_contradicts_is_refused_by_name(
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"zero": 2, "offload_weights": "cpu"}, "engine.offload_weights: wants engine.zero=3"),
-        ({"zero": 0, "offload_optimizer": "cpu"}, "engine.offload_optimizer: wants engine.zero of 1"),
-        ({"zero": 2, "offload_optimizer": "nvme", "nvme_folder": "x"}, "nvme wants engine.zero=3"),
-        ({"zero": 3, "offload_optimizer": "nvme"}, "engine.nvme_folder: not said"),
-        ({"zero": 0, "precision": "fp16"}, "fp16 wants engine.zero of 1"),
+        ({"zero": 2, "offload_weights": "cpu"}, "engine.offload_weights: needs engine.zero=3"),
+        ({"zero": 0, "offload_optimizer": "cpu"}, "engine.offload_optimizer: needs engine.zero of 1"),
+        ({"zero": 2, "offload_optimizer": "nvme", "nvme_folder": "x"}, "nvme needs engine.zero=3"),
+        ({"zero": 3, "offload_optimizer": "nvme"}, "engine.nvme_folder: not set"),
+        ({"zero": 0, "precision": "fp16"}, "fp16 needs engine.zero of 1"),
     ],
 )
 def test_what_cannot_go_together_is_refused(settings: dict[str, Any], word: str) -> None:
@@ -151,7 +151,7 @@ def test_what_cannot_go_together_is_refused(settings: dict[str, Any], word: str)
 
 
 def test_muon_is_refused() -> None:
-    with pytest.raises(TextmillError, match=r"muon wants whole matrices.*engine.kind=torch"):
+    with pytest.raises(TextmillError, match=r"muon needs full matrices.*engine.kind=torch"):
         RunConfig(train=TrainConfig(optimizer="muon"), engine=DeepSpeedEngine())
 
 

@@ -181,19 +181,19 @@ def test_dsgpt2_asks_as_dsgpt2_does() -> None:
 @pytest.mark.parametrize(
     ("turns", "said"),
     [
-        ({"user": "<u>{content}{end}"}, "no turn of the assistant; add one"),
+        ({"user": "<u>{content}{end}"}, "no turn for the assistant; add one"),
         (
             {"user": "<u>{content}{end}", "assistant": "{content}{end}"},
-            "no generation prompt, so nothing tells the model to answer; put",
+            "no generation prompt, so the model cannot know when to answer; put",
         ),
         ({"user": "<u>{content}{end}", "assistant": "<a>{content}"}, "would never learn to stop; put {end} after it"),
         ({"user": "<u>{content}{end}", "assistant": "<u>{content}{end}"}, "begin alike"),
         (
             {"user": "<u>\n{content}{end}", "assistant": "<a>{content}{end}"},
-            "melts into the words beside it; give special tokens alone",
+            "would merge with the message next to it; use only special tokens",
         ),
-        ({"user": "<u>{end}", "assistant": "<a>{content}{end}"}, "put {content} into it once"),
-        ({"users": "<u>{content}"}, "no role 'users'; known are system, user, assistant"),
+        ({"user": "<u>{end}", "assistant": "<a>{content}{end}"}, "it needs {content} exactly once"),
+        ({"users": "<u>{content}"}, "no role 'users'; the roles are system, user, assistant"),
     ],
 )
 def test_a_template_that_cannot_teach_is_refused(turns: dict[str, str], said: str) -> None:
@@ -205,7 +205,7 @@ def test_a_template_that_cannot_teach_is_refused(turns: dict[str, str], said: st
 
 def test_an_end_that_is_not_the_stop_is_refused() -> None:
     with pytest.raises(
-        TextmillError, match=r"tokenizer.end_token: .* is not the </s> with which the chat template stops"
+        TextmillError, match=r"tokenizer.end_token: .* is not </s>, which ends an answer in the chat template"
     ):
         TokenizerConfig(chat="dsgpt2", end_token="<|endoftext|>")
 

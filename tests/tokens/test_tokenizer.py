@@ -232,8 +232,8 @@ def test_names_that_others_gave(tokenizer: TextTokenizer, tmp_path: Path) -> Non
     ("mistake", "told"),
     [({"byte_fallback": True}, "byte_fallback: is for unigram"), ({"strip_accents": True}, "strip_accents: is for wordpiece"),
      ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
-     ({"special_tokens": ["usr"]}, "plain text could spell"), ({"special_tokens": ["<|>"]}, "plain text could spell"),
-     ({"special_tokens": ["<a b>"]}, "plain text could spell"), ({"special_tokens": ["<a>", "<a>"]}, "twice"),
+     ({"special_tokens": ["usr"]}, "could be plain text"), ({"special_tokens": ["<|>"]}, "could be plain text"),
+     ({"special_tokens": ["<a b>"]}, "could be plain text"), ({"special_tokens": ["<a>", "<a>"]}, "twice"),
      ({"fit_sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
      ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"), ({"end_token": "nothing"}, "tokenizer.end_token")],
 )  # fmt: skip

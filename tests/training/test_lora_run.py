@@ -219,7 +219,7 @@ def test_new_tokens_travel_with_the_adapter(base: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_need_something_to_adapt() -> None:
-    with pytest.raises(TextmillError, match=r"model\.lora: adapts given weights, and none are; set model\.init_from"):
+    with pytest.raises(TextmillError, match=r"model\.lora: needs weights to adapt; set model\.init_from"):
         RunConfig.model_validate({"model": {"lora": {"rank": 2}}})
 
 

@@ -194,7 +194,7 @@ def test_adapters_on_first_weights_reach_the_processes(tmp_path: Path) -> None:
     """No run has them, so its config would not be let in."""
     given = open_where("quickstart", ["model.lora.rank=4", "model.init_from=somewhere", "engine.mesh.shard=2"]).config
     small = given.model_copy(update={"model": given.model.model_copy(update={"init_from": None})})
-    with pytest.raises(TextmillError, match=r"model\.lora: adapts given weights"):
+    with pytest.raises(TextmillError, match=r"model\.lora: needs weights to adapt"):
         RunConfig.model_validate_json(small.model_dump_json())
     hand_over(small, tmp_path)
     assert handed_over(tmp_path) == small

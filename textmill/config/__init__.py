@@ -74,7 +74,8 @@ class RunConfig(Section):
         train = self.train
         if train.unit == "steps" and train.warmup >= 1 and train.warmup > train.steps:
             raise TextmillError(
-                f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a fraction such as 0.05"
+                f"train.warmup: {train.warmup} is above train.steps={train.steps}; lower it, or give a "
+                "fraction such as 0.05"
             )
         if train.optimizer in self.engine.refused:
             raise TextmillError(
@@ -152,7 +153,8 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         near = [heads for heads in range(1, numbers["width"] + 1) if numbers["width"] % heads == 0]
         near.sort(key=lambda heads: abs(heads - numbers["heads"]))
         raise TextmillError(
-            f"model.shape.heads: {numbers['heads']} heads do not divide the width {numbers['width']}; model.shape.heads={near[0]} does"
+            f"model.shape.heads: {numbers['heads']} heads do not divide the width {numbers['width']}; "
+            f"model.shape.heads={near[0]} does"
         )
     if train.length and train.length > numbers["positions"]:
         raise TextmillError(

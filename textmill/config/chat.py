@@ -1,4 +1,4 @@
-"""Chat templates as data: for each role what stands before and after its words, in special tokens alone."""
+"""Chat templates as data: for each role the special tokens before and after its message."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from textmill.errors import TextmillError
 
-WORDS, END = "{content}", "{end}"
-"""In a turn: what is said, and the tokenizer's end-of-text token."""
+CONTENT, END = "{content}", "{end}"
+"""In a turn: the message, and the tokenizer's end-of-text token."""
 ROLES = ("system", "user", "assistant")
 TEMPLATES = {
     "default": {
@@ -18,52 +18,58 @@ TEMPLATES = {
     },
     "dsgpt2": {"user": "<usr><s>{content}</s>", "assistant": "<sys><s>{content}</s>"},
 }
-"""dsGPT2 calls its own side <sys>, and knows no system turn."""
+"""dsGPT2 calls the assistant <sys>, and has no system turn."""
 DSGPT2_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>"]
-"""Its special tokens in the order of their ids."""
+"""dsGPT2's special tokens in the order of their ids."""
 _TOKEN = re.compile(r"\{end\}|<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 def turns_of(chat: str | None, own: Mapping[str, str]) -> dict[str, str]:
-    """The turns of a named template with a user's own laid over it; nothing where neither is said."""
+    """The turns of a named template, overridden by the user's own; empty if neither is set."""
     return {**TEMPLATES.get(chat or "", {}), **own}
 
 
 def tokens_in(text: str) -> list[str]:
     """The special tokens that a turn names, {end} included."""
-    return _TOKEN.findall(text.replace(WORDS, " "))
+    return _TOKEN.findall(text.replace(CONTENT, " "))
 
 
 def check_turns(turns: Mapping[str, str]) -> None:
-    """Refuse a template from which a model cannot learn to answer and to stop."""
+    """Refuse a template with which a model cannot learn to answer and to stop."""
     for role, text in turns.items():
         if role not in ROLES:
-            raise TextmillError(f"tokenizer.chat_turns: no role '{role}'; known are {', '.join(ROLES)}")
-        before, words, after = text.partition(WORDS)
-        if not words or WORDS in after:
-            raise TextmillError(f"tokenizer.chat_turns: {role} is {text!r}; put {WORDS} into it once, for what is said")
+            raise TextmillError(f"tokenizer.chat_turns: no role '{role}'; the roles are {', '.join(ROLES)}")
+        before, found, after = text.partition(CONTENT)
+        if not found or CONTENT in after:
+            raise TextmillError(
+                f"tokenizer.chat_turns: {role} is {text!r}; it needs {CONTENT} exactly once, for the message"
+            )
         if rest := _TOKEN.sub("", before + after):
             raise TextmillError(
-                f"tokenizer.chat_turns: {role} has {rest!r}, which melts into the words beside it; give special tokens alone, such as <|user|>"
+                f"tokenizer.chat_turns: {role} has {rest!r}, which would merge with the message next to it; "
+                "use only special tokens, such as <|user|>"
             )
         if not before:
             prompt = (
-                "there is no generation prompt, so nothing tells the model to answer"
+                "there is no generation prompt, so the model cannot know when to answer"
                 if role == "assistant"
-                else "nothing tells who speaks"
+                else "nothing shows who speaks"
             )
             raise TextmillError(
-                f"tokenizer.chat_turns: {role} begins with {WORDS}: {prompt}; put a token before it, such as <|{role}|>"
+                f"tokenizer.chat_turns: {role} begins with {CONTENT}: {prompt}; put a token before it, such "
+                f"as <|{role}|>"
             )
     if missing := [role for role in ("user", "assistant") if role not in turns]:
         raise TextmillError(
-            f"tokenizer.chat_turns: no turn of the {missing[0]}; add one, such as {missing[0]}: <|{missing[0]}|>{WORDS}{END}"
+            f"tokenizer.chat_turns: no turn for the {missing[0]}; add one, such as {missing[0]}: "
+            f"<|{missing[0]}|>{CONTENT}{END}"
         )
-    if turns["assistant"].endswith(WORDS):
+    if turns["assistant"].endswith(CONTENT):
         raise TextmillError(
-            f"tokenizer.chat_turns: assistant ends with {WORDS}, so the model would never learn to stop; put {END} after it"
+            f"tokenizer.chat_turns: assistant ends with {CONTENT}, so the model would never learn to stop; "
+            f"put {END} after it"
         )
-    if turns["assistant"].partition(WORDS)[0] == turns["user"].partition(WORDS)[0]:
+    if turns["assistant"].partition(CONTENT)[0] == turns["user"].partition(CONTENT)[0]:
         raise TextmillError(
-            "tokenizer.chat_turns: user and assistant begin alike, so nothing tells who speaks; give each a token of its own"
+            "tokenizer.chat_turns: user and assistant begin alike, so nothing shows who speaks; give each its own token"
         )

@@ -1,4 +1,4 @@
-"""Sections for the corpus, and for where data work runs."""
+"""Sections for the corpus, and for the runner of data work."""
 
 from __future__ import annotations
 
@@ -34,113 +34,120 @@ class CorpusConfig(Section):
     """Text in, clean documents out."""
 
     folder: str | None = path()
-    """Where the prepared corpus stands; `corpus` under `folder` if not said."""
+    """Folder of the prepared corpus; default: `corpus` under `folder`."""
     sources: list[str] = source([])
-    """Files, globs, folders or URLs of text, JSON, CSV, Parquet or Wikipedia, hf:NAME, mongo:db_config.json, or a corpus by its name."""
+    """Files, globs, folders or URLs of text, JSON, CSV, Parquet or Wikipedia, hf:NAME, mongo:db_config.json,
+    or the name of a corpus."""
     corpora_file: str | None = path()
-    """A file of named corpora (name: {sources: [...], text_key: ...}); `corpora.yaml` beside the config if there is one."""
+    """A file of named corpora (name: {sources: [...], text_key: ...}); default: `corpora.yaml` next to the config,
+    if it exists."""
     text_key: str = "text"
-    """The field or column of the text; `a.b` and `document[].paragraph[].form` reach nested JSON, `title+body` joins fields."""
+    """The field or column with the text; `a.b` and `document[].paragraph[].form` reach nested JSON,
+    `title+body` joins fields."""
     join_with: str | None = None
-    """Put between joined fields (a newline if not said); said, it also joins all that a path finds in an element of its first list."""
+    """Text put between joined fields; default: a newline. When set, it also joins all that a path finds in one element
+    of its first list."""
     keep_fields: list[str] = []
-    """Further fields of a record to keep, in the column `meta`."""
+    """More fields of a record to keep, in the column `meta`."""
     chat: ChatShape | None = None
-    """Records are conversations: messages (role, content), sharegpt (from, value), alpaca (instruction, input, output), pairs (a question
-    and an answer, such as the columns Q and A); auto: whichever it is. `corpus.text_key` names the list, or QUESTION+ANSWER, if need be."""
+    """Records are conversations: messages (role, content), sharegpt (from, value), alpaca (instruction, input, output),
+    pairs (a question and an answer, such as the columns Q and A); auto: find out which. `corpus.text_key` may name
+    the list, or QUESTION+ANSWER."""
     documents: Literal["section", "file", "line", "block"] = "section"
-    """What a document of a plain text file is: about `corpus.section_chars` characters, the whole file, a line, or a blank-line block."""
+    """What one document of a plain text file is: a section of about `corpus.section_chars` characters, the full file,
+    a line, or a block between blank lines."""
     section_chars: int = Field(4000, ge=100)
-    """About how many characters a section has; it is cut at a blank line, else at a line's end."""
-    preset: PresetName = changeable("none")  # what comes out is decided by the settings that it fills
-    """A named set of cleaning rules and limits for web, books, chat or encyclopaedia; what is said beside it stands above it."""
+    """Approximate characters in a section; it is cut at a blank line, else at the end of a line."""
+    preset: PresetName = changeable("none")  # the settings that it fills decide the result, not its name
+    """A named set of cleaning rules and limits for web, books, chat or encyclopaedia. Explicit settings override the
+    preset."""
     rules: list[RuleName] = NONE["rules"]
-    """Cleaning rules: NFC form; every line end to LF; control characters out; trailing spaces and long blank runs out; more in the docs."""
+    """Cleaning rules. The default ones: unicode (NFC form), newlines (every line end becomes LF), controls (no control
+    characters), spaces (no trailing spaces, no long runs of blank lines); docs/corpus.md has all."""
     newline_markers: list[str] = NONE["newline_markers"]
-    """What the rule `markers` takes for a line end."""
+    """Texts that the rule `markers` replaces with a newline."""
     min_chars: int = Field(1, ge=1)
     """Documents shorter than this after cleaning are dropped."""
     max_chars: int = Field(0, ge=0)
-    """Documents longer than this are dropped; 0: none is too long."""
+    """Documents longer than this are dropped; 0: no limit."""
     min_words: int = Field(0, ge=0)
-    """Documents of fewer words are dropped; in Chinese and Japanese each character is a word."""
+    """Documents with fewer words are dropped; in Chinese and Japanese each character counts as a word."""
     max_words: int = Field(0, ge=0)
-    """Documents of more words are dropped; 0: none has too many."""
+    """Documents with more words are dropped; 0: no limit."""
     max_symbols: float = Field(1.0, ge=0, le=1)
-    """The largest share of punctuation and symbols among the characters that are not white space."""
+    """Largest fraction of punctuation and symbols among the characters that are not white space."""
     max_digits: float = Field(1.0, ge=0, le=1)
-    """The largest share of digits among the characters that are not white space."""
+    """Largest fraction of digits among the characters that are not white space."""
     max_repeated_lines: float = Field(1.0, ge=0, le=1)
-    """The largest share of characters in lines that stand earlier in the document."""
+    """Largest fraction of characters in lines that already occurred in the document."""
     max_repeated_words: float = Field(1.0, ge=0, le=1)
-    """The largest share of characters in runs of ten words that stand earlier in the document."""
+    """Largest fraction of characters in runs of ten words that already occurred in the document."""
     languages: list[str] = NONE["languages"]
-    """Keep documents in these languages only, such as `[ko, en]`; none named: any language."""
+    """Keep only documents in these languages, such as `[ko, en]`; default: any language."""
     language_score: float = Field(0.0, ge=0, le=1)
-    """How sure the language must be, from 0 to 1."""
+    """Lowest confidence of the language detector, from 0 to 1."""
     block_domains: list[str] = NONE["block_domains"]
-    """Drop web pages of these sites: `example.com` with what is below it, or `example` under any ending."""
+    """Drop web pages of these sites: `example.com` and its subdomains, or `example` with any top-level domain."""
     block_extensions: list[str] = NONE["block_extensions"]
-    """Drop web pages whose address ends so, such as `.pdf`."""
+    """Drop web pages whose address has one of these endings, such as `.pdf`."""
     sentences: Literal["none", "split", "lines"] = "none"
-    """split: a sentence a line; lines: the text has a sentence a line already, and blank lines go."""
+    """split: put each sentence on its own line; lines: the text already has one sentence per line, drop blank lines."""
     dedup: Literal["exact", "near", "none"] = "exact"
-    """Drop documents whose normalised text was seen before; near: also those that are much like another."""
+    """exact: drop documents whose normalised text was seen before; near: also drop near-duplicates."""
     dedup_threshold: float = Field(0.8, ge=0.1, le=1)
-    """near: two documents are copies when so large a share of their shingles (Jaccard similarity) is in both."""
+    """near: documents at least this similar (Jaccard similarity of their shingles) are near-duplicates."""
     dedup_shingles: Literal["characters", "words"] = "characters"
-    """near: what is counted: runs of `corpus.dedup_shingle_size` characters, for any script, or of words between spaces."""
+    """near: what a shingle is: a run of `corpus.dedup_shingle_size` characters, for any script, or of words between
+    spaces."""
     dedup_shingle_size: int = Field(5, ge=1, le=64)
-    """near: characters, or words, in a shingle."""
+    """near: characters or words in a shingle."""
     dedup_memory: int = changeable(512, ge=1)
-    """MB that a process may take to sort hashes or hold shingles; changes nothing in the result."""
+    """MB of memory that a process may use to sort hashes or hold shingles; does not change the result."""
     split: list[float] = [90, 5, 5]
-    """Shares of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its side."""
+    """Ratio of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its split."""
     source_splits: dict[str, Literal["train", "valid", "test"]] = {}
-    """Sources that stand on one side as a whole: a file, folder or pattern as in `corpus.sources`, and train, valid or test."""
+    """Sources that belong to one split entirely: a file, folder or pattern as in `corpus.sources`, and train, valid or
+    test."""
     max_unreadable: float = changeable(0.1, ge=0, le=1)
-    """The share of unreadable records above which `prepare` stops and shows the first of them."""
+    """Largest fraction of unreadable records; above it `prepare` stops and shows the first of them."""
     mongo_write_back: bool = changeable(False)
-    """Put cleaned text into `filt_text` of the MongoDB documents that it came from, and nothing into that of dropped ones."""
+    """Write the cleaned text into `filt_text` of the MongoDB documents that it came from, and an empty text for dropped
+    documents."""
     mongo_load: str | None = changeable(None)
-    """Load the kept documents of all sources into this MongoDB collection, one of those that `corpus.mongo_config` names."""
+    """Load the kept documents of all sources into this MongoDB collection, one that `corpus.mongo_config` names."""
     mongo_config: str | None = path()
     """The db_config.json of `corpus.mongo_load`."""
     mongo_field: str = changeable("filt_text")
-    """The field that `corpus.mongo_load` puts the text into."""
+    """The field for the text in `corpus.mongo_load`."""
 
     @model_validator(mode="after")
-    def _turns_stay_whole(self) -> CorpusConfig:
+    def _check_chat(self) -> CorpusConfig:
         if self.chat and (self.sentences != "none" or self.mongo_write_back or self.mongo_load):
-            key = (
-                "sentences"
-                if self.sentences != "none"
-                else "mongo_write_back"
-                if self.mongo_write_back
-                else "mongo_load"
-            )
+            used = {"mongo_write_back": self.mongo_write_back, "sentences": self.sentences != "none"}
+            key = next((name for name in ("sentences", "mongo_write_back") if used[name]), "mongo_load")
             raise TextmillError(
-                f"corpus.{key}: is for plain text, and corpus.chat={self.chat} reads conversations; take one out"
+                f"corpus.{key}: is for plain text, and corpus.chat={self.chat} reads conversations; remove one of them"
             )
         return self
 
     @model_validator(mode="after")
-    def _mongo(self) -> CorpusConfig:
+    def _check_mongo(self) -> CorpusConfig:
         if bool(self.mongo_load) != bool(self.mongo_config):
-            said, other = ("mongo_load", "mongo_config") if self.mongo_load else ("mongo_config", "mongo_load")
+            given, other = ("mongo_load", "mongo_config") if self.mongo_load else ("mongo_config", "mongo_load")
             raise TextmillError(
-                f"corpus.{said}: needs corpus.{other} beside it; name the collection and the db_config.json, or neither"
+                f"corpus.{given}: needs corpus.{other} too; name the collection and the db_config.json, or neither"
             )
         if (
             self.mongo_field in ("_id", "idx", "split", "source", "place", "meta", "")
             or not self.mongo_field.isidentifier()
         ):
             raise TextmillError(
-                f"corpus.mongo_field: found {self.mongo_field!r}; give a name of letters that is not taken, such as form"
+                f"corpus.mongo_field: found {self.mongo_field!r}; give a name of letters that is not "
+                "reserved, such as form"
             )
         if self.mongo_write_back and self.text_key == "filt_text":
             raise TextmillError(
-                "corpus.mongo_write_back: would write over corpus.text_key=filt_text; read another field, such as form"
+                "corpus.mongo_write_back: would overwrite corpus.text_key=filt_text; read another field, such as form"
             )
         return self
 
@@ -150,22 +157,23 @@ class CorpusConfig(Section):
         return fill_from_preset(data, PRESETS)
 
     @model_serializer(mode="wrap")
-    def _leave_to_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # What the preset says is not written beside it, where it would stand above the next preset.
+    def _omit_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A written value that equals the preset would override the next preset.
         return omit_preset_values(write(self), PRESETS[self.preset])
 
     @field_validator("newline_markers", "block_domains", "block_extensions")
     @classmethod
-    def _words(cls, value: list[str], info: ValidationInfo) -> list[str]:
+    def _check_entries(cls, value: list[str], info: ValidationInfo) -> list[str]:
         if not all(map(str.strip, value)):
             raise TextmillError(
-                f"corpus.{info.field_name}: found {value}; an entry has at least one sign that is not white space"
+                f"corpus.{info.field_name}: found {value}; an entry needs at least one character that is not "
+                "white space"
             )
         return value if info.field_name == "newline_markers" else [word.strip().lower() for word in value]
 
     @field_validator("languages")
     @classmethod
-    def _known(cls, value: list[str]) -> list[str]:
+    def _check_languages(cls, value: list[str]) -> list[str]:
         for code in value:
             if code not in LANGUAGES:
                 near = (
@@ -179,32 +187,33 @@ class CorpusConfig(Section):
 
     @field_validator("split", mode="before")
     @classmethod
-    def _shares(cls, value: Any) -> Any:
+    def _parse_split(cls, value: Any) -> Any:
         if isinstance(value, str):
             parts = value.replace("/", ",").split(",")
             try:
                 value = [float(part) for part in parts]
             except ValueError:
                 raise TextmillError(
-                    f"corpus.split: {value!r} is not a list of shares; say corpus.split=90,5,5"
+                    f"corpus.split: {value!r} is not a list of numbers; write corpus.split=90,5,5"
                 ) from None
         return value
 
     @field_validator("source_splits", mode="before")
     @classmethod
-    def _pairs(cls, value: Any) -> Any:
+    def _parse_source_splits(cls, value: Any) -> Any:
         if isinstance(value, str):
             parts = [part.rpartition(":") for part in value.strip("{} ").split(",") if part.strip()]
             if not all(colon for _, colon, _ in parts):
                 raise TextmillError(
-                    f"corpus.source_splits: {value!r} is no list of sources and sides; say corpus.source_splits=held-out.jsonl:test,dev.jsonl:valid"
+                    f"corpus.source_splits: {value!r} is not a list of sources and splits; "
+                    "write corpus.source_splits=held-out.jsonl:test,dev.jsonl:valid"
                 )
-            value = {source.strip(): side.strip() for source, _, side in parts}
+            value = {name.strip(): split.strip() for name, _, split in parts}
         return value
 
     @field_validator("split", mode="after")
     @classmethod
-    def _three(cls, value: list[float]) -> list[float]:
+    def _check_split(cls, value: list[float]) -> list[float]:
         if (
             not 1 <= len(value) <= 3
             or min(value) < 0
@@ -212,36 +221,36 @@ class CorpusConfig(Section):
             or not sum(value) < float("inf")
         ):
             raise TextmillError(
-                f"corpus.split: found {value}; give one to three shares, train's above 0, such as 90,5,5"
+                f"corpus.split: found {value}; give one to three numbers, train's above 0, such as 90,5,5"
             )
         return value + [0.0] * (3 - len(value))
 
 
 class LocalRunner(Section):
-    """Where data work runs: this machine's processes."""
+    """Run data work in processes of this machine."""
 
     kind: Literal["local"] = changeable("local")
     """local: a pool of processes on this machine."""
     workers: int | Literal["auto"] = changeable("auto")
-    """Processes at a time; auto: one a core."""
+    """Processes at a time; auto: one per core."""
 
     @field_validator("workers")
     @classmethod
-    def _some(cls, value: int | str) -> int | str:
+    def _check_workers(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
             raise TextmillError(f"runner.workers: found {value}; give 1 or more, or auto")
         return value
 
 
 class BeamRunner(Section):
-    """Where data work runs: Apache Beam, on this machine or on any engine that Beam drives."""
+    """Run data work with Apache Beam, on this machine or on any engine that Beam supports."""
 
     kind: Literal["beam"] = changeable("beam")
-    """beam: a pipeline of Apache Beam (the extra `beam`)."""
+    """beam: an Apache Beam pipeline (extra: textmill[beam])."""
     options: list[str] = changeable([])
-    """Beam's own options, such as `--runner=FlinkRunner`; none: its direct runner, on this machine."""
+    """Beam's own options, such as `--runner=FlinkRunner`; default: its direct runner, on this machine."""
     shared_folder: str | None = path()
-    """A folder that every worker reaches, for the results on their way back; a temporary one of this machine if not said."""
+    """A folder that every worker can reach, for their results; default: a temporary folder of this machine."""
 
 
 RunnerConfig = LocalRunner | BeamRunner

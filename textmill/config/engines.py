@@ -1,4 +1,4 @@
-"""Sections of the engines: a class a kind, over what all of them are told."""
+"""Sections of the engines: one class per kind, with the settings that all engines share in a base class."""
 
 from __future__ import annotations
 
@@ -11,76 +11,82 @@ from textmill.errors import TextmillError
 
 
 class EngineSection(Section):
-    """What every engine is told."""
+    """Settings that every engine has."""
 
     one_process: ClassVar[bool] = False
-    """Whether one process has all devices of a machine; else each device has a process of its own."""
+    """Whether one process uses all devices of a machine; otherwise each device has its own process."""
     refused: ClassVar[dict[str, str]] = {}
-    """Optimizers that an engine does not have, and why."""
+    """Optimizers that the engine does not support, and why."""
     kind: str
     """Which engine."""
     micro_batch: int | Literal["auto"] = changeable("auto")
-    """Samples that go through the device at a time; auto: as many as a simple memory rule allows."""
+    """Samples per device in one forward and backward pass; the rest of the batch is gradient accumulation.
+    auto: as many as a simple memory rule allows."""
     recompute: int = changeable(0, ge=0)
-    """Make inner states again in backward instead of keeping them, so many blocks at a time; 0: keep all. Same numbers, less memory."""
+    """Activation checkpointing: recompute activations in the backward pass, this many blocks at a time; 0: keep all.
+    Same numbers, less memory."""
     timeout: float = changeable(600.0, gt=0)
-    """Several processes: seconds without a move of any of them after which the run ends and says which process the others wait for;
-    before the first step 60 at least."""
+    """Several processes: seconds without progress of any of them after which the run ends with the name of the process
+    that the others wait for (a deadlock); at least 60 before the first step."""
     check_replicas_every: int = changeable(100, ge=1)
-    """Several processes: steps between two looks at whether their copies of the weights are still the same."""
+    """Several processes: steps between two checks that all replicas still have the same weights."""
 
     @field_validator("micro_batch")
     @classmethod
-    def _some(cls, value: int | str) -> int | str:
+    def _check_micro_batch(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
             raise TextmillError(f"engine.micro_batch: found {value}; give 1 or more, or auto")
         return value
 
 
 class MeshConfig(Section):
-    """How the processes that a launcher started share the work."""
+    """How the processes that a launcher started share the work: data parallel, FSDP and tensor parallel."""
 
     replicate: int | None = changeable(None, ge=1)
-    """Copies of the net, each on samples of its own; as many as there are processes for if not said."""
+    """Data parallel: replicas of the model, each with different samples; default: as many as the processes allow."""
     shard: int = changeable(1, ge=1)
-    """Processes that a copy's weights, gradients and moments are cut over, each on samples of its own (FSDP, ZeRO-3)."""
+    """FSDP (ZeRO-3): processes that shard a replica's weights, gradients and optimizer state, each with different
+    samples."""
     keep_gathered: bool = changeable(False)
-    """shard: keep a block's gathered weights from forward to backward: more memory, a third less traffic (ZeRO-2)."""
+    """FSDP: keep a block's gathered weights from forward to backward: more memory, a third less communication
+    (ZeRO-2)."""
     tensor: int = changeable(1, ge=1)
-    """Processes that share the heads, the MLPs and the vocabulary of each layer, on the same samples (Megatron)."""
+    """Tensor parallel: processes that share the heads, the MLPs and the vocabulary of each layer, on the same samples
+    (Megatron)."""
     sequence_parallel: bool = changeable(True)
-    """tensor: share the LayerNorms and the stream between layers by tokens too: less memory, the same traffic."""
+    """Tensor parallel: also split LayerNorms and the residual stream by tokens: less memory, the same communication."""
 
 
 class TorchEngine(EngineSection):
-    """PyTorch on one device, or on many: one process each, started by torchrun or srun."""
+    """PyTorch on one device, or on many with one process each, started by torchrun or srun."""
 
     kind: Literal["torch"] = "torch"
     """torch: PyTorch."""
     device: str = changeable("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")
-    """auto, cpu, cuda, cuda:1 or mps; auto takes a GPU where there is one."""
+    """auto, cpu, cuda, cuda:1 or mps; auto: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = changeable("auto")
-    """Arithmetic of the matrix products; weights stay fp32. fp16 trains with a loss scale that finds its own height.
-    fp8: bf16, with the products of MLPs and head in training rounded to fp8, on GPUs that have it (compute capability 8.9).
-    auto: bf16 on a GPU that has it, fp16 on one of the V100's generation, else fp32."""
+    """Precision of the matmuls; weights stay fp32. fp16: with dynamic loss scaling. fp8: bf16, with the training
+    matmuls of MLPs and head in fp8, on GPUs that support it (compute capability 8.9). auto: bf16 on a GPU that supports
+    it, fp16 on one of the V100's generation, else fp32."""
     compile: Literal["auto"] | bool = changeable("auto")
-    """Compile the net with torch.compile: the first step takes longer, those after it about half of their time on a GPU.
-    auto: on one GPU, for runs of more than a minute or so, unless every bit has to repeat."""
+    """Compile the net with torch.compile: the first step takes longer, later steps about half the time on a GPU.
+    auto: on one GPU, for runs of more than about a minute, unless `engine.deterministic` is set."""
     mesh: MeshConfig = changeable(MeshConfig())
     """How many processes share the work."""
     deterministic: bool = changeable(False)
-    """Bitwise the same numbers at every repeat on a GPU too, at some cost."""
+    """Bitwise the same numbers in every run on a GPU too, at some cost in speed."""
 
 
 class JaxMesh(Section):
-    """How JAX devices share the work; the product of the axes is the number of devices."""
+    """How JAX devices share the work; the product of the three sizes is the number of devices."""
 
     replicate: int | None = changeable(None, ge=1)
-    """Copies of the net, each on samples of its own; as many as the devices leave room for if not said."""
+    """Data parallel: replicas of the model, each with different samples; default: as many as the devices allow."""
     shard: int = changeable(1, ge=1)
-    """Devices, each on samples of its own, that hold weights and moments in parts and put a weight together to use it."""
+    """FSDP: devices that shard weights and optimizer state and gather a weight to use it, each with different
+    samples."""
     tensor: int = changeable(1, ge=1)
-    """Devices that compute the same samples together, each with a part of the heads, the inner channels and the vocabulary."""
+    """Tensor parallel: devices that share the heads, the MLPs and the vocabulary of each layer, on the same samples."""
 
 
 class JaxEngine(EngineSection):
@@ -90,58 +96,62 @@ class JaxEngine(EngineSection):
     kind: Literal["jax"] = "jax"
     """jax: JAX, on all its devices."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = changeable("auto")
-    """auto, cpu, cuda or tpu; auto takes what JAX finds. A TPU was never tried."""
+    """auto, cpu, cuda or tpu; auto: what JAX finds. Not tested on a TPU."""
     precision: Literal["auto", "fp32", "bf16"] = changeable("auto")
-    """Arithmetic of the matrix products; weights stay fp32. auto: bf16 on an accelerator, fp32 on a CPU."""
+    """Precision of the matmuls; weights stay fp32. auto: bf16 on an accelerator, fp32 on a CPU."""
     mesh: JaxMesh = changeable(JaxMesh())
     """How the devices share the work."""
     deterministic: bool = changeable(False)
-    """Bitwise the same numbers at every repeat on a GPU too, at some cost. It was never tried on one."""
+    """Bitwise the same numbers in every run on a GPU too, at some cost in speed. Not tested on a GPU."""
 
 
 class DeepSpeedEngine(EngineSection):
-    """DeepSpeed: weights, gradients and moments shared out over the processes that deepspeed, torchrun or srun started."""
+    """DeepSpeed ZeRO: weights, gradients and optimizer state sharded over processes started by deepspeed, torchrun or
+    srun."""
 
-    refused: ClassVar[dict[str, str]] = {"muon": "muon wants whole matrices, which DeepSpeed cuts up"}
+    refused: ClassVar[dict[str, str]] = {"muon": "muon needs full matrices, which DeepSpeed shards"}
     kind: Literal["deepspeed"] = "deepspeed"
     """deepspeed: DeepSpeed's ZeRO over PyTorch."""
     device: str = changeable("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """auto, cpu, cuda or cuda:1; auto takes a GPU where there is one."""
+    """auto, cpu, cuda or cuda:1; auto: a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = changeable("auto")
-    """Arithmetic of the net; masters stay fp32. fp16 has a loss scale that moves by itself. auto: bf16 on a GPU that has it, else fp32."""
+    """Precision of the net; master weights stay fp32. fp16: with dynamic loss scaling. auto: bf16 on a GPU that
+    supports it, else fp32."""
     zero: Literal["auto", 0, 1, 2, 3] = changeable("auto")
-    """What the processes share out: 0: nothing; 1: moments; 2: gradients too; 3: weights too. auto: as `engine.deepspeed_config` says, or 2."""
+    """ZeRO stage, what the processes shard: 0: nothing; 1: optimizer state; 2: gradients too; 3: weights too.
+    auto: the stage in `engine.deepspeed_config`, or 2."""
     offload_optimizer: Literal["cpu", "nvme"] | None = changeable(None)
-    """Where masters and moments are kept instead of the device; nvme wants `engine.zero=3`."""
+    """Keep master weights and optimizer state there instead of on the device; nvme needs `engine.zero=3`."""
     offload_weights: Literal["cpu", "nvme"] | None = changeable(None)
-    """Where weights wait until they are needed; wants `engine.zero=3`."""
+    """Keep weights there until they are needed; needs `engine.zero=3`."""
     nvme_folder: str | None = path()
-    """A folder on a fast disk, for what is offloaded to nvme."""
+    """A folder on a fast disk for what is offloaded to nvme."""
     deepspeed_config: str | None = path()
-    """A DeepSpeed JSON file, taken as it is; what it says against our settings is refused by name."""
+    """A DeepSpeed JSON file, used as it is; a value that contradicts our settings is refused by name."""
     deepspeed_overrides: dict[str, Any] = changeable({})
-    """More of DeepSpeed's own settings, laid over all others."""
+    """More of DeepSpeed's own settings; they override all others."""
 
     @model_validator(mode="after")
-    def _offloads(self) -> DeepSpeedEngine:
+    def _check_offloading(self) -> DeepSpeedEngine:
         places = [self.offload_optimizer, self.offload_weights]
         if self.offload_weights and self.zero in (0, 1, 2):
             raise TextmillError(
-                f"engine.offload_weights: wants engine.zero=3, found {self.zero}; whole weights stay on the device"
+                f"engine.offload_weights: needs engine.zero=3, found {self.zero}; full weights stay on the device"
             )
         if self.offload_optimizer and self.zero == 0:
-            raise TextmillError("engine.offload_optimizer: wants engine.zero of 1 or more, found 0; set engine.zero=2")
+            raise TextmillError("engine.offload_optimizer: needs engine.zero of 1 or more, found 0; set engine.zero=2")
         if self.offload_optimizer == "nvme" and self.zero in (1, 2):
             raise TextmillError(
-                f"engine.offload_optimizer: nvme wants engine.zero=3, found {self.zero}; set it, or offload to cpu"
+                f"engine.offload_optimizer: nvme needs engine.zero=3, found {self.zero}; set it, or offload to cpu"
             )
         if "nvme" in places and self.nvme_folder is None and self.deepspeed_config is None:
             raise TextmillError(
-                "engine.nvme_folder: not said; name a folder on a fast disk, since something is offloaded to nvme"
+                "engine.nvme_folder: not set, and something is offloaded to nvme; name a folder on a fast disk"
             )
         if self.precision == "fp16" and self.zero == 0:
             raise TextmillError(
-                "engine.precision: fp16 wants engine.zero of 1 or more, found 0; set engine.zero=1 or engine.precision=bf16"
+                "engine.precision: fp16 needs engine.zero of 1 or more, found 0; set engine.zero=1 or "
+                "engine.precision=bf16"
             )
         return self
 

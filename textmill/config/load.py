@@ -64,7 +64,8 @@ def _note_lines(node: Any, prefix: str, lines: dict[str, int], path: Path) -> No
 
 
 def read_user_config(path: Path) -> tuple[Tree, dict[str, int]]:
-    """A user's YAML file under today's names of settings, and the line of each key; old names are reported in one line."""
+    """A user's YAML file under today's names of settings, and the line of each key; old names are reported in one
+    line."""
     tree, lines = read_yaml(path)
     try:
         tree, found = rename_tree(tree)
@@ -87,7 +88,8 @@ def _report_old_names(found: dict[str, str], where: str = "") -> None:
 
 
 def merge_trees(tree: Tree, over: Tree) -> Tree:
-    """One tree with another over it, key by key; when a section's kind changes, only the keys that the new kind knows."""
+    """One tree with another over it, key by key; when a section's kind changes, only the keys that the new kind
+    knows."""
     result = dict(tree)
     for name, value in over.items():
         below = result.get(name)

@@ -55,7 +55,8 @@ def _known_fields(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
 
 
 def _written_parts(location: tuple[int | str, ...], known: dict[str, Any]) -> list[str]:
-    """The parts of a location that the user wrote: not the class name of a union's member, not the kind that chose it."""
+    """The parts of a location that the user wrote: not the class name of a union's member, not the kind that chose
+    it."""
     parts: list[str] = []
     chosen = False
     for part in location:

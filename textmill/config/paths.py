@@ -18,7 +18,8 @@ CORPORA_FILE = "corpora.yaml"
 def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree:
     """The tree with full paths, read relative to `base`; names of corpora and of the hub stay as they are.
 
-    `names` are corpora that are already known; without them the tree is a file's, and a corpora.yaml next to it is used.
+    `names` are corpora that are already known; without them the tree is a file's, and a corpora.yaml next to it is
+    used.
     """
     resolved = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
     in_file, names = names is None, (names or set()) | corpora_names(tree, base)

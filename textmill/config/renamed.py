@@ -86,7 +86,8 @@ def rename_value(key: str, value: Any) -> Any:
 
 
 def rename_tree(tree: Tree) -> tuple[Tree, dict[str, str]]:
-    """A config tree with all keys and values under their new names, and the renamed keys that were found: old -> new."""
+    """A config tree with all keys and values under their new names, and the renamed keys that were found: old ->
+    new."""
     found: dict[str, str] = {}
     result = _copied(tree)
     for old, new in RENAMED.items():

@@ -52,7 +52,8 @@ class MuonConfig(Section):
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay rate of the running mean of the gradients."""
     adamw_rate_factor: float = Field(1.0, gt=0)
-    """Learning rate of the weights that AdamW updates (embeddings, biases, LayerNorms), as a multiple of `train.learning_rate`."""
+    """Learning rate of the weights that AdamW updates (embeddings, biases, LayerNorms), as a multiple of
+    `train.learning_rate`."""
 
 
 class StableConfig(Section):
@@ -87,7 +88,8 @@ class CheckpointsConfig(Section):
     """Which checkpoints are kept, and how large their files are."""
 
     keep: int = changeable(2, ge=1)
-    """How many of the newest checkpoints are kept; the best one and those of `train.checkpoints.keep_every` are kept too."""
+    """How many of the newest checkpoints are kept; the best one and those of `train.checkpoints.keep_every` are kept
+    too."""
     keep_every: int | None = changeable(None, ge=1)
     """Keep for good every checkpoint whose step is a multiple of this; default: none."""
     max_file_gb: float = changeable(5.0, gt=0)

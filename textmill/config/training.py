@@ -40,19 +40,21 @@ class TrainConfig(Section):
     folder: str | None = path()
     """Where checkpoints and metrics are written; default: `run` under `folder`."""
     preset: TrainPresetName = changeable("none")  # the settings that it fills decide the result, not its name
-    """Optimizer, learning rates, warm-up and batch for pretraining, as measured: pretrain-nano for a CPU, pretrain-muon and
-    pretrain-adamw for a GPU. Explicit settings override the preset."""
+    """Optimizer, learning rates, warm-up and batch for pretraining, as measured: pretrain-nano for a CPU, pretrain-muon
+    and pretrain-adamw for a GPU. Explicit settings override the preset."""
     layout: Literal["packed", "padded", "features", "chat"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document per sample;
     features: the rows written by `tokens.kind=features`, or existing ones named by `tokens.use`;
     chat: conversations of `corpus.chat`, with loss only on what the assistant says."""
     length: int | None = Field(None, ge=2)
-    """Tokens in a sample; default: the model's positions. A named size trained on less has no more positions than this."""
+    """Tokens in a sample; default: the model's positions. A named size trained on less has no more positions than
+    this."""
     batch: int = Field(32, ge=1)
     """Samples per optimizer step, over all devices (global batch)."""
     batch_rampup: list[int] = []
-    """Start with smaller batches: start, increment, samples. `16,16,100000` grows from 16 samples per step to `train.batch`,
-    16 more at a time, over the first 100,000 samples, as Megatron's rampup-batch-size; default: no ramp-up."""
+    """Start with smaller batches: start, increment, samples. `16,16,100000` grows from 16 samples per step to
+    `train.batch`, 16 more at a time, over the first 100,000 samples, as Megatron's rampup-batch-size; default: no
+    ramp-up."""
     steps: int = changeable(1000, ge=1)
     """Optimizer steps of the run; `train.epochs`, `train.samples` or `train.tokens` set its length instead."""
     epochs: float | None = changeable(None, gt=0)
@@ -68,11 +70,12 @@ class TrainConfig(Section):
     warmup: int | float = Field(0.05, ge=0)
     """Warm-up steps, or a fraction of the run when below 1."""
     warmup_shape: Literal["linear", "log"] = "linear"
-    """How the learning rate rises: linear in the step, or in its logarithm from `train.min_learning_rate`, as DeepSpeed's WarmupLR."""
+    """How the learning rate rises: linear in the step, or in its logarithm from `train.min_learning_rate`, as
+    DeepSpeed's WarmupLR."""
     schedule: Literal["cosine", "linear", "constant", "stable", "inverse_sqrt", "range_test"] = "cosine"
     """How the learning rate falls after the warm-up. stable: only in the last `train.stable.decay_fraction` of the run
-    (warmup-stable-decay); inverse_sqrt: by one over the root of the step; range_test: it rises from `train.min_learning_rate`
-    until training diverges, to find the highest usable rate."""
+    (warmup-stable-decay); inverse_sqrt: by one over the root of the step; range_test: it rises from
+    `train.min_learning_rate` until training diverges, to find the highest usable rate."""
     decay_steps: int | None = changeable(None, ge=1)
     """The step at which the learning rate reaches its minimum; default: the last."""
     stable: StableConfig = StableConfig()
@@ -80,7 +83,8 @@ class TrainConfig(Section):
     range_test: RangeTestConfig = RangeTestConfig()
     """Settings of `train.schedule=range_test`."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the blocks' matrices, AdamW on the rest."""
+    """adamw: Adam with decoupled weight decay; muon: orthogonalised momentum on the blocks' matrices, AdamW on the
+    rest."""
     muon: MuonConfig = MuonConfig()
     """Settings of `train.optimizer=muon`."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
@@ -90,11 +94,13 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.1, ge=0)
     """Weight decay of matrices and embeddings, or of the weights that `train.weight_decay_only` names."""
     weight_decay_only: list[str] = []
-    """Weights that get weight decay instead of matrices and embeddings: patterns as in `train.freeze`, such as "*.weight"."""
+    """Weights that get weight decay instead of matrices and embeddings: patterns as in `train.freeze`, such as
+    "*.weight"."""
     no_weight_decay: list[str] = []
     """Weights that get no weight decay, even if another setting names them: patterns such as wte, "*.bias"."""
     freeze: list[str] = []
-    """Weights that are not trained: patterns over a checkpoint's names without their prefix, such as wpe, "h.0.*", "*.mlp"."""
+    """Weights that are not trained: patterns over a checkpoint's names without their prefix, such as wpe, "h.0.*",
+    "*.mlp"."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Layer-wise learning rate: block i of n uses the rate times this to the power n - i, embeddings one power more,
     the last LayerNorm the full rate."""
@@ -107,7 +113,8 @@ class TrainConfig(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """The fraction of each label that is spread over the whole vocabulary; in the training loss only."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of the squared logarithm of the softmax's denominator, which keeps logits from drifting; in the training loss only."""
+    """Weight of the squared logarithm of the softmax's denominator, which keeps logits from drifting; in the training
+    loss only."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and dropout."""
     log_every: int = changeable(10, ge=1)

@@ -1,4 +1,4 @@
-"""Sections for looking at a model: measuring it, sampling from it, tracking its training."""
+"""Sections for using a model: evaluation, sampling, export, and tracking of its training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def task_names() -> list[str]:
 
 
 class EvaluateConfig(Section):
-    """How a model is measured."""
+    """How a model is evaluated."""
 
     tasks: list[str] = ["perplexity"]
     """What to measure, each the name of a file in textmill/evaluation/tasks.
     perplexity: token, word and byte perplexity and bits per byte of a split."""
     split: Literal["train", "valid", "test"] = "valid"
-    """Which split is measured."""
+    """The split to evaluate on."""
     batch: int = changeable(16, ge=1)
-    """Windows at a time."""
+    """Windows in one forward pass."""
     stride: int | None = Field(None, ge=1)
-    """How far a window is from the next; the window's length if not said. Below it, tokens are judged with more context."""
+    """Tokens between the starts of two windows; default: the window's length. A smaller stride gives each token more
+    context."""
     baselines: bool = True
-    """Also measure a unigram and a bigram model, counted on the train split."""
+    """Also evaluate a unigram and a bigram model, counted on the train split."""
 
     @field_validator("tasks")
     @classmethod
@@ -45,55 +46,56 @@ class EvaluateConfig(Section):
 
 
 class SampleConfig(Section):
-    """How text is continued."""
+    """How text is generated."""
 
     prompt: str | None = None
-    """The text to continue; without one the model starts from nothing."""
+    """The text to continue; default: none, the model starts with an empty text."""
     prompts_file: str | None = source()
-    """A file of texts to continue: one a line, or JSON lines with a key "prompt"; each answer is a line of JSON."""
+    """A file of texts to continue: one per line, or JSON lines with a key "prompt"; each answer is a line of JSON."""
     temperature: float = Field(0.8, ge=0)
-    """0: always the likeliest token; higher: bolder."""
+    """0: always the most likely token (greedy); higher: more random."""
     top_k: int = Field(0, ge=0)
-    """Choose among the k likeliest tokens only; 0: no limit."""
+    """Sample from the k most likely tokens only; 0: no limit."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Choose among the likeliest tokens that together reach this probability."""
+    """Sample from the most likely tokens that together reach this probability (nucleus sampling)."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Choose among tokens at least this many times as likely as the likeliest; 0: no limit."""
+    """Sample from tokens at least this fraction as likely as the most likely one; 0: no limit."""
     typical_p: float = Field(1.0, gt=0, le=1)
-    """Choose among the tokens nearest to the expected surprise that together reach this probability."""
+    """Sample from the tokens closest to the expected information that together reach this probability (locally
+    typical)."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Above 1: tokens already there, the prompt's too, become less likely."""
+    """Above 1: tokens that already occur, in the prompt too, become less likely."""
     presence_penalty: float = Field(0.0, ge=-100, le=100)
-    """Taken off the score of every token that is in the new text."""
+    """Subtracted from the logit of every token that occurs in the new text."""
     frequency_penalty: float = Field(0.0, ge=-100, le=100)
-    """Taken off the score of a token for each time that it is in the new text."""
+    """Subtracted from the logit of a token once for each time that it occurs in the new text."""
     min_tokens: int = Field(0, ge=0)
-    """No end of text before this many new tokens."""
+    """Fewest new tokens: no end of text before."""
     max_tokens: int = Field(200, ge=1)
-    """New tokens at most."""
+    """Most new tokens."""
     stop: list[str] = Field([], json_schema_extra={"free_texts": True})
-    """The text ends before the first of these."""
+    """Texts that end the generation; the result ends before the first of them."""
     beams: int = Field(1, ge=1, le=64)
-    """Above 1: the likeliest text that a search with so many beams finds; nothing is left to chance."""
+    """Above 1: beam search with this many beams instead of sampling."""
     length_penalty: float = Field(1.0, ge=-100, le=100)
-    """Of beam search: above 0 longer texts are favoured, below 0 shorter ones."""
+    """Beam search: above 0 prefers longer texts, below 0 shorter ones."""
     slide_context: bool = True
-    """Past the model's longest context, go on with the last half of it in view; false: stop there."""
+    """Past the model's longest context, continue with its last half as context; false: stop there."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """The same seed gives the same text."""
     count: int = Field(1, ge=1, le=1000)
-    """How many samples; each has its own seed, counted on from `sample.seed`."""
+    """How many samples; their seeds count up from `sample.seed`."""
     batch: int = changeable(16, ge=1, le=4096)
-    """Texts that go through the model at a time; each takes memory for its keys and values."""
+    """Texts generated at the same time; each needs memory for its KV cache."""
 
 
 class ExportConfig(Section):
-    """A model as a folder for other tools."""
+    """Write a model as a folder for other tools."""
 
     folder: str | None = path()
     """The folder to write: config.json, model.safetensors, the tokenizer's files."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What the weights are rounded to."""
+    """Precision of the written weights."""
 
 
 class WandbConfig(Section):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from textmill.config.chat import END, WORDS, tokens_in
+from textmill.config.chat import CONTENT, END, tokens_in
 from textmill.corpus.document import Turn
 from textmill.tokens.batches.layout import gathered
 from textmill.tokens.vocabulary.encoder import Encoder
@@ -40,7 +40,7 @@ class Template:
     @property
     def prompt(self) -> str:
         """What asks the assistant to answer."""
-        return dict(self.turns)["assistant"].partition(WORDS)[0]
+        return dict(self.turns)["assistant"].partition(CONTENT)[0]
 
     def form_of(self, ids: Mapping[str, int]) -> Form:
         """The template in the ids that a tokenizer has for its tokens."""
@@ -48,14 +48,14 @@ class Template:
         def ids_in(half: str) -> Ids:
             return tuple(ids[token] for token in tokens_in(half))
 
-        halves = ((role, *text.split(WORDS)) for role, text in self.turns)
+        halves = ((role, *text.split(CONTENT)) for role, text in self.turns)
         return Form(tuple((role, ids_in(before), ids_in(after)) for role, before, after in halves))
 
     def jinja(self) -> str:
         """The same in the language of transformers' `chat_template`; what it has no turn for, it refuses as we do."""
         lines, word = [], "if"
         for role, text in self.turns:
-            before, _, after = text.partition(WORDS)
+            before, _, after = text.partition(CONTENT)
             said = " + ".join([_quoted(before), "message['content']", *([_quoted(after)] if after else [])])
             lines.append(f"{{% {word} message['role'] == '{role}' %}}{{{{ {said} }}}}")
             word = "elif"

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from textmill.config import TokenizerConfig
-from textmill.config.vocabulary import UNKNOWN, special_tokens_of
+from textmill.config.vocabulary import UNKNOWN_TOKENS, special_tokens_of
 from textmill.errors import TextmillError
 
 BOUNDARY = re.compile(r"(?<=\S)(?=[ \n]\S)")
@@ -256,7 +256,7 @@ def _check_room(config: TokenizerConfig, least: int, characters: int) -> None:
 
 
 def _unknown(tokens: list[str]) -> str:
-    return next(token for token in tokens if token in UNKNOWN)
+    return next(token for token in tokens if token in UNKNOWN_TOKENS)
 
 
 def _vocab_of(model: models.Model) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from textmill.config import RunConfig
-from textmill.config.chat import WORDS, turns_of
+from textmill.config.chat import CONTENT, turns_of
 from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import format_path, manifest_entry, read_json, write_json
@@ -97,7 +97,7 @@ def _compare_twin(tokenizer: TextTokenizer) -> None:
     if tokenizer.chat is None or tokenizer.chat_form is None:
         return
     words = "the mill 물레방아"
-    whole = "".join(text.replace(WORDS, words) for _, text in tokenizer.chat.turns)
+    whole = "".join(text.replace(CONTENT, words) for _, text in tokenizer.chat.turns)
     theirs = Tokenizer.from_str(tokenizer.inner.to_str()).encode(whole, add_special_tokens=False).ids
     ours = render(
         [[(role, words) for role, _ in tokenizer.chat.turns]], tokenizer.chat_form, ReferenceEncoder(tokenizer)
