@@ -120,14 +120,14 @@ def test_stages_and_runs_of_before_count_as_done(project: str) -> None:
 def test_a_folder_with_an_old_manifest_is_done(tmp_path: Path) -> None:
     recorded = json.loads((OLD / "padded" / "made_from.json").read_text(encoding="utf-8"))["tokens"]
     old = Stage("tokenize", tmp_path / "tokens", recorded, "folder: .\n")
-    with old.building() as part:
-        old.finish(part, {}, {})
+    with old.unfinished_folder() as part:
+        old.write_manifest(part, {}, {})
     now = rename_settings(recorded)
     assert now["tokens.features.max_length"] == 16
-    assert Stage("tokenize", tmp_path / "tokens", now, "folder: .\n").done("no")
+    assert Stage("tokenize", tmp_path / "tokens", now, "folder: .\n").is_done("no")
     changed = Stage("tokenize", tmp_path / "tokens", now | {"tokens.features.stride": 3}, "folder: .\n")
     with pytest.raises(TextmillError, match=r"tokens\.features\.stride was 8, is 3"):
-        changed.done("no")
+        changed.is_done("no")
 
 
 def test_a_changed_setting_of_an_old_run_is_found() -> None:
