@@ -1,4 +1,4 @@
-"""Randomness by arithmetic: numbers made of counters, the same on any machine, layout or version of a library."""
+"""Random numbers computed from counters: the same on every machine, parallel layout and library version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits after which every bit depends on all bits: SplitMix64's finaliser."""
+    """SplitMix64's finaliser: a bijection of 64 bits in which every output bit depends on all input bits."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)
@@ -19,17 +19,17 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash_counters(counters: NDArray[np.int64], *numbers: int) -> NDArray[np.uint64]:
-    """A 64-bit key for each counter, under several numbers in their order."""
+    """A 64-bit hash of each counter together with several numbers; their order matters."""
     return mix((counters.astype(np.uint64) + np.uint64(1)) * GOLDEN_RATIO + np.uint64(hash_numbers(*numbers)))
 
 
 def sample_keys(seed: int, step: int, samples: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """A 32-bit key for each sample of a step, from which dropout is made."""
+    """A 32-bit key for each sample of a step, from which its dropout masks are computed."""
     return (hash_counters(samples, seed, step) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
 
 
 def hash_numbers(*numbers: int) -> int:
-    """One 64-bit key from several numbers, in their order."""
+    """One 64-bit hash of several numbers; their order matters."""
     key = np.zeros(1, np.uint64)
     for number in numbers:
         key = mix(key * GOLDEN_RATIO + np.uint64(number % (1 << 64)) + GOLDEN_RATIO)
@@ -37,5 +37,5 @@ def hash_numbers(*numbers: int) -> int:
 
 
 def uniform_from(*numbers: int) -> float:
-    """A number from 0 to below 1."""
+    """A uniform random number in [0, 1), computed from several numbers."""
     return (hash_numbers(*numbers) >> 11) / (1 << 53)

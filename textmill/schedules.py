@@ -1,4 +1,4 @@
-"""The learning rate of a step, as a pure function."""
+"""Learning rate schedules: the learning rate of each step, with warm-up and decay."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from textmill.config import TrainConfig
 
 
 def warmup_steps(train: TrainConfig) -> int:
-    """Steps of warm-up, whether given as steps or as a share of the run."""
+    """Warm-up in steps; `train.warmup` below 1 is a fraction of the run."""
     return round(train.warmup * train.steps) if train.warmup < 1 else int(train.warmup)
 
 
 def lr_at(step: int, train: TrainConfig) -> float:
-    """The rate of update number `step`, counted from 0: it rises to the highest, then goes the way of its schedule."""
+    """The learning rate of step `step`, counted from 0: warm-up to the maximum, then the decay of the schedule."""
     warmup, low, high = warmup_steps(train), train.min_learning_rate, train.learning_rate
     if train.schedule == "range_test":
         return _range_test(step, train)
@@ -32,41 +32,41 @@ def lr_at(step: int, train: TrainConfig) -> float:
 
 
 def _log_rise(step: int, warmup: int) -> float:
-    """DeepSpeed's warm-up: the logarithm of the step, from 0 in the first one."""
+    """DeepSpeed's logarithmic warm-up, from 0 in the first step to 1."""
     return math.log(step + 1) / math.log(max(2, warmup))
 
 
 def _range_test(step: int, train: TrainConfig) -> float:
-    """DeepSpeed's probe for the largest rate that a net bears: it only ever rises."""
-    passed = (step + 1) / train.range_test.steps
+    """DeepSpeed's learning rate range test: the rate only rises, to find the largest one that still trains."""
+    intervals = (step + 1) / train.range_test.steps
     return train.min_learning_rate * (
-        1 + train.range_test.rate * (math.floor(passed) if train.range_test.staircase else passed)
+        1 + train.range_test.rate * (math.floor(intervals) if train.range_test.staircase else intervals)
     )
 
 
-def _fraction(gone: int, whole: int) -> float:
-    return min(1.0, gone / max(1, whole))
+def _fraction(step: int, steps: int) -> float:
+    return min(1.0, step / max(1, steps))
 
 
-def _linear(gone: int, whole: int, train: TrainConfig) -> float:
-    return 1 - _fraction(gone, whole)
+def _linear(step: int, steps: int, train: TrainConfig) -> float:
+    return 1 - _fraction(step, steps)
 
 
-def _cosine(gone: int, whole: int, train: TrainConfig) -> float:
-    return (1 + math.cos(math.pi * _fraction(gone, whole))) / 2
+def _cosine(step: int, steps: int, train: TrainConfig) -> float:
+    return (1 + math.cos(math.pi * _fraction(step, steps))) / 2
 
 
-def _constant(gone: int, whole: int, train: TrainConfig) -> float:
+def _constant(step: int, steps: int, train: TrainConfig) -> float:
     return 1.0
 
 
-def _stable(gone: int, whole: int, train: TrainConfig) -> float:
-    """High until the last share of the way, then down in a line."""
-    down = max(1, round(train.stable.decay_fraction * whole))
-    return 1 - _fraction(max(0, gone - (whole - down)), down)
+def _stable(step: int, steps: int, train: TrainConfig) -> float:
+    """Constant, then linear decay over the last fraction of the steps (warmup-stable-decay)."""
+    decay_steps = max(1, round(train.stable.decay_fraction * steps))
+    return 1 - _fraction(max(0, step - (steps - decay_steps)), decay_steps)
 
 
 DECAYS: dict[str, Callable[[int, int, TrainConfig], float]] = {
     "cosine": _cosine, "linear": _linear, "constant": _constant, "stable": _stable,
 }  # fmt: skip
-"""What is left of the rise after so many steps of so many."""
+"""Remaining fraction of (max - min) learning rate after `step` of `steps` decay steps."""

@@ -310,5 +310,7 @@ def test_the_door_says_what_is_missing() -> None:
 
 
 def test_a_device_that_is_not_there_is_said() -> None:
-    with pytest.raises(TextmillError, match=r"engine\.device: 'tpu' is not there; found cpu; set engine\.device=auto"):
+    with pytest.raises(
+        TextmillError, match=r"engine\.device: 'tpu' is not available; found cpu; set engine\.device=auto"
+    ):
         engine_of("jax", device="tpu")

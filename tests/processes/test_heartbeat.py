@@ -158,7 +158,7 @@ def test_the_odd_one_is_named() -> None:
 
 
 def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> None:
-    broken = "import os, textmill.training.loop\nif os.environ['RANK'] == '1': textmill.training.loop.open_splits = lambda _: open('/nowhere/at/all')"
+    broken = "import os, textmill.training.setup as setup\nif os.environ['RANK'] == '1': setup.open_splits = lambda _: open('/nowhere/at/all')"
     endings = started(
         words_of(root, root / "broken", "engine.timeout=300"), ranks=2, fault="", waits_for=[0, 1], before=broken
     )

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from textmill.track.console import LiveConsole, Pace, PlainConsole, format_time, new_console
+from textmill.track.console import LiveConsole, PlainConsole, Throughput, format_time, new_console
 
 
 class Clock:
@@ -23,13 +23,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def pace(clock: Clock, start: int = 0, peak: float | None = None) -> Pace:
-    return Pace(1000, start, lambda step: 4096 * step, flops_per_token=2e6, peak_flops=peak, clock=clock, began=0.0)
+def throughput(clock: Clock, start: int = 0, peak: float | None = None) -> Throughput:
+    return Throughput(
+        1000, start, lambda step: 4096 * step, flops_per_token=2e6, peak_flops=peak, clock=clock, start_time=0.0
+    )
 
 
 def test_plain_lines() -> None:
     clock, stream = Clock(), io.StringIO()
-    console = new_console(pace(clock), stream)
+    console = new_console(throughput(clock), stream)
     clock.now = 24.0
     console.log(120, {"loss": 4.21712, "learning_rate": 5.8e-4, "tokens_per_second": 12345.4})
     console.log(500, {"valid_loss": 3.91234})
@@ -44,7 +46,7 @@ def test_plain_lines() -> None:
 
 def test_a_valid_loss_beside_a_loss_gets_its_own_line() -> None:
     stream = io.StringIO()
-    PlainConsole(pace(Clock()), stream).log(1, {"loss": 2.0, "valid_loss": 3.0, "tokens_per_second": 5.0})
+    PlainConsole(throughput(Clock()), stream).log(1, {"loss": 2.0, "valid_loss": 3.0, "tokens_per_second": 5.0})
     assert stream.getvalue().splitlines() == [
         "step     1/1000  loss 2.0000  5 tok/s  left 0:00 at most",
         "step     1/1000  valid loss 3.0000",
@@ -53,13 +55,13 @@ def test_a_valid_loss_beside_a_loss_gets_its_own_line() -> None:
 
 def test_mfu_only_where_the_chip_is_known() -> None:
     values = {"loss": 1.0, "tokens_per_second": 2000.0}
-    assert "MFU 40.0%" in pace(Clock(), peak=1e10).words(5, values)
-    assert not any("MFU" in word for word in pace(Clock()).words(5, values))
+    assert "MFU 40.0%" in throughput(Clock(), peak=1e10).format_values(5, values)
+    assert not any("MFU" in word for word in throughput(Clock()).format_values(5, values))
 
 
 def test_time_left_counts_only_this_process_and_all_of_its_time() -> None:
     clock = Clock()
-    resumed = pace(clock, start=900)
+    resumed = throughput(clock, start=900)
     assert resumed.seconds_left(900) is None
     clock.now = 100.0  # ten steps and a long evaluation
     assert resumed.seconds_left(910) == pytest.approx(900.0)
@@ -68,19 +70,19 @@ def test_time_left_counts_only_this_process_and_all_of_its_time() -> None:
 
 def test_time_to_begin_is_not_expected_again() -> None:
     clock = Clock()
-    compiled = pace(clock)
+    compiled = throughput(clock)
     clock.now = 40.0
-    assert compiled.words(1, {"loss": 9.0})[-1] == "left 11:06:00 at most"
+    assert compiled.format_values(1, {"loss": 9.0})[-1] == "left 11:06:00 at most"
     clock.now = 49.0
-    assert compiled.words(10, {"loss": 8.0})[-1] == "left 16:30"
+    assert compiled.format_values(10, {"loss": 8.0})[-1] == "left 16:30"
     clock.now = 199.0  # an evaluation and a save among the next ten
-    assert compiled.words(20, {"loss": 8.0})[-1] == f"left {format_time(159 / 19 * 980)}"
+    assert compiled.format_values(20, {"loss": 8.0})[-1] == f"left {format_time(159 / 19 * 980)}"
 
 
 def test_average_speed_where_the_loop_gives_none() -> None:
     clock = Clock()
     clock.now = 2.0
-    assert "20,480 tok/s" in pace(clock).words(10, {"loss": 1.0})
+    assert "20,480 tok/s" in throughput(clock).format_values(10, {"loss": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "140")
     stream = Terminal()
-    console = new_console(pace(Clock(), peak=1e10), stream)
+    console = new_console(throughput(Clock(), peak=1e10), stream)
     assert isinstance(console, LiveConsole)
     console.log(10, {"valid_loss": 3.5})
     console.log(20, {"loss": 4.25, "learning_rate": 1e-3, "tokens_per_second": 2000.0})
@@ -116,12 +118,14 @@ def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(new_console(pace(Clock()), Terminal()), PlainConsole)
+    assert isinstance(new_console(throughput(Clock()), Terminal()), PlainConsole)
 
 
 def test_a_batch_that_grows() -> None:
     clock = Clock()
     clock.now = 10.0
-    growing = Pace(20, 0, lambda step: 100 * min(step, 10) + 300 * max(0, step - 10), 2e6, None, clock=clock, began=0.0)
+    growing = Throughput(
+        20, 0, lambda step: 100 * min(step, 10) + 300 * max(0, step - 10), 2e6, None, clock=clock, start_time=0.0
+    )
     assert growing.speed(10, {}) == 100
     assert growing.seconds_left(10) == pytest.approx(30.0), "the ten steps to come have three times the tokens"

@@ -30,13 +30,13 @@ def records_of(path: Path) -> Iterator[bytes]:
 
 
 def test_id_stays_at_resume_and_changes_when_begun_anew(tmp_path: Path) -> None:
-    from textmill.track.on_wandb import run_id_of
+    from textmill.track.on_wandb import read_or_create_id
 
     folder = tmp_path / "koşu 1"
-    first = run_id_of(folder, 0)
+    first = read_or_create_id(folder, 0)
     assert first.startswith("ko-u-1-")
-    assert run_id_of(folder, 40) == first
-    assert run_id_of(folder, 0) != first
+    assert read_or_create_id(folder, 40) == first
+    assert read_or_create_id(folder, 0) != first
 
 
 def test_offline_run_is_written_beside_the_checkpoints(
@@ -47,14 +47,14 @@ def test_offline_run_is_written_beside_the_checkpoints(
     )  # W&B advertises where it sees it, and another test may have loaded it
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from textmill.track.on_wandb import new_tracker, run_id_of
+    from textmill.track.on_wandb import new_tracker, read_or_create_id
 
     tracker = new_tracker(TrackConfig(wandb=WandbConfig(project="mill")), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
     tracker.close()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert run_id_of(tmp_path, 2) in file.name
+    assert read_or_create_id(tmp_path, 2) in file.name
     records = [Record.FromString(record) for record in records_of(file)]
     logged = [
         {(item.key or ".".join(item.nested_key)): item.value_json for item in record.history.item}

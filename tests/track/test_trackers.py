@@ -66,7 +66,7 @@ def test_a_failing_tracker_is_switched_off_with_one_line(tmp_path: Path, capsys:
     trackers.close()
     assert (
         capsys.readouterr().err
-        == "textmill: broken is switched off: OSError: no space left on device; training goes on\n"
+        == "textmill: broken is switched off: OSError: no space left on device; training continues\n"
     )
     assert (broken.logged, broken.closed) == (2, 1)
     assert len(read_metrics(tmp_path / METRICS_FILE)) == 5

@@ -42,7 +42,7 @@ def open_devices(name: str) -> list[jax.Device]:
         devices: list[jax.Device] = jax.devices(None if name == "auto" else PLATFORMS[name])
     except RuntimeError:
         raise TextmillError(
-            f"engine.device: '{name}' is not there; found {jax.devices()[0].platform}; set engine.device=auto"
+            f"engine.device: '{name}' is not available; found {jax.devices()[0].platform}; set engine.device=auto"
         ) from None
     return devices
 

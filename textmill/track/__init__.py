@@ -1,4 +1,4 @@
-"""Where the numbers of training go: console, metrics.jsonl, and a file on_KIND.py for each further place."""
+"""Trackers of training metrics: the console, metrics.jsonl, and one file on_KIND.py for each further tracker."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any, Protocol, TextIO
 
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
-from textmill.track.console import Console, Pace, new_console
+from textmill.track.console import Console, Throughput, new_console
 from textmill.track.jsonl import METRICS_FILE, JsonLines, truncate_after
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
 
 
 class Tracker(Protocol):
-    """One place that takes numbers."""
+    """Receives the metrics of each logged step."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class Trackers:
-    """All places at once; one that fails is switched off with a warning and never stops training."""
+    """All trackers of a run; one that fails is switched off with a warning and does not stop training."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
         self._open: dict[str, Tracker] = {"console": console} if console else {}
 
     def add(self, name: str, opener: Callable[[], Tracker]) -> None:
-        """Open one more place; what the user must mend passes through, anything else is only warned of."""
+        """Open another tracker; a TextmillError is raised, any other error is only a warning."""
         try:
             self._open[name] = opener()
         except TextmillError:
@@ -41,7 +41,7 @@ class Trackers:
             _warn(name, error)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Numbers of one step, to every place."""
+        """Send the metrics of one step to every tracker."""
         for name, tracker in list(self._open.items()):
             try:
                 tracker.log(step, values)
@@ -49,7 +49,7 @@ class Trackers:
                 self._switch_off(name, error)
 
     def note(self, text: str) -> None:
-        """A plain line for the person who watches."""
+        """Print a line on the console."""
         if self._console is not None and "console" in self._open:
             try:
                 self._console.note(text)
@@ -57,7 +57,7 @@ class Trackers:
                 self._switch_off("console", error)
 
     def close(self) -> None:
-        """Close every place; a second call does nothing."""
+        """Close every tracker; a second call does nothing."""
         while self._open:
             name, tracker = self._open.popitem()
             try:
@@ -84,11 +84,13 @@ def open_trackers(
     settings: dict[str, Any],
     stream: TextIO | None = None,
 ) -> Trackers:
-    """Every place the config asks for; what was logged after step `start` is cut off, since it is done again."""
-    modules = {kind: _module_of(kind) for kind in config.kinds}
-    trackers = Trackers(new_console(Pace(steps, start, tokens, flops_per_token, peak_flops), stream or sys.stdout))
+    """Open the trackers of the config; metrics logged after step `start` are removed, since these steps run again."""
+    modules = {kind: _import_tracker(kind) for kind in config.kinds}
+    trackers = Trackers(
+        new_console(Throughput(steps, start, tokens, flops_per_token, peak_flops), stream or sys.stdout)
+    )
     try:
-        trackers.add(METRICS_FILE, lambda: _json_lines(folder, start))
+        trackers.add(METRICS_FILE, lambda: _open_json_lines(folder, start))
         for kind, module in modules.items():
             if module is not None:
                 trackers.add(kind, lambda module=module: module.new_tracker(config, folder, start, settings))  # type: ignore[misc]
@@ -99,18 +101,18 @@ def open_trackers(
 
 
 def check_trackers(config: TrackConfig) -> None:
-    """Refuse a kind whose package is not installed."""
+    """Raise an error for a tracker whose package is not installed."""
     for kind in config.kinds:
-        _module_of(kind)
+        _import_tracker(kind)
 
 
-def _json_lines(folder: Path, start: int) -> Tracker:
+def _open_json_lines(folder: Path, start: int) -> Tracker:
     truncate_after(folder / METRICS_FILE, start)
     return JsonLines(folder / METRICS_FILE)
 
 
-def _module_of(kind: str) -> Any:
-    """The file that a kind names; a package that is not installed is said at the door, a broken one is only warned of."""
+def _import_tracker(kind: str) -> Any:
+    """Import on_KIND.py; an error if its package is not installed, a warning if the package is broken."""
     try:
         return import_module(f"textmill.track.on_{kind}")
     except ModuleNotFoundError as error:
@@ -125,7 +127,7 @@ def _module_of(kind: str) -> Any:
 def _warn(name: str, error: Exception) -> None:
     text = " ".join(str(error).split()) or "no reason given"
     print(
-        f"textmill: {name} is switched off: {type(error).__name__}: {text}; training goes on",
+        f"textmill: {name} is switched off: {type(error).__name__}: {text}; training continues",
         file=sys.stderr,
         flush=True,
     )

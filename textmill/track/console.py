@@ -1,4 +1,4 @@
-"""Training on the console: a live line on a terminal, plain lines everywhere else."""
+"""Training progress on the console: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class Console(Protocol):
 
 
 @dataclass
-class Pace:
-    """What turns a step's numbers into speed and time left."""
+class Throughput:
+    """Computes throughput and remaining time from the steps done."""
 
     steps: int
     start: int
     tokens: Callable[[int], int]
-    """Tokens of the run's first so many steps; a batch may grow."""
+    """Tokens of the first N steps; the batch size may grow during a run."""
     flops_per_token: float
     peak_flops: float | None
-    """Of all devices together; None where the chip is not known."""
+    """Of all devices together; None if the chip is unknown."""
     clock: Callable[[], float] = time.monotonic
-    began: float = field(default_factory=time.monotonic)
-    told: tuple[int, float] | None = None
-    """The first step of this process that was told of, and when: what came before it was compiling too."""
+    start_time: float = field(default_factory=time.monotonic)
+    first_logged: tuple[int, float] | None = None
+    """The first logged step of this process and its time; the time before it includes compilation."""
 
     def seconds_left(self, step: int) -> float | None:
-        """From the wall time of the tokens since the first step told of: evaluation and saving are counted in, starting is not."""
-        first, since = self.told or (self.start, self.began)
+        """Estimated from all tokens since the first logged step; includes evaluation and saving, but not the start."""
+        first, since = self.first_logged or (self.start, self.start_time)
         if step <= first:
             return None
         return (
@@ -47,72 +47,72 @@ class Pace:
         )
 
     def _done(self, step: int) -> int:
-        """Tokens since this process began."""
+        """Tokens since this process started."""
         return self.tokens(step) - self.tokens(self.start)
 
     def speed(self, step: int, values: Values) -> float | None:
-        """Tokens a second: the loop's own figure, else the average since the start."""
-        passed = self.clock() - self.began
-        average = self._done(step) / passed if step > self.start and passed > 0 else None
+        """Tokens per second: the logged value, else the average since the start."""
+        elapsed = self.clock() - self.start_time
+        average = self._done(step) / elapsed if step > self.start and elapsed > 0 else None
         return values.get("tokens_per_second", average)
 
-    def place(self, step: int) -> str:
-        """'  120/1000', as wide at every step."""
+    def format_step(self, step: int) -> str:
+        """' 120/1000', with the same width at every step."""
         return f"{step:>{len(str(self.steps))}}/{self.steps}"
 
-    def words(self, step: int, values: Values) -> list[str]:
-        """Loss, learning rate, speed and time left, each as a person reads it."""
-        words = []
+    def format_values(self, step: int, values: Values) -> list[str]:
+        """Loss, learning rate, throughput, MFU and remaining time as short texts."""
+        texts = []
         if "loss" in values:
-            words.append(f"loss {values['loss']:.4f}")
+            texts.append(f"loss {values['loss']:.4f}")
         if "learning_rate" in values:
-            words.append(f"lr {values['learning_rate']:.1e}")
+            texts.append(f"lr {values['learning_rate']:.1e}")
         if (speed := self.speed(step, values)) is not None:
-            words.append(f"{speed:,.0f} tok/s")
+            texts.append(f"{speed:,.0f} tok/s")
             if self.peak_flops:
-                words.append(f"MFU {100 * speed * self.flops_per_token / self.peak_flops:.1f}%")
+                texts.append(f"MFU {100 * speed * self.flops_per_token / self.peak_flops:.1f}%")
         if (left := self.seconds_left(step)) is not None:
-            words.append(f"left {format_time(left)}{'' if self.told else ' at most'}")
-        self.told = self.told or (step, self.clock())
-        return words
+            texts.append(f"left {format_time(left)}{'' if self.first_logged else ' at most'}")
+        self.first_logged = self.first_logged or (step, self.clock())
+        return texts
 
 
 class PlainConsole:
-    """A line a log, for files, pipes and job logs."""
+    """One line per logged step, for files, pipes and job logs."""
 
-    def __init__(self, pace: Pace, stream: TextIO) -> None:
-        self._pace, self._stream = pace, stream
+    def __init__(self, throughput: Throughput, stream: TextIO) -> None:
+        self._throughput, self._stream = throughput, stream
 
     def log(self, step: int, values: Values) -> None:
-        """One line; a valid loss has a line of its own."""
-        where = f"step  {self._pace.place(step)}"
+        """Print one line; a valid loss gets a line of its own."""
+        where = f"step  {self._throughput.format_step(step)}"
         rest = dict(values)
         valid = rest.pop("valid_loss", None)
         if "loss" in rest or valid is None:
-            self._print("  ".join([where, *self._pace.words(step, rest)]))
+            self._print("  ".join([where, *self._throughput.format_values(step, rest)]))
         if valid is not None:
             self._print(f"{where}  {format_valid(values)}")
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         self._print(text)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
 
 class LiveConsole:
-    """One line that stays at the bottom of a terminal."""
+    """A live line at the bottom of a terminal."""
 
-    def __init__(self, pace: Pace, stream: TextIO) -> None:
-        # Loading rich takes longer than a first line in a job log should wait.
+    def __init__(self, throughput: Throughput, stream: TextIO) -> None:
+        # Imported here: rich loads slowly, and plain lines do not need it.
         from rich.console import Console as Terminal
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._pace = pace
+        self._throughput = throughput
         self._valid: float | None = None
         columns = (
             TextColumn("step {task.fields[place]}"),
@@ -120,40 +120,44 @@ class LiveConsole:
             TextColumn("{task.description}", markup=False),
         )
         self._bar = Progress(*columns, console=Terminal(file=stream, highlight=False), refresh_per_second=4)
-        self._task = self._bar.add_task("", total=pace.steps, completed=pace.start, place=pace.place(pace.start))
+        self._task = self._bar.add_task(
+            "", total=throughput.steps, completed=throughput.start, place=throughput.format_step(throughput.start)
+        )
         self._bar.start()
 
     def log(self, step: int, values: Values) -> None:
-        """Renew the line; the last valid loss stays in it."""
+        """Update the line; it keeps showing the last valid loss."""
         if "valid_loss" in values:
             self._valid = values["valid_loss"]
             self.note(f"step {step}: {format_valid(values)}")
         if "loss" not in values:
             return
-        words = self._pace.words(step, values)
+        texts = self._throughput.format_values(step, values)
         if self._valid is not None:
-            words.insert(1, f"valid {self._valid:.4f}")
-        self._bar.update(self._task, completed=step, place=self._pace.place(step), description="  ".join(words))
+            texts.insert(1, f"valid {self._valid:.4f}")
+        self._bar.update(
+            self._task, completed=step, place=self._throughput.format_step(step), description="  ".join(texts)
+        )
 
     def note(self, text: str) -> None:
-        """A line above the live one."""
+        """Print a line above the live one."""
         self._bar.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state of the line standing."""
+        """Stop updating; the last line stays visible."""
         self._bar.stop()
 
 
-def new_console(pace: Pace, stream: TextIO) -> Console:
-    """The console that fits the stream."""
+def new_console(throughput: Throughput, stream: TextIO) -> Console:
+    """A live console for a terminal, else a plain one."""
     live = stream.isatty() and os.environ.get("TERM") != "dumb"
-    return LiveConsole(pace, stream) if live else PlainConsole(pace, stream)
+    return LiveConsole(throughput, stream) if live else PlainConsole(throughput, stream)
 
 
 def format_valid(values: Values) -> str:
-    """The loss on the valid split, and beside it the share of its tokens that were guessed right."""
-    right = f"  accuracy {values['valid_accuracy']:.1%}" if "valid_accuracy" in values else ""
-    return f"valid loss {values['valid_loss']:.4f}{right}"
+    """The loss on the valid split and the fraction of its tokens predicted correctly."""
+    accuracy = f"  accuracy {values['valid_accuracy']:.1%}" if "valid_accuracy" in values else ""
+    return f"valid loss {values['valid_loss']:.4f}{accuracy}"
 
 
 def format_time(seconds: float) -> str:

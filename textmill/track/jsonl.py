@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line a log, every number exactly as it was."""
+"""metrics.jsonl: one line per logged step, with exact numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonLines:
-    """Appends to metrics.jsonl; each line is in the file before the next step begins."""
+    """Appends lines to a JSON Lines file; each line is flushed at once."""
 
     def __init__(self, path: Path) -> None:
         self._stream = open(path, "a", encoding="utf-8")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One line, `step` first; Python writes the shortest digits that read back as the same float."""
+        """Write one line, `step` first; floats are written with the digits that give back the same float."""
         self._stream.write(json.dumps({"step": step, **values}) + "\n")
         self._stream.flush()
 
@@ -28,22 +28,22 @@ class JsonLines:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to a step: what comes after is done again, and a killed run may leave half a line."""
+    """Keep the complete lines up to a step; later steps run again, and a killed run may leave an incomplete line."""
     if not path.exists():
         return
     before = path.read_bytes()
-    lines = [line for line in before.split(b"\n") if (found := _step_of(line)) is not None and found <= step]
+    lines = [line for line in before.split(b"\n") if (found := _read_step(line)) is not None and found <= step]
     after = b"".join(line + b"\n" for line in lines)
     if after != before:
         write_bytes(path, [after])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a metrics.jsonl, in order; half a line at the end is passed over."""
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if _step_of(line) is not None]
+    """Every complete line of a metrics.jsonl, in order; an incomplete last line is skipped."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if _read_step(line) is not None]
 
 
-def _step_of(line: bytes) -> int | None:
+def _read_step(line: bytes) -> int | None:
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):

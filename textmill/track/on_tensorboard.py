@@ -16,24 +16,24 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard:
-    """A scalar a name; every opening adds an event file, which TensorBoard reads as one run."""
+    """One scalar per metric; each start adds an event file, and TensorBoard reads all of them as one run."""
 
     def __init__(self, folder: Path, start: int) -> None:
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
-        # Tells TensorBoard that what an earlier, killed process logged beyond this step was not kept.
+        # TensorBoard then drops what an earlier, killed process logged after this step.
         session = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=session))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """All values of a step as one event."""
+        """Write all values of a step as one event."""
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write what is still queued."""
+        """Write the queued events."""
         self._writer.close()
 
 
 def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[str, Any]) -> TensorBoard:
-    """Event files under tensorboard/ in the run folder; see them with: tensorboard --logdir FOLDER."""
+    """Event files under tensorboard/ in the run folder; view them with: tensorboard --logdir FOLDER."""
     return TensorBoard(folder / "tensorboard", start)

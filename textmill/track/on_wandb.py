@@ -1,4 +1,4 @@
-"""Weights & Biases, into the run folder and offline unless asked otherwise."""
+"""Weights & Biases tracker: writes into the run folder, offline by default."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-# Read once, when wandb loads: without it a fault inside wandb would be reported over the network, offline or not.
+# wandb reads it at import: otherwise it reports its own errors over the network, even in offline mode.
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 import wandb
@@ -19,7 +19,7 @@ ID_FILE = "id.txt"
 
 
 class WeightsAndBiases:
-    """One W&B run; a resumed training goes on in it."""
+    """One W&B run; a resumed training continues it."""
 
     def __init__(self, config: TrackConfig, folder: Path, run_id: str, settings: dict[str, Any]) -> None:
         self._run = wandb.init(
@@ -36,28 +36,28 @@ class WeightsAndBiases:
         )
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """W&B passes over steps that it has already: a resumed training gives the same numbers there."""
+        """Log a step; W&B ignores steps that it already has, and a resumed training repeats the same numbers."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """End the run on W&B's side, and wait for its own process, which writes the file: `finish` alone comes back before that."""
+        """End the W&B run and wait for W&B's process to write its file; `finish` alone returns before that."""
         self._run.finish()
         wandb.teardown()
 
 
-def run_id_of(folder: Path, start: int) -> str:
-    """The folder's name and a few random digits, kept in the folder: the same at resume, another when begun anew."""
-    kept = folder / "wandb" / ID_FILE
-    if start > 0 and kept.is_file() and (known := kept.read_text(encoding="utf-8").strip()):
+def read_or_create_id(folder: Path, start: int) -> str:
+    """The id of the W&B run: saved in the run folder, so a resumed run has the same, a new run a new one."""
+    id_file = folder / "wandb" / ID_FILE
+    if start > 0 and id_file.is_file() and (known := id_file.read_text(encoding="utf-8").strip()):
         return known
-    name = "".join(sign if sign.isascii() and sign.isalnum() else "-" for sign in folder.name).strip("-")
-    fresh = f"{name[:40] or 'run'}-{secrets.token_hex(4)}"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_text(kept, fresh + "\n")
-    return fresh
+    name = "".join(char if char.isascii() and char.isalnum() else "-" for char in folder.name).strip("-")
+    new_id = f"{name[:40] or 'run'}-{secrets.token_hex(4)}"
+    id_file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(id_file, new_id + "\n")
+    return new_id
 
 
 def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[str, Any]) -> WeightsAndBiases:
-    """A run under wandb/ in the run folder; `wandb sync FOLDER/wandb/offline-run-*` sends it later."""
+    """A W&B run under wandb/ in the run folder; upload it later with `wandb sync FOLDER/wandb/offline-run-*`."""
     folder = folder.resolve()
-    return WeightsAndBiases(config, folder, run_id_of(folder, start), settings)
+    return WeightsAndBiases(config, folder, read_or_create_id(folder, start), settings)
