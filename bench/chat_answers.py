@@ -1,8 +1,8 @@
-"""Ask a chat model questions that were not in its training, through transformers alone: what it answers, and what share of answers stop.
+"""Lets a chat model answer questions of the valid split with transformers alone; prints how many answers stop.
 
     python bench/chat_answers.py RUNS/chat-ko [--step 500] [--count 30] [--longest 40]
 
-The folder is the root of a run with a corpus of conversations; the questions are the first of its valid split.
+The folder is a project with a corpus of conversations; the questions are the first of its valid split.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.shards import list_shards
 
 
-def questions_of(root: Path, count: int) -> list[str]:
-    """The first turns of the user in the valid split."""
+def read_questions(root: Path, count: int) -> list[str]:
+    """The user's first turns in the first conversations of the valid split."""
     rows = [
         row
         for path in list_shards(root / "corpus", "valid")
@@ -29,16 +29,17 @@ def questions_of(root: Path, count: int) -> list[str]:
 
 
 def answer(tokenizer: Any, model: Any, question: str, longest: int) -> tuple[str, bool]:
-    """The likeliest answer, and whether it came to its stop token."""
+    """The answer by greedy decoding, and whether it reached its stop token."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
     )
-    made = model.generate(**prompt, max_new_tokens=longest, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    new = made[0, prompt["input_ids"].shape[1] :].tolist()
+    generated = model.generate(**prompt, max_new_tokens=longest, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    new = generated[0, prompt["input_ids"].shape[1] :].tolist()
     return tokenizer.decode(new, skip_special_tokens=True), bool(new) and new[-1] == tokenizer.eos_token_id
 
 
 def main() -> None:
+    """Print the answers and how many of them stop."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -46,18 +47,19 @@ def main() -> None:
     parser.add_argument("--step", type=int)
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--longest", type=int, default=40)
-    asked = parser.parse_args()
-    steps = list_checkpoints(asked.root / "run")
-    folder = steps[asked.step or max(steps)]
+    arguments = parser.parse_args()
+    steps = list_checkpoints(arguments.root / "run")
+    folder = steps[arguments.step or max(steps)]
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     stopped = 0
-    questions = questions_of(asked.root, asked.count)
+    questions = read_questions(arguments.root, arguments.count)
     for question in questions:
-        text, stops = answer(tokenizer, model, question, asked.longest)
+        text, stops = answer(tokenizer, model, question, arguments.longest)
         stopped += stops
         print(f"{question} -> {' '.join(text.split())}{'' if stops else ' ...'}")
+    fraction = stopped / max(1, len(questions))
     print(
-        f"{folder.name}: {stopped} of {len(questions)} answers stop within {asked.longest} tokens ({stopped / max(1, len(questions)):.0%})"
+        f"{folder.name}: {stopped} of {len(questions)} answers stop within {arguments.longest} tokens ({fraction:.0%})"
     )
 
 

@@ -1,8 +1,9 @@
-"""decode(encode(text)) == text, for real documents in four languages and byte-level BPE: GPT-2's own and one fitted here.
+"""Checks decode(encode(text)) == text on real documents in four languages, with GPT-2's and a fitted byte-level BPE.
 
     python bench/roundtrip.py [documents]
 
-The text is ../shared/data/{en,ko,tr,zh}.jsonl.xz beside the repository, cut into paragraphs, a quarter of them in each language.
+The text is ../shared/data/{en,ko,tr,zh}.jsonl.xz next to the repository, split into paragraphs, a quarter of them
+in each language.
 """
 
 from __future__ import annotations
@@ -23,47 +24,48 @@ LANGUAGES = ("en", "ko", "tr", "zh")
 BATCH = 1000
 
 
-def documents_of(language: str) -> Iterator[str]:
-    """Every paragraph of a language's file."""
+def read_paragraphs(language: str) -> Iterator[str]:
+    """Every paragraph of the file of a language."""
     with lzma.open(SHARED / f"{language}.jsonl.xz", "rt", encoding="utf-8") as stream:
         for line in stream:
             yield from (text for text in json.loads(line)["text"].split("\n\n") if text)
 
 
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Texts in lists."""
+    """Group texts into lists of BATCH."""
     while batch := list(itertools.islice(texts, BATCH)):
         yield batch
 
 
 def check(name: str, tokenizer: TextTokenizer, count: int) -> int:
-    """Documents that did not come back as they were."""
-    lost = 0
+    """The number of documents that changed, plus end-of-text tokens found in plain text."""
+    changed = 0
     for language in LANGUAGES:
         seen = size = tokens = ends = wrong = 0
         start = time.process_time()
-        for batch in batches(itertools.islice(documents_of(language), count // len(LANGUAGES))):
+        for batch in batches(itertools.islice(read_paragraphs(language), count // len(LANGUAGES))):
             for text, ids in zip(batch, tokenizer.encode_many(batch), strict=True):
                 wrong += tokenizer.decode(ids.tolist()) != text
                 ends += int((ids == tokenizer.end).sum())
                 seen, size, tokens = seen + 1, size + len(text.encode()), tokens + len(ids)
         seconds = time.process_time() - start
-        told = f"{seen:>7,} documents {size / 1e6:7.1f} MB {size / max(tokens, 1):6.2f} bytes/token {size / 1e6 / seconds:6.1f} MB/s"
-        print(f"{name:<12}{language:<4}{told}  lost {wrong}  end-of-text in plain text {ends}", flush=True)
-        lost += wrong + ends
-    return lost
+        counts = f"{seen:>7,} documents {size / 1e6:7.1f} MB {size / max(tokens, 1):6.2f} bytes/token"
+        rate = f"{size / 1e6 / seconds:6.1f} MB/s"
+        print(f"{name:<12}{language:<4}{counts} {rate}  changed {wrong}  end-of-text in plain text {ends}", flush=True)
+        changed += wrong + ends
+    return changed
 
 
 def main(documents: int = 100_000) -> int:
-    """Print a row a language and tokenizer; the number that was lost."""
+    """Print a row per language and tokenizer; return the number of changed documents."""
     if not SHARED.is_dir():
-        print("no ../shared/data beside the repository: nothing to read")
+        print("no ../shared/data next to the repository: nothing to read")
         return 0
-    sample = [text for language in LANGUAGES for text in itertools.islice(documents_of(language), 2000)]
+    sample = [text for language in LANGUAGES for text in itertools.islice(read_paragraphs(language), 2000)]
     own = fit(iter([sample]), TokenizerConfig(vocab=16000))
-    lost = check("GPT-2's", open_tokenizer(SHARED / "gpt2_bpe"), documents) + check("fitted", own, documents)
-    print(f"{lost} of {2 * documents:,} lost")
-    return lost
+    changed = check("GPT-2's", open_tokenizer(SHARED / "gpt2_bpe"), documents) + check("fitted", own, documents)
+    print(f"{changed} of {2 * documents:,} changed")
+    return changed
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from textmill.cli import main
 from textmill.commands.check import check
 from textmill.errors import TextmillError
 from textmill.storage.files import format_path
-from textmill.tokens.index_formats import faults_in_index
+from textmill.tokens.index_formats import find_index_errors
 from textmill.tokens.store import open_store
 
 FLIPS = 1000
@@ -47,7 +47,7 @@ def test_a_thousand_flipped_bits(
         found += 1
         if path.suffix == ".bin":
             with suppress(TextmillError):
-                found_by_index += bool(faults_in_index(open_store(path.with_suffix("")).index))
+                found_by_index += bool(find_index_errors(open_store(path.with_suffix("")).index))
         path.write_bytes(content)
     assert found == FLIPS
     assert found_by_index == 0, "the format itself has no checksums; the manifest has"

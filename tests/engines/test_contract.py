@@ -10,7 +10,7 @@ from tests.support.engine_runs import LENGTH, LORA, ROWS, VOCAB, batch_of, confi
 from textmill.engines import open_engine
 from textmill.models import open_family
 from textmill.tokens.batches.batch import IGNORED, Batch
-from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.batch_sizes import BatchSizes
 
 
 def test_the_loss_falls(kind: str) -> None:
@@ -55,7 +55,7 @@ def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, 
 
 def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
     ramp = [2, 6, 4]  # two sizes: JAX makes a program of each
-    sizes = [Sizes(ROWS, ramp).at(step) for step in range(6)]
+    sizes = [BatchSizes(ROWS, ramp).size_at(step) for step in range(6)]
     assert sizes[0] == 2
     assert sizes[-1] == ROWS
 

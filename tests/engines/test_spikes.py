@@ -17,7 +17,7 @@ from textmill.engines import Engine, open_engine
 from textmill.engines.spikes import Guard
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.tokens.batches.batch import Batch, garbled
+from textmill.tokens.batches.batch import Batch, corrupt_labels
 
 SETTINGS: dict[str, Any] = {"spikes": {"threshold": 50.0, "window": 8}}
 BAD = 30
@@ -71,7 +71,7 @@ def test_a_streak_ends_with_an_update_and_not_with_a_loss_that_is_none() -> None
 
 
 def given(step: int) -> Batch:
-    return garbled(batch_of(step, unequal=False)) if step == BAD else batch_of(step, unequal=False)
+    return corrupt_labels(batch_of(step, unequal=False)) if step == BAD else batch_of(step, unequal=False)
 
 
 def losses_of(engine: Engine, steps: range) -> list[str]:

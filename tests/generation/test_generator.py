@@ -214,7 +214,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
         open_generator(small, engine)
     folder = tmp_path / "bare"
     shutil.copytree(checkpoint.folder, folder, ignore=lambda *_: ["progress.json", "tokenizer.json"])
-    with pytest.raises(TextmillError, match="no tokenizer there"):
+    with pytest.raises(TextmillError, match="no tokenizer found"):
         open_generator(open_checkpoint(folder), engine)
 
 

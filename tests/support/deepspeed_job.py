@@ -18,7 +18,7 @@ from textmill.engines import open_engine, open_ranks
 from textmill.models import open_family
 from textmill.processes.exits import run_and_exit
 from textmill.processes.ranks import Ranks
-from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.batch_sizes import BatchSizes
 
 LR = 1e-2
 
@@ -45,8 +45,8 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         else:
             engine.load(first_of(config, shape), [], 0, "the first weights")
             same = True
-        sizes = Sizes(rows, config.train.batch_rampup)
-        mine = {step: engine.samples_of(sizes.at(step)) for step in range(*run["steps"])}
+        sizes = BatchSizes(rows, config.train.batch_rampup)
+        mine = {step: engine.samples_of(sizes.size_at(step)) for step in range(*run["steps"])}
         losses = [engine.train_step(rows_of(batch_of(step), own), step, LR).loss for step, own in mine.items()]
         if run.get("save"):
 

@@ -1,11 +1,11 @@
-"""A batch that grows: Megatron's rule at every step, and an order of samples that it does not break."""
+"""A growing batch follows Megatron's rule at every step and keeps the order of samples."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.batch_sizes import BatchSizes
 
 
 def megatron_size(consumed: int, batch: int, start: int, increment: int, samples: int) -> int:
@@ -30,23 +30,23 @@ def megatron_size(consumed: int, batch: int, start: int, increment: int, samples
     ],
 )
 def test_every_step_has_megatrons_size(batch: int, start: int, increment: int, samples: int) -> None:
-    sizes, consumed = Sizes(batch, [start, increment, samples]), 0
+    sizes, consumed = BatchSizes(batch, [start, increment, samples]), 0
     for step in range(3 * samples // start + 5):
-        assert (step, sizes.before(step), sizes.at(step)) == (
+        assert (step, sizes.samples_before(step), sizes.size_at(step)) == (
             step,
             consumed,
             megatron_size(consumed, batch, start, increment, samples),
         )
-        consumed += sizes.at(step)
-    assert sizes.at(0) == start
-    assert sizes.at(step) == batch
-    assert len(sizes.stretches) <= (batch - start) // increment + 1
+        consumed += sizes.size_at(step)
+    assert sizes.size_at(0) == start
+    assert sizes.size_at(step) == batch
+    assert len(sizes.phases) <= (batch - start) // increment + 1
 
 
-@pytest.mark.parametrize("sizes", [Sizes(7), Sizes(32, [4, 4, 448]), Sizes(12, [3, 9, 7])])
-def test_samples_in_steps(sizes: Sizes) -> None:
+@pytest.mark.parametrize("sizes", [BatchSizes(7), BatchSizes(32, [4, 4, 448]), BatchSizes(12, [3, 9, 7])])
+def test_samples_in_steps(sizes: BatchSizes) -> None:
     """Against counting."""
-    ends = np.cumsum([sizes.at(step) for step in range(400)])
+    ends = np.cumsum([sizes.size_at(step) for step in range(400)])
     for samples in range(1, 1000, 3):
-        assert sizes.steps_in(samples) == np.searchsorted(ends, samples, side="right")
-        assert sizes.steps_over(samples) == np.searchsorted(ends, samples, side="left") + 1
+        assert sizes.full_steps_in(samples) == np.searchsorted(ends, samples, side="right")
+        assert sizes.steps_to_cover(samples) == np.searchsorted(ends, samples, side="left") + 1

@@ -1,4 +1,4 @@
-"""Batches are arithmetic: pure, sliced like the whole, every token asked."""
+"""Batches are pure functions of the step; slices equal the whole, and every token has loss once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from textmill.config import TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches import prefix_sums as sums
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.blend import Blend
-from textmill.tokens.batches.by_step import Batches, in_order
+from textmill.tokens.batches.by_step import Batches, batches_in_order
 from textmill.tokens.batches.from_config import valid_batches
 from textmill.tokens.batches.layout import check_ids
-from textmill.tokens.batches.packed import Packed
-from textmill.tokens.batches.padded import Padded
-from textmill.tokens.batches.shuffle import shuffled
-from textmill.tokens.batches.windows import window_batches, window_count
-from textmill.tokens.splits import Share, Splits
+from textmill.tokens.batches.packed import PackedLayout
+from textmill.tokens.batches.padded import PaddedLayout
+from textmill.tokens.batches.shuffle import permute
+from textmill.tokens.batches.windows import count_windows, window_batches
+from textmill.tokens.splits import Splits, WeightedStore
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.vocabulary.tokenizer import fit
@@ -40,7 +40,7 @@ def store_of(folder: Path, lengths: list[int]) -> TokenStore:
 
 
 def packed_batches(store: TokenStore, *, batch: int, **options: Any) -> Batches:
-    return Batches([Packed(store, **options)], [1], Sizes(batch))
+    return Batches([PackedLayout(store, **options)], [1], BatchSizes(batch))
 
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) >= 2)
@@ -48,15 +48,15 @@ LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda le
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 2**62))
-def test_an_epoch_asks_every_token_in_its_documents_order(
+def test_an_epoch_has_loss_on_every_token_in_document_order(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("packed"), lengths)
-    packed = Packed(store, length=length, seed=seed)
-    batches = Batches([packed], [1], Sizes(1))
+    packed = PackedLayout(store, length=length, seed=seed)
+    batches = Batches([packed], [1], BatchSizes(1))
     followers = {}
     asked = []
-    for step in range(packed.samples):
+    for step in range(packed.samples_per_epoch):
         batch = batches.batch_at(step)
         assert batch.inputs.shape == batch.labels.shape == (1, length)
         assert (batch.inputs[0, 1:] == batch.labels[0, :-1]).all()
@@ -70,7 +70,7 @@ def test_an_epoch_asks_every_token_in_its_documents_order(
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, step=st.integers(0, 10**9), cut=st.integers(0, 6))
-def test_a_rank_sees_its_part_of_the_same_batch(
+def test_a_rank_gets_its_slice_of_the_global_batch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], step: int, cut: int
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("ranks"), lengths)
@@ -83,7 +83,7 @@ def test_a_rank_sees_its_part_of_the_same_batch(
     assert whole.samples[0] == step * 6
 
 
-def test_epochs_differ_and_seeds_differ(tmp_path: Path) -> None:
+def test_epochs_and_seeds_give_different_orders(tmp_path: Path) -> None:
     store = store_of(tmp_path, [7] * 40)
     first = packed_batches(store, length=7, batch=40, seed=1)
     assert (first.batch_at(0).inputs != first.batch_at(1).inputs).any()
@@ -92,8 +92,8 @@ def test_epochs_differ_and_seeds_differ(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(count=st.integers(1, 3000), numbers=st.tuples(st.integers(0, 2**62), st.integers(0, 99)))
-def test_an_order_is_a_permutation(count: int, numbers: tuple[int, int]) -> None:
-    assert sorted(shuffled(count, np.arange(count), *numbers).tolist()) == list(range(count))
+def test_a_shuffle_is_a_permutation(count: int, numbers: tuple[int, int]) -> None:
+    assert sorted(permute(count, np.arange(count), *numbers).tolist()) == list(range(count))
 
 
 def evenly(counts: Any) -> bool:
@@ -103,29 +103,29 @@ def evenly(counts: Any) -> bool:
     return abs(found - free) < 5 * (2 * free) ** 0.5
 
 
-def test_orders_look_random() -> None:
+def test_shuffles_look_random() -> None:
     """Chi-square, seeded: every permutation of four about as often; neighbours about as far apart as any two."""
-    seen = Counter(tuple(shuffled(4, np.arange(4), seed).tolist()) for seed in range(4_800))
+    seen = Counter(tuple(permute(4, np.arange(4), seed).tolist()) for seed in range(4_800))
     assert len(seen) == 24
     assert evenly(list(seen.values()))
     apart = np.zeros(499)
     for seed in range(120):
-        order = shuffled(500, np.arange(500), seed, 7)
+        order = permute(500, np.arange(500), seed, 7)
         apart += np.bincount((np.diff(order) % 500) - 1, minlength=499)
     assert evenly(apart)
-    big = shuffled(1_000_003, np.arange(1_000_003), 5)
+    big = permute(1_000_003, np.arange(1_000_003), 5)
     assert abs(np.corrcoef(big, np.arange(len(big)))[0, 1]) < 0.005
     assert abs(np.corrcoef(big[1:], big[:-1])[0, 1]) < 0.005
 
 
-def test_nothing_to_learn_from_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(TextmillError, match="nothing to learn from"):
+def test_too_few_tokens_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TextmillError, match="too few to train on"):
         packed_batches(store_of(tmp_path, [1]), length=4, batch=1, seed=0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), data=st.data(), batch=st.integers(1, 4))
-def test_windows_ask_every_token_once_with_its_true_context(
+def test_windows_predict_every_token_once_with_the_right_context(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, data: st.DataObject, batch: int
 ) -> None:
     stride = data.draw(st.integers(1, length))
@@ -140,23 +140,23 @@ def test_windows_ask_every_token_once_with_its_true_context(
                     "the tokens just before it"
                 )
     assert asked == store.ids.tolist()
-    assert windows == window_count(store, length=length, stride=stride)
+    assert windows == count_windows(store, length=length, stride=stride)
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), seed=st.integers(0, 99), tail=st.sampled_from(["keep", "drop"]))
-def test_documents_kept_apart(
+def test_isolated_documents(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, tail: str
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("apart"), lengths)
     if sum(lengths) <= length:
         tail = "keep"
-    packed = Packed(store, length=length, seed=seed, apart=True, tail=tail)
-    joined = Packed(store, length=length, seed=seed, tail=tail)
+    packed = PackedLayout(store, length=length, seed=seed, isolate_documents=True, last_window=tail)
+    joined = PackedLayout(store, length=length, seed=seed, last_window=tail)
     ends = np.cumsum(lengths)
-    rows = packed.rows(np.arange(2 * packed.samples))
+    rows = packed.build_samples(np.arange(2 * packed.samples_per_epoch))
     assert rows.documents is not None
-    plain = joined.rows(np.arange(2 * packed.samples))
+    plain = joined.build_samples(np.arange(2 * packed.samples_per_epoch))
     assert (rows.inputs == plain.inputs).all()
     for inputs, labels, numbers in zip(
         rows.inputs.tolist(), rows.labels.tolist(), rows.documents.tolist(), strict=True
@@ -172,23 +172,26 @@ def test_documents_kept_apart(
     assert (rows.labels[~crossing] == plain.labels[~crossing]).all()
 
 
-def test_a_tail_that_is_dropped_asks_no_token_twice(tmp_path: Path) -> None:
-    packed = Packed(store_of(tmp_path, [5, 9, 3, 6]), length=4, seed=3, tail="drop")
-    assert packed.samples == 5
-    labels = packed.rows(np.arange(5)).labels.ravel().tolist()
+def test_a_dropped_last_window_predicts_no_token_twice(tmp_path: Path) -> None:
+    packed = PackedLayout(store_of(tmp_path, [5, 9, 3, 6]), length=4, seed=3, last_window="drop")
+    assert packed.samples_per_epoch == 5
+    labels = packed.build_samples(np.arange(5)).labels.ravel().tolist()
     assert len(labels) == len(set(labels)) == 20
-    with pytest.raises(TextmillError, match="fill no window"):
-        Packed(store_of(tmp_path, [3]), length=4, seed=3, tail="drop")
+    with pytest.raises(TextmillError, match="are less than one window"):
+        PackedLayout(store_of(tmp_path, [3]), length=4, seed=3, last_window="drop")
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 15), batch=st.integers(1, 5), apart=st.booleans())
-def test_in_its_own_order_a_store_is_asked_once(
+def test_unshuffled_every_token_is_predicted_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, batch: int, apart: bool
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("order"), lengths)
     labels = np.concatenate(
-        [one.labels.ravel() for one in in_order([Packed(store, length=length, seed=None, apart=apart)], batch)]
+        [
+            one.labels.ravel()
+            for one in batches_in_order([PackedLayout(store, length=length, seed=None, isolate_documents=apart)], batch)
+        ]
     )
     firsts = {1, *(np.cumsum(lengths) + 1).tolist()} if apart else {1}
     assert labels[labels != IGNORED].tolist() == [token for token in range(2, sum(lengths) + 1) if token not in firsts]
@@ -202,13 +205,13 @@ def test_in_its_own_order_a_store_is_asked_once(
     long=st.sampled_from(["cut", "split"]),
     close=st.booleans(),
 )
-def test_padded_samples_hold_one_document_each(
+def test_padded_samples_have_one_document_each(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, long: str, close: bool
 ) -> None:
     if max(lengths) < 2:
         lengths = [*lengths, 2]
     store = store_of(tmp_path_factory.mktemp("padded"), lengths)
-    padded = Padded(store, length=length, seed=seed, pad=0, long=long, close=999 if close else None)
+    padded = PaddedLayout(store, length=length, seed=seed, pad=0, long_documents=long, end_token=999 if close else None)
     expected = []
     for end, size in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         document = list(range(end - size + 1, end + 1))
@@ -219,12 +222,12 @@ def test_padded_samples_hold_one_document_each(
                 row[-1] = 999
             inputs, labels = row[:-1] if len(row) == length + 1 else row, row[1:]
             expected.append((inputs + [0] * (length - len(inputs)), labels + [IGNORED] * (length - len(labels))))
-    rows = padded.rows(np.arange(padded.samples, 2 * padded.samples))
+    rows = padded.build_samples(np.arange(padded.samples_per_epoch, 2 * padded.samples_per_epoch))
     found = list(zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True))
     assert sorted(found) == sorted(expected)
-    natural = Padded(store, length=length, seed=None, pad=0, long=long, close=999 if close else None).rows(
-        np.arange(padded.samples)
-    )
+    natural = PaddedLayout(
+        store, length=length, seed=None, pad=0, long_documents=long, end_token=999 if close else None
+    ).build_samples(np.arange(padded.samples_per_epoch))
     assert list(zip(natural.inputs.tolist(), natural.labels.tolist(), strict=True)) == expected
 
 
@@ -235,9 +238,9 @@ def test_padded_samples_hold_one_document_each(
         ([5, 3, 2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0] * 2),
     ],
 )
-def test_blends_as_megatron_draws_them(weights: list[float], draws: list[int]) -> None:
-    assert Blend(weights).drawn(np.arange(20))[0].tolist() == draws
-    assert Blend([weight / 10 for weight in weights]).drawn(np.arange(20))[0].tolist() == draws
+def test_blends_equal_those_of_megatron(weights: list[float], draws: list[int]) -> None:
+    assert Blend(weights).locate(np.arange(20))[0].tolist() == draws
+    assert Blend([weight / 10 for weight in weights]).locate(np.arange(20))[0].tolist() == draws
 
 
 @settings(max_examples=60, deadline=None)
@@ -251,32 +254,34 @@ def test_blends_follow_the_rule_to_any_length(weights: list[int]) -> None:
         chosen = behind.index(max(behind))
         expected.append((chosen, used[chosen]))
         used[chosen] += 1
-    stores, numbers = Blend([float(weight) for weight in weights]).drawn(np.arange(4 * total))
+    stores, numbers = Blend([float(weight) for weight in weights]).locate(np.arange(4 * total))
     assert list(zip(stores.tolist(), numbers.tolist(), strict=True)) == expected
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.floats(0.001, 1000), min_size=2, max_size=6), st.integers(0, 10**12))
-def test_any_weights_keep_to_their_shares_for_ever(weights: list[float], start: int) -> None:
+def test_any_weights_are_kept_at_any_sample(weights: list[float], start: int) -> None:
     blend = Blend(weights)
-    stores, numbers = blend.drawn(np.arange(start, start + 200))
+    stores, numbers = blend.locate(np.arange(start, start + 200))
     for place, (store, number) in enumerate(zip(stores.tolist(), numbers.tolist(), strict=True)):
-        share = blend.parts[store] / blend.period
+        share = blend.integer_weights[store] / blend.period
         assert abs(number - share * (start + place)) <= len(weights)
         assert abs(share - weights[store] / sum(weights)) < 2e-5
 
 
-def test_a_blend_takes_each_store_by_its_own_samples(tmp_path: Path) -> None:
+def test_a_blend_takes_the_samples_of_each_store_in_order(tmp_path: Path) -> None:
     stores = []
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         stores.append(store_of(tmp_path / str(number), [40 + number] * 5))
-    layouts = [Packed(store, length=8, seed=number, apart=True) for number, store in enumerate(stores)]
-    batches = Batches(layouts, [1, 3], Sizes(12))
-    which, numbers = Blend([1, 3]).drawn(np.arange(60, 72))
+    layouts = [
+        PackedLayout(store, length=8, seed=number, isolate_documents=True) for number, store in enumerate(stores)
+    ]
+    batches = Batches(layouts, [1, 3], BatchSizes(12))
+    which, numbers = Blend([1, 3]).locate(np.arange(60, 72))
     batch = batches.batch_at(5)
     for row, (store, number) in enumerate(zip(which.tolist(), numbers.tolist(), strict=True)):
-        alone = layouts[store].rows(np.array([number]))
+        alone = layouts[store].build_samples(np.array([number]))
         assert (batch.inputs[row] == alone.inputs[0]).all()
         assert (batch.labels[row] == alone.labels[0]).all()
         assert alone.documents is not None
@@ -285,43 +290,51 @@ def test_a_blend_takes_each_store_by_its_own_samples(tmp_path: Path) -> None:
     mine = batches.batch_at(5, slice(3, 7))
     assert (mine.inputs == batch.inputs[3:7]).all()
     assert (mine.samples == np.arange(63, 67)).all()
-    joined = Batches([Packed(store, length=8, seed=number) for number, store in enumerate(stores)], [1, 3], Sizes(12))
+    joined = Batches(
+        [PackedLayout(store, length=8, seed=number) for number, store in enumerate(stores)], [1, 3], BatchSizes(12)
+    )
     batch = joined.batch_at(5)
-    for sample, store, document in joined.seen_at(5):
+    for sample, store, document in joined.documents_at(5):
         ids, size = np.append(batch.inputs[sample - 60], batch.labels[sample - 60, -1]), 40 + store
         assert ((ids > document * size) & (ids <= (document + 1) * size)).any(), (
             "a document that is named stands in the sample"
         )
 
 
-def test_sums_in_a_file_are_made_once_and_give_the_same_batches(
+def test_cached_prefix_sums_are_written_once_and_give_the_same_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_of(tmp_path, [7, 3, 0, 12, 5] * 30)
 
     def made(folder: Path | None) -> list[Any]:
-        return [Packed(store, length=6, seed=4, folder=folder), Padded(store, length=6, seed=4, pad=0, folder=folder)]
+        return [
+            PackedLayout(store, length=6, seed=4, folder=folder),
+            PaddedLayout(store, length=6, seed=4, pad=0, folder=folder),
+        ]
 
-    wanted = [layout.rows(np.arange(2 * layout.samples)).inputs for layout in made(None)]
-    monkeypatch.setattr(sums, "FEW", 10)
+    wanted = [layout.build_samples(np.arange(2 * layout.samples_per_epoch)).inputs for layout in made(None)]
+    monkeypatch.setattr(sums, "MAX_IN_MEMORY", 10)
     for _ in range(2):
         for layout, rows in zip(made(tmp_path / "index"), wanted, strict=True):
-            assert (layout.rows(np.arange(2 * layout.samples)).inputs == rows).all()
+            assert (layout.build_samples(np.arange(2 * layout.samples_per_epoch)).inputs == rows).all()
         monkeypatch.setattr(sums, "_fill", lambda *_: pytest.fail("made again"))
     assert len(list((tmp_path / "index").glob("*.sums"))) == 3, "two epochs of one layout, one of the other"
     monkeypatch.undo()
-    monkeypatch.setattr(sums, "FEW", 10)
+    monkeypatch.setattr(sums, "MAX_IN_MEMORY", 10)
     packed = made(tmp_path / "index")[0]
-    packed.rows(np.arange(4 * packed.samples, 5 * packed.samples))
+    packed.build_samples(np.arange(4 * packed.samples_per_epoch, 5 * packed.samples_per_epoch))
     assert len(list((tmp_path / "index").glob("*.sums"))) == 2, "epochs that are over are let go"
 
 
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
     store = store_of(tmp_path, [30])
-    assert Packed(store, length=4, seed=1, vocab=31).rows(np.arange(8)).inputs.max() <= 30
-    for layout in (Packed(store, length=4, seed=1, vocab=30), Padded(store, length=4, seed=1, pad=0, vocab=30)):
-        with pytest.raises(TextmillError, match="token id 30, the tokenizer has 30 pieces"):
-            layout.rows(np.arange(8))
+    assert PackedLayout(store, length=4, seed=1, vocab=31).build_samples(np.arange(8)).inputs.max() <= 30
+    for layout in (
+        PackedLayout(store, length=4, seed=1, vocab=30),
+        PaddedLayout(store, length=4, seed=1, pad=0, vocab=30),
+    ):
+        with pytest.raises(TextmillError, match="token id 30, but the tokenizer's vocabulary has 30 tokens"):
+            layout.build_samples(np.arange(8))
     with pytest.raises(TextmillError, match="token id -2,"):
         check_ids(np.array([1, -2, 3], np.int32), 9, "here")
 
@@ -333,10 +346,10 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
         {"layout": "padded", "padded": {"long_documents": "truncate"}},
     ],
 )
-def test_a_valid_split_that_fills_no_window_stops_no_run(tmp_path: Path, train: dict[str, Any]) -> None:
+def test_a_valid_split_shorter_than_a_window_is_no_error(tmp_path: Path, train: dict[str, Any]) -> None:
     tokenizer = fit(iter([["aaa bbb aaa bbb"]]), TokenizerConfig(vocab=280))
     for lengths in ([1], [5, 1], [1, 1]):
-        share = Share(store_of(tmp_path, lengths), 1.0)
+        share = WeightedStore(store_of(tmp_path, lengths), 1.0)
         splits = Splits({"train": [share], "valid": [share], "test": []}, tokenizer, "", {})
         asked = sum(
             int((one.labels != IGNORED).sum()) for one in valid_batches(TrainConfig(**train), splits, length=64)
@@ -364,14 +377,14 @@ def test_a_valid_split_that_fills_no_window_stops_no_run(tmp_path: Path, train: 
         ),
     ],
 )
-def test_settings_that_a_layout_does_not_read_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_settings_of_another_layout_are_an_error(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(TextmillError, match=said):
         TrainConfig(**settings)
 
 
-def test_a_blend_of_many_stores_is_quick_and_keeps_the_rule() -> None:
+def test_a_blend_of_many_stores_is_fast_and_follows_the_rule() -> None:
     weights = [float(number % 97 + 1) for number in range(60)]
-    stores, numbers = Blend(weights).drawn(np.arange(20_000))
+    stores, numbers = Blend(weights).locate(np.arange(20_000))
     shares = np.array(weights) / sum(weights)
     assert np.abs(np.bincount(stores, minlength=60) - shares * 20_000).max() < 3
     assert all((numbers[stores == store] == np.arange((stores == store).sum())).all() for store in range(60))

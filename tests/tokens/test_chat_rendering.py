@@ -1,4 +1,4 @@
-"""The chat template: which tokens bear loss, marked by hand; and its twin in Jinja, held against transformers token for token."""
+"""The chat template: the loss mask against hand-written marks, and the Jinja template against transformers."""
 
 from __future__ import annotations
 
@@ -67,34 +67,34 @@ def tokenizer() -> TextTokenizer:
 
 
 def rendered(tokenizer: TextTokenizer, turns: list[Turn], prompt: bool = False) -> Rendered:
-    form = tokenizer.chat_form
+    form = tokenizer.turn_tokens
     assert form is not None
     return render([turns], form, ReferenceEncoder(tokenizer), prompt)
 
 
 @pytest.mark.parametrize(("turns", "marked"), [row[1:] for row in CONVERSATIONS], ids=[row[0] for row in CONVERSATIONS])
-def test_loss_is_asked_where_a_hand_marked_it(
+def test_loss_mask_against_hand_written_marks(
     tokenizer: TextTokenizer, turns: list[Turn], marked: list[tuple[str, str]]
 ) -> None:
     said = {text for _, text in turns}
-    ids, asked = [], []
+    ids, loss_mask = [], []
     for mark, text in marked:
         piece = tokenizer.encode(text) if text in said else [tokenizer.inner.token_to_id(text)]
         ids += piece
-        asked += [int(mark == "+")] * len(piece)
+        loss_mask += [int(mark == "+")] * len(piece)
     made = rendered(tokenizer, turns)
     assert made.ids.tolist() == ids
-    assert made.asked.tolist() == asked
+    assert made.loss_mask.tolist() == loss_mask
     assert made.lengths.tolist() == [len(ids)]
 
 
-def test_all_of_them_at_once(tokenizer: TextTokenizer) -> None:
-    form, encoder = tokenizer.chat_form, ReferenceEncoder(tokenizer)
+def test_many_conversations_at_once(tokenizer: TextTokenizer) -> None:
+    form, encoder = tokenizer.turn_tokens, ReferenceEncoder(tokenizer)
     assert form is not None
     together = render([turns for _, turns, _ in CONVERSATIONS], form, encoder)
     alone = [rendered(tokenizer, turns) for _, turns, _ in CONVERSATIONS]
     assert together.ids.tolist() == [id_ for one in alone for id_ in one.ids.tolist()]
-    assert together.asked.tolist() == [mark for one in alone for mark in one.asked.tolist()]
+    assert together.loss_mask.tolist() == [mark for one in alone for mark in one.loss_mask.tolist()]
     assert together.lengths.tolist() == [len(one.ids) for one in alone]
 
 
@@ -149,14 +149,14 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
         )
         assert masks["input_ids"] == rendered(again, turns).ids.tolist()
         if any(role == "assistant" for role, _ in turns) and kind == "bpe":
-            assert masks["assistant_masks"] == rendered(again, turns).asked.tolist()
+            assert masks["assistant_masks"] == rendered(again, turns).loss_mask.tolist()
         compared += 1
     assert compared >= 9
     assert before
     assert after
 
 
-def test_dsgpt2_asks_as_dsgpt2_does() -> None:
+def test_the_dsgpt2_loss_mask_equals_that_of_dsgpt2() -> None:
     """user = <usr> <s> q </s>, system = <sys> <s> a </s>; the loss begins where <s> after <sys> is seen, and ends with </s>."""
     tokenizer = fit(iter([TEXTS]), TokenizerConfig(vocab=400, chat="dsgpt2"))
     assert [tokenizer.inner.id_to_token(id_) for id_ in range(7)] == [
@@ -175,7 +175,7 @@ def test_dsgpt2_asks_as_dsgpt2_does() -> None:
     assert made.ids.tolist() == user + system
     # mask: zeros for the user's length + 1, ones for the system's length - 1, over inputs; over labels that is one further on.
     inputs_asked = [0] * (len(user) + 1) + [1] * (len(system) - 1)
-    assert made.asked.tolist()[1:] == inputs_asked[:-1], "the last one, </s> -> <pad>, is not kept"
+    assert made.loss_mask.tolist()[1:] == inputs_asked[:-1], "the last one, </s> -> <pad>, is not kept"
 
 
 @pytest.mark.parametrize(
@@ -196,21 +196,21 @@ def test_dsgpt2_asks_as_dsgpt2_does() -> None:
         ({"users": "<u>{content}"}, "no role 'users'; the roles are system, user, assistant"),
     ],
 )
-def test_a_template_that_cannot_teach_is_refused(turns: dict[str, str], said: str) -> None:
+def test_a_template_that_cannot_work_is_an_error(turns: dict[str, str], said: str) -> None:
     with pytest.raises(TextmillError) as caught:
         TokenizerConfig(chat_turns=turns)
     assert said in str(caught.value)
     assert str(caught.value).startswith("tokenizer.chat_turns: ")
 
 
-def test_an_end_that_is_not_the_stop_is_refused() -> None:
+def test_an_end_token_that_is_not_the_stop_token_is_an_error() -> None:
     with pytest.raises(
         TextmillError, match=r"tokenizer.end_token: .* is not </s>, which ends an answer in the chat template"
     ):
         TokenizerConfig(chat="dsgpt2", end_token="<|endoftext|>")
 
 
-def test_a_changed_jinja_is_no_longer_ours(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+def test_an_edited_jinja_replaces_our_template(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     tree = read_json(path)
@@ -236,7 +236,7 @@ def chat_lines(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_store_holds_ids_and_what_is_asked(chat_lines: Path) -> None:
+def test_the_store_has_ids_and_a_loss_mask(chat_lines: Path) -> None:
     import pyarrow.parquet as pq
 
     config = config_of(chat_lines, {"vocab": 400, "chat": "default"})
@@ -251,17 +251,17 @@ def test_the_store_holds_ids_and_what_is_asked(chat_lines: Path) -> None:
             for text in pq.read_table(path).column("messages").to_pylist()
         ]
         store, wanted = open_store(folder / split), [rendered(tokenizer, turns) for turns in rows]
-        assert store.asked is not None
+        assert store.loss_mask is not None
         assert store.ids.tolist() == [id_ for one in wanted for id_ in one.ids.tolist()]
-        assert store.asked.tolist() == [mark for one in wanted for mark in one.asked.tolist()]
+        assert store.loss_mask.tolist() == [mark for one in wanted for mark in one.loss_mask.tolist()]
         assert len(store) == len(rows)
         assert manifest["files"][f"{split}.mask"]["bytes"] == store.tokens
-    part = open_store(folder / "train").part(3, 7)
-    assert part.asked is not None
-    assert len(part.asked) == part.tokens
+    part = open_store(folder / "train").slice(3, 7)
+    assert part.loss_mask is not None
+    assert len(part.loss_mask) == part.tokens
 
 
-def test_a_turn_the_template_does_not_know_is_quarantined(chat_lines: Path) -> None:
+def test_a_role_without_a_turn_is_quarantined(chat_lines: Path) -> None:
     config = config_of(chat_lines, {"vocab": 400, "chat": "dsgpt2"})
     prepare(config)
     lines = (tokenize(config) / "quarantine.jsonl").read_text(encoding="utf-8").splitlines()
@@ -270,33 +270,33 @@ def test_a_turn_the_template_does_not_know_is_quarantined(chat_lines: Path) -> N
     ]
 
 
-def test_merging_keeps_the_mask(chat_lines: Path) -> None:
+def test_merging_keeps_the_loss_mask(chat_lines: Path) -> None:
     config = config_of(chat_lines, {"vocab": 400, "chat": "default"})
     prepare(config)
     folder = tokenize(config)
     made = merge(str(chat_lines / "joined"), [str(folder), str(folder)])
     one, two = open_store(folder / "train"), open_store(made / "train")
-    assert one.asked is not None
-    assert two.asked is not None
-    assert two.asked.tolist() == one.asked.tolist() * 2
+    assert one.loss_mask is not None
+    assert two.loss_mask is not None
+    assert two.loss_mask.tolist() == one.loss_mask.tolist() * 2
     assert "train.mask" in open_manifest(made)["files"]
     cut = made / "train.mask"
     cut.write_bytes(cut.read_bytes()[:-1])
-    with pytest.raises(TextmillError, match=r"train.mask: .* bytes for .* tokens"):
+    with pytest.raises(TextmillError, match=r"train.mask: has .* bytes, but the store has .* tokens"):
         open_store(made / "train")
 
 
 @pytest.mark.parametrize(
     ("jinja", "said"),
     [
-        (None, "chat template has none; set tokenizer.chat=default"),
+        (None, "chat template is missing; set tokenizer.chat=default"),
         (
             "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "that others wrote, without a generation prompt; set tokenizer.chat=default",
+            "was not written by textmill and has no generation prompt; set tokenizer.chat=default",
         ),
     ],
 )
-def test_a_tokenizer_without_a_template_of_ours(chat_lines: Path, jinja: str | None, said: str) -> None:
+def test_a_tokenizer_without_our_template_is_an_error(chat_lines: Path, jinja: str | None, said: str) -> None:
     bare = fit(iter([TEXTS]), TokenizerConfig(vocab=300))
     files = bare.files()
     if jinja:
@@ -313,7 +313,7 @@ def test_a_tokenizer_without_a_template_of_ours(chat_lines: Path, jinja: str | N
     assert said in str(caught.value)
 
 
-def test_a_tokenizer_whose_twin_differs_is_warned_of(chat_lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_if_transformers_gives_other_ids(chat_lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sentencepiece's way puts a space before a text's first word only: transformers sees no first word after a special token."""
     inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((sign, -1.0) for sign in "▁themil")], unk_id=0))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -323,12 +323,12 @@ def test_a_tokenizer_whose_twin_differs_is_warned_of(chat_lines: Path, capsys: p
     config = config_of(chat_lines, {"use": str(chat_lines / "bare"), "chat": "default"})
     prepare(config)
     fit_tokenizer(config)
-    assert "apply_chat_template will give other ids than those trained on; fit a tokenizer" in capsys.readouterr().err
+    assert "apply_chat_template gives other ids than those trained on; fit a tokenizer" in capsys.readouterr().err
     fit_tokenizer(config_of(chat_lines, {"vocab": 400, "chat": "default"}), force="yes")
     assert "apply_chat_template" not in capsys.readouterr().err
 
 
-def test_tokens_are_added_to_a_tokenizer_that_is_there(chat_lines: Path) -> None:
+def test_special_tokens_are_added_to_an_existing_tokenizer(chat_lines: Path) -> None:
     bare = fit(iter([TEXTS]), TokenizerConfig(vocab=300))
     (chat_lines / "bare").mkdir()
     bare.save(chat_lines / "bare")

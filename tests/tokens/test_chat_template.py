@@ -1,4 +1,4 @@
-"""A talk is written as transformers writes it from the same folder, and ends where the template says."""
+"""Conversations are rendered as transformers renders them from the same folder, up to the stop token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_talk_is_what_transformers_writes(tmp_path: Path, asked: bool) -> None:
+@pytest.mark.parametrize("prompt", [False, True])
+def test_a_conversation_is_rendered_as_by_transformers(tmp_path: Path, prompt: bool) -> None:
     from transformers import AutoTokenizer
 
     fit(iter([["the mill by the river"] * 4]), TokenizerConfig(vocab=300, chat="default")).save(tmp_path)
@@ -28,16 +28,18 @@ def test_a_talk_is_what_transformers_writes(tmp_path: Path, asked: bool) -> None
     assert template is not None
     plain = [{**turn, "content": turn["content"].replace("<|assistant|> ", "")} for turn in TALK]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        plain, add_generation_prompt=asked, return_dict=False
+        plain, add_generation_prompt=prompt, return_dict=False
     )
-    assert template.render(plain, add_generation_prompt=asked) == theirs
+    assert template.render(plain, add_generation_prompt=prompt) == theirs
     (stop,) = template.stop_ids
     written = template.render(TALK[:3], add_generation_prompt=False)
     assert written[-1] == stop
-    assert written.count(template.form.around("assistant")[0][0]) == 1, "what looks like a special token is plain text"
+    assert written.count(template.turn_tokens.tokens_around("assistant")[0][0]) == 1, (
+        "what looks like a special token is plain text"
+    )
 
 
-def test_no_template_and_no_such_turn(tmp_path: Path) -> None:
+def test_a_missing_template_and_a_missing_turn(tmp_path: Path) -> None:
     for name in ("plain", "chat"):
         (tmp_path / name).mkdir()
     fit(iter([["the mill by the river"] * 4]), TokenizerConfig(vocab=300)).save(tmp_path / "plain")

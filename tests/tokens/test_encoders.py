@@ -1,4 +1,4 @@
-"""The fast encoder gives the ids of tokenizers on any text, and is not trusted where it might not."""
+"""The fast encoder gives the ids of tokenizers on any text, and is not used where that is not tested."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from textmill.tokens.vocabulary import encoders
 from textmill.tokens.vocabulary.encoders import (
     PATTERNS,
     FastEncoder,
+    NamedText,
     ReferenceEncoder,
-    Sample,
-    doubt_of,
     first_difference,
-    hard_samples,
+    hard_texts,
     open_encoder,
+    why_not_fast,
 )
 from textmill.tokens.vocabulary.tokenizer import END, TextTokenizer, fit
 from textmill.where import PACKAGE
@@ -92,7 +92,7 @@ CHANGES = [lambda inner: None, digits, composed, prefixed, added, *map(pattern_o
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_ids_are_those_of_tokenizers(fitted: TextTokenizer, change: Callable[[Tokenizer], None]) -> None:
+def test_ids_equal_those_of_tokenizers(fitted: TextTokenizer, change: Callable[[Tokenizer], None]) -> None:
     inner = copy_of(fitted)
     change(inner)
     encoder = open_encoder(TextTokenizer(inner, fitted.end))
@@ -107,7 +107,7 @@ def test_ids_are_those_of_tokenizers(fitted: TextTokenizer, change: Callable[[To
         assert ids.tolist() == [token for one in wanted for token in one]
 
     check()
-    for sample in hard_samples():
+    for sample in hard_texts():
         assert encoder.encode([sample.text])[0].tolist() == inner.encode(sample.text, add_special_tokens=False).ids, (
             sample.name
         )
@@ -143,7 +143,7 @@ def changed(inner: Tokenizer, **parts: Any) -> Tokenizer:
     return inner
 
 
-def test_what_is_not_trusted_is_left_to_the_reference(fitted: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_tokenizers_use_the_reference(fitted: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = {"[UNK]": 0, "a": 1, END: 2}
     dropping = copy_of(fitted)
     dropping.model.dropout = 0.1
@@ -151,14 +151,14 @@ def test_what_is_not_trusted_is_left_to_the_reference(fitted: TextTokenizer, mon
         (Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]")), "WordPiece"),
         (Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0)], 0)), "Unigram"),
         (Tokenizer(models.BPE(vocabulary, [])), "splitting"),
-        (dropping, "byte-level BPE only"),
+        (dropping, "only tested with byte-level BPE"),
         (changed(copy_of(fitted), normalizer=normalizers.NFKC()), "NFKC"),
         (changed(copy_of(fitted), pre_tokenizer=split_by(r"\w{1,7}|\s")), "splitting"),
         (changed(copy_of(fitted), pre_tokenizer=pre_tokenizers.Metaspace()), "splitting"),
     ]
     for inner, said in cases:
         tokenizer = TextTokenizer(inner, 0)
-        assert said in (doubt_of(tokenizer) or "")
+        assert said in (why_not_fast(tokenizer) or "")
         assert isinstance(open_encoder(tokenizer), ReferenceEncoder)
     real = metadata.version
 
@@ -168,7 +168,7 @@ def test_what_is_not_trusted_is_left_to_the_reference(fitted: TextTokenizer, mon
         return real(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert "not installed" in (doubt_of(fitted) or "")
+    assert "not installed" in (why_not_fast(fitted) or "")
     assert isinstance(open_encoder(fitted), ReferenceEncoder)
 
 
@@ -191,7 +191,7 @@ class Slip:
 
 def test_a_difference_is_found_and_named(fitted: TextTokenizer) -> None:
     reference = ReferenceEncoder(fitted)
-    samples = [Sample(f"text {number}", f"The mill {number}") for number in range(5)]
+    samples = [NamedText(f"text {number}", f"The mill {number}") for number in range(5)]
     assert first_difference(open_encoder(fitted), reference, samples) is None
     assert first_difference(Slip(reference, "The mill 3"), reference, samples) == samples[3]
     assert first_difference(Slip(reference, "The mill 4", ValueError("no")), reference, samples) == samples[4]
@@ -199,7 +199,7 @@ def test_a_difference_is_found_and_named(fitted: TextTokenizer) -> None:
         first_difference(Slip(reference, "The mill 4", KeyboardInterrupt()), reference, samples)
 
 
-def test_nothing_is_encoded_as_nothing(fitted: TextTokenizer) -> None:
+def test_no_texts_give_no_ids(fitted: TextTokenizer) -> None:
     for encoder in (open_encoder(fitted), ReferenceEncoder(fitted)):
         for texts in ([], ["", ""]):
             ids, lengths = encoder.encode(texts)

@@ -1,4 +1,4 @@
-"""Tokens that others made: datasets with `input_ids` become stores row by row, stores are used where they stand, and all of them train."""
+"""Existing tokens: datasets with `input_ids` are converted to stores, stores are used in place, and all of them train."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from textmill.errors import TextmillError
 from textmill.tokens import token_tables as tables
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.from_config import open_batches
-from textmill.tokens.existing_tokens import tokenize_used
-from textmill.tokens.splits import contiguous, open_splits
+from textmill.tokens.existing_tokens import tokenize_existing
+from textmill.tokens.splits import open_splits, split_borders
 from textmill.tokens.store import TokenStore
 from textmill.tokens.store_writer import StoreWriter
-from textmill.tokens.token_tables import Ragged, Table, unpadded
+from textmill.tokens.token_tables import ListColumn, Table, strip_padding
 from textmill.tokens.vocabulary.tokenizer import fit
 
 Rows = list[list[int]]
@@ -68,16 +68,16 @@ def config_for(folder: Path, tokenizer: Path, *used: Path | dict[str, Any], **tr
 
 
 def documents_of(store: TokenStore) -> Rows:
-    edges = store.borders(np.arange(len(store) + 1))
+    edges = store.document_starts(np.arange(len(store) + 1))
     return [store.ids[begin:end].tolist() for begin, end in pairwise(edges)]
 
 
 def split_rows(config: RunConfig, number: int = 0) -> dict[str, Rows]:
-    stores = open_splits(config).stores
+    stores = open_splits(config).by_split
     return {split: documents_of(stores[split][number].store) for split in SPLITS}
 
 
-def test_a_saved_dataset_becomes_stores_by_its_splits(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_saved_dataset_is_converted_split_by_split(tmp_path: Path, tokenizer: Path) -> None:
     train, valid = rows_of(1, 50), rows_of(2, 9)
     saved = {
         "train": datasets.Dataset.from_dict({"input_ids": train, "other": ["x"] * 50}),
@@ -85,30 +85,30 @@ def test_a_saved_dataset_becomes_stores_by_its_splits(tmp_path: Path, tokenizer:
     }
     datasets.DatasetDict(saved).save_to_disk(tmp_path / "saved", num_shards={"train": 3, "validation": 1})
     config = config_for(tmp_path / "run", tokenizer, tmp_path / "saved")
-    tokenize_used(config)
+    tokenize_existing(config)
     assert split_rows(config) == {"train": train, "valid": valid, "test": []}
     assert main(["check", str(tmp_path / "run" / "tokens")]) == 0
     again = config_for(tmp_path / "other", tokenizer, tmp_path / "run" / "tokens")
     assert split_rows(again) == split_rows(config), "what was made is a tokens folder like any other"
 
 
-def test_a_dataset_without_splits_is_cut_as_it_stands(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_dataset_without_splits_is_split_in_its_order(tmp_path: Path, tokenizer: Path) -> None:
     rows = rows_of(3, 61)
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved", num_shards=2)
     (tmp_path / "parquet").mkdir()
     for number in range(3):  # as Beam names its shards, and in several row groups
         table = pa.table({"input_ids": rows[number * 21 : (number + 1) * 21]})
         pq.write_table(table, tmp_path / "parquet" / f"rows-{number:05d}-of-00003", row_group_size=5)
-    edges = contiguous([80, 10, 10], 61)
+    edges = split_borders([80, 10, 10], 61)
     wanted = {split: rows[edges[number] : edges[number + 1]] for number, split in enumerate(SPLITS)}
     assert all(wanted.values())
     used = [tmp_path / "saved", tmp_path / "parquet", tmp_path / "parquet" / "rows-*"]
     config = config_for(tmp_path / "run", tokenizer, *used)
-    tokenize_used(config)
+    tokenize_existing(config)
     assert [split_rows(config, number) for number in range(3)] == [wanted] * 3
 
 
-def test_parquet_files_are_of_the_splits_that_their_names_say(tmp_path: Path, tokenizer: Path) -> None:
+def test_names_of_parquet_files_decide_their_split(tmp_path: Path, tokenizer: Path) -> None:
     sides = {
         "train-00000-of-00002": "train",
         "train-00001-of-00002": "train",
@@ -123,14 +123,14 @@ def test_parquet_files_are_of_the_splits_that_their_names_say(tmp_path: Path, to
         lists = pa.array(rows, pa.large_list(pa.int32()))
         pq.write_table(pa.table({"input_ids": lists}), tmp_path / "data" / f"{name}.parquet")
     config = config_for(tmp_path / "run", tokenizer, tmp_path / "data")
-    tokenize_used(config)
+    tokenize_existing(config)
     assert split_rows(config) == wanted
     os.rename(tmp_path / "data" / "test.parquet", tmp_path / "data" / "rest.parquet")
-    with pytest.raises(TextmillError, match=r"rest\.parquet belongs to no split"):
-        tokenize_used(config, "yes")
+    with pytest.raises(TextmillError, match=r"rest\.parquet is not named after a split"):
+        tokenize_existing(config, "yes")
 
 
-def test_padding_that_a_mask_leaves_out_is_no_part_of_a_document(tmp_path: Path, tokenizer: Path) -> None:
+def test_masked_padding_is_removed(tmp_path: Path, tokenizer: Path) -> None:
     """Padded on the right, on the left, and not at all, as transformers' own tokenizer pads."""
     hf = transformers.AutoTokenizer.from_pretrained(tokenizer)
     hf.pad_token = hf.eos_token
@@ -147,21 +147,21 @@ def test_padding_that_a_mask_leaves_out_is_no_part_of_a_document(tmp_path: Path,
         rows = {name: padded[name] for name in ("input_ids", "attention_mask")}
         datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows, features=kind)}).save_to_disk(tmp_path / side)
         config = config_for(tmp_path / f"run {side}", tokenizer, tmp_path / side)
-        tokenize_used(config)
+        tokenize_existing(config)
         assert split_rows(config)["train"] == plain
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=8), max_size=6))
-def test_only_the_ends_of_a_row_are_cut(rows: list[list[tuple[int, bool]]]) -> None:
+def test_only_masked_positions_at_the_ends_of_a_row_are_removed(rows: list[list[tuple[int, bool]]]) -> None:
     def cut(row: list[tuple[int, bool]]) -> list[int]:
         seen = [place for place, (_, kept) in enumerate(row) if kept]
         return [token for token, _ in row[seen[0] : seen[-1] + 1]] if seen else []
 
     lengths = np.array([len(row) for row in rows], np.int64)
     flat = [pair for row in rows for pair in row]
-    ids, mask = (Ragged(np.array([pair[number] for pair in flat], np.int64), lengths) for number in range(2))
-    found = unpadded(ids, mask)
+    ids, mask = (ListColumn(np.array([pair[number] for pair in flat], np.int64), lengths) for number in range(2))
+    found = strip_padding(ids, mask)
     wanted = [cut(row) for row in rows]
     assert found.lengths.tolist() == [len(row) for row in wanted]
     assert found.values.tolist() == [token for row in wanted for token in row]
@@ -184,7 +184,7 @@ def test_any_rows_of_any_files(tmp_path_factory: pytest.TempPathFactory, data: s
     first = data.draw(st.integers(0, count))
     many = data.draw(st.integers(0, count - first))
     found, place = [], 0
-    for _, begin, columns in Table(tuple(paths), first, many).columns("input_ids"):
+    for _, begin, columns in Table(tuple(paths), first, many).read_columns("input_ids"):
         assert begin == place
         place += len(columns["input_ids"].lengths)
         found.append(columns["input_ids"].values)
@@ -192,14 +192,14 @@ def test_any_rows_of_any_files(tmp_path_factory: pytest.TempPathFactory, data: s
     assert np.concatenate([*found, []]).tolist() == [token for row in rows[first : first + many] for token in row]
 
 
-def test_grouped_rows_train_as_transformers_trains_them(tmp_path: Path, tokenizer: Path) -> None:
+def test_grouped_rows_give_the_same_labels_as_transformers(tmp_path: Path, tokenizer: Path) -> None:
     """A padded batch over rows of train.length asks what a model of transformers asks of the same rows and labels."""
     dice = random.Random(4)
     rows = [dice.choices(range(256), k=12) for _ in range(8)]
     grouped = {"input_ids": rows, "attention_mask": [[1] * 12] * 8, "labels": rows}
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(grouped)}).save_to_disk(tmp_path / "grouped")
     config = config_for(tmp_path / "run", tokenizer, tmp_path / "grouped", layout="padded", length=12, batch=8)
-    tokenize_used(config)
+    tokenize_existing(config)
     batch = open_batches(config.train, open_splits(config), length=12, folder=None).batch_at(0)
     assert sorted(batch.inputs.tolist()) == sorted(rows)
     assert (batch.labels != IGNORED).sum(1).tolist() == [11] * 8
@@ -216,17 +216,17 @@ def test_grouped_rows_train_as_transformers_trains_them(tmp_path: Path, tokenize
     assert float(ours) == pytest.approx(float(theirs.loss), rel=1e-6)
 
 
-def test_what_is_not_tokens_is_named(tmp_path: Path, tokenizer: Path) -> None:
+def test_files_without_tokens_are_an_error(tmp_path: Path, tokenizer: Path) -> None:
     def refused(where: Path, said: str) -> None:
         with pytest.raises(TextmillError, match=said):
-            tokenize_used(config_for(tmp_path / "run", tokenizer, where))
+            tokenize_existing(config_for(tmp_path / "run", tokenizer, where))
         assert not (tmp_path / "run" / "tokens").exists()
 
     def parquet(name: str, **columns: Any) -> Path:
         pq.write_table(pa.table(columns), tmp_path / name)
         return tmp_path / name
 
-    refused(tmp_path / "nothing", "no tokens there")
+    refused(tmp_path / "nothing", "no tokens found")
     refused(parquet("a", text=["x"]), r"no column 'input_ids'; found \['text'\]")
     refused(parquet("b", input_ids=[[1, 258]]), "token id 258, the tokenizer has 258 pieces.*tokenizer.use")
     refused(parquet("c", input_ids=[[1, -1]]), "the tokenizer has 258 pieces")
@@ -235,7 +235,7 @@ def test_what_is_not_tokens_is_named(tmp_path: Path, tokenizer: Path) -> None:
     refused(parquet("f", input_ids=[[1.5]]), "lists of double")
     refused(parquet("g", input_ids=[[1, 2]], attention_mask=[[1]]), "differ in length")
     (tmp_path / "h").write_bytes((tmp_path / "b").read_bytes()[:40])
-    refused(tmp_path / "h", "neither Parquet nor an Arrow stream|only a part of one")
+    refused(tmp_path / "h", "not a complete Parquet file or Arrow stream")
     datasets.DatasetDict({"extra": datasets.Dataset.from_dict({"input_ids": [[1]]})}).save_to_disk(tmp_path / "dict")
     refused(tmp_path / "dict", "split 'extra'")
     state = tmp_path / "dict" / "extra" / "state.json"
@@ -245,22 +245,22 @@ def test_what_is_not_tokens_is_named(tmp_path: Path, tokenizer: Path) -> None:
     refused(tmp_path / "dict" / "extra", "flatten_indices")
 
 
-def test_a_dataset_must_be_converted_and_stays_what_it_was(
+def test_a_dataset_must_be_converted_and_unchanged(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("one", "two"):
         pq.write_table(pa.table({"input_ids": rows_of(5, 20)}), tmp_path / f"{name}.parquet")
     config = config_for(tmp_path / "run", tokenizer, tmp_path / "one.parquet")
-    with pytest.raises(TextmillError, match="not converted yet; run: textmill tokenize"):
+    with pytest.raises(TextmillError, match="not converted to a token store yet; run: textmill tokenize"):
         open_splits(config)
-    tokenize_used(config)
-    tokenize_used(config)
+    tokenize_existing(config)
+    tokenize_existing(config)
     assert "done already" in capsys.readouterr().out
-    with pytest.raises(TextmillError, match="not converted yet"):
+    with pytest.raises(TextmillError, match="not converted to a token store yet"):
         open_splits(config_for(tmp_path / "run", tokenizer, tmp_path / "two.parquet"))
     pq.write_table(pa.table({"input_ids": rows_of(6, 20)}), tmp_path / "one.parquet")
-    with pytest.raises(TextmillError, match="made from something else"):
-        tokenize_used(config)
+    with pytest.raises(TextmillError, match="made from other settings or inputs"):
+        tokenize_existing(config)
 
 
 def write_store(prefix: Path, rows: Rows) -> Path:
@@ -269,7 +269,7 @@ def write_store(prefix: Path, rows: Rows) -> Path:
     return prefix
 
 
-def test_two_stores_and_their_weights_through_the_whole_chain(
+def test_two_weighted_stores_through_all_commands(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = (write_store(tmp_path / name, rows_of(number, 60)) for number, name in enumerate(("one", "two.v1")))
@@ -278,7 +278,7 @@ def test_two_stores_and_their_weights_through_the_whole_chain(
     )
     words = [str(tmp_path), *TINY, "train.length=16"]
     assert main(["run", *words]) == 2
-    assert "tokenizer.use: nothing is named" in capsys.readouterr().err
+    assert "tokenizer.use: is not set" in capsys.readouterr().err
     assert main(["run", *words, f"tokenizer.use={tokenizer}"]) == 0
     said = capsys.readouterr().out
     assert "prepare: not needed" in said
@@ -286,7 +286,7 @@ def test_two_stores_and_their_weights_through_the_whole_chain(
     assert "bits/byte" not in said
     assert not (tmp_path / "tokens").exists()
     measured = json.loads((tmp_path / "run" / "evaluation" / "step-0000002-valid.json").read_text())
-    stores = open_splits(config_for(tmp_path, tokenizer, one, two)).of("valid")
+    stores = open_splits(config_for(tmp_path, tokenizer, one, two)).stores("valid")
     assert (measured["documents"], measured["tokens"]) == (12, sum(store.tokens for store in stores))
     assert set(measured["model"]) == {"loss", "token_perplexity"}
     assert main(["evaluate", str(tmp_path / "run"), "evaluate.split=test"]) == 0
@@ -297,7 +297,7 @@ def test_two_stores_and_their_weights_through_the_whole_chain(
     assert "done already" in capsys.readouterr().out
 
 
-def test_a_dataset_and_a_store_through_the_whole_chain(
+def test_a_dataset_and_a_store_through_all_commands(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = {
@@ -313,10 +313,10 @@ def test_a_dataset_and_a_store_through_the_whole_chain(
     assert main(["run", *words]) == 0
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["manifest.json", "run.yaml", "used-1"]
     assert main(["run", str(tmp_path), *words[1:], "tokens.kind=features"]) == 2
-    assert "take one of the two out" in capsys.readouterr().err
+    assert "remove one of them" in capsys.readouterr().err
 
 
-def test_ids_that_the_tokenizer_does_not_have_are_refused_in_training(
+def test_ids_outside_the_vocabulary_stop_training(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_store(tmp_path / "one", [[1, 2, 3, 400]] * 50)
@@ -329,4 +329,4 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused_in_training(
     ]
     (tmp_path / "some.yaml").touch()
     assert main(["train", str(tmp_path / "some.yaml"), *words]) == 2
-    assert "token id 400, the tokenizer has 258 pieces" in capsys.readouterr().err
+    assert "token id 400, but the tokenizer's vocabulary has 258 tokens" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rows of one length: the rule of jax-lm-training to the number, in Parquet that datasets opens, and as a layout to train on."""
+"""Feature rows: exactly the rule of jax-lm-training, readable with `datasets`, and usable as a layout."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from textmill.storage.files import find_damage, read_json
 from textmill.tokens import features as features_module
 from textmill.tokens.batches import features as layout_module
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.batch_sizes import Sizes
-from textmill.tokens.batches.by_step import Batches, in_order
-from textmill.tokens.batches.features import FeatureRows
-from textmill.tokens.features import SCHEMA, chunks_of, packed_rows, rows_in
-from textmill.tokens.splits import Features, Share, contiguous, open_splits
+from textmill.tokens.batches.batch_sizes import BatchSizes
+from textmill.tokens.batches.by_step import Batches, batches_in_order
+from textmill.tokens.batches.features import FeaturesLayout
+from textmill.tokens.features import SCHEMA, build_rows, count_feature_rows, cut_chunks
+from textmill.tokens.splits import FeatureRows, WeightedStore, open_splits, split_borders
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.token_tables import Table
@@ -42,13 +42,13 @@ SMALL = ["max_length=16", "min_length=6", "stride=5"]
 def rows_of(documents: list[list[int]], rule: FeaturesConfig, special: int = END) -> list[dict[str, list[Any]]]:
     """Our rows of documents, as lists."""
     sizes = np.array([len(document) for document in documents], np.int64)
-    chunks = chunks_of(sizes, rule)
+    chunks = cut_chunks(sizes, rule)
     cut = [
         documents[number][start : start + count]
         for number, start, count in zip(*map(np.ndarray.tolist, vars(chunks).values()), strict=True)
     ]
-    made = packed_rows(np.array([token for chunk in cut for token in chunk], np.int64), chunks.counts, rule, special)
-    assert np.bincount(chunks.documents, minlength=len(documents)).tolist() == rows_in(sizes, rule).tolist()
+    made = build_rows(np.array([token for chunk in cut for token in chunk], np.int64), chunks.counts, rule, special)
+    assert np.bincount(chunks.documents, minlength=len(documents)).tolist() == count_feature_rows(sizes, rule).tolist()
     return [{name: made[name][row].tolist() for name in SCHEMA.names} for row in range(len(chunks.counts))]
 
 
@@ -86,7 +86,7 @@ def test_the_published_rows() -> None:
 
 
 def test_the_published_chunks_of_the_defaults() -> None:
-    chunks = chunks_of(np.array([300]), FeaturesConfig())
+    chunks = cut_chunks(np.array([300]), FeaturesConfig())
     assert list(zip(chunks.starts.tolist(), chunks.counts.tolist(), strict=True)) == [(0, 255), (128, 172)]
     row = rows_of([list(range(1, 301))], FeaturesConfig())[1]
     assert row["input_ids"][:3] == [END, 129, 130]
@@ -94,7 +94,7 @@ def test_the_published_chunks_of_the_defaults() -> None:
     assert sum(row["attention_mask"]) == 174
 
 
-def test_a_token_of_id_0_is_lost_only_where_the_quirk_is_asked_for() -> None:
+def test_token_0_is_masked_only_with_pad_zero() -> None:
     rule = FeaturesConfig(max_length=8, min_length=2, stride=8)
     (row,) = rows_of([[5, 0, 7]], rule)
     assert row == {
@@ -114,7 +114,7 @@ def test_a_token_of_id_0_is_lost_only_where_the_quirk_is_asked_for() -> None:
     pad_zero=st.booleans(),
     special=st.sampled_from([0, 9]),
 )
-def test_rows_are_those_of_the_description(sizes: list[int], data: st.DataObject, pad_zero: bool, special: int) -> None:
+def test_rows_follow_the_documented_rule(sizes: list[int], data: st.DataObject, pad_zero: bool, special: int) -> None:
     longest = data.draw(st.integers(2, 20))
     rule = FeaturesConfig(
         max_length=longest, min_length=data.draw(st.integers(0, longest)), stride=data.draw(st.integers(1, 25)),
@@ -136,8 +136,8 @@ def config_for(folder: Path, *words: str) -> RunConfig:
 @pytest.fixture
 def life(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus, its tokenizer, and its tokens with rows in several files."""
-    monkeypatch.setattr(features_module, "SHARD", 2000)
-    monkeypatch.setattr(features_module, "CELLS", 400)
+    monkeypatch.setattr(features_module, "FILE_TOKENS", 2000)
+    monkeypatch.setattr(features_module, "ROW_GROUP_TOKENS", 400)
     folder = tiny_texts.parent
     config_for(folder)
     words = [f"corpus.sources={tiny_texts}", "corpus.documents=block", "corpus.split=60,30,10", "tokenizer.vocab=300"]
@@ -179,7 +179,7 @@ def tables_in(folder: Path) -> dict[str, pa.Table]:
 def test_files_are_the_same_on_any_runner(life: Path, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(runner, BeamRunner):
         pytest.importorskip("apache_beam", reason="needs apache-beam: pip install 'textmill[beam]'")
-    monkeypatch.setattr(features_module, "CELLS", 1 << 20)  # as the runner's own processes have it
+    monkeypatch.setattr(features_module, "ROW_GROUP_TOKENS", 1 << 20)  # as the runner's own processes have it
     config = config_for(life, "tokens.kind=features")
     found = []
     for number, one in enumerate((LocalRunner(workers=1), runner)):
@@ -190,7 +190,7 @@ def test_files_are_the_same_on_any_runner(life: Path, runner: Any, monkeypatch: 
     assert found[0] == found[1]
 
 
-def test_the_end_tokens_of_a_store_are_not_counted(life: Path) -> None:
+def test_end_tokens_of_a_store_are_left_out(life: Path) -> None:
     tokenize(
         config_for(
             life,
@@ -209,14 +209,14 @@ def test_the_end_tokens_of_a_store_are_not_counted(life: Path) -> None:
         assert whole[0].equals(whole[1])
 
 
-def share_of(life: Path, split: str = "train") -> Share:
-    (share,) = open_splits(config_for(life, "train.layout=features")).stores[split]
+def share_of(life: Path, split: str = "train") -> WeightedStore:
+    (share,) = open_splits(config_for(life, "train.layout=features")).by_split[split]
     return share
 
 
-def layout_of(share: Share, **options: Any) -> FeatureRows:
+def layout_of(share: WeightedStore, **options: Any) -> FeaturesLayout:
     assert share.features is not None
-    return FeatureRows(share.features, share.store, **{"length": 16, "seed": None, **options})
+    return FeaturesLayout(share.features, share.store, **{"length": 16, "seed": None, **options})
 
 
 def read_rows(folder: Path, split: str = "train") -> list[tuple[list[int], list[int]]]:
@@ -231,29 +231,32 @@ def pairs_of(rows: Any) -> list[tuple[list[int], list[int]]]:
 def test_rows_as_a_layout(life: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share, wanted = share_of(life), read_rows(life)
     layout = layout_of(share, folder=life / "index")
-    assert layout.samples == len(wanted)
-    assert pairs_of(layout.rows(np.arange(len(wanted)))) == wanted
-    assert [pair for batch in in_order([layout], 7) for pair in pairs_of(batch)] == wanted
+    assert layout.samples_per_epoch == len(wanted)
+    assert pairs_of(layout.build_samples(np.arange(len(wanted)))) == wanted
+    assert [pair for batch in batches_in_order([layout], 7) for pair in pairs_of(batch)] == wanted
     monkeypatch.setattr(layout_module, "_blocks", lambda *_: pytest.fail("made again"))
     shuffled = layout_of(share, seed=5, folder=life / "index")
-    epochs = [pairs_of(shuffled.rows(np.arange(epoch * len(wanted), (epoch + 1) * len(wanted)))) for epoch in range(2)]
+    epochs = [
+        pairs_of(shuffled.build_samples(np.arange(epoch * len(wanted), (epoch + 1) * len(wanted))))
+        for epoch in range(2)
+    ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(wanted)
     assert epochs[0] != epochs[1]
     assert epochs[0] != wanted
-    batches = Batches([shuffled], [1], Sizes(10))
+    batches = Batches([shuffled], [1], BatchSizes(10))
     assert pairs_of(batches.batch_at(3, slice(2, 5))) == epochs[0][32:35]
     monkeypatch.undo()
-    assert pairs_of(layout_of(share).rows(np.arange(5))) == wanted[:5], "and without a folder"
+    assert pairs_of(layout_of(share).build_samples(np.arange(5))) == wanted[:5], "and without a folder"
 
 
-def test_a_row_leads_back_to_its_document(life: Path) -> None:
+def test_the_document_of_a_row_is_found(life: Path) -> None:
     share = share_of(life)
     layout = layout_of(share, seed=3)
-    samples = np.arange(layout.samples, layout.samples + 40)
-    rows, seen = layout.rows(samples), layout.seen(samples)
+    samples = np.arange(layout.samples_per_epoch, layout.samples_per_epoch + 40)
+    rows, seen = layout.build_samples(samples), layout.find_documents(samples)
     assert seen.rows.tolist() == list(range(40))
     for row, document in enumerate(seen.documents.tolist()):
-        edges = share.store.borders(np.array([document, document + 1]))
+        edges = share.store.document_starts(np.array([document, document + 1]))
         text = " ".join(map(str, share.store.ids[edges[0] : edges[1]].tolist()))
         chunk = [token for token in rows.labels[row].tolist() if token != IGNORED][:-1]
         assert " ".join(map(str, chunk)) in text
@@ -276,23 +279,28 @@ def empty_store(folder: Path) -> TokenStore:
     return open_store(folder / "s")
 
 
-def test_rows_that_cannot_be_trained_on_are_named(tmp_path: Path) -> None:
+def test_unusable_rows_are_an_error(tmp_path: Path) -> None:
     store = empty_store(tmp_path)
     rows = rows_of([list(range(1, 21))], FeaturesConfig(max_length=8, min_length=4, stride=4, pad_zero=True))
     table = foreign(tmp_path / "good", rows)
-    layout = FeatureRows(Features(table), store, length=8, seed=None, vocab=END + 1)
-    assert sorted(pairs_of(layout.rows(np.arange(5)))) == sorted((row["input_ids"], row["labels"]) for row in rows)
-    assert layout.seen(np.arange(5)).documents.tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(TextmillError, match=r"token id 50256, the tokenizer has 50,256 pieces"):
-        FeatureRows(Features(table), store, length=8, seed=None, vocab=END).rows(np.arange(5))
-    with pytest.raises(TextmillError, match=r"row of 8 tokens, train.length is 16; set train.length=8"):
-        FeatureRows(Features(table), store, length=16, seed=None, folder=tmp_path / "index")
+    layout = FeaturesLayout(FeatureRows(table), store, length=8, seed=None, vocab=END + 1)
+    assert sorted(pairs_of(layout.build_samples(np.arange(5)))) == sorted(
+        (row["input_ids"], row["labels"]) for row in rows
+    )
+    assert layout.find_documents(np.arange(5)).documents.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(TextmillError, match=r"token id 50256, but the tokenizer's vocabulary has 50,256 tokens"):
+        FeaturesLayout(FeatureRows(table), store, length=8, seed=None, vocab=END).build_samples(np.arange(5))
+    with pytest.raises(
+        TextmillError,
+        match=r"row of 8 tokens, but train.length is 16; all rows need the same length: set train.length=8",
+    ):
+        FeaturesLayout(FeatureRows(table), store, length=16, seed=None, folder=tmp_path / "index")
     assert [path.name for path in (tmp_path / "index").iterdir()] == ["lock"], "nothing half made is left"
     grouped = foreign(tmp_path / "grouped", [{**row, "labels": row["input_ids"]} for row in rows])
     with pytest.raises(TextmillError, match=r"labels of row 0 are not its next tokens.*train.layout=padded"):
-        FeatureRows(Features(grouped), store, length=8, seed=None)
-    with pytest.raises(TextmillError, match="no rows to learn from"):
-        FeatureRows(Features(Table((), 0, 0)), store, length=8, seed=None)
+        FeaturesLayout(FeatureRows(grouped), store, length=8, seed=None)
+    with pytest.raises(TextmillError, match="no rows to train on"):
+        FeaturesLayout(FeatureRows(Table((), 0, 0)), store, length=8, seed=None)
 
 
 TINY = [
@@ -309,14 +317,14 @@ def test_rows_are_trained_on(life: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "set train.length=16" in capsys.readouterr().err
 
 
-def test_no_rows_made_is_said(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_rows_are_an_error(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = f"tokens.folder={life / 'plain'}"
     assert main(["tokenize", str(life), plain, "tokenizer.vocab=300"]) == 0
     assert main(["train", str(life), plain, *TINY]) == 2
-    assert "holds no rows" in capsys.readouterr().err
+    assert "has no feature rows" in capsys.readouterr().err
 
 
-def test_rows_from_elsewhere_go_through_the_whole_chain(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_rows_through_all_commands(life: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = sorted((life / "tokens" / "features").glob("train-*"))
     (life / "beam").mkdir()
     for number, path in enumerate(paths):
@@ -327,7 +335,7 @@ def test_rows_from_elsewhere_go_through_the_whole_chain(life: Path, capsys: pyte
     assert main(["run", str(life / "beam" / "mine.yaml"), "runner.workers=1", "corpus.split=80,10,10", *TINY]) == 0
     measured = read_json(life / "beam" / "out" / "run" / "evaluation" / "step-0000002-valid.json")
     rows = [row for path in sorted((life / "beam").glob("wikitext-*")) for row in pq.read_table(path).to_pylist()]
-    edges = contiguous([80, 10, 10], len(rows))
+    edges = split_borders([80, 10, 10], len(rows))
     valid = rows[edges[1] : edges[2]]
     assert (measured["documents"], measured["tokens"]) == (
         len(valid),

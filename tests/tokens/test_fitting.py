@@ -1,4 +1,4 @@
-"""fit-tokenizer reads on the runner, gives the same vocabulary for any number of workers, and says what it is worth."""
+"""fit-tokenizer reads on the runner, gives the same vocabulary for any number of workers, and writes a report."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_texts
 from textmill.errors import TextmillError
 from textmill.tokens.tokenize import tokenize
-from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_inner
+from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_tokenizer
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
-from textmill.tokens.vocabulary.training_text import count_words, hash_of, parts_of
+from textmill.tokens.vocabulary.training_text import count_words, find_text_parts, hash_text
 from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")
@@ -45,8 +45,8 @@ def shakespeare() -> list[str]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: " ".join(map(str, settings.values())))
-def test_words_are_counted_as_the_library_cuts_them(settings: dict[str, Any], tiny_texts: Path) -> None:
-    inner = new_inner(config_of(tiny_texts, tiny_texts, **settings).tokenizer)
+def test_words_are_counted_as_the_library_splits_them(settings: dict[str, Any], tiny_texts: Path) -> None:
+    inner = new_tokenizer(config_of(tiny_texts, tiny_texts, **settings).tokenizer)
     texts = [TRICKY, *shakespeare()[:200], *(path.read_text(encoding="utf-8") for path in sorted(tiny_texts.iterdir()))]
     counter, wanted = WordCounter(inner), Counter[str]()
     for text in texts:
@@ -56,7 +56,7 @@ def test_words_are_counted_as_the_library_cuts_them(settings: dict[str, Any], ti
     assert counter.counts() == wanted
 
 
-def test_bpe_is_the_librarys_own(tmp_path: Path) -> None:
+def test_bpe_equals_that_of_the_library(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n\n\n".join(shakespeare()), encoding="utf-8")
     folder = fit_tokenizer(config_of(tmp_path, tmp_path / "a.txt", vocab=900, fit_on="sources"))
     inner = Tokenizer(models.BPE())
@@ -66,14 +66,14 @@ def test_bpe_is_the_librarys_own(tmp_path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     config = config_of(tmp_path, tmp_path / "a.txt", fit_on="sources")
-    inner.train_from_iterator((text for part in parts_of(config) for text in part.texts()), trainer)
+    inner.train_from_iterator((text for part in find_text_parts(config) for text in part.texts()), trainer)
     ours = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     theirs = json.loads(inner.to_str())["model"]
     assert (ours["vocab"], ours["merges"]) == (theirs["vocab"], theirs["merges"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_workers_fits_the_same(kind: str, tiny_texts: Path, tmp_path: Path) -> None:
+def test_any_number_of_workers_gives_the_same_vocabulary(kind: str, tiny_texts: Path, tmp_path: Path) -> None:
     results = []
     for workers in (1, 2):
         config = config_of(tmp_path / str(workers), tiny_texts, workers, kind=kind, fit_sample=0.7)
@@ -87,30 +87,30 @@ def test_any_number_of_workers_fits_the_same(kind: str, tiny_texts: Path, tmp_pa
 
 def test_parts_in_any_order_give_the_same_counts(tiny_texts: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_texts, fit_on="sources")
-    counts = list(count_words(parts_of(config), config))
+    counts = list(count_words(find_text_parts(config), config))
     assert len(counts) == 3
     assert list(merge_counts(counts).items()) == list(merge_counts(counts[::-1]).items())
 
 
-def test_a_sample_is_chosen_by_the_text_alone(tiny_texts: Path, tmp_path: Path) -> None:
+def test_a_sample_depends_on_the_text_only(tiny_texts: Path, tmp_path: Path) -> None:
     (tiny_texts / "plays.txt").write_text(
         "\n\n".join(dict.fromkeys(shakespeare()[0].split("\n\n")[:90])), encoding="utf-8"
     )
     config = config_of(tmp_path, tiny_texts / "plays.txt", kind="unigram", fit_sample=20, fit_on="sources")
-    texts = [text for part in parts_of(config) for text in part.texts()]
+    texts = [text for part in find_text_parts(config) for text in part.texts()]
     chosen = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())[
         :20
     ]
     assert len(texts) == len(set(texts)) == 90
-    counter = WordCounter(new_inner(config.tokenizer))
+    counter = WordCounter(new_tokenizer(config.tokenizer))
     for text in chosen:
         counter.add(text)
-    assert merge_counts(count_words(parts_of(config), config)) == merge_counts([counter.counts()])
-    share = sum(hash_of(f"document {number}") < int(0.3 * 2**64) for number in range(20_000)) / 20_000
+    assert merge_counts(count_words(find_text_parts(config), config)) == merge_counts([counter.counts()])
+    share = sum(hash_text(f"document {number}") < int(0.3 * 2**64) for number in range(20_000)) / 20_000
     assert abs(share - 0.3) < 0.015
 
 
-def test_it_says_what_is_missing_and_what_changed(tiny_texts: Path, tmp_path: Path) -> None:
+def test_missing_corpus_and_changed_settings_are_errors(tiny_texts: Path, tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match=r"no prepared corpus.*tokenizer\.fit_on=sources"):
         fit_tokenizer(config_of(tmp_path, tiny_texts))
     fit_tokenizer(config_of(tmp_path, tiny_texts, fit_on="sources"))
@@ -166,7 +166,7 @@ def test_a_used_tokenizer_is_copied_and_reported(shared_data: Path, tiny_texts: 
     assert report["all"]["by"]["this one"]["tokens"] > 0
 
 
-def test_settings_for_fitting_beside_use_are_warned_of(
+def test_unused_fitting_settings_give_a_warning(
     tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = config_of(tmp_path / "one", tiny_texts)
@@ -175,4 +175,4 @@ def test_settings_for_fitting_beside_use_are_warned_of(
     two = config_of(tmp_path / "two", tiny_texts, use=str(folder), special_tokens=["<usr>"], fit_on="sources")
     assert "no effect" not in capsys.readouterr().err
     fit_tokenizer(two)
-    assert "tokenizer.vocab, tokenizer.special_tokens: no effect, since tokenizer.use=" in capsys.readouterr().err
+    assert "tokenizer.vocab, tokenizer.special_tokens: no effect, because tokenizer.use=" in capsys.readouterr().err

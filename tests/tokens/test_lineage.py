@@ -1,4 +1,4 @@
-"""Every document of a store leads back to its source and id."""
+"""The source and id of every document of a store can be looked up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(path: Path, rows: list[tuple[str, str]], at_a_time: int = 3) -> None:
             lineage.add(list(sources), list(ids))
 
 
-def test_rows_come_back_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "GROUP_ROWS", 10)
     write(tmp_path / "a.parquet", ROWS)
     assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups > 3
@@ -30,11 +30,11 @@ def test_rows_come_back_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for document in (0, 39, 12, 11, 13, 0):
         assert lineage[document] == ROWS[document]
     for outside in (-1, 40):
-        with pytest.raises(IndexError, match="there are 40"):
+        with pytest.raises(IndexError, match="the store has 40"):
             lineage[outside]
 
 
-def test_joined(tmp_path: Path) -> None:
+def test_joined_lineages(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", ROWS[:15])
     write(tmp_path / "b.parquet", [])
     write(tmp_path / "c.parquet", ROWS[15:], at_a_time=40)
@@ -46,7 +46,7 @@ def test_joined(tmp_path: Path) -> None:
     assert len(open_lineage(tmp_path / "b.parquet")) == 0
 
 
-def test_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_writing_is_atomic(tmp_path: Path) -> None:
     with pytest.raises(TypeError), LineageWriter(tmp_path / "a.parquet") as lineage:
         lineage.add(["a"], 1)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Joined stores hold what their parts hold, in order, and only what belongs together is joined."""
+"""Joined stores have all documents of their parts, in order; only matching stores can be joined."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def token_folder(folder: Path, documents: dict[str, list[list[int]]], tokenizer:
     return folder
 
 
-def test_prefixes_join_in_order_and_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefixes_are_joined_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [write(tmp_path / name, rows) for name, rows in (("b", [[1, 2], [3]]), ("a", []), ("c.x", [[], [4, 5, 6]]))]
     assert main(["merge", str(tmp_path / "out" / "all"), f"{parts[0]}.bin", str(parts[1]), f"{parts[2]}.idx"]) == 0
     whole = write(tmp_path / "whole", [[1, 2], [3], [], [4, 5, 6]])
@@ -54,12 +54,12 @@ def test_prefixes_join_in_order_and_are_whole(tmp_path: Path, capsys: pytest.Cap
     assert main(["check", str(tmp_path / "out" / "all")]) == 0
     assert "no checksums" in capsys.readouterr().out
     assert main(["merge", str(tmp_path / "out" / "all"), str(parts[0]), str(parts[1])]) == 2
-    assert "stands there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "out" / "all"), str(parts[0]), str(parts[1]), "--force"]) == 0
     assert open_store(tmp_path / "out" / "all").tokens == 3
 
 
-def test_folders_join_split_by_split(tmp_path: Path) -> None:
+def test_folders_are_joined_split_by_split(tmp_path: Path) -> None:
     one = token_folder(tmp_path / "one", {"train": [[1, 2], [3]], "valid": [[9]], "test": []})
     two = token_folder(tmp_path / "two", {"train": [[4]], "valid": [], "test": [[7, 8]]})
     out = merge(str(tmp_path / "out"), [str(one), str(two)])
@@ -79,23 +79,23 @@ def test_folders_join_split_by_split(tmp_path: Path) -> None:
         merge(str(out), [str(two), str(one)])
 
 
-def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+def test_stores_that_do_not_match_are_an_error(tmp_path: Path) -> None:
     one = token_folder(tmp_path / "one", {"train": [[1]], "valid": [], "test": []})
     other = token_folder(tmp_path / "other", {"train": [[1]], "valid": [], "test": []}, tokenizer="xyz")
-    with pytest.raises(TextmillError, match="another tokenizer than"):
+    with pytest.raises(TextmillError, match="tokenizer differs from"):
         merge(str(tmp_path / "out"), [str(one), str(other)])
-    with pytest.raises(TextmillError, match="join like with like"):
+    with pytest.raises(TextmillError, match="join only folders or only prefixes"):
         merge(str(tmp_path / "out"), [str(one), str(one / "train")])
     wide = write(tmp_path / "wide", [[1]], np.int32)
-    with pytest.raises(TextmillError, match="one dtype"):
+    with pytest.raises(TextmillError, match="the same dtype"):
         merge(str(tmp_path / "out"), [str(one / "train"), str(wide)])
-    with pytest.raises(TextmillError, match="no such file"):
+    with pytest.raises(TextmillError, match="file not found"):
         merge(str(tmp_path / "out"), [str(wide), str(tmp_path / "nowhere")])
     assert main(["merge"]) == main(["merge", "x"]) == main(["merge", "x", "y"]) == 2
     assert not (tmp_path / "out").exists()
 
 
-def test_damage_in_a_long_file_is_placed(tmp_path: Path) -> None:
+def test_damage_in_a_long_file_is_located(tmp_path: Path) -> None:
     path = tmp_path / "long"
     with open(path, "wb") as stream:
         stream.truncate(200 << 20)
@@ -118,9 +118,12 @@ def test_a_changed_manifest_is_found(tmp_path: Path) -> None:
             check(str(out))
 
 
-def test_rows_and_unlike_stores_are_not_joined_in_silence(tmp_path: Path) -> None:
+def test_feature_rows_and_other_settings_are_an_error(tmp_path: Path) -> None:
     folders = [token_folder(tmp_path / name, {"train": [[1]], "valid": [], "test": []}) for name in ("one", "two")]
-    for setting, said in (({"tokens.kind": "features"}, "holds rows"), ({"tokens.append_end": False}, "made alike")):
+    for setting, said in (
+        ({"tokens.kind": "features"}, "contains feature rows"),
+        ({"tokens.append_end": False}, "the same settings"),
+    ):
         manifest = read_json(folders[1] / "manifest.json")
         write_json(folders[1] / "manifest.json", {**manifest, "made_from": setting})
         with pytest.raises(TextmillError, match=said):

@@ -1,4 +1,4 @@
-"""A sentencepiece model opens without that library, and gives the ids that the library gives."""
+"""A sentencepiece model opens without that library and gives the same ids."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_fields_against_the_library(pair: tuple[str, TextTokenizer, Any, Path]) 
     assert [piece.score for piece in model.pieces] == [theirs.get_score(id_) for id_ in range(len(theirs))]
 
 
-def test_damage_is_told_in_a_sentence(pair: tuple[str, TextTokenizer, Any, Path], tmp_path: Path) -> None:
+def test_a_damaged_model_is_an_error(pair: tuple[str, TextTokenizer, Any, Path], tmp_path: Path) -> None:
     raw, path = pair[3].read_bytes(), tmp_path / "m.model"
     dice, refused = random.Random(pair[0]), 0
     for _ in range(60):
@@ -125,7 +125,7 @@ def test_damage_is_told_in_a_sentence(pair: tuple[str, TextTokenizer, Any, Path]
     assert refused > 20
 
 
-def test_other_types_are_refused(lines: list[str], tmp_path: Path) -> None:
+def test_unsupported_models_are_an_error(lines: list[str], tmp_path: Path) -> None:
     for kind in ("word", "char"):
         written = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(

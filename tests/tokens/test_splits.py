@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from textmill.config import CorpusConfig
-from textmill.tokens.splits import contiguous
+from textmill.tokens.splits import split_borders
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ from textmill.tokens.splits import contiguous
     ],
 )
 def test_published_borders(shares: str, count: int, edges: list[int]) -> None:
-    assert contiguous(CorpusConfig(split=shares).split, count) == edges  # type: ignore[arg-type]
+    assert split_borders(CorpusConfig(split=shares).split, count) == edges  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The token store is Megatron's, byte for byte, and refuses what it cannot hold."""
+"""The token store equals Megatron's byte for byte, and raises errors for ids and files it cannot hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from textmill.errors import TextmillError
-from textmill.tokens.index_formats import Format, faults_in_index, index_blocks
+from textmill.tokens.index_formats import IndexFormat, find_index_errors, index_blocks
 from textmill.tokens.store import dtype_for, open_store
 from textmill.tokens.store_writer import StoreWriter
 
@@ -68,23 +68,26 @@ def test_dtype_is_megatrons_choice(vocab: int, dtype: object) -> None:
 
 @pytest.mark.parametrize("token", [65536, 70000, -1, 2**40])
 def test_ids_never_wrap(tmp_path: Path, token: int) -> None:
-    with pytest.raises(TextmillError, match="does not fit uint16"):
+    with pytest.raises(TextmillError, match="does not fit into uint16"):
         write(tmp_path / "a", [[1, token]])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_stores_of_two_dtypes_do_not_join(tmp_path: Path) -> None:
+def test_stores_of_two_dtypes_cannot_be_joined(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1]], np.int32)
-    with pytest.raises(TextmillError, match="one dtype"), StoreWriter(tmp_path / "b", np.dtype(np.uint16)) as writer:
+    with (
+        pytest.raises(TextmillError, match="the same dtype"),
+        StoreWriter(tmp_path / "b", np.dtype(np.uint16)) as writer,
+    ):
         writer.add_store(open_store(tmp_path / "a"))
 
 
-def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_and_other_formats_are_errors(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], [4, 5]])
     index, ids = tmp_path / "a.idx", tmp_path / "a.bin"
     whole, tokens = index.read_bytes(), ids.read_bytes()
     for damaged, said in (
-        (whole[:-1], "cut or damaged"),
+        (whole[:-1], "truncated or damaged"),
         (whole[:20], "not a token index"),
         (b"TNTIDX\0\0" + whole[8:], "dtype code"),
         (b"PK" + whole[2:], "not a token index"),
@@ -95,10 +98,10 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
             open_store(tmp_path / "a")
     index.write_bytes(whole)
     ids.write_bytes(tokens[:-1])
-    with pytest.raises(TextmillError, match="not the index's pair"):
+    with pytest.raises(TextmillError, match="do not belong together"):
         open_store(tmp_path / "a")
     ids.unlink()
-    with pytest.raises(TextmillError, match="no such file"):
+    with pytest.raises(TextmillError, match="file not found"):
         open_store(tmp_path / "a")
 
 
@@ -116,27 +119,30 @@ def add_sentences(writer: StoreWriter, documents: list[list[list[int]]]) -> None
 
 
 @settings(max_examples=60, deadline=None)
-@given(documents=SENTENCES, form=st.sampled_from(["mmap", "lazy"]), data=st.data())
+@given(documents=SENTENCES, index_format=st.sampled_from(["mmap", "lazy"]), data=st.data())
 def test_sentences_of_documents_in_both_formats(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]], form: Format, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[list[int]]],
+    index_format: IndexFormat,
+    data: st.DataObject,
 ) -> None:
     prefix = tmp_path_factory.mktemp("store") / "s"
     cut = data.draw(st.integers(0, len(documents)))
-    with StoreWriter(prefix, np.dtype(np.uint16), form) as writer:
+    with StoreWriter(prefix, np.dtype(np.uint16), index_format) as writer:
         add_sentences(writer, documents[:cut])
         add_sentences(writer, documents[cut:])
     store = open_store(prefix)
     wholes = [[token for sentence in document for token in sentence] for document in documents]
     assert len(store) == len(documents)
     assert store.lengths.tolist() == [len(sentence) for document in documents for sentence in document]
-    assert store.sizes().tolist() == list(map(len, wholes))
-    assert faults_in_index(store.index) == []
+    assert store.document_lengths().tolist() == list(map(len, wholes))
+    assert find_index_errors(store.index) == []
     begin = data.draw(st.integers(0, len(documents)))
     end = data.draw(st.integers(begin, len(documents)))
-    part = store.part(begin, end)
+    part = store.slice(begin, end)
     assert part.ids.tolist() == [token for whole in wholes[begin:end] for token in whole]
-    assert part.sizes().tolist() == [len(whole) for whole in wholes[begin:end]]
-    borders = part.borders(np.arange(end - begin + 1))
+    assert part.document_lengths().tolist() == [len(whole) for whole in wholes[begin:end]]
+    borders = part.document_starts(np.arange(end - begin + 1))
     assert [part.ids[one:other].tolist() for one, other in pairwise(borders.tolist())] == wholes[begin:end]
     with StoreWriter(prefix.with_name("p"), np.dtype(np.uint16)) as writer:
         writer.add_store(part)
@@ -145,7 +151,7 @@ def test_sentences_of_documents_in_both_formats(
     assert np.diff(copied.index.documents).tolist() == [len(document) for document in documents[begin:end]]
 
 
-def test_the_old_format_as_it_is_described(tmp_path: Path) -> None:
+def test_the_old_format_against_its_description(tmp_path: Path) -> None:
     """Three items in two documents, laid out by hand: six words of head, the documents' count, four arrays of int64."""
     words = [1, 8, 2, 3, 3, 3]  # version, uint16's code, its size, items, sizes, entries of the document index
     arrays = [0, 1, 2, 3, 0, 2, 2, 5, 2, 0, 3, 0, 2, 3]
@@ -153,20 +159,20 @@ def test_the_old_format_as_it_is_described(tmp_path: Path) -> None:
         add_sentences(writer, [[[7, 8], []], [[9, 10, 11]]])
     assert (tmp_path / "a.idx").read_bytes() == b"TNTIDX\0\0" + np.array(words + arrays, "<i8").tobytes()
     (tmp_path / "a.idx").write_bytes(b"TNTIDX\0\0" + np.array(words[:5] + arrays[:11], "<i8").tobytes())
-    assert open_store(tmp_path / "a").sizes().tolist() == [2, 0, 3], (
+    assert open_store(tmp_path / "a").document_lengths().tolist() == [2, 0, 3], (
         "without documents, as fairseq writes it, each item is one"
     )
 
 
-def test_an_index_whose_inside_is_wrong_is_found(tmp_path: Path) -> None:
+def test_errors_inside_an_index_are_found(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], [4, 5], [6]])
     whole = (tmp_path / "a.idx").read_bytes()
     for place in range(34 + 4 * 3 + 8, 34 + 12 * 3 - 8):  # the offset in the middle
         (tmp_path / "a.idx").write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
-        assert faults_in_index(open_store(tmp_path / "a").index)
+        assert find_index_errors(open_store(tmp_path / "a").index)
 
 
-def test_more_tokens_than_31_bits_count(tmp_path: Path) -> None:
+def test_more_tokens_than_31_bits(tmp_path: Path) -> None:
     """Three sequences of two thousand million tokens each; the ids are a hole in the file."""
     count = 2_000_000_000
     lengths, documents = np.full(3, count, np.int32), np.arange(1, 4, dtype=np.int64)
@@ -175,5 +181,5 @@ def test_more_tokens_than_31_bits_count(tmp_path: Path) -> None:
         stream.truncate(6 * count)
     store = open_store(tmp_path / "a")
     assert store.tokens == 3 * count
-    assert store.borders(np.arange(4)).tolist() == [0, count, 2 * count, 3 * count]
-    assert store.part(2, 3).ids[-1] == 0
+    assert store.document_starts(np.arange(4)).tolist() == [0, count, 2 * count, 3 * count]
+    assert store.slice(2, 3).ids[-1] == 0

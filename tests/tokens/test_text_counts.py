@@ -1,4 +1,4 @@
-"""Words and bytes counted in Arrow's buffers are those that Python counts in its strings."""
+"""Words and bytes counted in Arrow's buffers equal those counted by Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = st.text(
 )
 
 
-def test_white_space_is_pythons() -> None:
+def test_white_space_equals_that_of_python() -> None:
     assert sorted(LONG_SPACES) == sorted(sign.encode() for sign in SPACES if ord(sign) > 127)
 
 

@@ -1,4 +1,4 @@
-"""The command from end to end: ids as tokenizers gives them, nothing lost, the same bytes however it ran."""
+"""The command tokenize: ids equal those of tokenizers, nothing is lost, the same bytes on every run."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def test_ids_counts_and_lineage(world: Path, append_end: bool, prepend_begin: bo
     assert len(documents("out", "train")) > 20
 
 
-def test_the_older_index_is_written_when_asked(world: Path) -> None:
+def test_the_older_index_format_is_written(world: Path) -> None:
     made(config_of("new"))
     folder = made(config_of("old", index_format="lazy"))
     assert (folder / "train.idx").read_bytes().startswith(b"TNTIDX")
     for split in SPLITS:
         one, other = open_store(folder / split), open_store(Path("new/tokens") / split)
         assert one.ids.tolist() == other.ids.tolist()
-        assert one.sizes().tolist() == other.sizes().tolist()
+        assert one.document_lengths().tolist() == other.document_lengths().tolist()
 
 
 def test_sentences_are_sequences_as_in_megatron(world: Path) -> None:
@@ -130,24 +130,24 @@ def test_sentences_are_sequences_as_in_megatron(world: Path) -> None:
     assert len(wanted) > len(rows)
 
 
-def test_sentences_want_a_corpus_of_sentences(world: Path) -> None:
+def test_sentences_need_a_corpus_of_sentences(world: Path) -> None:
     config = config_of(level="sentence")
     prepare(config)
-    with pytest.raises(TextmillError, match=r"make it anew with corpus\.sentences=split"):
+    with pytest.raises(TextmillError, match=r"prepare it again with corpus\.sentences=split"):
         tokenize(config)
 
 
-def test_same_bytes_however_many_workers_and_pieces(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bytes_for_any_number_of_workers_and_tasks(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = content(made(config_of("one")))
     assert content(made(config_of("three", workers=3))) == whole
-    monkeypatch.setattr(verb, "PIECE", 1)
+    monkeypatch.setattr(verb, "TASK_BYTES", 1)
     assert content(made(config_of("small"))) == whole
 
 
-def test_going_on_after_a_stop(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_after_a_stop(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = content(made(config_of("whole")))
-    monkeypatch.setattr(verb, "PIECE", 1)
-    encode, seen = verb.encode_piece, []
+    monkeypatch.setattr(verb, "TASK_BYTES", 1)
+    encode, seen = verb.encode_task, []
 
     def fail_late(piece: Any) -> Any:
         if len(seen) == 5:
@@ -155,19 +155,17 @@ def test_going_on_after_a_stop(world: Path, monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(piece.prefix.name)
         return encode(piece)
 
-    monkeypatch.setattr(verb, "encode_piece", fail_late)
+    monkeypatch.setattr(verb, "encode_task", fail_late)
     with pytest.raises(TextmillError, match="No space left on device; mend that and run it again"):
         made(config_of("stopped"))
     assert len(list((world / "stopped" / "tokens.part").rglob("*.json"))) == 5 + 1
     again = []
-    monkeypatch.setattr(
-        verb, "encode_piece", lambda piece: (again.append(piece.path("json").exists()), encode(piece))[1]
-    )
+    monkeypatch.setattr(verb, "encode_task", lambda task: (again.append(task.path("json").exists()), encode(task))[1])
     assert content(tokenize(config_of("stopped"))) == whole
     assert again[:6] == [True] * 5 + [False]
 
 
-def test_another_answer_falls_back_to_the_reference(
+def test_a_difference_falls_back_to_the_reference(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("fastokens", reason="no fastokens: pip install fastokens")
@@ -198,7 +196,7 @@ def use_words(folder: Path, words: list[str]) -> str:
     return str(folder)
 
 
-def test_what_cannot_be_encoded_is_quarantined(world: Path) -> None:
+def test_failed_documents_are_quarantined(world: Path) -> None:
     texts = ["a b", "a c b", "b", "\u00ad", "a a", "z"]
     (world / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "max_unreadable": 0.9}
@@ -220,7 +218,7 @@ def test_what_cannot_be_encoded_is_quarantined(world: Path) -> None:
         made(strict)
 
 
-def test_a_document_of_no_tokens_is_quarantined(world: Path) -> None:
+def test_a_document_without_tokens_is_quarantined(world: Path) -> None:
     (world / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a b", " \t ", "b"]))
     setting = {"sources": ["few.jsonl"], "split": [1.0], "rules": [], "max_unreadable": 0.9}
     folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
@@ -232,7 +230,7 @@ def test_a_document_of_no_tokens_is_quarantined(world: Path) -> None:
     assert open_store(folder / "train").ids.tolist() == [1, 2, 0, 2, 0]
 
 
-def test_rates_are_told(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_throughput_is_printed(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(config_of())
     assert " MB/s, " in (
         line := [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenize: ")][-1]

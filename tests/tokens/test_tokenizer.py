@@ -1,4 +1,4 @@
-"""Any text survives the tokenizer, and transformers reads the same ids from its folder."""
+"""Text survives encoding and decoding, and transformers reads the same ids from the folder."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_decode_undoes_encode(tokenizer: TextTokenizer, text: str) -> None:
     st.text(st.characters(codec="utf-8", exclude_characters="\u2581"), max_size=60)
     | st.sampled_from(["<s>", "a</s>b", "<0x41>", "<unk>", *TRICKY])
 )
-def test_unigram_spells_what_it_lacks_in_bytes(unigram: TextTokenizer, text: str) -> None:
+def test_unigram_falls_back_to_bytes(unigram: TextTokenizer, text: str) -> None:
     ids = unigram.encode(text)
     assert unigram.decode(ids) == text
     assert not set(ids) & {unigram.inner.token_to_id(token) for token in ("<unk>", "<s>", "</s>", "<pad>")}
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_real_documents_come_back_whole(shared_data: Path, language: str) -> None:
+def test_real_documents_survive_a_round_trip(shared_data: Path, language: str) -> None:
     documents = texts_of(shared_data, language, 1000)
     paragraphs = [text for document in documents for text in document.split("\n\n")][:2000]
     gpt2 = open_tokenizer(shared_data / "gpt2_bpe")
@@ -134,7 +134,7 @@ def test_text_that_looks_special_is_plain(kind: str) -> None:
     assert not special & set(tokenizer.encode(text))
 
 
-def test_options_cut_words() -> None:
+def test_options_for_splitting_words() -> None:
     def pieces(kind: str, text: str, **settings_: Any) -> list[str]:
         words = fitted(kind, **settings_).inner
         cut = words.pre_tokenizer.pre_tokenize_str(words.normalizer.normalize_str(text) if words.normalizer else text)
@@ -173,7 +173,7 @@ def test_transformers_opens_the_folder(tokenizer: TextTokenizer, tmp_path: Path)
     assert len(theirs) == tokenizer.vocab
 
 
-def test_opened_again_it_is_the_same(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_opens_unchanged(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     for where in (tmp_path, tmp_path / "tokenizer.json"):
         again = open_tokenizer(where)
@@ -206,7 +206,7 @@ def test_berts_own_vocabulary(shared_data: Path, tmp_path: Path) -> None:
     assert (again.cls_token, again.sep_token, again.mask_token, again.eos_token) == ("[CLS]", "[SEP]", "[MASK]", None)
 
 
-def test_names_that_others_gave(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     tree = json.loads(tokenizer.inner.to_str())
     tree["pre_tokenizer"]["add_prefix_space"] = True  # as RoBERTa has it
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
@@ -237,12 +237,12 @@ def test_names_that_others_gave(tokenizer: TextTokenizer, tmp_path: Path) -> Non
      ({"fit_sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
      ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"), ({"end_token": "nothing"}, "tokenizer.end_token")],
 )  # fmt: skip
-def test_what_does_not_fit_together_is_refused(mistake: dict[str, Any], told: str) -> None:
+def test_contradicting_settings_are_an_error(mistake: dict[str, Any], told: str) -> None:
     with pytest.raises(TextmillError, match=re.escape(told)):
         TokenizerConfig.model_validate(mistake)
 
 
-def test_a_vocabulary_smaller_than_the_alphabet_is_refused() -> None:
+def test_a_vocabulary_smaller_than_the_alphabet_is_an_error() -> None:
     texts = ["".join(map(chr, range(0x4E00, 0x4E00 + 400)))] * 3
     for kind in ("wordpiece", "unigram"):
         with pytest.raises(TextmillError, match=r"tokenizer\.vocab: 600 is too small"):
@@ -261,14 +261,14 @@ def test_special_tokens_come_after_the_end() -> None:
     assert [tokenizer.inner.token_to_id(token) for token in (END, "<usr>", "<sys>")] == [0, 1, 2]
 
 
-def test_what_is_no_tokenizer_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TextmillError, match="no tokenizer there"):
+def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TextmillError, match="no tokenizer found"):
         open_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TextmillError, match=r"not a tokenizer\.json"):
         open_tokenizer(tmp_path)
     (tmp_path / "vocab.txt").write_text("just\nwords\n")
-    with pytest.raises(TextmillError, match=r"vocab\.txt: no \[UNK\]"):
+    with pytest.raises(TextmillError, match=r"vocab\.txt: \[UNK\] is missing"):
         open_tokenizer(tmp_path / "vocab.txt")
     (tmp_path / "a-vocab.json").write_text('{"a": 0}')
     (tmp_path / "a-merges.txt").write_text("a b\n")

@@ -1,4 +1,4 @@
-"""A vocabulary on a model that had another: pieces are the same when they spell the same, by the library's own decoding."""
+"""A new vocabulary for a model: tokens with the same bytes keep their vectors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from textmill.config import TokenizerConfig
-from textmill.tokens.vocabulary.token_bytes import spellings_of
+from textmill.tokens.vocabulary.token_bytes import read_token_bytes
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
-from textmill.tokens.vocabulary.transfer import inherited
+from textmill.tokens.vocabulary.transfer import transfer_vocabulary
 
 KINDS = {
     "bpe": TokenizerConfig(vocab=360), "unigram": TokenizerConfig(kind="unigram", vocab=420),
@@ -38,10 +38,10 @@ def permuted(tokenizer: TextTokenizer, folder: Path) -> TextTokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_piece_spells_what_the_library_decodes(kind: str, tiny_texts: Path) -> None:
+def test_token_bytes_equal_the_decoded_text(kind: str, tiny_texts: Path) -> None:
     tokenizer = fitted(KINDS[kind], tiny_texts)
     inner: Tokenizer = tokenizer.inner
-    spelled = spellings_of(tokenizer)
+    spelled = read_token_bytes(tokenizer)
     assert spelled.keys() == set(inner.get_vocab().values())
     before = tokenizer.encode("The mill")
     seen = 0
@@ -58,14 +58,14 @@ def test_a_piece_spells_what_the_library_decodes(kind: str, tiny_texts: Path) ->
 @pytest.mark.parametrize(
     ("old", "new"), [("bpe", "unigram"), ("unigram", "bpe"), ("wordpiece", "bpe"), ("bpe", "wordpiece")]
 )
-def test_kinds_meet_in_what_they_spell(old: str, new: str, tiny_texts: Path, tmp_path: Path) -> None:
+def test_different_kinds_match_by_token_bytes(old: str, new: str, tiny_texts: Path, tmp_path: Path) -> None:
     before, now = fitted(KINDS[old], tiny_texts), fitted(KINDS[new], tiny_texts)
     before.save(tmp_path)
-    heirs = inherited(tmp_path, now, before.vocab)
+    heirs = transfer_vocabulary(tmp_path, now, before.vocab)
     assert heirs.kept is not None
     assert heirs.rows == now.vocab
     assert heirs.kept.keys() | heirs.new.keys() == set(range(now.vocab))
-    old_spelled, new_spelled = spellings_of(before), spellings_of(now)
+    old_spelled, new_spelled = read_token_bytes(before), read_token_bytes(now)
     texts = {id_: old_id for id_, old_id in heirs.kept.items() if not new_spelled[id_].special}
     assert len(texts) > 60
     assert all(new_spelled[id_] == old_spelled[old_id] for id_, old_id in texts.items())
@@ -74,30 +74,30 @@ def test_kinds_meet_in_what_they_spell(old: str, new: str, tiny_texts: Path, tmp
         joined = b"".join(old_spelled[part].data for part in parts)
         if parts != [before.end] and before.unknown is None:
             assert joined.strip() == new_spelled[id_].data.strip()
-    assert f"{len(heirs.kept):,} of {now.vocab:,} pieces keep their vectors, {len(heirs.new):,} new ones" in str(
-        heirs.told
+    assert f"{len(heirs.kept):,} of {now.vocab:,} tokens keep their vectors, {len(heirs.new):,} new ones" in str(
+        heirs.summary
     )
 
 
-def test_the_same_pieces_under_other_ids_all_keep_their_vectors(tiny_texts: Path, tmp_path: Path) -> None:
+def test_the_same_tokens_with_other_ids_keep_their_vectors(tiny_texts: Path, tmp_path: Path) -> None:
     before = fitted(KINDS["bpe"], tiny_texts)
     (tmp_path / "old").mkdir()
     before.save(tmp_path / "old")
     now = permuted(before, tmp_path / "new")
-    heirs = inherited(tmp_path / "old", now, before.vocab)
+    heirs = transfer_vocabulary(tmp_path / "old", now, before.vocab)
     assert heirs.kept == {now.inner.token_to_id(token): id_ for token, id_ in before.inner.get_vocab().items()}
     assert not heirs.new
-    assert inherited(tmp_path / "old", before, 400).kept is None
-    assert inherited(tmp_path / "old", before, 400).rows == 400, "rows that no token has stay"
-    assert inherited(tmp_path / "nowhere", now, 400).kept is None
+    assert transfer_vocabulary(tmp_path / "old", before, 400).kept is None
+    assert transfer_vocabulary(tmp_path / "old", before, 400).rows == 400, "rows that no token has stay"
+    assert transfer_vocabulary(tmp_path / "nowhere", now, 400).kept is None
 
 
-def test_bytes_that_are_no_text_start_from_the_bytes_they_are(tiny_texts: Path, tmp_path: Path) -> None:
+def test_invalid_utf8_tokens_start_from_single_bytes(tiny_texts: Path, tmp_path: Path) -> None:
     """A Korean vocabulary on an English one: pieces that end within a character."""
     english = fit(iter([[(tiny_texts / "english.txt").read_text()]]), TokenizerConfig(vocab=300))
     english.save(tmp_path)
     korean = fit(iter([[(tiny_texts / "korean.txt").read_text(encoding="utf-8")]]), TokenizerConfig(vocab=340))
-    heirs, spelled = inherited(tmp_path, korean, english.vocab), spellings_of(korean)
+    heirs, spelled = transfer_vocabulary(tmp_path, korean, english.vocab), read_token_bytes(korean)
     broken = {
         id_: parts
         for id_, parts in heirs.new.items()

@@ -22,8 +22,8 @@ from textmill.errors import TextmillError
 from textmill.server.app import new_app
 from textmill.server.model_setup import open_service
 from textmill.storage.tensor_files import read_model
-from textmill.tokens.chat_checks import samples_of, show
-from textmill.tokens.store import mask_path, open_store
+from textmill.tokens.chat_checks import example_conversations, print_conversation
+from textmill.tokens.store import loss_mask_path, open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 from textmill.training.loop import train
 
@@ -56,8 +56,8 @@ def test_it_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr()
     assert "sample 1: <|user|>" in said.out
     assert "<|assistant|>{+" in said.out
-    assert "truncated 0.0% (longer than 49), unsupervised 0.0%, over-long 0.0%" in said.out
-    assert f"stop token {END} asked in 100.0%" in said.out
+    assert "truncated 0.0% (longer than 49), without loss 0.0%, over-long 0.0%" in said.out
+    assert f"stop token {END} has loss in 100.0%" in said.out
     assert "no valid split" in said.err
     found = answers(checkpoint)
     assert {question: text for question, (text, _) in found.items()} == PAIRS
@@ -98,13 +98,13 @@ def test_accuracy_stands_beside_the_loss(tmp_path: Path) -> None:
     assert len(valid) == 2
     # Held against transformers: the share of asked tokens that its logits put first.
     model, store = AutoModelForCausalLM.from_pretrained(list_checkpoints(run)[2]), open_store(folder / "valid")
-    assert store.asked is not None
+    assert store.loss_mask is not None
     right = asked = 0
     losses = 0.0
     for number in range(len(store)):
-        begin, end = store.borders(np.array([number, number + 1])).tolist()
+        begin, end = store.document_starts(np.array([number, number + 1])).tolist()
         ids = torch.from_numpy(np.asarray(store.ids[begin:end], np.int64))[None]
-        marks = torch.from_numpy(np.array(store.asked[begin + 1 : end])) > 0
+        marks = torch.from_numpy(np.array(store.loss_mask[begin + 1 : end])) > 0
         with torch.no_grad():
             logits = model(ids).logits[0, :-1][marks]
         labels = ids[0, 1:][marks]
@@ -124,7 +124,7 @@ LONG = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}")
         (
             LONG,
             {"length": 16, "chat": {"truncate": "end"}},
-            "cutting to 16 removes every answer, so nothing is asked; raise train.length (the longest has",
+            "truncating to 16 removes every answer, so no token has loss; raise train.length (the longest has",
         ),
         (list(PAIRS.items()), {"length": 256}, None),
     ],
@@ -152,21 +152,21 @@ def test_all_labels_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert main([command, str(tmp_path / "run.yaml")]) == 0
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
-    assert err.startswith("textmill: nothing is asked: none of 9 conversations has a turn of the assistant")
-    assert "; look at the roles" in err
+    assert err.startswith("textmill: no token has loss: none of 9 conversations has an assistant's turn")
+    assert "; check the roles" in err
 
 
 def test_the_stop_token_is_not_asked(tmp_path: Path) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(tmp_path)
     folder = made(config)
-    ids, path = np.asarray(open_store(folder / "train").ids), mask_path(folder / "train")
+    ids, path = np.asarray(open_store(folder / "train").ids), loss_mask_path(folder / "train")
     mask = np.fromfile(path, np.uint8)
     mask[ids == open_tokenizer(tmp_path / "out" / "tokenizer").end] = 0
     mask.tofile(path)
     with pytest.raises(
         TextmillError,
-        match=r"the stop token <\|endoftext\|> is never asked, so the model would never stop; make the tokens",
+        match=r"the stop token <\|endoftext\|> never has loss, so the model would never stop; make the tokens",
     ):
         train(config)
 
@@ -177,8 +177,8 @@ def test_some_stop_tokens_are_not_asked(tmp_path: Path, capsys: pytest.CaptureFi
     made(config)
     train(config)
     said = capsys.readouterr()
-    assert "in 1 conversations the stop token is not asked" in said.err
-    assert "1 conversations lose their end to train.length=48" in said.err
+    assert "in 1 conversations the stop token has no loss" in said.err
+    assert "1 conversations are truncated at their end to train.length=48" in said.err
     assert "+}[-" in said.out, "the cut is shown"
 
 
@@ -191,9 +191,11 @@ def test_on_a_terminal_the_samples_are_coloured(
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     capsys.readouterr()
-    (pieces,) = samples_of(open_store(folder / "train"), open_tokenizer(tmp_path / "out" / "tokenizer"), 16, "end")
-    show("sample 1", pieces)
-    assert [kind for kind, _ in pieces] == ["not asked", "asked", "cut"]
+    (pieces,) = example_conversations(
+        open_store(folder / "train"), open_tokenizer(tmp_path / "out" / "tokenizer"), 16, "end"
+    )
+    print_conversation("sample 1", pieces)
+    assert [kind for kind, _ in pieces] == ["no loss", "loss", "truncated"]
     assert (
         "".join(text for _, text in pieces)
         == "<|user|>tell me" + END + "<|assistant|>" + ("a tale that never ends and " * 20).strip() + END
@@ -235,7 +237,10 @@ def test_conversations_trained_on_as_plain_text_are_warned_of(
     config = config_of(tmp_path, train={"layout": "packed"})
     made(config)
     train(config)
-    assert "train.layout=packed asks every token, questions too; set train.layout=chat" in capsys.readouterr().err
+    assert (
+        "train.layout=packed has loss on every token, questions included; set train.layout=chat"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +269,7 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
     made(config)
     checkpoint = list_checkpoints(train(config))[2]
     assert (
-        "3 new tokens get vectors, each the mean of the pieces its text was made of: <|system|>, <|user|>"
+        "3 new tokens get vectors, each the mean of the old tokens of its text: <|system|>, <|user|>"
         in capsys.readouterr().out
     )
     old, new = AutoTokenizer.from_pretrained(pretrained), AutoTokenizer.from_pretrained(checkpoint)
@@ -295,5 +300,5 @@ def test_another_vocabulary_is_warned_of(
     made(config)
     train(config)
     said = capsys.readouterr().err
-    assert f"another tokenizer than that of {pretrained}" in said
-    assert f"the model's own is had with tokenizer.use={pretrained}" in said
+    assert f"the tokenizer is not that of {pretrained}" in said
+    assert f"to use the model's own tokenizer, set tokenizer.use={pretrained}" in said

@@ -15,7 +15,7 @@ from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import build_config
 from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import open_splits
@@ -30,14 +30,14 @@ class Laid:
     """A store of so many samples."""
 
     def __init__(self, samples: int) -> None:
-        self.samples = samples
+        self.samples_per_epoch = samples
 
 
 def planned(length: int = 10, stores: tuple[int, ...] = (50,), **settings: Any) -> RunLength:
     section = TrainConfig(**{"batch": 8, "warmup": 0, **settings})
     layouts: Any = [Laid(samples) for samples in stores]
     return plan_run_length(
-        section, Batches(layouts, [1.0] * len(stores), Sizes(section.batch, section.batch_rampup)), length
+        section, Batches(layouts, [1.0] * len(stores), BatchSizes(section.batch, section.batch_rampup)), length
     )
 
 
@@ -155,7 +155,7 @@ def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(
     train(twice)
     train(once)
     assert numbers_of(once.folder_of("train")) == numbers_of(twice.folder_of("train"))
-    epoch = open_batches(once.train, open_splits(once), length=32, folder=None).layouts[0].samples
+    epoch = open_batches(once.train, open_splits(once), length=32, folder=None).layouts[0].samples_per_epoch
     sizes = [
         8,
         8,

@@ -58,13 +58,13 @@ def test_another_tokenizer_and_more_positions(
 ) -> None:
     after = trained(tiny_texts.parent / "out", given, tiny_texts, 2 * POSITIONS - 1)
     said = capsys.readouterr()
-    assert f"another tokenizer than that of {given}: " in said.err
+    assert f"the tokenizer is not that of {given}: " in said.err
     assert f"train: {2 * POSITIONS - 1} positions instead of {POSITIONS}: interpolated" in said.out
     old_net, new_net = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (given, after))
     old, new = (AutoTokenizer.from_pretrained(folder) for folder in (given, after))
     assert new_net.config.vocab_size == len(new) == 340
     assert new_net.config.eos_token_id == new.eos_token_id
-    assert f"{len(old.get_vocab().keys() & new.get_vocab().keys()):,} of 340 pieces keep their vectors" in said.err
+    assert f"{len(old.get_vocab().keys() & new.get_vocab().keys()):,} of 340 tokens keep their vectors" in said.err
     # With every other of the interpolated positions the new net is the old one: the same texts, the same logits of all shared pieces.
     shared = sorted(old.get_vocab().keys() & new.get_vocab().keys())
     before, now = (torch.tensor(tokenizer.convert_tokens_to_ids(shared)) for tokenizer in (old, new))

@@ -8,16 +8,16 @@ from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoint
 from textmill.config import STAGE_FOLDERS
 from textmill.errors import TextmillError
 from textmill.storage.stages import MANIFEST, find_stage_damage
-from textmill.tokens.index_formats import faults_in_index
-from textmill.tokens.store import open_store, paths_of, prefix_of
+from textmill.tokens.index_formats import find_index_errors
+from textmill.tokens.store import open_store, store_paths, store_prefix
 from textmill.where import open_where
 
 
 def check(where: str, settings: list[str] | None = None) -> list[Path]:
     """Check a stage's folder, a checkpoint, a run, a project, or all that a config has written; return what was checked."""
     root = Path(where)
-    if not root.is_dir() and paths_of(prefix_of(root))[0].is_file():
-        return _check_store(prefix_of(root))
+    if not root.is_dir() and store_paths(store_prefix(root))[0].is_file():
+        return _check_store(store_prefix(root))
     if root.is_dir():
         folders = [root, *(root / name for name in STAGE_FOLDERS.values())]
     else:
@@ -41,7 +41,7 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
 
 def _check_store(prefix: Path) -> list[Path]:
     """A store without a manifest has no checksums: only whether its two files agree can be checked."""
-    faults = faults_in_index(open_store(prefix).index)
+    faults = find_index_errors(open_store(prefix).index)
     if faults:
         raise TextmillError(f"{prefix}: {'; '.join(faults)}")
     print(

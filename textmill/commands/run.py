@@ -84,7 +84,7 @@ def _headline(number: int, text: str) -> None:
 
 
 def _has_tokens(config: RunConfig, split: str) -> bool:
-    if open_splits(config).of(split):
+    if open_splits(config).stores(split):
         return True
     print(
         f"the {split} split is empty, so there is nothing to evaluate on; give it more text or a larger part of corpus.split"

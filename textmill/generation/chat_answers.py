@@ -11,7 +11,7 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
-from textmill.tokens.chat_template import TalkTemplate, open_template
+from textmill.tokens.chat_template import ChatTemplate, open_template
 from textmill.tokens.splits import Splits, open_splits
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ QUESTIONS = 3
 """Conversations taken from the valid split if there is no prompt."""
 
 
-def open_chat_model(config: RunConfig, step: StepChoice) -> tuple[Checkpoint, TalkTemplate]:
+def open_chat_model(config: RunConfig, step: StepChoice) -> tuple[Checkpoint, ChatTemplate]:
     """Return the checkpoint that a config names, and its chat template."""
     checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
     template = open_template(checkpoint.tokenizer)
@@ -48,13 +48,13 @@ def answer(config: RunConfig, step: StepChoice = "latest") -> list[str]:
     return texts
 
 
-def render_question(template: TalkTemplate, question: str) -> list[int]:
+def render_question(template: ChatTemplate, question: str) -> list[int]:
     """Return the token ids of a question and the start of its answer."""
     return template.render([{"role": "user", "content": question}], add_generation_prompt=True)
 
 
 def answer_all(
-    generator: Generator, template: TalkTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig
+    generator: Generator, template: ChatTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig
 ) -> list[Sample]:  # fmt: skip
     """Answer each question; `names` become the samples' prompts. The seed counts up from question to question."""
     settings = [
@@ -68,10 +68,14 @@ def answer_all(
 
 def read_questions(splits: Splits) -> Iterator[list[int]]:
     """Yield the first conversations of the valid split, or of the train split, each up to its first answer."""
-    stores = [store for split in ("valid", "train") for store in splits.of(split) if store.asked is not None][:1]
+    stores = [store for split in ("valid", "train") for store in splits.stores(split) if store.loss_mask is not None][
+        :1
+    ]
     for store in stores:
         for place in range(min(QUESTIONS, len(store))):
-            begin, end = store.borders(np.array([place, place + 1])).tolist()
-            answered = np.flatnonzero(store.asked[begin:end]) if store.asked is not None else np.zeros(0, np.int64)
+            begin, end = store.document_starts(np.array([place, place + 1])).tolist()
+            answered = (
+                np.flatnonzero(store.loss_mask[begin:end]) if store.loss_mask is not None else np.zeros(0, np.int64)
+            )
             if len(answered):
                 yield np.asarray(store.ids[begin : begin + int(answered[0])]).tolist()

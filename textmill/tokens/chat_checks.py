@@ -1,4 +1,4 @@
-"""Before the first step of a chat run: what is asked, what is cut, whether the stop token is learned; what cannot work is refused here."""
+"""Checks before the first step of a chat run: loss tokens, truncation, stop tokens, overlap of train and valid."""
 
 from __future__ import annotations
 
@@ -18,119 +18,142 @@ from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 BLOCK = 1 << 13
-"""Conversations that are looked at together."""
-SHOWN, CHARACTERS = 3, 600
-ASKED, UNASKED, CUT = "asked", "not asked", "cut"
-STYLES = {ASKED: "bold green", UNASKED: "dim", CUT: "red strike"}
-MARKS = {ASKED: ("{+", "+}"), UNASKED: ("", ""), CUT: ("[-", "-]")}
-MANY, SOME = 0.1, 0.01
-"""Shares above which cut conversations, and those that ask nothing, are warned of."""
+"""Conversations processed at a time."""
+EXAMPLES, MAX_CHARACTERS = 3, 600
+"""How many conversations are printed, and how many characters of each part."""
+LOSS, NO_LOSS, TRUNCATED = "loss", "no loss", "truncated"
+STYLES = {LOSS: "bold green", NO_LOSS: "dim", TRUNCATED: "red strike"}
+MARKERS = {LOSS: ("{+", "+}"), NO_LOSS: ("", ""), TRUNCATED: ("[-", "-]")}
+WARN_TRUNCATED, WARN_WITHOUT_LOSS = 0.1, 0.01
+"""Fractions of conversations above which a warning is printed."""
 
-Piece = tuple[str, str]
-"""Whether it is asked, not asked or cut; and its text."""
+TextSpan = tuple[str, str]
+"""LOSS, NO_LOSS or TRUNCATED; and the text."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What conversations are when they are laid out, summed over some of them."""
+class ChatCounts:
+    """Counts over conversations, with samples of a given length."""
 
     conversations: int = 0
     tokens: int = 0
-    asked: int = 0
-    """Tokens that bear loss, before anything is cut."""
-    left: int = 0
-    """Those of them that are left after cutting."""
-    cut: int = 0
+    loss_tokens: int = 0
+    """Tokens with loss before truncation."""
+    kept_loss_tokens: int = 0
+    """Tokens with loss after truncation."""
+    truncated: int = 0
     """Conversations longer than a sample."""
     over_long: int = 0
-    """Conversations whose answers alone do not fit."""
-    silent: int = 0
-    """Conversations of which nothing is asked."""
-    answering: int = 0
-    """Conversations with an answer before cutting."""
-    stopping: int = 0
-    """Conversations in which the stop token is asked."""
+    """Conversations whose answers alone do not fit into a sample."""
+    without_loss: int = 0
+    """Conversations without loss tokens after truncation."""
+    with_answer: int = 0
+    """Conversations with loss tokens before truncation."""
+    with_stop: int = 0
+    """Conversations in which a stop token has loss."""
     longest: int = 0
+    """Tokens of the longest conversation."""
 
-    def __add__(self, other: Facts) -> Facts:
-        sums = Facts(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: ChatCounts) -> ChatCounts:
+        sums = ChatCounts(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
         return replace(sums, longest=max(self.longest, other.longest))
 
 
-def preflight(train: TrainConfig, data: Splits, length: int, vectors: int) -> None:
-    """Show three conversations, say what share is asked and cut, and refuse what would be found out days later; plain text passes."""
-    stores = data.of("train")
-    if not data.of("valid"):
+def check_training_data(train: TrainConfig, data: Splits, length: int, vectors: int) -> None:
+    """Print examples and counts of chat data; raise an error where training could not work.
+
+    Plain text gets warnings only. `vectors`: rows of the model's token embedding.
+    """
+    stores = data.stores("train")
+    if not data.stores("valid"):
         warn(
-            "there is no valid split, so nothing will tell when to stop or which step is best; give it a share in corpus.split"
+            "there is no valid split, so overfitting cannot be noticed and no step is the best; "
+            "give it a fraction in corpus.split"
         )
     if train.layout != "chat":
-        if any(store.asked is not None for store in stores):
+        if any(store.loss_mask is not None for store in stores):
             warn(
-                f"the tokens are conversations, and train.layout={train.layout} asks every token, questions too; set train.layout=chat"
+                f"the tokens are conversations, but train.layout={train.layout} has loss on every token, "
+                f"questions included; set train.layout=chat"
             )
         return
     tokenizer = data.tokenizer
-    _check_tokens(tokenizer, vectors)
-    facts = sum((measure(store, length, train.chat.truncate, tokenizer.end) for store in stores), Facts())
+    _check_special_tokens(tokenizer, vectors)
+    counts = sum(
+        (count_conversations(store, length, train.chat.truncate, tokenizer.end) for store in stores), ChatCounts()
+    )
     for store in stores[:1]:
-        for number, pieces in enumerate(samples_of(store, tokenizer, length, train.chat.truncate), 1):
-            show(f"sample {number}", pieces)
-    print(_spoken(facts, length, tokenizer), flush=True)
-    _refuse(facts, train, length, tokenizer)
-    _warn(facts, train, length)
-    _check_apart(stores, data.of("valid"))
+        for number, spans in enumerate(example_conversations(store, tokenizer, length, train.chat.truncate), 1):
+            print_conversation(f"sample {number}", spans)
+    print(_format_counts(counts, length, tokenizer), flush=True)
+    _check_counts(counts, train, length, tokenizer)
+    _warn_about_counts(counts, train, length)
+    _check_overlap(stores, data.stores("valid"))
 
 
-def measure(store: TokenStore, length: int, cut: str, stop: int) -> Facts:
-    """The facts of a store's conversations in samples of `length`."""
-    facts = Facts()
-    for begin in range(0, len(store) if store.asked is not None else 0, BLOCK):
-        edges = store.borders(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
-        asked = np.asarray(store.asked[edges[0] : edges[-1]]) > 0 if store.asked is not None else np.zeros(0, np.bool_)
-        stops = asked & (np.asarray(store.ids[edges[0] : edges[-1]]) == stop)
-        before, stops_before = (np.concatenate([[0], np.cumsum(one)]) for one in (asked, stops))
+def count_conversations(store: TokenStore, length: int, truncate: str, stop: int) -> ChatCounts:
+    """The counts of a store in samples of `length` tokens; `stop` is the id of the stop token."""
+    counts = ChatCounts()
+    for begin in range(0, len(store) if store.loss_mask is not None else 0, BLOCK):
+        edges = store.document_starts(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
+        block = slice(edges[0], edges[-1])
+        loss = np.asarray(store.loss_mask[block]) > 0 if store.loss_mask is not None else np.zeros(0, np.bool_)
+        stops = loss & (np.asarray(store.ids[block]) == stop)
+        loss_before, stops_before = (np.concatenate([[0], np.cumsum(one)]) for one in (loss, stops))
         firsts, lasts = edges[:-1] - edges[0], edges[1:] - edges[0]
-        first, last = kept_of(firsts, lasts, length, cut)
-        whole, left = before[lasts] - before[firsts], before[last] - before[first]
-        sizes = lasts - firsts
-        facts += Facts(
-            len(sizes), int(sizes.sum()), int(whole.sum()), int(left.sum()), int((sizes > length + 1).sum()), int((whole > length).sum()),
-            int((left == 0).sum()), int((whole > 0).sum()), int((stops_before[last] > stops_before[first]).sum()), int(sizes.max()),
-        )  # fmt: skip
-    return facts
+        first, last = kept_range(firsts, lasts, length, truncate)
+        loss_tokens, kept = loss_before[lasts] - loss_before[firsts], loss_before[last] - loss_before[first]
+        lengths = lasts - firsts
+        counts += ChatCounts(
+            conversations=len(lengths),
+            tokens=int(lengths.sum()),
+            loss_tokens=int(loss_tokens.sum()),
+            kept_loss_tokens=int(kept.sum()),
+            truncated=int((lengths > length + 1).sum()),
+            over_long=int((loss_tokens > length).sum()),
+            without_loss=int((kept == 0).sum()),
+            with_answer=int((loss_tokens > 0).sum()),
+            with_stop=int((stops_before[last] > stops_before[first]).sum()),
+            longest=int(lengths.max()),
+        )
+    return counts
 
 
-def kept_of(
-    firsts: NDArray[np.int64], lasts: NDArray[np.int64], length: int, cut: str
+def kept_range(
+    firsts: NDArray[np.int64], lasts: NDArray[np.int64], length: int, truncate: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:  # fmt: skip
-    """The tokens of each conversation that a sample can ask: all but its first, or what cutting leaves of them."""
-    if cut == "start":
+    """The range of labels left after truncation; the first token of a conversation is never a label."""
+    if truncate == "start":
         return np.maximum(firsts + 1, lasts - length), lasts
     return np.minimum(firsts + 1, lasts), np.minimum(lasts, firsts + 1 + length)
 
 
-def samples_of(store: TokenStore, tokenizer: TextTokenizer, length: int, cut: str) -> Iterator[list[Piece]]:
-    """A few conversations in pieces; the last is one that is cut, where there is such."""
-    places = list(dict.fromkeys(len(store) * number // SHOWN for number in range(SHOWN)))
-    if len(long := np.flatnonzero(store.sizes() > length + 1)) and not set(places) & set(long.tolist()):
-        places[-1] = int(long[0])
-    for place in places if len(store) and store.asked is not None else []:
-        begin, end = store.borders(np.array([place, place + 1])).tolist()
-        first, last = (int(edge[0]) for edge in kept_of(np.array([begin]), np.array([end]), length, cut))
-        ids, asked = store.ids[begin:end].tolist(), store.asked[begin:end].tolist() if store.asked is not None else []
+def example_conversations(
+    store: TokenStore, tokenizer: TextTokenizer, length: int, truncate: str
+) -> Iterator[list[TextSpan]]:
+    """A few conversations as text spans; the last one is truncated if any is."""
+    numbers = list(dict.fromkeys(len(store) * number // EXAMPLES for number in range(EXAMPLES)))
+    too_long = np.flatnonzero(store.document_lengths() > length + 1)
+    if len(too_long) and not set(numbers) & set(too_long.tolist()):
+        numbers[-1] = int(too_long[0])
+    for number in numbers if len(store) and store.loss_mask is not None else []:
+        begin, end = store.document_starts(np.array([number, number + 1])).tolist()
+        first, last = (int(edge[0]) for edge in kept_range(np.array([begin]), np.array([end]), length, truncate))
+        ids = store.ids[begin:end].tolist()
+        loss_mask = store.loss_mask[begin:end].tolist() if store.loss_mask is not None else []
         kinds = [
-            CUT if not first - 1 <= begin + at < last else ASKED if mark else UNASKED for at, mark in enumerate(asked)
+            TRUNCATED if not first - 1 <= begin + position < last else LOSS if loss else NO_LOSS
+            for position, loss in enumerate(loss_mask)
         ]
         runs = groupby(zip(kinds, ids, strict=True), key=lambda pair: pair[0])
         yield [(kind, tokenizer.decode(id_ for _, id_ in run)) for kind, run in runs]
 
 
-def show(name: str, pieces: list[Piece]) -> None:
-    """One conversation, coloured on a terminal, marked elsewhere: {+asked+}, [-cut-]."""
-    short = [(kind, _shortened(text.replace("\n", "\\n"))) for kind, text in pieces]
+def print_conversation(name: str, spans: list[TextSpan]) -> None:
+    """Print one conversation: in colour on a terminal, else with markers: {+loss+}, [-truncated-]."""
+    short = [(kind, _shorten(text.replace("\n", "\\n"))) for kind, text in spans]
     if not sys.stdout.isatty():
-        print(f"{name}: {''.join(text.join(MARKS[kind]) for kind, text in short)}")
+        print(f"{name}: {''.join(text.join(MARKERS[kind]) for kind, text in short)}")
         return
     from rich.console import Console
     from rich.text import Text
@@ -140,76 +163,88 @@ def show(name: str, pieces: list[Piece]) -> None:
     )
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS // 2]} ... {text[-CHARACTERS // 2 :]}"
+def _shorten(text: str) -> str:
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
-def _spoken(facts: Facts, length: int, tokenizer: TextTokenizer) -> str:
-    count = max(1, facts.conversations)
+def _format_counts(counts: ChatCounts, length: int, tokenizer: TextTokenizer) -> str:
+    total = max(1, counts.conversations)
     stop = tokenizer.inner.id_to_token(tokenizer.end)
     return (
-        f"chat: {facts.conversations:,} conversations, {facts.tokens:,} tokens, {facts.left / max(1, facts.tokens):.1%} asked; "
-        f"truncated {facts.cut / count:.1%} (longer than {length + 1:,}), unsupervised {facts.silent / count:.1%}, "
-        f"over-long {facts.over_long / count:.1%} (answers alone do not fit); stop token {stop} asked in {facts.stopping / count:.1%}"
+        f"chat: {counts.conversations:,} conversations, {counts.tokens:,} tokens, "
+        f"{counts.kept_loss_tokens / max(1, counts.tokens):.1%} with loss; "
+        f"truncated {counts.truncated / total:.1%} (longer than {length + 1:,}), "
+        f"without loss {counts.without_loss / total:.1%}, "
+        f"over-long {counts.over_long / total:.1%} (answers alone do not fit); "
+        f"stop token {stop} has loss in {counts.with_stop / total:.1%}"
     )
 
 
-def _check_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
+def _check_special_tokens(tokenizer: TextTokenizer, vectors: int) -> None:
     if tokenizer.chat is None:
         raise TextmillError(
-            "tokenizer.chat: the tokenizer has no chat template; set tokenizer.chat=default and make tokenizer and tokens anew"
+            "tokenizer.chat: the tokenizer has no chat template; set tokenizer.chat=default, then run: "
+            "textmill fit-tokenizer --force and textmill tokenize --force"
         )
     ids = {token: tokenizer.inner.token_to_id(token) for token in tokenizer.chat.tokens}
-    if bare := [token for token, id_ in ids.items() if id_ is None or id_ >= vectors]:
+    if missing := [token for token, id_ in ids.items() if id_ is None or id_ >= vectors]:
         raise TextmillError(
-            f"the model has {vectors:,} vectors and none for {', '.join(bare)}; start from weights with model.init_from"
+            f"the model has {vectors:,} token vectors and none for {', '.join(missing)}; "
+            f"start from a model's weights with model.init_from"
         )
     if tokenizer.inner.token_to_id(tokenizer.chat.stop) != tokenizer.end:
         end = tokenizer.inner.id_to_token(tokenizer.end)
         raise TextmillError(
-            f"the chat template stops with {tokenizer.chat.stop}, the tokenizer ends with {end}; make the tokenizer anew"
+            f"the stop token of the chat template is {tokenizer.chat.stop}, "
+            f"but the tokenizer's end-of-text token is {end}; "
+            f"make the tokenizer again with: textmill fit-tokenizer --force"
         )
 
 
-def _refuse(facts: Facts, train: TrainConfig, length: int, tokenizer: TextTokenizer) -> None:
-    if not facts.asked:
+def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer: TextTokenizer) -> None:
+    if not counts.loss_tokens:
         raise TextmillError(
-            f"nothing is asked: none of {facts.conversations:,} conversations has a turn of the assistant, or all of it is masked; "
-            f"look at the roles in the sources and at corpus.chat, and make the tokens anew"
+            f"no token has loss: none of {counts.conversations:,} conversations has an assistant's turn that is not "
+            f"masked; check the roles in the sources and corpus.chat, then run: textmill tokenize --force"
         )
-    mend = f"raise train.length (the longest has {facts.longest:,} tokens)" + (
+    fix = f"raise train.length (the longest has {counts.longest:,} tokens)" + (
         "" if train.chat.truncate == "start" else ", or set train.chat.truncate=start"
     )
-    if not facts.left:
-        raise TextmillError(f"train.length: cutting to {length:,} removes every answer, so nothing is asked; {mend}")
-    if not facts.stopping:
+    if not counts.kept_loss_tokens:
+        raise TextmillError(f"train.length: truncating to {length:,} removes every answer, so no token has loss; {fix}")
+    if not counts.with_stop:
         stop = tokenizer.inner.id_to_token(tokenizer.end)
-        if facts.cut:
+        if counts.truncated:
             raise TextmillError(
-                f"train.length: cutting to {length:,} removes every stop token, so the model would never stop; {mend}"
+                f"train.length: truncating to {length:,} removes every stop token, so the model would never stop; {fix}"
             )
         raise TextmillError(
-            f"the stop token {stop} is never asked, so the model would never stop; make the tokens anew with: textmill tokenize --force"
+            f"the stop token {stop} never has loss, so the model would never stop; "
+            f"make the tokens again with: textmill tokenize --force"
         )
 
 
-def _warn(facts: Facts, train: TrainConfig, length: int) -> None:
-    if facts.cut > MANY * facts.conversations:
+def _warn_about_counts(counts: ChatCounts, train: TrainConfig, length: int) -> None:
+    if counts.truncated > WARN_TRUNCATED * counts.conversations:
         warn(
-            f"{facts.cut:,} conversations lose their {train.chat.truncate} to train.length={length:,}; the longest has {facts.longest:,} tokens"
+            f"{counts.truncated:,} conversations are truncated at their {train.chat.truncate} to train.length={length:,}; "
+            f"the longest has {counts.longest:,} tokens"
         )
-    if facts.silent > SOME * facts.conversations:
+    if counts.without_loss > WARN_WITHOUT_LOSS * counts.conversations:
         warn(
-            f"{facts.silent:,} conversations ask nothing and teach nothing; look for turns without an answer, or raise train.length"
+            f"{counts.without_loss:,} conversations have no loss tokens, so nothing is learned from them; "
+            f"look for conversations without an answer, or raise train.length"
         )
-    if (endless := facts.answering - facts.stopping) > SOME * facts.answering:
+    if (without_stop := counts.with_answer - counts.with_stop) > WARN_WITHOUT_LOSS * counts.with_answer:
         warn(
-            f"in {endless:,} conversations the stop token is not asked, so the model may not learn to stop; raise train.length"
+            f"in {without_stop:,} conversations the stop token has no loss, so the model may not learn to stop; "
+            f"raise train.length"
         )
 
 
-def _check_apart(train: list[TokenStore], valid: list[TokenStore]) -> None:
-    """A valid split that was trained on measures memory; half of it is no accident."""
+def _check_overlap(train: list[TokenStore], valid: list[TokenStore]) -> None:
+    """Warn of valid conversations that are in train too; raise an error if it is half of them or more."""
     digests = {digest for store in valid for digest in _digests(store)}
     if not digests:
         return
@@ -217,17 +252,17 @@ def _check_apart(train: list[TokenStore], valid: list[TokenStore]) -> None:
     if 2 * both >= len(digests):
         raise TextmillError(
             f"{both:,} of {len(digests):,} valid conversations are in train too, so the valid loss would mean nothing; "
-            f"set corpus.dedup=exact, and take copies out of corpus.source_splits and tokens.use"
+            f"set corpus.dedup=exact, and remove duplicates from corpus.source_splits and tokens.use"
         )
     if both:
         warn(
-            f"{both:,} of {len(digests):,} valid conversations are in train too; set corpus.dedup=exact to keep them apart"
+            f"{both:,} of {len(digests):,} valid conversations are in train too; set corpus.dedup=exact to prevent that"
         )
 
 
 def _digests(store: TokenStore) -> Iterator[bytes]:
     for begin in range(0, len(store), BLOCK):
-        edges = store.borders(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
+        edges = store.document_starts(np.arange(begin, min(begin + BLOCK, len(store)) + 1, dtype=np.int64))
         ids = np.ascontiguousarray(store.ids[edges[0] : edges[-1]]).astype(np.int32)
         edges = edges - edges[0]
         for first, last in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Rows of one length in Parquet, cut from the token stores by the rule of jax-lm-training, readable with datasets."""
+"""Cuts token stores into feature rows of one length, by the rule of jax-lm-training, and writes Parquet files."""
 
 from __future__ import annotations
 
@@ -18,76 +18,81 @@ from textmill.corpus.document import SPLITS
 from textmill.runners import open_runner
 from textmill.storage.files import atomic_writer, manifest_entry
 from textmill.storage.progress import progress
-from textmill.tokens.batches.layout import gathered
+from textmill.tokens.batches.layout import gather_ranges
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 FOLDER = "features"
-"""Where the rows stand, inside the tokens folder."""
+"""The subfolder of the tokens folder with the Parquet files."""
 SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int64())), ("attention_mask", pa.list_(pa.float32())), ("labels", pa.list_(pa.int64()))]
 )
-SHARD = 1 << 22
-"""Tokens of a store, about, whose rows make a file."""
-CELLS = 1 << 20
-"""Tokens of rows made at a time, and in a row group."""
+FILE_TOKENS = 1 << 22
+"""About how many tokens of a store go into one file."""
+ROW_GROUP_TOKENS = 1 << 20
+"""Tokens of rows in one Parquet row group; rows are built one row group at a time."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Stretches of documents, in their order."""
+    """Ranges of documents, in the order of the documents."""
 
     documents: NDArray[np.int64]
-    """The document that each is of."""
+    """The document of each chunk."""
     starts: NDArray[np.int64]
-    """Where it begins in the document."""
+    """Where the chunk starts in its document."""
     counts: NDArray[np.int64]
-    """Its tokens."""
+    """How many tokens the chunk has."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of documents, and the file that comes of it."""
+class FeatureFile:
+    """A task for one worker: consecutive documents, and the file that their rows are written to."""
 
     prefix: Path
     first: int
     end: int
     path: Path
     rule: FeaturesConfig
-    closed: bool
-    """Whether each document of the store ends with an end-of-text token, which is not a part of it here."""
+    has_end_token: bool
+    """Whether each document of the store ends with an end-of-text token, which is left out of the rows."""
     special: int
-    """The token at both ends of a row."""
+    """The token at the start and at the end of each row."""
 
 
-def rows_in(sizes: NDArray[Any], rule: FeaturesConfig) -> NDArray[np.int64]:
-    """Rows that documents of these sizes give: a chunk every `stride` tokens, as long as enough tokens are left for one."""
-    starts, long_enough = (
-        -(-amount // rule.stride) for amount in (sizes, sizes - (rule.min_length - rule.reserved_tokens))
+def count_feature_rows(lengths: NDArray[Any], rule: FeaturesConfig) -> NDArray[np.int64]:
+    """How many rows documents of these lengths give: one every `stride` tokens while enough tokens are left."""
+    starts, starts_with_enough = (
+        -(-tokens // rule.stride) for tokens in (lengths, lengths - (rule.min_length - rule.reserved_tokens))
     )
-    many: NDArray[np.int64] = np.maximum(np.minimum(starts, long_enough), 0).astype(np.int64)
-    return many
+    rows: NDArray[np.int64] = np.maximum(np.minimum(starts, starts_with_enough), 0).astype(np.int64)
+    return rows
 
 
-def chunks_of(sizes: NDArray[Any], rule: FeaturesConfig) -> Chunks:
-    """The chunks of documents of these sizes."""
-    many = rows_in(sizes, rule)
-    documents = np.repeat(np.arange(len(sizes), dtype=np.int64), many)
-    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(many) - many, many)) * rule.stride
-    return Chunks(documents, starts, np.minimum(sizes[documents] - starts, rule.max_length - rule.reserved_tokens + 1))
+def cut_chunks(lengths: NDArray[Any], rule: FeaturesConfig) -> Chunks:
+    """Cut documents of these lengths into chunks."""
+    rows = count_feature_rows(lengths, rule)
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int64), rows)
+    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(rows) - rows, rows)) * rule.stride
+    return Chunks(
+        documents, starts, np.minimum(lengths[documents] - starts, rule.max_length - rule.reserved_tokens + 1)
+    )
 
 
-def packed_rows(
+def build_rows(
     ids: NDArray[Any], counts: NDArray[np.int64], rule: FeaturesConfig, special: int
 ) -> dict[str, NDArray[Any]]:
-    """Chunks, one after the other in `ids`, as rows between two special tokens; padding is neither seen nor asked."""
+    """Build rows from chunks, which are concatenated in `ids`: special token, chunk, special token, padding.
+
+    Padding has attention mask 0 and no loss.
+    """
     width = rule.max_length + 1
     rows = np.full((len(counts), max(width, int(counts.max(initial=0)) + 2)), 0 if rule.pad_zero else special, np.int64)
-    places, lengths = np.arange(rows.shape[1]), counts[:, None]
-    rows[(places >= 1) & (places <= lengths)] = ids
+    positions, lengths = np.arange(rows.shape[1]), counts[:, None]
+    rows[(positions >= 1) & (positions <= lengths)] = ids
     rows[:, 0] = special
     rows[np.arange(len(counts)), counts + 1] = special
-    filled = rows > 0 if rule.pad_zero else places < lengths + 2
+    filled = rows > 0 if rule.pad_zero else positions < lengths + 2
     labels = np.where(filled[:, 1:width], rows[:, 1:width], rule.ignore_label)
     return {
         "input_ids": rows[:, : rule.max_length],
@@ -97,68 +102,58 @@ def packed_rows(
 
 
 def write_features(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:
-    """Make the rows of every split's store in `folder`, where `tokens.kind` asks for them; the account of each file."""
+    """If `tokens.kind=features`, write the rows of every split in `folder`; return length and checksum of each file."""
     if config.tokens.kind != "features":
         return {}
     (folder / FOLDER).mkdir(exist_ok=True)
-    for left in (folder / FOLDER).glob("*.tmp-*"):  # half written by a run that was killed
+    for left in (folder / FOLDER).glob("*.tmp-*"):  # left by a run that was killed
         left.unlink()
     special = open_tokenizer(config.folder_of("tokenizer")).end
-    pieces = [piece for split in SPLITS for piece in _pieces(config, folder, split, special)]
+    tasks = [task for split in SPLITS for task in _plan_files(config, folder, split, special)]
     rows = 0
-    with progress("tokenize: features", total=len(pieces), unit="files") as bar:
-        for many in open_runner(config.runner).map(write_piece, pieces):
-            rows += many
+    with progress("tokenize: features", total=len(tasks), unit="files") as bar:
+        for count in open_runner(config.runner).map(write_file, tasks):
+            rows += count
             bar.advance(1)
-    print(f"tokenize: {rows:,} rows of {config.tokens.features.max_length} tokens in {len(pieces)} files of {FOLDER}/")
-    return {f"{FOLDER}/{piece.path.name}": manifest_entry(piece.path) for piece in pieces}
+    print(f"tokenize: {rows:,} rows of {config.tokens.features.max_length} tokens in {len(tasks)} files of {FOLDER}/")
+    return {f"{FOLDER}/{task.path.name}": manifest_entry(task.path) for task in tasks}
 
 
-def _pieces(config: RunConfig, folder: Path, split: str, special: int) -> list[Piece]:
-    """Runs of documents of about SHARD tokens: where they end depends on the documents alone."""
+def _plan_files(config: RunConfig, folder: Path, split: str, special: int) -> list[FeatureFile]:
+    """Divide a store into files of about FILE_TOKENS tokens; the borders depend only on the documents."""
     store = open_store(folder / split)
     if not len(store):
         return []
-    ends = np.cumsum(store.sizes(), dtype=np.int64)
-    count = max(1, round(store.tokens / SHARD))
+    ends = np.cumsum(store.document_lengths(), dtype=np.int64)
+    count = max(1, round(store.tokens / FILE_TOKENS))
     cuts = np.searchsorted(ends, store.tokens * np.arange(1, count) // count, side="right")
     edges = [0, *sorted(set(cuts.tolist()) - {0, len(store)}), len(store)]
-    names = [
-        folder / FOLDER / f"{split}-{number:05d}-of-{len(edges) - 1:05d}.parquet" for number in range(len(edges) - 1)
-    ]
+    total, shared = len(edges) - 1, (config.tokens.features, config.tokens.append_end, special)
+    paths = [folder / FOLDER / f"{split}-{number:05d}-of-{total:05d}.parquet" for number in range(total)]
     return [
-        Piece(
-            store.prefix,
-            edges[number],
-            edges[number + 1],
-            path,
-            config.tokens.features,
-            config.tokens.append_end,
-            special,
-        )
-        for number, path in enumerate(names)
+        FeatureFile(store.prefix, edges[number], edges[number + 1], path, *shared) for number, path in enumerate(paths)
     ]
 
 
-def write_piece(piece: Piece) -> int:
-    """Write one file of rows, unless it stands there; return how many rows it has."""
-    if not piece.path.exists():
+def write_file(task: FeatureFile) -> int:
+    """Write one file of rows unless it exists already; return its number of rows."""
+    if not task.path.exists():
         options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}
-        with atomic_writer(piece.path) as stream, pq.ParquetWriter(stream, SCHEMA, **options) as writer:
-            for table in _tables(open_store(piece.prefix).part(piece.first, piece.end), piece):
+        with atomic_writer(task.path) as stream, pq.ParquetWriter(stream, SCHEMA, **options) as writer:
+            for table in _tables(open_store(task.prefix).slice(task.first, task.end), task):
                 writer.write_table(table)
-    return int(pq.read_metadata(piece.path).num_rows)
+    return int(pq.read_metadata(task.path).num_rows)
 
 
-def _tables(store: TokenStore, piece: Piece) -> Iterator[pa.Table]:
-    """The rows of these documents, a row group at a time."""
-    rule, ids = piece.rule, np.asarray(store.ids)
-    chunks = chunks_of(np.maximum(store.sizes() - int(piece.closed), 0), rule)
-    step = max(1, CELLS // rule.max_length)
+def _tables(store: TokenStore, task: FeatureFile) -> Iterator[pa.Table]:
+    """The rows of these documents, one row group at a time."""
+    rule, ids = task.rule, np.asarray(store.ids)
+    chunks = cut_chunks(np.maximum(store.document_lengths() - int(task.has_end_token), 0), rule)
+    step = max(1, ROW_GROUP_TOKENS // rule.max_length)
     for start in range(0, len(chunks.counts), step):
         part = slice(start, start + step)
-        begins, counts = store.borders(chunks.documents[part]) + chunks.starts[part], chunks.counts[part]
-        rows = packed_rows(gathered(ids, begins, counts), counts, rule, piece.special)
+        begins, counts = store.document_starts(chunks.documents[part]) + chunks.starts[part], chunks.counts[part]
+        rows = build_rows(gather_ranges(ids, begins, counts), counts, rule, task.special)
         offsets = np.arange(len(counts) + 1, dtype=np.int32) * rule.max_length
         columns = [
             pa.ListArray.from_arrays(offsets, pa.array(rows[name].ravel()), type=SCHEMA.field(name).type)

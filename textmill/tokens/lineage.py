@@ -1,4 +1,4 @@
-"""Lineage: the source and id of every document of a store, in a Parquet file beside it, a row a document."""
+"""Lineage: the source and id of every document of a store, one row per document in a Parquet file next to the store."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SCHEMA = pa.schema([("source", pa.string()), ("id", pa.string())])
 
 
 def lineage_path(prefix: Path) -> Path:
-    """The lineage of the store with this prefix."""
+    """The lineage file of the store with this prefix."""
     return prefix.with_name(prefix.name + ".lineage.parquet")
 
 
 class LineageWriter:
-    """Writes rows as a stream; the file appears only when closed without an error."""
+    """Writes rows as a stream; the file appears only if it is closed without an error."""
 
     def __init__(self, path: Path) -> None:
         self._stack = ExitStack()
         self._shard = self._stack.enter_context(new_shard(path, SCHEMA))
 
     def add(self, sources: Any, ids: Any) -> None:
-        """Add documents: Arrow columns or lists."""
+        """Add documents, as Arrow columns or lists."""
         self._shard.add(pa.table([sources, ids], schema=SCHEMA))
 
     def add_file(self, path: Path) -> None:
-        """Add all rows of another lineage."""
+        """Add all rows of another lineage file."""
         for table in read_groups(path, range(len(count_group_rows(path))), SCHEMA.names):
             self._shard.add(table)
 
@@ -47,7 +47,7 @@ class LineageWriter:
 
 
 class Lineage:
-    """Where each document of a store came from; one group of rows is in memory at a time."""
+    """Where each document of a store came from; one row group is in memory at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class Lineage:
     def __getitem__(self, document: int) -> tuple[str, str]:
         """(source, id) of a document."""
         if not 0 <= document < len(self):
-            raise IndexError(f"{self.path}: no document {document}; there are {len(self):,}")
+            raise IndexError(f"{self.path}: no document {document}; the store has {len(self):,}")
         group = int(np.searchsorted(self._ends, document, side="right"))
         table = self._group(group)
         row = document - int(self._ends[group]) + table.num_rows
@@ -72,5 +72,5 @@ class Lineage:
 
 
 def open_lineage(path: Path) -> Lineage:
-    """The lineage in a file."""
+    """Open a lineage file."""
     return Lineage(path)

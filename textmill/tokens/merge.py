@@ -1,4 +1,4 @@
-"""The command merge: several token stores joined into one, in the order given."""
+"""The command merge: joins several token stores into one, in the given order."""
 
 from __future__ import annotations
 
@@ -11,61 +11,65 @@ from textmill.storage.files import create_folder, format_path, manifest_entry, w
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.lineage import LineageWriter, lineage_path
-from textmill.tokens.store import TokenStore, mask_path, open_store, paths_of, prefix_of
+from textmill.tokens.store import TokenStore, loss_mask_path, open_store, store_paths, store_prefix
 from textmill.tokens.store_writer import StoreWriter
 
-SHARED = ("tokenizer", "vocab", "end")
-"""What stores must have in common to be one."""
-ALIKE = ("tokens.level", "tokens.append_end", "tokens.prepend_begin")
-"""How they must have been made."""
-BAD = "quarantine.jsonl"
+SAME_ENTRIES = ("tokenizer", "vocab", "end")
+"""Manifest entries that stores must have in common to be joined."""
+SAME_SETTINGS = ("tokens.level", "tokens.append_end", "tokens.prepend_begin")
+"""Settings that all stores must have been made with."""
+QUARANTINE = "quarantine.jsonl"
 
 
 def merge(out: str, parts: list[str], force: Force = "no") -> Path:
-    """Join folders that `tokenize` made, split by split, or bare .bin/.idx prefixes; return what was made."""
+    """Join folders written by `tokenize`, split by split, or prefixes of .bin and .idx; return its path."""
     folders = [Path(part) for part in parts if (Path(part) / MANIFEST).is_file()]
     if len(parts) < 2:
-        raise TextmillError(f"merge: found {len(parts)} store to join; say: textmill merge OUT A B ...")
+        raise TextmillError(f"merge: needs at least two stores, found {len(parts)}; run: textmill merge OUT A B ...")
     if not folders:
-        return _merge_prefixes(prefix_of(Path(out)), [prefix_of(Path(part)) for part in parts], force)
+        return _merge_prefixes(store_prefix(Path(out)), [store_prefix(Path(part)) for part in parts], force)
     if len(folders) != len(parts):
         bare = next(part for part in parts if Path(part) not in folders)
-        raise TextmillError(f"{bare}: is no folder that 'textmill tokenize' made, and others are; join like with like")
+        raise TextmillError(
+            f"{bare}: not a folder written by 'textmill tokenize', but others are; join only folders or only prefixes"
+        )
     return _merge_folders(Path(out), folders, force)
 
 
 def _merge_prefixes(out: Path, parts: list[Path], force: Force) -> Path:
     stores = [open_store(part) for part in parts]
-    if paths_of(out)[0].exists() and force == "no":
-        raise TextmillError(f"{paths_of(out)[0]}: stands there already; name another, or make it anew with --force")
+    if store_paths(out)[0].exists() and force == "no":
+        raise TextmillError(f"{store_paths(out)[0]}: already exists; give another name, or replace it with --force")
     create_folder(out.parent, "OUT")
     _join(out, stores)
-    made = open_store(out)
-    print(f"merge: {format_path(out)}: {len(made):,} documents, {made.tokens:,} tokens of {len(stores)} stores")
+    joined = open_store(out)
+    print(f"merge: {format_path(out)}: {len(joined):,} documents, {joined.tokens:,} tokens from {len(stores)} stores")
     return out
 
 
 def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
     manifests = [open_manifest(part) for part in parts]
     for part, manifest in zip(parts, manifests, strict=True):
-        if differs := [name for name in SHARED if manifest.get(name) != manifests[0].get(name)]:
+        if differs := [name for name in SAME_ENTRIES if manifest.get(name) != manifests[0].get(name)]:
             raise TextmillError(
-                f"{part}: has another {differs[0]} than {parts[0]}; only stores of one tokenizer can be joined"
+                f"{part}: {differs[0]} differs from {parts[0]}; only stores of the same tokenizer can be joined"
             )
         if differs := [
-            name for name in ALIKE if manifest["made_from"].get(name) != manifests[0]["made_from"].get(name)
+            name for name in SAME_SETTINGS if manifest["made_from"].get(name) != manifests[0]["made_from"].get(name)
         ]:
             raise TextmillError(
-                f"{part}: has another {differs[0]} than {parts[0]}; only stores made alike can be joined"
+                f"{part}: {differs[0]} differs from {parts[0]}; only stores made with the same settings can be joined"
             )
         if missing := [split for split in SPLITS if not (part / f"{split}.idx").is_file()]:
-            raise TextmillError(f"{part}: has no store of its {missing[0]} split; name the folders inside it that have")
+            raise TextmillError(
+                f"{part}: has no store for the split {missing[0]}; name the folders inside it that have one"
+            )
         if manifest["made_from"].get("tokens.kind") == "features":
             raise TextmillError(
-                f"{part}: holds rows, which are not joined; join folders made without tokens.kind=features"
+                f"{part}: contains feature rows, which cannot be joined; join folders made without tokens.kind=features"
             )
     made_from = {f"part {number}": manifest["fingerprint"] for number, manifest in enumerate(manifests)}
-    # The joined store is a stage of the same chain, so it knows the config that its first part came from.
+    # The result can be used like the output of tokenize, so it gets the config of its first part.
     stage = Stage("tokenize", out, {"merged": made_from}, (parts[0] / "run.yaml").read_text(encoding="utf-8"))
     if stage.is_done(force):
         print(f"merge: done already: {format_path(out)}")
@@ -75,29 +79,29 @@ def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
         for split in SPLITS:
             _join(part / split, [open_store(folder / split) for folder in parts])
             lineage = _join_lineages(part / split, [folder / split for folder in parts])
-            made = (*reversed(paths_of(part / split)), *lineage, mask_path(part / split))
-            files |= {path.name: manifest_entry(path) for path in made if path.is_file()}
+            written = (*reversed(store_paths(part / split)), *lineage, loss_mask_path(part / split))
+            files |= {path.name: manifest_entry(path) for path in written if path.is_file()}
         lines = (
             line
             for folder in parts
-            if (folder / BAD).is_file()
-            for line in (folder / BAD).read_bytes().splitlines(keepends=True)
+            if (folder / QUARANTINE).is_file()
+            for line in (folder / QUARANTINE).read_bytes().splitlines(keepends=True)
         )
-        files[BAD] = write_bytes(part / BAD, lines)
-        splits = {split: _summed([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
-        stage.write_manifest(part, files, {**{name: manifests[0][name] for name in SHARED}, "splits": splits})
-    spoken = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
-    print(f"merge: {format_path(out)}: {spoken}")
+        files[QUARANTINE] = write_bytes(part / QUARANTINE, lines)
+        splits = {split: _sum_counts([manifest["splits"][split] for manifest in manifests]) for split in SPLITS}
+        stage.write_manifest(part, files, {**{name: manifests[0][name] for name in SAME_ENTRIES}, "splits": splits})
+    summary = ", ".join(f"{split} {counts['tokens']:,} tokens" for split, counts in splits.items())
+    print(f"merge: {format_path(out)}: {summary}")
     return out
 
 
-def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
-    """The sums of what all have counted; bytes and words are not known of every store."""
+def _sum_counts(counts: list[dict[str, int]]) -> dict[str, int]:
+    """Add up the counts that all stores have; some stores have no counts of bytes and words."""
     return {name: sum(one[name] for one in counts) for name in counts[0] if all(name in one for one in counts)}
 
 
 def _join_lineages(prefix: Path, parts: list[Path]) -> list[Path]:
-    """The joined lineage, where every part has one."""
+    """Write the joined lineage if every part has one; return the written files."""
     paths = [lineage_path(part) for part in parts]
     if not all(path.is_file() for path in paths):
         return []
@@ -110,7 +114,7 @@ def _join_lineages(prefix: Path, parts: list[Path]) -> list[Path]:
 def _join(prefix: Path, stores: list[TokenStore]) -> None:
     with (
         progress("merge", total=sum(store.tokens for store in stores), unit="tokens") as bar,
-        StoreWriter(prefix, stores[0].ids.dtype, masked=stores[0].asked is not None) as out,
+        StoreWriter(prefix, stores[0].ids.dtype, has_loss_mask=stores[0].loss_mask is not None) as out,
     ):
         for store in stores:
             out.add_store(store)

@@ -1,4 +1,7 @@
-"""How mapped files are read: the system reads far ahead of a read, which helps a reader in order and drowns a scattered one."""
+"""Tells the operating system how a memory-mapped file will be read.
+
+Read-ahead speeds up reading in order and slows down random access.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 
-def expect(array: NDArray[Any], *, scattered: bool) -> None:
-    """Tell the system whether a mapped array will be read here and there, or in order; an array in memory needs no telling."""
-    below: Any = array
-    while below is not None and not isinstance(below, mmap.mmap):
-        below = getattr(below, "base", None)
-    if below is not None and hasattr(mmap, "MADV_RANDOM"):
-        below.madvise(mmap.MADV_RANDOM if scattered else mmap.MADV_NORMAL)
+def advise(array: NDArray[Any], *, random: bool) -> None:
+    """Announce random or sequential reads of a memory-mapped array; no effect on an array in memory."""
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = getattr(base, "base", None)
+    if base is not None and hasattr(mmap, "MADV_RANDOM"):
+        base.madvise(mmap.MADV_RANDOM if random else mmap.MADV_NORMAL)

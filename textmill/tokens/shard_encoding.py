@@ -1,4 +1,4 @@
-"""One piece of the corpus encoded: a stretch of a shard to a store of its own, with its lineage and what could not be encoded."""
+"""Encodes row groups of one corpus shard into a token store, with lineage and a list of documents that failed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 from textmill.corpus.conversations import turns_from_json
 from textmill.corpus.shards import read_groups
 from textmill.storage.files import read_json, write_bytes, write_json
-from textmill.tokens.chat_rendering import Form as ChatForm
-from textmill.tokens.chat_rendering import render
+from textmill.tokens.chat_rendering import TurnTokens, render
 from textmill.tokens.lineage import LineageWriter, lineage_path
 from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.text_counts import buffers_of, count_words
 from textmill.tokens.vocabulary.encoder import Encoder
-from textmill.tokens.vocabulary.encoders import REFERENCE, is_refusal, open_encoder_in
+from textmill.tokens.vocabulary.encoders import REFERENCE, is_encoding_error, open_encoder_in
 
 BATCH = 2 << 20
-"""Bytes of text that are encoded at a time: few enough to stay near the processor, enough to be worth a call."""
-COUNTED = ("documents", "tokens", "bytes", "words", "quarantined")
+"""Bytes of text encoded per call: small enough for the CPU cache, large enough to be worth a call."""
+COUNT_NAMES = ("documents", "tokens", "bytes", "words", "quarantined")
 COLUMNS = ["text", "source", "id"]
 Level = Literal["document", "sentence"]
 Ids = NDArray[Any]
@@ -34,75 +33,75 @@ Lengths = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a document becomes."""
+class DocumentFormat:
+    """How a document is written as token ids."""
 
     level: Level
     begin: int | None
-    """The token before each document, if any."""
+    """The token put before each document, if any."""
     end: int | None
-    """The token after each document, if any."""
+    """The token put after each document, if any."""
     dtype: str
-    chat: ChatForm | None = None
-    """Of conversations: what stands around each turn."""
+    chat: TurnTokens | None = None
+    """Conversations only: the special tokens around each turn."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some groups of rows of a shard, and the store that comes of them."""
+class EncodingTask:
+    """A task for one worker: row groups of a shard, and the store to write them to."""
 
     shard: Path
     groups: range
     prefix: Path
     tokenizer: Path
     fingerprint: str
-    """The tokenizer's: a process may see two in one folder, one after the other."""
+    """Of the tokenizer; the same folder can contain another tokenizer later in the life of a process."""
     encoder: str
-    form: Form
+    document_format: DocumentFormat
 
-    def path(self, ending: str) -> Path:
-        """A file of this piece."""
-        return self.prefix.with_name(f"{self.prefix.name}.{ending}")
+    def path(self, suffix: str) -> Path:
+        """An output file of this task."""
+        return self.prefix.with_name(f"{self.prefix.name}.{suffix}")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as ids: `lengths` of the sequences, and how many `sequences` each document has."""
+    """Documents as ids, with the length of each sequence and the number of sequences in each document."""
 
     ids: Ids
     lengths: Lengths
     sequences: Lengths
-    asked: NDArray[np.uint8] | None = None
-    """Of conversations: which ids bear loss."""
+    loss_mask: NDArray[np.uint8] | None = None
+    """Conversations only: 1 for each id with loss."""
 
 
-def encode_piece(piece: Piece) -> dict[str, int]:
-    """Encode one piece into its own store; done already, if its facts stand there."""
-    if piece.path("json").exists():
-        found: dict[str, int] = read_json(piece.path("json"))
+def encode_task(task: EncodingTask) -> dict[str, int]:
+    """Run one task unless its counts exist already; return the counts."""
+    if task.path("json").exists():
+        found: dict[str, int] = read_json(task.path("json"))
         return found
-    counts = dict.fromkeys(COUNTED, 0)
-    refused: list[bytes] = []
-    chat = piece.form.chat is not None
-    new_store = StoreWriter(piece.prefix, np.dtype(piece.form.dtype), masked=chat)
-    with new_store as store, LineageWriter(lineage_path(piece.prefix)) as lineage:
-        for table in read_groups(piece.shard, piece.groups, [*COLUMNS, "messages"] if chat else COLUMNS):
-            for batch in _batches_of(table):
-                kept, encoded, reasons = encode_batch(batch.column(-1 if chat else 0).to_pylist(), piece)
-                refused += [_line(batch, piece.shard, row, reason) for row, reason in reasons.items()]
+    counts = dict.fromkeys(COUNT_NAMES, 0)
+    failed: list[bytes] = []
+    chat = task.document_format.chat is not None
+    new_store = StoreWriter(task.prefix, np.dtype(task.document_format.dtype), has_loss_mask=chat)
+    with new_store as store, LineageWriter(lineage_path(task.prefix)) as lineage:
+        for table in read_groups(task.shard, task.groups, [*COLUMNS, "messages"] if chat else COLUMNS):
+            for batch in _split_batches(table):
+                kept, encoded, reasons = encode_batch(batch.column(-1 if chat else 0).to_pylist(), task)
+                failed += [_quarantine_line(batch, task.shard, row, reason) for row, reason in reasons.items()]
                 if reasons:
                     batch = batch.take(kept)
-                encoded = marked(encoded, piece.form)
-                sequences = None if piece.form.level == "document" else encoded.sequences
-                store.add_flat(encoded.ids, encoded.lengths, sequences, encoded.asked)
+                encoded = add_begin_and_end(encoded, task.document_format)
+                sequences = None if task.document_format.level == "document" else encoded.sequences
+                store.add_flat(encoded.ids, encoded.lengths, sequences, encoded.loss_mask)
                 lineage.add(batch.column(1), batch.column(2))
                 octets, bounds = buffers_of(batch.column(0))
                 amounts = (len(kept), len(encoded.ids), len(octets), count_words(octets, bounds), len(reasons))
-                for name, amount in zip(COUNTED, amounts, strict=True):
+                for name, amount in zip(COUNT_NAMES, amounts, strict=True):
                     counts[name] += amount
-    if refused:
-        write_bytes(piece.path("quarantine.jsonl"), refused)
-    write_json(piece.path("json"), counts)
+    if failed:
+        write_bytes(task.path("quarantine.jsonl"), failed)
+    write_json(task.path("json"), counts)
     return counts
 
 
@@ -111,67 +110,72 @@ def _open(folder: Path, fingerprint: str, kind: str) -> Encoder:
     return open_encoder_in(folder, kind)
 
 
-def _batches_of(table: pa.Table) -> Iterator[pa.RecordBatch]:
-    """Rows of about BATCH bytes of text, at least one."""
-    for whole in table.to_batches():
-        ends = buffers_of(whole.column(0))[1][1:]
+def _split_batches(table: pa.Table) -> Iterator[pa.RecordBatch]:
+    """Batches of about BATCH bytes of text, at least one row each."""
+    for large in table.to_batches():
+        ends = buffers_of(large.column(0))[1][1:]
         start = 0
         while start < len(ends):
             before = int(ends[start - 1]) if start else 0
             stop = max(start + 1, int(np.searchsorted(ends, before + BATCH, side="right")))
-            yield whole.slice(start, stop - start)
+            yield large.slice(start, stop - start)
             start = stop
 
 
-def _line(batch: pa.RecordBatch, shard: Path, row: int, reason: str) -> bytes:
-    place = {
+def _quarantine_line(batch: pa.RecordBatch, shard: Path, row: int, reason: str) -> bytes:
+    record = {
         "file": batch.column(1)[row].as_py(),
         "place": batch.column(2)[row].as_py(),
         "shard": shard.name,
         "reason": reason,
     }
-    return json.dumps(place, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
 
-def encode_batch(texts: list[str], piece: Piece) -> tuple[Lengths, Encoded, dict[int, str]]:
-    """The rows that could be encoded, their ids, and for each other row the reason."""
+def encode_batch(texts: list[str], task: EncodingTask) -> tuple[Lengths, Encoded, dict[int, str]]:
+    """The rows that could be encoded, their ids, and the reason for each row that could not."""
     kept, reasons = np.arange(len(texts)), dict[int, str]()
     try:
-        encoded = _encode(texts, piece.form, _open(piece.tokenizer, piece.fingerprint, piece.encoder))
+        encoded = _encode(texts, task.document_format, _open(task.tokenizer, task.fingerprint, task.encoder))
     except BaseException as error:
-        if not is_refusal(error):
+        if not is_encoding_error(error):
             raise
-        encoded, reasons = _encode_one_by_one(texts, piece.form, _open(piece.tokenizer, piece.fingerprint, REFERENCE))
+        encoded, reasons = _encode_one_by_one(
+            texts, task.document_format, _open(task.tokenizer, task.fingerprint, REFERENCE)
+        )
         kept = np.setdiff1d(kept, list(reasons))
     empty = encoded.sequences == 0
     if empty.any():
-        reasons |= dict.fromkeys(map(int, kept[empty]), "the tokenizer leaves nothing of it")
+        reasons |= dict.fromkeys(map(int, kept[empty]), "no tokens are left after encoding")
         kept, encoded = kept[~empty], replace(encoded, sequences=encoded.sequences[~empty])
     return kept, encoded, dict(sorted(reasons.items()))
 
 
-def _encode_one_by_one(texts: list[str], form: Form, encoder: Encoder) -> tuple[Encoded, dict[int, str]]:
+def _encode_one_by_one(
+    texts: list[str], document_format: DocumentFormat, encoder: Encoder
+) -> tuple[Encoded, dict[int, str]]:
     done, reasons = [], {}
     for row, text in enumerate(texts):
         try:
-            done.append(_encode([text], form, encoder))
+            done.append(_encode([text], document_format, encoder))
         except BaseException as error:
-            if not is_refusal(error):
+            if not is_encoding_error(error):
                 raise
             reasons[row] = str(error).partition("\n")[0]
-    nothing = Encoded(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    parts = [nothing, *done]
+    empty = Encoded(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    parts = [empty, *done]
     joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths", "sequences")]
-    asked = np.concatenate([np.zeros(0, np.uint8), *(part.asked for part in done if part.asked is not None)])
-    return Encoded(joined[0], joined[1], joined[2], None if form.chat is None else asked), reasons
+    masks = [part.loss_mask for part in done if part.loss_mask is not None]
+    loss_mask = None if document_format.chat is None else np.concatenate([np.zeros(0, np.uint8), *masks])
+    return Encoded(joined[0], joined[1], joined[2], loss_mask), reasons
 
 
-def _encode(texts: list[str], form: Form, encoder: Encoder) -> Encoded:
-    """Encode documents, their lines, or conversations; a sequence without ids is left out, as Megatron does."""
-    if form.chat is not None:
-        made = render([turns_from_json(text) for text in texts], form.chat, encoder)
-        return Encoded(made.ids, made.lengths, np.ones(len(texts), np.int64), made.asked)
-    if form.level == "document":
+def _encode(texts: list[str], document_format: DocumentFormat, encoder: Encoder) -> Encoded:
+    """Encode documents, the lines of documents, or conversations; sequences without ids are dropped, as in Megatron."""
+    if document_format.chat is not None:
+        rendered = render([turns_from_json(text) for text in texts], document_format.chat, encoder)
+        return Encoded(rendered.ids, rendered.lengths, np.ones(len(texts), np.int64), rendered.loss_mask)
+    if document_format.level == "document":
         ids, lengths = encoder.encode(texts)
         return Encoded(ids, lengths[lengths > 0], (lengths > 0).astype(np.int64))
     lines = [text.split("\n") for text in texts]
@@ -181,18 +185,23 @@ def _encode(texts: list[str], form: Form, encoder: Encoder) -> Encoded:
     return Encoded(ids, lengths[lengths > 0], sequences)
 
 
-def marked(encoded: Encoded, form: Form) -> Encoded:
-    """With the begin token before the first sequence of each document and the end token after its last, as asked."""
-    if form.begin is None and form.end is None:
+def add_begin_and_end(encoded: Encoded, document_format: DocumentFormat) -> Encoded:
+    """Add the begin token before the first sequence of each document and the end token after the last, if requested."""
+    if document_format.begin is None and document_format.end is None:
         return encoded
     lengths, ends = encoded.lengths.copy(), np.cumsum(encoded.lengths)
     last = np.cumsum(encoded.sequences) - 1
     first = last + 1 - encoded.sequences
-    places, values = [np.zeros(0, np.int64)], [encoded.ids[:0]]
-    # An end and a begin at one place stay in this order: the insertion is stable.
-    for token, where, rows in ((form.end, ends, last), (form.begin, ends - encoded.lengths, first)):
+    positions, values = [np.zeros(0, np.int64)], [encoded.ids[:0]]
+    # Where an end and a begin token meet, the end comes first: np.insert is stable.
+    for token, where, rows in (
+        (document_format.end, ends, last),
+        (document_format.begin, ends - encoded.lengths, first),
+    ):
         if token is not None:
-            places.append(where[rows])
+            positions.append(where[rows])
             values.append(np.full(len(rows), token, encoded.ids.dtype))
             lengths[rows] += 1
-    return Encoded(np.insert(encoded.ids, np.concatenate(places), np.concatenate(values)), lengths, encoded.sequences)
+    return Encoded(
+        np.insert(encoded.ids, np.concatenate(positions), np.concatenate(values)), lengths, encoded.sequences
+    )

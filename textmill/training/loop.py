@@ -17,7 +17,7 @@ from textmill.storage import faults
 from textmill.storage.files import claim_folder, format_path, write_text
 from textmill.storage.prefetch import prefetch
 from textmill.storage.stages import Force
-from textmill.tokens.batches.batch import Batch, garbled
+from textmill.tokens.batches.batch import Batch, corrupt_labels
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import valid_batches
 from textmill.tokens.splits import Splits
@@ -88,13 +88,13 @@ class Training:
         self.step_log = StepLog(self.length, self.start.step, self._log)
 
         def read(step: int) -> Batch:
-            return batches.batch_at(step, self.engine.samples_of(batches.sizes.at(step)))
+            return batches.batch_at(step, self.engine.samples_of(batches.sizes.size_at(step)))
 
         try:
             for step, batch in prefetch(read, range(self.start.step, self.length.steps)):
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
-                batch = garbled(batch) if faults.is_due("spike", step) else batch
+                batch = corrupt_labels(batch) if faults.is_due("spike", step) else batch
                 self._after_step(step + 1, self.engine.train_step(batch, step, lr_at(step, self.train)))
             self.saver.wait()
             if self.first:

@@ -18,9 +18,9 @@ from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import resized
 from textmill.storage.tensor_files import Named, fingerprint_weights
-from textmill.tokens.chat_checks import preflight
+from textmill.tokens.chat_checks import check_training_data
 from textmill.tokens.splits import Splits
-from textmill.tokens.vocabulary.transfer import Inherited, inherited
+from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
 from textmill.track import check_trackers
 from textmill.training.start import Start, choose_shape, describe_inputs
 
@@ -30,14 +30,14 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, given)
     if given is not None:
-        transfer = inherited(given.tokenizer, data.tokenizer, shape.vocab)
+        transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
         shape = _resize_shape(shape, data, given, transfer)
         _check_fit(shape, config, data, given)
         weights: Iterable[Named] = resized(given.weights(), shape, transfer.kept, transfer.new)
     else:
         _check_fit(shape, config, data, given)
         weights = initial_weights(shape, config.train.seed)
-    preflight(config.train, data, config.train.length or shape.positions, shape.vocab)
+    check_training_data(config.train, data, config.train.length or shape.positions, shape.vocab)
     source = str(given.folder) if given else "the initial weights"
     made_from = describe_inputs(config, data, shape, fingerprint_weights(given.folder) if given else None)
     start = Start(0, shape, weights, [], 0, source, made_from)
@@ -70,15 +70,15 @@ def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: Run
     return replace(start, weights=weights, base=base, changed_weights=changed)
 
 
-def _resize_shape(shape: Any, data: Splits, given: Checkpoint, transfer: Inherited) -> Any:
+def _resize_shape(shape: Any, data: Splits, given: Checkpoint, transfer: VocabularyTransfer) -> Any:
     """The shape of given weights with the requested vocabulary and positions.
 
     A new vocabulary or a chat template also decides the end token.
     """
-    if transfer.told and transfer.kept is None:
-        print(f"train: {transfer.told}", flush=True)
-    elif transfer.told:  # a new vocabulary: intended, or tokenizer.use was forgotten
-        warn(transfer.told)
+    if transfer.summary and transfer.kept is None:
+        print(f"train: {transfer.summary}", flush=True)
+    elif transfer.summary:  # a new vocabulary: intended, or tokenizer.use was forgotten
+        warn(transfer.summary)
     before = shape_in(given.folder).positions
     if shape.positions != before:
         method = "interpolated" if shape.positions > before else "the first ones"

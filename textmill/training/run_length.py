@@ -10,7 +10,7 @@ from typing import Literal
 from textmill.config import TrainConfig
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.by_step import Batches
 
 
@@ -20,7 +20,7 @@ class RunLength:
 
     train: TrainConfig
     """The settings, with the length of the run in `steps`."""
-    sizes: Sizes
+    sizes: BatchSizes
     epoch_samples: int
     """Samples of one epoch: one pass over all stores of the train split."""
     sample_length: int
@@ -33,7 +33,7 @@ class RunLength:
 
     def samples_after(self, done: int) -> int:
         """Samples seen after `done` steps."""
-        return self.sizes.before(done)
+        return self.sizes.samples_before(done)
 
     def tokens_after(self, done: int) -> int:
         """Tokens seen after `done` steps."""
@@ -50,7 +50,7 @@ class RunLength:
 
     def describe(self) -> str:
         """The length of the run in one line."""
-        sizes = self.sizes.stretches
+        sizes = self.sizes.phases
         batch = f"{self.train.batch:,} samples"
         if len(sizes) > 1:
             batch = f"{sizes[0].size:,} samples, growing to {sizes[-1].size:,} from step {sizes[-1].step + 1:,} on"
@@ -63,17 +63,17 @@ class RunLength:
 
 def plan_run_length(train: TrainConfig, batches: Batches, sample_length: int) -> RunLength:
     """The length of the run that `train` sets; epochs are rounded up to whole steps, samples and tokens down."""
-    sizes, epoch_samples = batches.sizes, sum(layout.samples for layout in batches.layouts)
+    sizes, epoch_samples = batches.sizes, sum(layout.samples_per_epoch for layout in batches.layouts)
     steps = train.steps
     if train.epochs is not None:
-        steps = sizes.steps_over(math.ceil(Fraction(str(train.epochs)) * epoch_samples))
+        steps = sizes.steps_to_cover(math.ceil(Fraction(str(train.epochs)) * epoch_samples))
     elif train.samples is not None:
-        steps = sizes.steps_in(train.samples)
+        steps = sizes.full_steps_in(train.samples)
     elif train.tokens is not None:
-        steps = sizes.steps_in(train.tokens // sample_length)
+        steps = sizes.full_steps_in(train.tokens // sample_length)
     unit, amount = train.unit, getattr(train, train.unit)
     if not steps:
-        first_step = sizes.at(0) * sample_length
+        first_step = sizes.size_at(0) * sample_length
         raise TextmillError(
             f"train.{unit}: {amount:,} is less than one step, which has {first_step:,} tokens; raise it"
         )

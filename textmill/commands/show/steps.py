@@ -52,20 +52,20 @@ def show_step(config: RunConfig, step: int) -> None:
     if not length:
         raise TextmillError(f"{run}: has no checkpoint yet, so the length of a sample is not known; set train.length")
     batches = open_batches(config.train, splits, length=length, folder=run / INDEX_FOLDER)
-    print(f"{format_path(run)}: step {step:,}: {batches.sizes.at(step - 1):,} samples of {length:,} tokens")
-    paths = [lineage_path(share.store.prefix) for share in splits.stores["train"]]
+    print(f"{format_path(run)}: step {step:,}: {batches.sizes.size_at(step - 1):,} samples of {length:,} tokens")
+    paths = [lineage_path(share.store.prefix) for share in splits.by_split["train"]]
     lineages = [open_lineage(path) if path.is_file() else None for path in paths]
-    for sample, number, document in sorted(batches.seen_at(step - 1), key=lambda found: found[0]):
-        described = _describe(splits.stores["train"][number].store, document, splits.tokenizer, lineages[number])
+    for sample, number, document in sorted(batches.documents_at(step - 1), key=lambda found: found[0]):
+        described = _describe(splits.by_split["train"][number].store, document, splits.tokenizer, lineages[number])
         print(f"  sample {sample:,}: {described}")
 
 
 def _describe(store: TokenStore, document: int, tokenizer: TextTokenizer, lineage: Lineage | None) -> str:
     """Where a document came from, or its place in the token store, and how it begins."""
-    begin, end = store.borders(np.array([document, document + 1])).tolist()
+    begin, end = store.document_starts(np.array([document, document + 1])).tolist()
     text = tokenizer.decode(np.asarray(store.ids[begin : min(end, begin + SHOWN_CHARACTERS)]).tolist())
-    place = f"{format_path(store.prefix)} document {store.first + document:,}"
+    place = f"{format_path(store.prefix)} document {store.first_document + document:,}"
     if lineage is not None:
-        source, id_ = lineage[store.first + document]
+        source, id_ = lineage[store.first_document + document]
         place = f"{format_path(Path(source))}, {id_}"
     return f"{place}, {end - begin:,} tokens: {text[:SHOWN_CHARACTERS]!r}"

@@ -24,14 +24,14 @@ FREQUENT, SHOWN_DOCUMENTS, SHOWN_TOKENS = 20, 3, 80
 def show_tokens(config: RunConfig) -> None:
     """Print the token stores of a config."""
     splits = open_splits(config)
-    train = splits.of("train")
+    train = splits.stores("train")
     dtype = train[0].ids.dtype if train else "no train split"
     print(f"{format_path(config.folder_of('tokens'))}: {splits.tokenizer.vocab:,} vocabulary entries, {dtype}")
-    for split in splits.stores:
-        stores = splits.of(split)
+    for split in splits.by_split:
+        stores = splits.stores(split)
         documents, tokens = sum(map(len, stores)), sum(store.tokens for store in stores)
         print(f"  {split:<6} {documents:>12,} documents {tokens:>16,} tokens {_bytes_per_token(splits, split, tokens)}")
-    print_bars("tokens per document", _lengths([store for split in splits.stores for store in splits.of(split)]))
+    print_bars("tokens per document", _lengths([store for split in splits.by_split for store in splits.stores(split)]))
     if not train:
         return
     counted = min(MAX_COUNTED, sum(store.tokens for store in train))
@@ -42,7 +42,7 @@ def show_tokens(config: RunConfig) -> None:
 
 
 def _bytes_per_token(splits: Splits, split: str, tokens: int) -> str:
-    counts = splits.facts.get("splits", {}).get(split)
+    counts = splits.manifest.get("splits", {}).get(split)
     return f"{counts['bytes'] / tokens:>6.2f} bytes per token" if counts and tokens else ""
 
 
@@ -52,7 +52,7 @@ def _lengths(stores: list[TokenStore]) -> dict[str, int]:
     for store in stores:
         for start in range(0, len(store), BLOCK):
             places = np.arange(start, min(start + BLOCK, len(store)) + 1, dtype=np.int64)
-            sizes = np.maximum(np.diff(store.borders(places)), 1)
+            sizes = np.maximum(np.diff(store.document_starts(places)), 1)
             counts += np.bincount((np.log2(sizes) // 2).astype(int), minlength=32)
     filled = np.flatnonzero(counts)
     powers = range(int(filled[0]), int(filled[-1]) + 1) if len(filled) else range(0)
@@ -79,7 +79,7 @@ def _name(token: int, tokenizer: TextTokenizer) -> str:
 
 
 def _show_document(store: TokenStore, number: int, tokenizer: TextTokenizer) -> None:
-    begin, end = store.borders(np.array([number, number + 1])).tolist()
+    begin, end = store.document_starts(np.array([number, number + 1])).tolist()
     ids = np.asarray(store.ids[begin : min(end, begin + SHOWN_TOKENS)]).tolist()
     print(f"--- document {number:,}, {end - begin:,} tokens")
     texts = list(token_texts(ids, tokenizer))

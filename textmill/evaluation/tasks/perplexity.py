@@ -91,11 +91,11 @@ def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
 def _open_used(scorer: Scorer, config: RunConfig) -> SplitTokens:
     """Existing tokens, one store after the other, whatever their weights; their words and bytes are not known."""
     splits, split = open_splits(config, scorer.tokenizer), config.evaluate.split
-    stores = splits.of(split)
+    stores = splits.stores(split)
     if not stores:
-        raise _empty_split("tokens.use", split, [name for name in splits.stores if splits.of(name)])
+        raise _empty_split("tokens.use", split, [name for name in splits.by_split if splits.stores(name)])
     counts = {"documents": sum(map(len, stores)), "tokens": sum(store.tokens for store in stores)}
-    return SplitTokens(stores, splits.of("train"), counts, scorer.tokenizer.vocab, {"stores": len(stores)})
+    return SplitTokens(stores, splits.stores("train"), counts, scorer.tokenizer.vocab, {"stores": len(stores)})
 
 
 def _empty_split(where: Path | str, split: str, filled: list[str], then: str = "") -> TextmillError:

@@ -1,1 +1,1 @@
-"""Batches by arithmetic: one file a layout."""
+"""Batches for training and evaluation, computed from a step number; one file per layout."""

@@ -1,4 +1,4 @@
-"""Batch: what every layout makes and every engine takes, in numpy."""
+"""Batch: the numpy arrays that every layout builds and every engine consumes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
-"""A label that asks nothing."""
+"""The label of a position without loss (PyTorch's `ignore_index`)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples asked for, of one step."""
+    """Samples of one step."""
 
     inputs: NDArray[np.int32]
-    """[samples, length]"""
+    """[samples, length]: token ids."""
     labels: NDArray[np.int32]
-    """[samples, length], already shifted: labels[t] is what inputs[..t] must predict; -100 asks nothing."""
+    """[samples, length]: already shifted, so labels[t] is the token after inputs[t]; -100: no loss."""
     samples: NDArray[np.int64]
-    """[samples]: each one's place in the global order; feeds dropout and lineage."""
+    """[samples]: the number of each sample, counted from the start of the run; used for dropout and lineage."""
     documents: NDArray[np.int32] | None = None
-    """[samples, length]: which document a position belongs to, 0 = padding."""
+    """[samples, length]: which document a position belongs to; 0 is padding."""
     types: NDArray[np.int32] | None = None
     """[samples, length]: BERT's segment A or B."""
     pair_labels: NDArray[np.int32] | None = None
@@ -31,8 +31,8 @@ class Batch:
     """[samples] or [samples, length]."""
 
 
-def garbled(batch: Batch) -> Batch:
-    """The batch with labels that are garbage: wherever one is asked, the same token, which it does not ask for elsewhere."""
+def corrupt_labels(batch: Batch) -> Batch:
+    """Replace every loss label by one token id that is wrong everywhere (for fault injection)."""
     others = np.setdiff1d(np.arange(batch.labels.max() + 1), batch.labels)
     return replace(
         batch, labels=np.where(batch.labels == IGNORED, IGNORED, others[0] if len(others) else 0).astype(np.int32)

@@ -1,4 +1,4 @@
-"""How many samples each step has: the same for all, or growing at the beginning of a run by Megatron's rule for its batch"""
+"""How many samples each step has: constant, or growing at the start of a run (Megatron's batch size ramp-up)."""
 
 from __future__ import annotations
 
@@ -8,55 +8,56 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Steps of one size, up to where the next stretch begins."""
+class SizePhase:
+    """Consecutive steps with the same batch size, up to the start of the next phase."""
 
     step: int
-    """The first of them."""
+    """The first step."""
     sample: int
     """The first sample of that step."""
     size: int
+    """Samples per step."""
 
 
-class Sizes:
-    """Batch sizes and where each step's samples begin, as pure functions of the step."""
+class BatchSizes:
+    """The batch size and the first sample of every step, as pure functions of the step."""
 
     def __init__(self, batch: int, ramp: Sequence[int] = ()) -> None:
-        self.stretches = _stretches(batch, *ramp) if ramp else [Stretch(0, 0, batch)]
+        self.phases = _ramp_phases(batch, *ramp) if ramp else [SizePhase(0, 0, batch)]
 
-    def at(self, step: int) -> int:
+    def size_at(self, step: int) -> int:
         """Samples of a step."""
-        return self._of(step).size
+        return self._phase_of(step).size
 
-    def before(self, step: int) -> int:
-        """Samples of all steps before one: its own first sample."""
-        found = self._of(step)
-        return found.sample + (step - found.step) * found.size
+    def samples_before(self, step: int) -> int:
+        """Samples of all earlier steps, which is also the number of this step's first sample."""
+        phase = self._phase_of(step)
+        return phase.sample + (step - phase.step) * phase.size
 
-    def steps_in(self, samples: int) -> int:
-        """Whole steps that so many samples make."""
-        found = self.stretches[bisect_right(self.stretches, samples, key=lambda one: one.sample) - 1]
-        return found.step + (samples - found.sample) // found.size
+    def full_steps_in(self, samples: int) -> int:
+        """How many full steps this many samples are enough for."""
+        phase = self.phases[bisect_right(self.phases, samples, key=lambda phase: phase.sample) - 1]
+        return phase.step + (samples - phase.sample) // phase.size
 
-    def steps_over(self, samples: int) -> int:
-        """Steps after which all of so many samples were seen."""
-        whole = self.steps_in(samples)
-        return whole + (self.before(whole) < samples)
+    def steps_to_cover(self, samples: int) -> int:
+        """How many steps it takes to see all of this many samples."""
+        steps = self.full_steps_in(samples)
+        return steps + (self.samples_before(steps) < samples)
 
-    def _of(self, step: int) -> Stretch:
-        return self.stretches[bisect_right(self.stretches, step, key=lambda one: one.step) - 1]
+    def _phase_of(self, step: int) -> SizePhase:
+        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.step) - 1]
 
 
-def _stretches(batch: int, start: int, increment: int, samples: int) -> list[Stretch]:
-    """A step before which c samples were seen has start + increment * floor(c * rises / samples) of them, up to the whole batch."""
-    rises = (batch - start) // increment
-    found: list[Stretch] = []
+def _ramp_phases(batch: int, start: int, increment: int, samples: int) -> list[SizePhase]:
+    """After c samples the batch size is start + increment * floor(c * increases / samples), at most `batch`."""
+    increases = (batch - start) // increment
+    phases: list[SizePhase] = []
     step = sample = reached = 0
-    while reached < rises:
-        reached = min(rises, sample * rises // samples)
+    while reached < increases:
+        reached = min(increases, sample * increases // samples)
         size = start + reached * increment
-        found.append(Stretch(step, sample, size))
-        edge = -(-(reached + 1) * samples // rises)
-        steps = -(-(edge - sample) // size)
+        phases.append(SizePhase(step, sample, size))
+        next_increase = -(-(reached + 1) * samples // increases)
+        steps = -(-(next_increase - sample) // size)
         step, sample = step + steps, sample + steps * size
-    return found
+    return phases

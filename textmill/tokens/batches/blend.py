@@ -1,4 +1,4 @@
-"""Blending: which store gives each sample, by weight, exact to one sample and without chance."""
+"""Blending: which token store each sample comes from, chosen by weight, exactly and without randomness."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
-FINEST = 100_000
-"""Samples after which a blend has given every store its exact share; finer weights are rounded to parts of this many."""
+MAX_PERIOD = 100_000
+"""The longest period of a blend, in samples; finer weights are rounded to multiples of 1 / MAX_PERIOD."""
 
 
 class Blend:
-    """Always the store that is furthest behind its share, the first of equals: Megatron's rule, in whole numbers.
+    """Megatron's rule in integers: each sample comes from the store furthest below its weight, the first on a tie.
 
-    The rule repeats itself: after `period` samples every store has had its share exactly. The first period alone differs,
-    because the very first sample goes to the heaviest store; so two periods in memory answer for any sample.
+    The choices repeat: every `period` samples, each store has given exactly its fraction. Only the first period
+    differs, because the very first sample goes to the store with the largest weight. So two periods in memory are
+    enough to look up any sample.
     """
 
     def __init__(self, weights: list[float]) -> None:
-        parts = _whole(weights)
+        parts = _integer_weights(weights)
         self.period = sum(parts)
-        draws = np.empty(2 * self.period, np.int64)
-        self.draws, self.parts = draws, np.array(parts, np.int64)
-        behind = self.parts.copy()  # how far each is behind its share, in parts of a sample
-        for sample in range(len(draws)):
+        choices = np.empty(2 * self.period, np.int64)
+        self.choices, self.integer_weights = choices, np.array(parts, np.int64)
+        deficit = self.integer_weights.copy()  # how far each store is below its weight, in units of 1 / period samples
+        for sample in range(len(choices)):
             if sample > 1:
-                behind += self.parts
-            draws[sample] = chosen = int(behind.argmax())
-            behind[chosen] -= self.period
-        self.before = np.empty(len(draws), np.int64)
+                deficit += self.integer_weights
+            choices[sample] = chosen = int(deficit.argmax())
+            deficit[chosen] -= self.period
+        self.index_in_store = np.empty(len(choices), np.int64)
         for store in range(len(parts)):
-            mine = np.flatnonzero(draws == store)
-            self.before[mine] = np.arange(len(mine))
+            samples = np.flatnonzero(choices == store)
+            self.index_in_store[samples] = np.arange(len(samples))
 
-    def drawn(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(which store, the number of the sample within it) for each sample."""
-        rounds = np.maximum(samples // self.period - 1, 0)
-        places = samples - rounds * self.period
-        stores = self.draws[places]
-        return stores, self.before[places] + rounds * self.parts[stores]
+    def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(store, number of the sample within that store) for each sample of the run."""
+        periods = np.maximum(samples // self.period - 1, 0)
+        positions = samples - periods * self.period
+        stores = self.choices[positions]
+        return stores, self.index_in_store[positions] + periods * self.integer_weights[stores]
 
 
-def _whole(weights: list[float]) -> list[int]:
-    """Weights as whole numbers without a common factor, as they are written: 0.3 is three tenths."""
-    shares = [Fraction(str(weight)) for weight in weights]
-    total = sum(shares)
-    shares = [share / total for share in shares]
-    common = reduce(lcm, (share.denominator for share in shares))
-    if common <= FINEST:
-        return [int(share * common) for share in shares]
-    parts = [max(1, int(share * FINEST)) for share in shares]
-    behind = sorted(range(len(parts)), key=lambda place: parts[place] - shares[place] * FINEST)
-    for place in behind[: max(0, FINEST - sum(parts))]:
-        parts[place] += 1
+def _integer_weights(weights: list[float]) -> list[int]:
+    """Weights as integers without a common factor, from their decimal notation: 0.3 is exactly three tenths."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    total = sum(fractions)
+    fractions = [fraction / total for fraction in fractions]
+    common = reduce(lcm, (fraction.denominator for fraction in fractions))
+    if common <= MAX_PERIOD:
+        return [int(fraction * common) for fraction in fractions]
+    parts = [max(1, int(fraction * MAX_PERIOD)) for fraction in fractions]
+    most_rounded = sorted(range(len(parts)), key=lambda number: parts[number] - fractions[number] * MAX_PERIOD)
+    for number in most_rounded[: max(0, MAX_PERIOD - sum(parts))]:
+        parts[number] += 1
     return parts

@@ -1,4 +1,4 @@
-"""batch_at(step): the samples of a step, from one store or a blend of several, as a pure function."""
+"""batch_at(step): the samples of a step, from one store or a blend of several, as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -8,60 +8,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.tokens.batches.batch import Batch
-from textmill.tokens.batches.batch_sizes import Sizes
+from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.blend import Blend
-from textmill.tokens.batches.layout import Layout, Rows
+from textmill.tokens.batches.layout import Layout, SampleArrays
 
 
 class Batches:
-    """Layouts, their weights and the sizes of batches."""
+    """The batches of a run: one layout per store, their weights in the blend, and the batch sizes."""
 
-    def __init__(self, layouts: Sequence[Layout], weights: Sequence[float], sizes: Sizes) -> None:
+    def __init__(self, layouts: Sequence[Layout], weights: Sequence[float], sizes: BatchSizes) -> None:
         self.layouts, self.sizes = layouts, sizes
         self.blend = Blend(list(weights))
 
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
-        """The global batch of a step, or the samples of it that `part` names."""
-        samples = self._samples(step)[part]
-        stores, numbers = self.blend.drawn(samples)
-        found = [(mine, self.layouts[store].rows(numbers[mine])) for store, mine in _by_store(stores)]
-        rows = _joined(found) if len(found) > 1 else found[0][1] if found else self.layouts[0].rows(numbers)
-        return Batch(rows.inputs, rows.labels, samples, documents=rows.documents)
+        """The global batch of a step, or only the samples of it that `part` selects."""
+        samples = self._sample_numbers(step)[part]
+        stores, numbers = self.blend.locate(samples)
+        found = [(rows, self.layouts[store].build_samples(numbers[rows])) for store, rows in _rows_by_store(stores)]
+        if len(found) > 1:
+            arrays = _merge(found)
+        else:
+            arrays = found[0][1] if found else self.layouts[0].build_samples(numbers)
+        return Batch(arrays.inputs, arrays.labels, samples, documents=arrays.documents)
 
-    def seen_at(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """(sample, store, document) of all that a step sees."""
-        samples = self._samples(step)
-        stores, numbers = self.blend.drawn(samples)
-        for store, mine in _by_store(stores):
-            seen = self.layouts[store].seen(numbers[mine])
-            for row, document in zip(seen.rows.tolist(), seen.documents.tolist(), strict=True):
-                yield int(samples[mine[row]]), store, document
+    def documents_at(self, step: int) -> Iterator[tuple[int, int, int]]:
+        """(sample, store, document) for every document in the batch of a step."""
+        samples = self._sample_numbers(step)
+        stores, numbers = self.blend.locate(samples)
+        for store, rows in _rows_by_store(stores):
+            found = self.layouts[store].find_documents(numbers[rows])
+            for row, document in zip(found.rows.tolist(), found.documents.tolist(), strict=True):
+                yield int(samples[rows[row]]), store, document
 
-    def _samples(self, step: int) -> NDArray[np.int64]:
-        return np.arange(self.sizes.before(step), self.sizes.before(step + 1), dtype=np.int64)
+    def _sample_numbers(self, step: int) -> NDArray[np.int64]:
+        return np.arange(self.sizes.samples_before(step), self.sizes.samples_before(step + 1), dtype=np.int64)
 
 
-def in_order(layouts: Sequence[Layout], batch: int) -> Iterator[Batch]:
-    """Every sample of every layout once, one after the other."""
+def batches_in_order(layouts: Sequence[Layout], batch: int) -> Iterator[Batch]:
+    """Every sample of every layout once, one layout after the other."""
     before = 0
     for layout in layouts:
-        for start in range(0, layout.samples, batch):
-            numbers = np.arange(start, min(start + batch, layout.samples), dtype=np.int64)
-            rows = layout.rows(numbers)
-            yield Batch(rows.inputs, rows.labels, before + numbers, documents=rows.documents)
-        before += layout.samples
+        for start in range(0, layout.samples_per_epoch, batch):
+            numbers = np.arange(start, min(start + batch, layout.samples_per_epoch), dtype=np.int64)
+            arrays = layout.build_samples(numbers)
+            yield Batch(arrays.inputs, arrays.labels, before + numbers, documents=arrays.documents)
+        before += layout.samples_per_epoch
 
 
-def _by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _rows_by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
     for store in np.unique(stores).tolist():
         yield store, np.flatnonzero(stores == store)
 
 
-def _joined(found: list[tuple[NDArray[np.int64], Rows]]) -> Rows:
-    """The rows of all stores, each in its place in the batch."""
-    order = np.argsort(np.concatenate([mine for mine, _ in found]))
+def _merge(found: list[tuple[NDArray[np.int64], SampleArrays]]) -> SampleArrays:
+    """Put the samples of all stores back into the order of the batch."""
+    order = np.argsort(np.concatenate([rows for rows, _ in found]))
     inputs, labels = (
-        np.concatenate([getattr(rows, name) for _, rows in found])[order] for name in ("inputs", "labels")
+        np.concatenate([getattr(arrays, name) for _, arrays in found])[order] for name in ("inputs", "labels")
     )
-    documents = [rows.documents for _, rows in found if rows.documents is not None]
-    return Rows(inputs, labels, np.concatenate(documents)[order] if documents else None)
+    documents = [arrays.documents for _, arrays in found if arrays.documents is not None]
+    return SampleArrays(inputs, labels, np.concatenate(documents)[order] if documents else None)

@@ -1,4 +1,4 @@
-"""The features layout: rows of one length that are ready to train on, their labels already shifted; a row's place is arithmetic."""
+"""The features layout: ready-made rows of one length whose labels are already shifted."""
 
 from __future__ import annotations
 
@@ -12,75 +12,75 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.storage.files import atomic_writer, file_lock, hash_json
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import Rows, Seen, check_ids
-from textmill.tokens.batches.prefix_sums import Amounts, running_sums, sums_path
-from textmill.tokens.batches.shuffle import placed
-from textmill.tokens.features import rows_in
-from textmill.tokens.mmap_advice import expect
-from textmill.tokens.splits import Features
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids
+from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
+from textmill.tokens.batches.shuffle import shuffle_in_epoch
+from textmill.tokens.features import count_feature_rows
+from textmill.tokens.mmap_advice import advise
+from textmill.tokens.splits import FeatureRows
 from textmill.tokens.store import TokenStore
-from textmill.tokens.token_tables import IDS, LABELS, Ragged, Table
+from textmill.tokens.token_tables import IDS, LABELS, ListColumn, Table
 
-_ROWS = 4
+_ROWS_KEY = 4
+"""Key of the shuffle of rows."""
 
 
-class FeatureRows:
-    """Rows as they are; without a seed in their own order. They are read once, into int32 arrays that every process maps."""
+class FeaturesLayout:
+    """Rows, unchanged. Without a seed, in their own order. All processes share one memory-mapped int32 copy of them."""
 
     def __init__(
-        self, features: Features, store: TokenStore, *, length: int, seed: int | None, vocab: int | None = None, folder: Path | None = None
+        self, features: FeatureRows, store: TokenStore, *, length: int, seed: int | None, vocab: int | None = None,
+        folder: Path | None = None,
     ) -> None:  # fmt: skip
-        self.features, self.store, self.length, self.seed, self.vocab, self.folder = (
-            features,
-            store,
-            length,
-            seed,
-            vocab,
-            folder,
-        )
-        self.samples = features.table.count
-        if not self.samples:
+        self.features, self.store, self.length = features, store, length
+        self.seed, self.vocab, self.folder = seed, vocab, folder
+        self.samples_per_epoch = features.table.count
+        if not self.samples_per_epoch:
             raise TextmillError(
-                f"{store.prefix}: there are no rows to learn from; lower tokens.features.min_length, or add text"
+                f"{store.prefix}: has no rows to train on; lower tokens.features.min_length, or add text"
             )
-        self.cells = opened_cells(features.table, length, folder)
-        expect(self.cells, scattered=seed is not None)
+        self.row_array = map_rows(features.table, length, folder)
+        advise(self.row_array, random=seed is not None)
 
-    def rows(self, samples: NDArray[np.int64]) -> Rows:
-        """The rows of these numbers."""
-        cells = np.asarray(self.cells[self._places(samples)])
-        inputs, labels = cells[:, 0], cells[:, 1]
+    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+        """The rows with these numbers."""
+        rows = np.asarray(self.row_array[self._positions(samples)])
+        inputs, labels = rows[:, 0], rows[:, 1]
         check_ids(inputs.ravel(), self.vocab, self.features.table.files[0].parent)
         check_ids(labels[labels != IGNORED], self.vocab, self.features.table.files[0].parent)
-        return Rows(inputs, labels)
+        return SampleArrays(inputs, labels)
 
-    def seen(self, samples: NDArray[np.int64]) -> Seen:
+    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
         """The document of each row."""
-        places = self._places(samples)
-        return Seen(
+        positions = self._positions(samples)
+        return SampleDocuments(
             np.arange(len(samples)),
-            places if self.features.rule is None else np.searchsorted(self._ends, places, side="right"),
+            positions if self.features.rule is None else np.searchsorted(self._document_ends, positions, side="right"),
         )
 
-    def _places(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        return placed(samples, self.samples, self.seed, _ROWS)
+    def _positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return shuffle_in_epoch(samples, self.samples_per_epoch, self.seed, _ROWS_KEY)
 
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        """How many rows there are up to each document's end."""
-        rule, closed = self.features.rule, int(self.features.closed)
+    def _document_ends(self) -> NDArray[np.int64]:
+        """The number of rows up to the end of each document."""
+        rule, end_tokens = self.features.rule, int(self.features.has_end_token)
         assert rule is not None
 
-        def amounts() -> Amounts:
-            sizes = self.store.sizes()
-            return lambda places: rows_in(sizes[places] - closed, rule)
+        def build_counts() -> CountAt:
+            lengths = self.store.document_lengths()
+            return lambda documents: count_feature_rows(lengths[documents] - end_tokens, rule)
 
-        settings = hash_json([rule.model_dump(), closed])
-        return running_sums(len(self.store), amounts, sums_path(self.folder, self.store, 0, "features", settings))
+        settings = hash_json([rule.model_dump(), end_tokens])
+        path = prefix_sums_path(self.folder, self.store, 0, "features", settings)
+        return prefix_sums(len(self.store), build_counts, path)
 
 
-def opened_cells(table: Table, length: int, folder: Path | None) -> NDArray[np.int32]:
-    """[rows, inputs and labels, length]: in memory without a folder, else in a file that one process makes while others wait."""
+def map_rows(table: Table, length: int, folder: Path | None) -> NDArray[np.int32]:
+    """All rows as [rows, 2 (inputs, labels), length]: in memory, or memory-mapped from a cache file in `folder`.
+
+    One process writes the cache file while the others wait.
+    """
     shape = (table.count, 2, length)
     if folder is None:
         return np.concatenate([*_blocks(table, length), np.empty((0, 2, length), np.int32)])
@@ -96,31 +96,32 @@ def opened_cells(table: Table, length: int, folder: Path | None) -> NDArray[np.i
 
 
 def _blocks(table: Table, length: int) -> Iterator[NDArray[np.int32]]:
-    for path, first, columns in table.columns(IDS, LABELS):
-        inputs, labels = (_square(columns[name], length, path) for name in (IDS, LABELS))
-        asked = np.where(labels < 0, np.int64(IGNORED), labels)
-        _check_shifted(inputs, asked, path, table.first + first)
-        yield np.stack([inputs, asked], axis=1).astype(np.int32)
+    for path, first, columns in table.read_columns(IDS, LABELS):
+        inputs, labels = (_as_matrix(columns[name], length, path) for name in (IDS, LABELS))
+        labels = np.where(labels < 0, np.int64(IGNORED), labels)
+        _check_shifted(inputs, labels, path, table.first + first)
+        yield np.stack([inputs, labels], axis=1).astype(np.int32)
 
 
-def _square(column: Ragged, length: int, where: Path) -> NDArray[np.int64]:
-    """Rows of one length; ids that do not fit 32 bits never come as others."""
+def _as_matrix(column: ListColumn, length: int, where: Path) -> NDArray[np.int64]:
+    """[rows, length]; raises an error if a row has another length or a number does not fit into 32 bits."""
     if wrong := np.flatnonzero(column.lengths != length).tolist():
         found = int(column.lengths[wrong[0]])
         raise TextmillError(
-            f"{where}: holds a row of {found} tokens, train.length is {length}; set train.length={found}, the same for all rows"
+            f"{where}: has a row of {found} tokens, but train.length is {length}; "
+            f"all rows need the same length: set train.length={found}"
         )
     values = column.values.astype(np.int64).reshape(-1, length)
     if len(values) and (int(values.max()) > np.iinfo(np.int32).max or int(values.min()) < np.iinfo(np.int32).min):
-        raise TextmillError(f"{where}: holds the number {int(values.max())}, which is no token id; make the rows anew")
+        raise TextmillError(f"{where}: contains {int(values.max())}, which is not a token id; write the rows again")
     return values
 
 
 def _check_shifted(inputs: NDArray[np.int64], labels: NDArray[np.int64], path: Path, first: int) -> None:
-    """Labels that are the inputs themselves would teach a net to repeat its input."""
+    """Raise an error if labels are not shifted: labels equal to the inputs would train a net to copy its input."""
     wrong = (labels[:, :-1] != IGNORED) & (labels[:, :-1] != inputs[:, 1:])
     if wrong.any():
         raise TextmillError(
             f"{path}: the labels of row {first + int(np.argmax(wrong.any(1))):,} are not its next tokens; "
-            f"rows whose labels repeat the inputs, as grouped datasets have them, train with train.layout=padded"
+            f"if the labels repeat the inputs, as in grouped datasets, train with train.layout=padded"
         )

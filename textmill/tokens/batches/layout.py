@@ -1,4 +1,4 @@
-"""What a layout is: samples by their number, each a pure function of the store, the settings and that number."""
+"""The interface of a batch layout: a sample is a pure function of the store, the settings and its number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from textmill.errors import TextmillError
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Samples of one layout, as Batch has them."""
+class SampleArrays:
+    """Samples of one layout, with the arrays of `Batch`."""
 
     inputs: NDArray[np.int32]
     labels: NDArray[np.int32]
@@ -21,43 +21,43 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Which documents some samples hold, a pair of numbers for each."""
+class SampleDocuments:
+    """Which documents are in which samples: one (row, document) pair for each."""
 
     rows: NDArray[np.int64]
-    """Which of the samples asked for."""
+    """The position of the sample among the requested ones."""
     documents: NDArray[np.int64]
-    """The document's number in its store, its first part's numbering."""
+    """The number of the document in its store."""
 
 
 class Layout(Protocol):
-    """One store, laid out."""
+    """Turns the documents of one store into samples."""
 
-    samples: int
-    """Samples in an epoch."""
+    samples_per_epoch: int
 
-    def rows(self, samples: NDArray[np.int64]) -> Rows:
-        """The samples of these numbers; number `samples` is the second epoch's first."""
+    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+        """The samples with these numbers; number `samples_per_epoch` is the first of the second epoch."""
         ...
 
-    def seen(self, samples: NDArray[np.int64]) -> Seen:
-        """The documents that these samples hold."""
+    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
+        """The documents in these samples."""
         ...
 
 
-def gathered(ids: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Stretches of ids, one after the other: no token is touched by Python."""
+def gather_ranges(ids: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Concatenate the ranges ids[start : start + count], with no Python loop over tokens or ranges."""
     before = np.cumsum(counts) - counts
-    places = np.repeat(starts - before, counts)
-    places += np.arange(len(places))
-    found: NDArray[np.int32] = ids[places].astype(np.int32)
+    positions = np.repeat(starts - before, counts)
+    positions += np.arange(len(positions))
+    found: NDArray[np.int32] = ids[positions].astype(np.int32)
     return found
 
 
 def check_ids(ids: NDArray[np.int32], vocab: int | None, where: object) -> None:
-    """Refuse ids that the model has no vector for, before an engine meets them."""
+    """Raise an error if an id is outside the vocabulary, before it reaches an engine."""
     if vocab is not None and len(ids) and (int(ids.max()) >= vocab or int(ids.min()) < 0):
+        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise TextmillError(
-            f"{where}: holds the token id {int(ids.min()) if int(ids.min()) < 0 else int(ids.max())}, the tokenizer has {vocab:,} pieces; "
-            f"name the tokenizer it was made with: tokenizer.use=FOLDER"
+            f"{where}: contains token id {wrong}, but the tokenizer's vocabulary has {vocab:,} tokens; "
+            f"set the tokenizer that made these ids: tokenizer.use=FOLDER"
         )

@@ -1,4 +1,4 @@
-"""The packed layout: documents shuffled each epoch, joined into one stream, cut into windows; a window's place is arithmetic."""
+"""The packed layout: documents are shuffled each epoch, joined into one stream and cut into windows of equal length."""
 
 from __future__ import annotations
 
@@ -11,111 +11,110 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
-from textmill.tokens.batches.layout import Rows, Seen, check_ids, gathered
-from textmill.tokens.batches.prefix_sums import Amounts, running_sums, sums_path
-from textmill.tokens.batches.shuffle import shuffled
+from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
+from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
+from textmill.tokens.batches.shuffle import permute
 from textmill.tokens.store import TokenStore
 
-_DOCUMENTS, _WINDOWS = 1, 2
+_DOCUMENTS_KEY, _WINDOWS_KEY = 1, 2
+"""Keys of the two shuffles of an epoch: of documents, and of windows."""
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Stretches of documents that fill windows, in the windows' order."""
+class Spans:
+    """Ranges of documents that fill windows, in the order of the windows."""
 
     rows: NDArray[np.int64]
-    """The window that a piece stands in."""
+    """The window that each span is in, as a position among the requested ones."""
     documents: NDArray[np.int64]
-    """The document it is of."""
+    """The document that it comes from."""
     starts: NDArray[np.int64]
-    """Where it begins in the store's ids."""
+    """Where it starts in the ids of the store."""
     counts: NDArray[np.int64]
-    """Its tokens."""
+    """How many tokens it has."""
 
 
-class Packed:
-    """Windows of `length` tokens, each with the token after it; without a seed in the store's own order."""
+class PackedLayout:
+    """Windows of `length` inputs plus the token after them. Without a seed, in the order of the store."""
 
     def __init__(
-        self, store: TokenStore, *, length: int, seed: int | None, apart: bool = False, tail: str = "keep",
-        vocab: int | None = None, folder: Path | None = None,
+        self, store: TokenStore, *, length: int, seed: int | None, isolate_documents: bool = False,
+        last_window: str = "keep", vocab: int | None = None, folder: Path | None = None,
     ) -> None:  # fmt: skip
         if store.tokens < 2:
-            raise TextmillError(f"{store.prefix}: {store.tokens} tokens; there is nothing to learn from; add text")
-        self.store, self.length, self.seed, self.apart, self.vocab, self.folder = (
-            store,
-            length,
-            seed,
-            apart,
-            vocab,
-            folder,
-        )
+            raise TextmillError(f"{store.prefix}: has {store.tokens} tokens, too few to train on; add text")
+        self.store, self.length, self.seed = store, length, seed
+        self.isolate_documents, self.vocab, self.folder = isolate_documents, vocab, folder
         self.ids = np.asarray(store.ids)
-        # A tail that is kept runs on into the epoch's beginning, so that no token is left out.
-        self.samples = -(-store.tokens // length) if tail == "keep" else (store.tokens - 1) // length
-        if not self.samples:
+        # A last window that is kept is filled up from the start of the epoch, so that no token is left out.
+        self.samples_per_epoch = -(-store.tokens // length) if last_window == "keep" else (store.tokens - 1) // length
+        if not self.samples_per_epoch:
             raise TextmillError(
-                f"{store.prefix}: {store.tokens} tokens fill no window of {length}; set train.packed.last_window=keep or add text"
+                f"{store.prefix}: {store.tokens} tokens are less than one window of {length}; "
+                f"set train.packed.last_window=keep or add text"
             )
-        self.ends = lru_cache(maxsize=2)(self._ends)
+        self.document_ends = lru_cache(maxsize=2)(self._document_ends)
 
-    def rows(self, samples: NDArray[np.int64]) -> Rows:
-        """The windows of these numbers."""
+    def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
+        """The windows with these numbers."""
         inputs = np.empty((len(samples), self.length), np.int32)
         labels = np.empty_like(inputs)
-        documents = np.empty_like(inputs) if self.apart else None
-        for epoch, mine in _by_epoch(samples, self.samples):
-            pieces = self._pieces(epoch, samples[mine] % self.samples)
-            ids = gathered(self.ids, pieces.starts, pieces.counts).reshape(len(mine), self.length + 1)
+        documents = np.empty_like(inputs) if self.isolate_documents else None
+        for epoch, rows in _rows_by_epoch(samples, self.samples_per_epoch):
+            spans = self._find_spans(epoch, samples[rows] % self.samples_per_epoch)
+            ids = gather_ranges(self.ids, spans.starts, spans.counts).reshape(len(rows), self.length + 1)
             check_ids(ids.ravel(), self.vocab, self.store.prefix)
-            inputs[mine], labels[mine] = ids[:, :-1], ids[:, 1:]
+            inputs[rows], labels[rows] = ids[:, :-1], ids[:, 1:]
             if documents is not None:
-                numbers = np.repeat(numbers_of(pieces.rows), pieces.counts).reshape(ids.shape)
-                documents[mine] = numbers[:, :-1]
-                labels[mine] = np.where(numbers[:, 1:] == numbers[:, :-1], labels[mine], IGNORED)
-        if self.seed is None:  # in its own order a token is asked once: what a tail runs on into is not asked again
-            asked = (samples % self.samples * self.length)[:, None] + np.arange(1, self.length + 1)
-            labels[asked >= self.store.tokens] = IGNORED
-        return Rows(inputs, labels, documents)
+                numbers = np.repeat(document_numbers(spans.rows), spans.counts).reshape(ids.shape)
+                documents[rows] = numbers[:, :-1]
+                labels[rows] = np.where(numbers[:, 1:] == numbers[:, :-1], labels[rows], IGNORED)
+        if self.seed is None:  # unshuffled, for evaluation: tokens that only fill the last window have no loss again
+            targets = (samples % self.samples_per_epoch * self.length)[:, None] + np.arange(1, self.length + 1)
+            labels[targets >= self.store.tokens] = IGNORED
+        return SampleArrays(inputs, labels, documents)
 
-    def seen(self, samples: NDArray[np.int64]) -> Seen:
-        """The documents of these windows."""
+    def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
+        """The documents in these windows."""
         found = [
-            (mine, self._pieces(epoch, samples[mine] % self.samples))
-            for epoch, mine in _by_epoch(samples, self.samples)
+            (rows, self._find_spans(epoch, samples[rows] % self.samples_per_epoch))
+            for epoch, rows in _rows_by_epoch(samples, self.samples_per_epoch)
         ]
-        return Seen(
-            np.concatenate([mine[pieces.rows] for mine, pieces in found]),
-            np.concatenate([one.documents for _, one in found]),
+        return SampleDocuments(
+            np.concatenate([rows[spans.rows] for rows, spans in found]),
+            np.concatenate([spans.documents for _, spans in found]),
         )
 
-    def _order(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        return places if self.seed is None else shuffled(len(self.store), places, self.seed, _DOCUMENTS, epoch)
+    def _order(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return positions if self.seed is None else permute(len(self.store), positions, self.seed, _DOCUMENTS_KEY, epoch)
 
-    def _ends(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document of the epoch's order ends in its stream."""
+    def _document_ends(self, epoch: int) -> NDArray[np.int64]:
+        """Where each document ends in the epoch's stream of shuffled documents."""
 
-        def amounts() -> Amounts:
-            sizes = self.store.sizes()
-            return lambda places: sizes[self._order(epoch, places)].astype(np.int64)
+        def build_counts() -> CountAt:
+            lengths = self.store.document_lengths()
+            return lambda positions: lengths[self._order(epoch, positions)].astype(np.int64)
 
-        path = sums_path(self.folder, self.store, epoch, "packed", "as it is" if self.seed is None else self.seed)
-        self.store.expect(scattered=False)
-        ends = running_sums(len(self.store), amounts, path)
-        self.store.expect(scattered=self.seed is not None)
+        order = "as it is" if self.seed is None else self.seed
+        path = prefix_sums_path(self.folder, self.store, epoch, "packed", order)
+        self.store.advise(random=False)
+        ends = prefix_sums(len(self.store), build_counts, path)
+        self.store.advise(random=self.seed is not None)
         return ends
 
-    def _pieces(self, epoch: int, places: NDArray[np.int64]) -> Pieces:
-        """The documents' stretches that fill windows, found for all windows at once."""
-        windows = places if self.seed is None else shuffled(self.samples, places, self.seed, _WINDOWS, epoch)
-        ends, tokens = self.ends(epoch), self.store.tokens
-        rows, begins, left = np.arange(len(places)), windows * self.length, np.full(len(places), self.length + 1)
-        parts: list[Pieces] = []
-        while len(rows):  # once, and again for windows that run on into the epoch's beginning
+    def _find_spans(self, epoch: int, positions: NDArray[np.int64]) -> Spans:
+        """The document spans of the windows at these positions of the epoch, for all windows at once."""
+        windows = positions
+        if self.seed is not None:
+            windows = permute(self.samples_per_epoch, positions, self.seed, _WINDOWS_KEY, epoch)
+        ends, tokens = self.document_ends(epoch), self.store.tokens
+        rows, begins, left = np.arange(len(windows)), windows * self.length, np.full(len(windows), self.length + 1)
+        parts: list[Spans] = []
+        while len(rows):  # once, and again for windows that continue at the start of the epoch
             counts = np.minimum(left, tokens - begins)
-            parts.append(self._stretches(epoch, ends, rows, begins, counts))
-            more = left > counts
-            rows, left = rows[more], (left - counts)[more]
+            parts.append(self._cut_at_documents(epoch, ends, rows, begins, counts))
+            unfinished = left > counts
+            rows, left = rows[unfinished], (left - counts)[unfinished]
             begins = np.zeros_like(left)
         if len(parts) == 1:
             return parts[0]
@@ -124,38 +123,38 @@ class Packed:
             for name in ("rows", "documents", "starts", "counts")
         ]
         order = np.argsort(joined[0], kind="stable")
-        return Pieces(*(array[order] for array in joined))
+        return Spans(*(array[order] for array in joined))
 
-    def _stretches(
+    def _cut_at_documents(
         self,
         epoch: int,
         ends: NDArray[np.int64],
         rows: NDArray[np.int64],
         begins: NDArray[np.int64],
         counts: NDArray[np.int64],
-    ) -> Pieces:
-        """Stretches of the stream that do not run past its end, cut at the documents' borders."""
+    ) -> Spans:
+        """Cut ranges of the epoch's stream, which must not pass its end, at the borders of documents."""
         first = np.searchsorted(ends, begins, side="right")
         last = np.searchsorted(ends, begins + counts - 1, side="right")
-        many = last - first + 1
-        which = np.repeat(np.arange(len(rows)), many)
-        places = np.arange(len(which)) + np.repeat(first - (np.cumsum(many) - many), many)
-        stops = np.asarray(ends[places])
-        origins = np.where(places > 0, np.asarray(ends[np.maximum(places - 1, 0)]), 0)
-        starts = np.maximum(begins[which], origins)
-        sizes = np.minimum((begins + counts)[which], stops) - starts
-        documents = self._order(epoch, places)
+        per_range = last - first + 1
+        ranges = np.repeat(np.arange(len(rows)), per_range)
+        positions = np.arange(len(ranges)) + np.repeat(first - (np.cumsum(per_range) - per_range), per_range)
+        document_stops = np.asarray(ends[positions])
+        document_begins = np.where(positions > 0, np.asarray(ends[np.maximum(positions - 1, 0)]), 0)
+        starts = np.maximum(begins[ranges], document_begins)
+        sizes = np.minimum((begins + counts)[ranges], document_stops) - starts
+        documents = self._order(epoch, positions)
         filled = sizes > 0
-        inside = self.store.borders(documents) + starts - origins
-        return Pieces(rows[which][filled], documents[filled], inside[filled], sizes[filled])
+        in_store = self.store.document_starts(documents) + starts - document_begins
+        return Spans(rows[ranges][filled], documents[filled], in_store[filled], sizes[filled])
 
 
-def _by_epoch(samples: NDArray[np.int64], count: int) -> list[tuple[int, NDArray[np.int64]]]:
-    epochs = samples // count
+def _rows_by_epoch(samples: NDArray[np.int64], per_epoch: int) -> list[tuple[int, NDArray[np.int64]]]:
+    epochs = samples // per_epoch
     return [(int(epoch), np.flatnonzero(epochs == epoch)) for epoch in np.unique(epochs)]
 
 
-def numbers_of(rows: NDArray[np.int64]) -> NDArray[np.int32]:
-    """1, 2, 3 ... for the pieces of each row."""
+def document_numbers(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Number the spans of each row 1, 2, 3 ...; `rows` is the row of each span, in ascending order."""
     first = np.searchsorted(rows, rows, side="left")
     return (np.arange(len(rows)) - first + 1).astype(np.int32)

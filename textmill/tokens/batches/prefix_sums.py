@@ -1,4 +1,4 @@
-"""Running sums over documents: in memory when they are few, else in a file that is made once and mapped by every process."""
+"""Prefix sums over documents: in memory for small stores, else in a cache file that every process memory-maps."""
 
 from __future__ import annotations
 
@@ -11,58 +11,60 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.storage.files import file_lock, hash_json
-from textmill.tokens.mmap_advice import expect
+from textmill.tokens.mmap_advice import advise
 from textmill.tokens.store import TokenStore
 
-FEW = 1 << 20
-"""Sums held in memory: 8 MiB of them."""
+MAX_IN_MEMORY = 1 << 20
+"""Most prefix sums held in memory (8 MiB)."""
 BLOCK = 1 << 18
-"""Documents at a time."""
+"""Documents processed at a time."""
 
-Amounts = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+CountAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Maps positions to the number that each position adds to the sum."""
 
 
-def running_sums(count: int, amounts: Callable[[], Amounts], path: Path | None) -> NDArray[np.int64]:
-    """The sum of the amounts of places 0 to i, for every i; `amounts()` is called only when they must be made."""
-    if count <= FEW or path is None:
+def prefix_sums(count: int, build_counts: Callable[[], CountAt], path: Path | None) -> NDArray[np.int64]:
+    """For each i the sum over positions 0 to i; `build_counts()` is called only if `path` does not exist yet."""
+    if count <= MAX_IN_MEMORY or path is None:
         sums = np.empty(count, np.int64)
-        _fill(sums, amounts())
+        _fill(sums, build_counts())
         return sums
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(path.with_name("lock"), None):
         if not path.exists():
             temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-            made = np.memmap(temporary, np.int64, "w+", shape=(count,))
-            _fill(made, amounts())
-            made.flush()
+            written = np.memmap(temporary, np.int64, "w+", shape=(count,))
+            _fill(written, build_counts())
+            written.flush()
             os.replace(temporary, path)
-            _prune(path)
+            _delete_old_epochs(path)
     sums = np.memmap(path, np.int64, "r", shape=(count,))
-    expect(sums, scattered=True)
+    advise(sums, random=True)
     return sums
 
 
-def _fill(sums: NDArray[np.int64], amounts: Amounts) -> None:
+def _fill(sums: NDArray[np.int64], count_at: CountAt) -> None:
     before = 0
     for start in range(0, len(sums), BLOCK):
         block = sums[start : start + BLOCK]
-        np.cumsum(amounts(np.arange(start, start + len(block), dtype=np.int64)), out=block)
+        np.cumsum(count_at(np.arange(start, start + len(block), dtype=np.int64)), out=block)
         block += before
         before = int(block[-1])
 
 
-def _prune(path: Path) -> None:
-    """Epochs go by in order: those before the last one are done with. Whoever still maps one keeps it until he lets go."""
+def _delete_old_epochs(path: Path) -> None:
+    """Delete files of epochs before the previous one; a process that still maps such a file can go on using it."""
     name, _, epoch = path.stem.rpartition("-")
     for old in path.parent.glob(f"{glob.escape(name)}-*{path.suffix}"):
         if int(old.stem.rpartition("-")[2]) < int(epoch) - 1:
             old.unlink(missing_ok=True)
 
 
-def sums_path(folder: Path | None, store: TokenStore, epoch: int, *numbers: int | str) -> Path | None:
-    """A file's name that says what its sums are of; another store, part of it, epoch or set of numbers has another."""
+def prefix_sums_path(folder: Path | None, store: TokenStore, epoch: int, *settings: int | str) -> Path | None:
+    """The cache file; its name depends on the store, the documents of it, the epoch and the settings."""
     if folder is None:
         return None
     stat = store.index.path.stat()
-    facts = [str(store.prefix.resolve()), stat.st_size, stat.st_mtime_ns, store.first, store.count, *numbers]
-    return folder / f"{store.prefix.name}-{hash_json(facts)[:20]}-{epoch}.sums"
+    documents = [store.first_document, store.document_count]
+    key = hash_json([str(store.prefix.resolve()), stat.st_size, stat.st_mtime_ns, *documents, *settings])
+    return folder / f"{store.prefix.name}-{key[:20]}-{epoch}.sums"

@@ -1,4 +1,4 @@
-"""Random orders by arithmetic: where a place goes is computed, so that no order is ever held in memory."""
+"""Shuffling by arithmetic: the new position of an item is computed, so no permutation is ever held in memory."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from textmill.counters import hash_numbers
 ROUNDS = 6
 
 
-def shuffled(count: int, places: NDArray[np.int64], *numbers: int) -> NDArray[np.int64]:
-    """Where each of `places` goes in a permutation of range(count) that the numbers name."""
+def permute(count: int, positions: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
+    """The items at these positions in a random permutation of range(count); the key selects the permutation."""
     bits = max(1, (count - 1).bit_length())
-    keys = _keys(*numbers)
-    found = _scattered(places.astype(np.uint64), bits, keys)
-    # The scattering permutes a power of two; a place outside the count walks on until it is inside again.
+    keys = _round_keys(*key)
+    found = _mix(positions.astype(np.uint64), bits, keys)
+    # _mix permutes a power of two (cycle walking): a result outside the range is mixed again until it is inside.
     outside = np.flatnonzero(found >= count)
     while len(outside):
-        found[outside] = _scattered(found[outside], bits, keys)
+        found[outside] = _mix(found[outside], bits, keys)
         outside = outside[found[outside] >= count]
     return found.astype(np.int64)
 
 
-def placed(samples: NDArray[np.int64], count: int, seed: int | None, *numbers: int) -> NDArray[np.int64]:
-    """Where samples stand in an epoch of `count`: each epoch has an order of its own; without a seed, as they are."""
-    places, epochs = samples % count, samples // count
+def shuffle_in_epoch(samples: NDArray[np.int64], count: int, seed: int | None, *key: int) -> NDArray[np.int64]:
+    """The item of each sample in its epoch of `count` items; each epoch has its own order. No seed: not shuffled."""
+    positions, epochs = samples % count, samples // count
     if seed is not None:
         for epoch in np.unique(epochs).tolist():
-            mine = epochs == epoch
-            places[mine] = shuffled(count, places[mine], seed, *numbers, epoch)
-    return places
+            rows = epochs == epoch
+            positions[rows] = permute(count, positions[rows], seed, *key, epoch)
+    return positions
 
 
 @lru_cache(maxsize=64)
-def _keys(*numbers: int) -> list[int]:
-    return [hash_numbers(*numbers, number) for number in range(ROUNDS)]
+def _round_keys(*key: int) -> list[int]:
+    return [hash_numbers(*key, number) for number in range(ROUNDS)]
 
 
-def _scattered(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:
-    """A bijection of numbers of so many bits: each round multiplies by an odd number, adds, and folds the high half down."""
+def _mix(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:
+    """A bijection on numbers of `bits` bits: each round multiplies by an odd number, adds, and XORs the high half."""
     mask, half = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
     for key in keys:
         values = values * np.uint64(key | 1)

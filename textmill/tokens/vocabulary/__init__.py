@@ -1,1 +1,1 @@
-"""Tokenizers: fitting, opening, encoding, and moving a model to another vocabulary."""
+"""Tokenizers: fitting, opening, encoding, and changing the vocabulary of a model."""

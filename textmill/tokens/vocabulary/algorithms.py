@@ -1,6 +1,7 @@
-"""Vocabularies from counted words: what a word is, how words are counted, and how each kind of vocabulary is fitted on them.
+"""Trains vocabularies on word counts: byte-level BPE, WordPiece and unigram.
 
-The library's trainers are fed from counts, so that counting may run anywhere and in any order: the same text gives the same vocabulary."""
+Training on counts lets workers count words in any order: the same text always gives the same vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -16,64 +17,64 @@ from textmill.config.vocabulary import UNKNOWN_TOKENS, special_tokens_of
 from textmill.errors import TextmillError
 
 BOUNDARY = re.compile(r"(?<=\S)(?=[ \n]\S)")
-"""Before a lone space or line end every kind of tokenizer begins a new word, so the stretches between them can be counted first."""
-HELD = 500_000
-"""Different stretches that are held before they are cut into words."""
-MOST_WORDS = 20_000_000
-"""Different words that are held; when there are more, those seen once go."""
-LONGEST = 256
-"""Characters of a word that unigram is fitted on; a longer one is cut."""
-TOLD = 2048
-"""Characters that the library is told at a time; it holds a few hundred such texts, with 16 bytes for each character."""
-MARK = "##"
+"""Every kind of tokenizer starts a new word before a single space or newline, so segments can be counted first."""
+MAX_SEGMENTS = 500_000
+"""Most distinct text segments in memory before they are split into words."""
+MAX_WORDS = 20_000_000
+"""Most distinct words in memory; if there are more, words seen once are dropped."""
+MAX_WORD_CHARACTERS = 256
+"""Longest word for unigram training, in characters; longer words are cut."""
+FEED_CHARACTERS = 2048
+"""Characters per text passed to the library; it buffers a few hundred texts, at 16 bytes per character."""
+CONTINUATION = "##"
 SPACE = "\u2581"
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-DECIMALS = 9
-"""Of a score: the trainer's sums differ behind them from run to run."""
-ADDED = 0.0001
-"""The trainer gives characters that no piece is left of the lowest score, and each one this much more than the last."""
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+SCORE_DECIMALS = 9
+"""Decimals kept of a score; further ones vary from run to run."""
+ADDED_SCORE_STEP = 0.0001
+"""The trainer adds missing characters at the end, each with a score this much above the previous one."""
 
 
 class WordCounter:
-    """Counts the words of texts as a tokenizer cuts them."""
+    """Counts the words of texts, split as the tokenizer splits them."""
 
     def __init__(self, inner: Tokenizer) -> None:
         self.normalizer, self.pre_tokenizer = inner.normalizer, inner.pre_tokenizer
-        self.stretches: Counter[str] = Counter()
+        self.segments: Counter[str] = Counter()
         self.words: Counter[str] = Counter()
 
     def add(self, text: str) -> None:
         """Count the words of one more text."""
-        self.stretches.update(BOUNDARY.split(text))
-        if len(self.stretches) > HELD:
-            self._cut()
+        self.segments.update(BOUNDARY.split(text))
+        if len(self.segments) > MAX_SEGMENTS:
+            self._split_segments()
 
     def counts(self) -> Counter[str]:
-        """Every word seen and how often."""
-        self._cut()
+        """How often each word was seen."""
+        self._split_segments()
         return self.words
 
-    def _cut(self) -> None:
+    def _split_segments(self) -> None:
         words = self.words
-        for stretch, count in self.stretches.items():
-            text = self.normalizer.normalize_str(stretch) if self.normalizer else stretch
+        for segment, count in self.segments.items():
+            text = self.normalizer.normalize_str(segment) if self.normalizer else segment
             for word, _ in self.pre_tokenizer.pre_tokenize_str(text):
                 words[word] += count
-        self.stretches.clear()
+        self.segments.clear()
 
 
 def merge_counts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The counts of all parts together, sorted by word."""
+    """Add up the counts of all parts; the result is sorted by word."""
     total: Counter[str] = Counter()
     for part in parts:
         total.update(part)
-        if len(total) > MOST_WORDS:
+        if len(total) > MAX_WORDS:
             total = Counter({word: count for word, count in total.items() if count > 1})
     return dict(sorted(total.items()))
 
 
-def new_inner(config: TokenizerConfig, model: models.Model | None = None) -> Tokenizer:
-    """A tokenizer of the kind that the config names, with a model or still without vocabulary."""
+def new_tokenizer(config: TokenizerConfig, model: models.Model | None = None) -> Tokenizer:
+    """A tokenizer of the configured kind, with the given model or without a vocabulary."""
     inner = Tokenizer(model or models.BPE())
     if config.kind == "wordpiece":
         cjk = config.split_cjk is not False
@@ -85,18 +86,19 @@ def new_inner(config: TokenizerConfig, model: models.Model | None = None) -> Tok
         )
     elif config.lowercase:
         inner.normalizer = normalizers.Lowercase()
-    inner.pre_tokenizer = pre_tokenizers.Sequence(cuts) if len(cuts := _cuts(config)) > 1 else cuts[0]
+    steps = _pre_tokenizers(config)
+    inner.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
     if config.kind == "bpe":
         inner.decoder = decoders.ByteLevel()
         inner.post_processor = processors.ByteLevel(trim_offsets=False)
     elif config.kind == "wordpiece":
-        inner.decoder = decoders.WordPiece(prefix=MARK, cleanup=False)
+        inner.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
     else:
         inner.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return inner
 
 
-def _cuts(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
+def _pre_tokenizers(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
     digits = [pre_tokenizers.Digits(individual_digits=True)] if config.split_digits else []
     han = (
         [pre_tokenizers.Split(Regex(r"\p{Han}"), "isolated")] if config.split_cjk and config.kind != "wordpiece" else []
@@ -105,45 +107,44 @@ def _cuts(config: TokenizerConfig) -> list[pre_tokenizers.PreTokenizer]:
         return [*han, *digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if config.kind == "wordpiece":
         return [pre_tokenizers.BertPreTokenizer(), *digits]
-    lines, signs = pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Punctuation("isolated")
+    lines, punctuation = pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Punctuation("isolated")
     return [
-        apart([*special_tokens_of(config), *BYTES]),
+        split_reserved([*special_tokens_of(config), *BYTE_TOKENS]),
         lines,
-        signs,
+        punctuation,
         *han,
         *digits,
         pre_tokenizers.Metaspace(SPACE, prepend_scheme="never"),
     ]
 
 
-def apart(pieces: list[str], known: Container[str] = ()) -> pre_tokenizers.PreTokenizer:
-    """A cut inside of what looks like one of these pieces: unigram would look it up like any other.
+def split_reserved(tokens: list[str], known: Container[str] = ()) -> pre_tokenizers.PreTokenizer:
+    """Split text that looks like one of these tokens, which unigram would otherwise look up like any other.
 
-    The cut is beside a known character where there is one, since two unknown ones in a row are one token."""
-    looks = ["<(?=0x[0-9A-F]{2}>)"] if BYTES[0] in pieces else []
-    for text in pieces:
-        if len(text) > 1 and text not in BYTES:
+    The split is next to a known character if there is one, because two unknown characters in a row become one token.
+    """
+    patterns = ["<(?=0x[0-9A-F]{2}>)"] if BYTE_TOKENS[0] in tokens else []
+    for text in tokens:
+        if len(text) > 1 and text not in BYTE_TOKENS:
             at = next((at for at in range(1, len(text)) if text[at - 1] in known or text[at] in known), 1)
-            before, sign, after = map(re.escape, (text[: at - 1], text[at - 1], text[at:]))
-            looks.append(f"(?<={before}){sign}(?={after})")
-    return pre_tokenizers.Split(Regex("|".join(looks)), "merged_with_previous")
+            before, character, after = map(re.escape, (text[: at - 1], text[at - 1], text[at:]))
+            patterns.append(f"(?<={before}){character}(?={after})")
+    return pre_tokenizers.Split(Regex("|".join(patterns)), "merged_with_previous")
 
 
-def train(words: Mapping[str, int], config: TokenizerConfig) -> Tokenizer:
-    """Fit a vocabulary on counted words; its special tokens are known to the tokenizer."""
+def train_vocabulary(words: Mapping[str, int], config: TokenizerConfig) -> Tokenizer:
+    """Train a vocabulary on word counts and return a tokenizer with it and with its special tokens."""
     if not words:
-        raise TextmillError(
-            "fit-tokenizer: there is no text to fit on; give it documents, or raise tokenizer.fit_sample"
-        )
+        raise TextmillError("fit-tokenizer: no text to fit on; add documents, or raise tokenizer.fit_sample")
     tokens = special_tokens_of(config)
     fitted = {"bpe": _train_bpe, "wordpiece": _train_wordpiece, "unigram": _train_unigram}[config.kind](
         words, config, tokens
     )
-    inner = new_inner(config, fitted)
+    inner = new_tokenizer(config, fitted)
     inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
     if config.kind == "wordpiece" and {"[CLS]", "[SEP]"} <= set(tokens):
-        marks = [(token, inner.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-        inner.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", marks)
+        special = [(token, inner.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+        inner.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special)
     return inner
 
 
@@ -152,76 +153,81 @@ def _train_bpe(words: Mapping[str, int], config: TokenizerConfig, tokens: list[s
         vocab_size=config.vocab, min_frequency=config.min_frequency, special_tokens=tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
-    return _fed(models.BPE(), words.items(), trainer)
+    return _train_on_counts(models.BPE(), words.items(), trainer)
 
 
 def _train_wordpiece(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
-    """BPE with marked continuations, as the library fits WordPiece; it numbers those in a random order, unless they are there before."""
+    """BPE with a continuation prefix, which is how the library trains WordPiece.
+
+    The continuation characters are given to the trainer in order; else it would number them in random order.
+    """
     alphabet = _alphabet(words, config.character_coverage)
     kept = {word: count for word, count in words.items() if alphabet.issuperset(word)}
-    first = sorted(alphabet)
-    inside = [MARK + character for character in sorted(set().union(*(word[1:] for word in kept)))]
-    least = len(tokens) + len(first) + len(inside)
-    _check_room(config, least, len(alphabet))
+    initials = sorted(alphabet)
+    continuations = [CONTINUATION + character for character in sorted(set().union(*(word[1:] for word in kept)))]
+    least = len(tokens) + len(initials) + len(continuations)
+    _check_vocab_size(config, least, len(alphabet))
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab, min_frequency=config.min_frequency, special_tokens=[*tokens, *inside], initial_alphabet=first,
-        continuing_subword_prefix=MARK, show_progress=False,
+        vocab_size=config.vocab, min_frequency=config.min_frequency, special_tokens=[*tokens, *continuations],
+        initial_alphabet=initials,
+        continuing_subword_prefix=CONTINUATION, show_progress=False,
     )  # fmt: skip
-    model = _fed(models.BPE(continuing_subword_prefix=MARK), kept.items(), trainer)
-    merged = [piece for piece, _ in sorted(_vocab_of(model).items(), key=lambda item: item[1])][least:]
-    vocab = {piece: number for number, piece in enumerate([*tokens, *first, *inside, *merged])}
+    model = _train_on_counts(models.BPE(continuing_subword_prefix=CONTINUATION), kept.items(), trainer)
+    merged = [token for token, _ in sorted(_vocab_of(model).items(), key=lambda item: item[1])][least:]
+    vocab = {token: number for number, token in enumerate([*tokens, *initials, *continuations, *merged])}
     return models.WordPiece(
-        vocab, unk_token=_unknown(tokens), continuing_subword_prefix=MARK, max_input_chars_per_word=100
+        vocab, unk_token=_unknown(tokens), continuing_subword_prefix=CONTINUATION, max_input_chars_per_word=100
     )
 
 
 def _train_unigram(words: Mapping[str, int], config: TokenizerConfig, tokens: list[str]) -> models.Model:
-    fallback, unknown = config.byte_fallback is not False, _unknown(tokens)
-    reserved = [*tokens, *(BYTES if fallback else [])]
+    byte_fallback, unknown = config.byte_fallback is not False, _unknown(tokens)
+    reserved = [*tokens, *(BYTE_TOKENS if byte_fallback else [])]
     alphabet = _alphabet(words, config.character_coverage)
-    _check_room(config, len(reserved) + len(alphabet), len(alphabet))
+    _check_vocab_size(config, len(reserved) + len(alphabet), len(alphabet))
     trainer = trainers.UnigramTrainer(
         vocab_size=config.vocab - len(reserved) + 1, special_tokens=[unknown], unk_token=unknown,
         initial_alphabet=sorted(alphabet), show_progress=False,
     )  # fmt: skip
-    model = _fed(models.Unigram(), _covered(words, alphabet), trainer)
-    found = _settled({piece: score for piece, score in _pieces_of(model) if piece not in set(reserved)})
+    model = _train_on_counts(models.Unigram(), _words_in_alphabet(words, alphabet), trainer)
+    scores = {token: score for token, score in _unigram_entries(model) if token not in set(reserved)}
+    found = _make_deterministic(scores)
     lowest = min((score for _, score in found), default=0.0)
-    pieces = [(piece, lowest) for piece in reserved] + found
-    return models.Unigram(pieces, unk_id=reserved.index(unknown), byte_fallback=fallback)
+    entries = [(token, lowest) for token in reserved] + found
+    return models.Unigram(entries, unk_id=reserved.index(unknown), byte_fallback=byte_fallback)
 
 
-def _settled(scores: dict[str, float]) -> list[tuple[str, float]]:
-    """Pieces and scores, the same in every run: rounded, and without the random order in which lone characters were added at the end."""
+def _make_deterministic(scores: dict[str, float]) -> list[tuple[str, float]]:
+    """Tokens and scores, the same in every run: scores are rounded, and characters the trainer added are sorted."""
     lowest = min(scores.values())
-    steps = {piece: (score - lowest) / ADDED for piece, score in scores.items() if len(piece) == 1}
-    added = sorted(piece for piece, step in steps.items() if step < len(steps) and abs(step - round(step)) < 1e-4)
-    scores = scores | dict(zip(added, sorted((scores[piece] for piece in added), reverse=True), strict=True))
+    steps = {token: (score - lowest) / ADDED_SCORE_STEP for token, score in scores.items() if len(token) == 1}
+    added = sorted(token for token, step in steps.items() if step < len(steps) and abs(step - round(step)) < 1e-4)
+    scores = scores | dict(zip(added, sorted((scores[token] for token in added), reverse=True), strict=True))
     return sorted(
-        ((piece, round(score, DECIMALS)) for piece, score in scores.items()), key=lambda item: (-item[1], item[0])
+        ((token, round(score, SCORE_DECIMALS)) for token, score in scores.items()), key=lambda item: (-item[1], item[0])
     )
 
 
-def _fed(model: models.Model, words: Iterable[tuple[str, int]], trainer: trainers.Trainer) -> models.Model:
-    """A model fitted on counted words: the trainers only count for themselves, so each word is told as often as it was seen."""
+def _train_on_counts(model: models.Model, words: Iterable[tuple[str, int]], trainer: trainers.Trainer) -> models.Model:
+    """Train a model on word counts; the library counts words itself, so each word is passed as often as it was seen."""
     inner = Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.Split(" ", "removed")  # in no kind of tokenizer has a word a space in it
-    inner.train_from_iterator(_told(words), trainer)
+    inner.pre_tokenizer = pre_tokenizers.Split(" ", "removed")  # no kind of tokenizer has words with a space
+    inner.train_from_iterator(_repeat_words(words), trainer)
     fitted: models.Model = inner.model
     return fitted
 
 
-def _told(words: Iterable[tuple[str, int]]) -> Iterator[str]:
+def _repeat_words(words: Iterable[tuple[str, int]]) -> Iterator[str]:
     for word, count in words:
-        often = max(1, TOLD // (len(word) + 1))
-        for _ in range(count // often):
-            yield (word + " ") * often
-        if rest := count % often:
+        per_text = max(1, FEED_CHARACTERS // (len(word) + 1))
+        for _ in range(count // per_text):
+            yield (word + " ") * per_text
+        if rest := count % per_text:
             yield (word + " ") * rest
 
 
 def _alphabet(words: Mapping[str, int], coverage: float) -> set[str]:
-    """The most frequent characters that make up this share of all."""
+    """The most frequent characters that together cover this fraction of the text."""
     counts: Counter[str] = Counter()
     for word, count in words.items():
         for character in word:
@@ -235,23 +241,24 @@ def _alphabet(words: Mapping[str, int], coverage: float) -> set[str]:
     return alphabet
 
 
-def _covered(words: Mapping[str, int], alphabet: set[str]) -> Iterator[tuple[str, int]]:
-    """Words without rare characters, and the stretches between these of the others."""
+def _words_in_alphabet(words: Mapping[str, int], alphabet: set[str]) -> Iterator[tuple[str, int]]:
+    """Words of frequent characters; words with rare characters are split at these."""
     for word, count in words.items():
         if alphabet.issuperset(word):
-            stretches = [word]
+            segments = [word]
         else:
-            stretches = "".join(character if character in alphabet else " " for character in word).split(" ")
-        for stretch in stretches:
-            for start in range(0, len(stretch), LONGEST):
-                yield stretch[start : start + LONGEST], count
+            segments = "".join(character if character in alphabet else " " for character in word).split(" ")
+        for segment in segments:
+            for start in range(0, len(segment), MAX_WORD_CHARACTERS):
+                yield segment[start : start + MAX_WORD_CHARACTERS], count
 
 
-def _check_room(config: TokenizerConfig, least: int, characters: int) -> None:
+def _check_vocab_size(config: TokenizerConfig, least: int, characters: int) -> None:
     if config.vocab < least:
         raise TextmillError(
-            f"tokenizer.vocab: {config.vocab:,} is too small: the text's {characters:,} characters, special tokens and bytes "
-            f"take {least:,}; raise it, or lower tokenizer.character_coverage={config.character_coverage}"
+            f"tokenizer.vocab: {config.vocab:,} is too small: the {characters:,} characters of the text, "
+            f"the special tokens and "
+            f"the bytes need {least:,}; raise it, or lower tokenizer.character_coverage={config.character_coverage}"
         )
 
 
@@ -264,6 +271,6 @@ def _vocab_of(model: models.Model) -> dict[str, int]:
     return vocab
 
 
-def _pieces_of(model: models.Model) -> list[tuple[str, float]]:
-    pieces: list[tuple[str, float]] = json.loads(Tokenizer(model).to_str())["model"]["vocab"]
-    return pieces
+def _unigram_entries(model: models.Model) -> list[tuple[str, float]]:
+    entries: list[tuple[str, float]] = json.loads(Tokenizer(model).to_str())["model"]["vocab"]
+    return entries

@@ -1,4 +1,4 @@
-"""Encoder: what turns texts into token ids."""
+"""The interface of an encoder, which turns texts into token ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Encoder(Protocol):
-    """Texts to ids; nothing added, and what looks like a special token is plain text."""
+    """Turns texts into ids. Adds no special tokens; text that looks like a special token is encoded as plain text."""
 
     @property
     def name(self) -> str:
@@ -17,5 +17,5 @@ class Encoder(Protocol):
         ...
 
     def encode(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The ids of all texts, one after the other, and how many each has."""
+        """The ids of all texts, concatenated, and the number of ids of each text."""
         ...

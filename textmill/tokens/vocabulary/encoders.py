@@ -1,4 +1,4 @@
-"""Encoders: the fastest library whose ids are those of tokenizers, proved on the texts at hand, and tokenizers itself otherwise."""
+"""Two encoders: fastokens where its ids are known to equal those of the tokenizers library, else tokenizers itself."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 PATTERNS = frozenset((
-    _WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
-    _WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_WORDS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}"
+    _SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
+    _SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIXES}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIXES}?|\p{{N}}{{1,3}}"
     + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),
 ))  # fmt: skip
-"""Splitting patterns on which both libraries gave the same ids for any text tried: GPT-4's and Llama 3's, Qwen's, GPT-4o's.
+"""Word-splitting patterns with which both libraries gave the same ids on all tests: GPT-4 and Llama 3, Qwen, GPT-4o.
 
-With others they may take some rare sign for a letter or not; GPT-2's own is no pattern in the file, and is the same in both.
+With other patterns they may disagree whether a rare character is a letter. GPT-2's own splitting is built into both
+libraries and gives the same ids.
 """
 
 
 @dataclass(frozen=True)
 class ReferenceEncoder:
-    """The tokenizer as it is."""
+    """Encodes with the tokenizers library; its ids are the reference."""
 
     tokenizer: TextTokenizer
 
@@ -50,7 +52,7 @@ class ReferenceEncoder:
 
 @dataclass(frozen=True)
 class FastEncoder:
-    """The same vocabulary and rules in fastokens; its cache is bounded, and it makes no object of a token."""
+    """Encodes with fastokens: the same vocabulary and rules, a bounded cache, and no Python object per token."""
 
     inner: Any
 
@@ -65,17 +67,17 @@ class FastEncoder:
 
 
 def open_encoder(tokenizer: TextTokenizer) -> Encoder:
-    """The fastest encoder that may be trusted with a tokenizer."""
-    return ReferenceEncoder(tokenizer) if doubt_of(tokenizer) else _open_fast(tokenizer.inner.to_str())
+    """The fastest encoder that gives the right ids for a tokenizer."""
+    return ReferenceEncoder(tokenizer) if why_not_fast(tokenizer) else _open_fast(tokenizer.inner.to_str())
 
 
 def open_encoder_in(folder: Path, kind: str) -> Encoder:
-    """The encoder of a kind for the tokenizer in a folder; the fast one is opened without the other."""
+    """The encoder of the given kind (REFERENCE or FAST) for the tokenizer in a folder."""
     if kind == FAST:
         return _open_fast((folder / "tokenizer.json").read_text(encoding="utf-8"))
     from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
-    # One worker a core already: a second thread each would only make them wait for one another.
+    # There is one worker per core already; more threads would only compete with each other.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return ReferenceEncoder(open_tokenizer(folder))
 
@@ -87,21 +89,21 @@ def _open_fast(rules: str) -> Encoder:
     return FastEncoder(fastokens.Tokenizer.from_json_str(rules))
 
 
-def doubt_of(tokenizer: TextTokenizer) -> str | None:
-    """Why the fast encoder is not to be had for a tokenizer, in a few words; None: it is."""
+def why_not_fast(tokenizer: TextTokenizer) -> str | None:
+    """Why the fast encoder cannot be used for a tokenizer; None: it can."""
     if not hasattr(tokenizer.inner, "to_str"):
-        return "it reads tokenizer.json only"
+        return "it only reads tokenizer.json"
     rules = json.loads(tokenizer.inner.to_str())
-    model, shape = rules["model"], rules["pre_tokenizer"] or {}
+    model, splitter = rules["model"], rules["pre_tokenizer"] or {}
     if model["type"] != "BPE":
-        return f"it knows no {model['type']}"
+        return f"it does not support {model['type']}"
     if any(model.get(key) for key in ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")):
-        return "it is trusted with byte-level BPE only"
+        return "it is only tested with byte-level BPE"
     if (rules["normalizer"] or {"type": "NFC"})["type"] != "NFC":
-        return f"it is not trusted with the normaliser {rules['normalizer']['type']}"
-    steps = shape.get("pretokenizers", [shape])
-    if steps[-1].get("type") != "ByteLevel" or not all(map(_known, steps)):
-        return "it is not trusted with this way of splitting words"
+        return f"it is not tested with the normalizer {rules['normalizer']['type']}"
+    steps = splitter.get("pretokenizers", [splitter])
+    if steps[-1].get("type") != "ByteLevel" or not all(map(_is_tested, steps)):
+        return "it is not tested with this way of splitting words"
     try:
         metadata.version(FAST)
     except metadata.PackageNotFoundError:
@@ -109,57 +111,59 @@ def doubt_of(tokenizer: TextTokenizer) -> str | None:
     return None
 
 
-def _known(step: dict[str, Any]) -> bool:
+def _is_tested(step: dict[str, Any]) -> bool:
     if step["type"] == "Split":
         return step["pattern"].get("Regex") in PATTERNS and step["behavior"] == "Isolated" and not step["invert"]
     return step["type"] in ("ByteLevel", "Digits")
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A text on which encoders are compared, and what to call it."""
+class NamedText:
+    """A text on which encoders are compared, with a name for messages."""
 
     name: str
     text: str
 
 
-def first_difference(encoder: Encoder, reference: Encoder, samples: Iterable[Sample]) -> Sample | None:
-    """The first text that the two encode otherwise; a text that either refuses counts."""
-    for sample in (*hard_samples(), *samples):
-        if _outcome(encoder, sample.text) != _outcome(reference, sample.text):
-            return sample
+def first_difference(encoder: Encoder, reference: Encoder, texts: Iterable[NamedText]) -> NamedText | None:
+    """The first text that the two encode differently; an error of only one of them counts as a difference."""
+    for text in (*hard_texts(), *texts):
+        if _encode_or_none(encoder, text.text) != _encode_or_none(reference, text.text):
+            return text
     return None
 
 
-def _outcome(encoder: Encoder, text: str) -> list[int] | None:
+def _encode_or_none(encoder: Encoder, text: str) -> list[int] | None:
     try:
         return list(map(int, encoder.encode([text])[0]))
     except BaseException as error:
-        if not is_refusal(error):
+        if not is_encoding_error(error):
             raise
         return None
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether a library said that it cannot encode a text; a panic in Rust is no Exception."""
+def is_encoding_error(error: BaseException) -> bool:
+    """Whether the error means that a library cannot encode a text; a panic in Rust is not an `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def hard_samples() -> Iterator[Sample]:
-    """What libraries are known to disagree on, and every sign of the common scripts between letters."""
+def hard_texts() -> Iterator[NamedText]:
+    """Texts on which libraries are known to disagree, and every character of the common scripts between letters."""
     texts = [
-        "", " ", "  ", "\n", "\r\n", " \n \n  x", "\t\t tab", "a" * 5000, " " * 5000 + "x", "-" * 3000, "\x00\x01\x1b\x7f\x85", "\ufeffBOM",
+        "", " ", "  ", "\n", "\r\n", " \n \n  x", "\t\t tab", "a" * 5000, " " * 5000 + "x", "-" * 3000,
+        "\x00\x01\x1b\x7f\x85", "\ufeffBOM",
         "don't I'LL we've it's 'S 'twas O'Neill's ‘quoted’", "1234567890 3.14 1,000,000 ١٢٣ ५६७ ½ ² Ⅷ 0x7f",
         "<|endoftext|> <|endoftext|><|im_start|>[MASK] <s></s> <unk> [CLS][SEP] <pad>", "x<|endoftext|>y",
         "e\u0301 é n\u0303 ñ ṩ s\u0323\u0307 가각 \u1100\u1161\u11a8 \u0344 \u212b \u2126", "ﬁ ﬂ ① ㍿ ｆｕｌｌ ｶﾞ ǆ ſ K",
         "İstanbul ışık ΣΑΣ straße ẞ",
         "👩‍👩‍👧‍👦 🇰🇷🇹🇷 👍🏽 ☺️ 1️⃣ 🏴󠁧󠁢󠁥󠁮󠁧󠁿", "漢字かな交じり文。中文，标点！한국어 문장입니다.", "עברית العَرَبِيَّة‎ हिन्दी ไทย ລາວ မြန်မာ ភាសា",
-        "\u00a0\u2003\u2009\u200b\u200c\u200d\u2028\u2029\u202f\u205f\u3000x", "\U0010ffff\ue000\U000f0000\ufffd\ufffe\uffff",
+        "\u00a0\u2003\u2009\u200b\u200c\u200d\u2028\u2029\u202f\u205f\u3000x",
+        "\U0010ffff\ue000\U000f0000\ufffd\ufffe\uffff",
         "def f(x):\n    return {k: v for k, v in x.items()}  # ok\n\n\n", "https://example.org/a_b-c?d=e&f=%20g#h",
         "CamelCase snake_case UPPER lower12 a1b2",
     ]  # fmt: skip
     texts += [
-        "".join(f"a{chr(sign)}b {chr(sign)}" for sign in range(start, start + 0x400))
+        "".join(f"a{chr(code)}b {chr(code)}" for code in range(start, start + 0x400))
         for start in range(0, 0x3400, 0x400)
     ]
-    return (Sample(f"the hard text {number}", text) for number, text in enumerate(texts))
+    return (NamedText(f"hard text {number}", text) for number, text in enumerate(texts))

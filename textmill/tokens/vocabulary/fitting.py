@@ -1,4 +1,4 @@
-"""The command fit-tokenizer: a vocabulary for the corpus, fitted or taken as it is."""
+"""The command fit-tokenizer: fits a vocabulary on the corpus, or copies an existing tokenizer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from textmill.storage.files import format_path, manifest_entry, read_json, write
 from textmill.storage.stages import MANIFEST, Force, Stage, list_changes, open_manifest
 from textmill.tokens.chat_rendering import render
 from textmill.tokens.vocabulary.encoders import ReferenceEncoder
-from textmill.tokens.vocabulary.report import measure, table_of
+from textmill.tokens.vocabulary.report import format_table, measure
 from textmill.tokens.vocabulary.tokenizer import FILES, TextTokenizer, fit_words, open_named
-from textmill.tokens.vocabulary.training_text import count_words, mark_of, parts_of, pick_texts
+from textmill.tokens.vocabulary.training_text import count_words, find_text_parts, pick_texts, text_fingerprint
 
 REPORT = "report.json"
 FITTING = (
@@ -31,21 +31,23 @@ FITTING = (
     "split_digits",
     "split_cjk",
 )
-"""Settings that only fitting reads."""
+"""Settings that have an effect only if a tokenizer is fitted."""
 
 
 def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     """Fit a tokenizer, or copy the one that `tokenizer.use` names; return its folder."""
     folder, section = config.folder_of("tokenizer"), config.tokenizer
-    used = _used(config)
+    used = _open_named(config)
     other = open_named(section.compare_with) if section.compare_with else None
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
     if stage.is_done(force):
-        print(f"fit-tokenizer: done already: {format_path(folder)} ({open_manifest(folder)['vocab']:,} pieces)")
+        print(
+            f"fit-tokenizer: done already: {format_path(folder)} (vocabulary of {open_manifest(folder)['vocab']:,} tokens)"
+        )
         return folder
-    _say_unread(config)
+    _warn_unused_settings(config)
     with stage.unfinished_folder() as part:
-        tokenizer = used or fit_words(count_words(parts_of(config), config), section)
+        tokenizer = used or fit_words(count_words(find_text_parts(config), config), section)
         tokenizer.save(part)
         report = _report(config, tokenizer, other)
         write_json(part / REPORT, report)
@@ -53,26 +55,26 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
         stage.write_manifest(
             part, files, {"vocab": tokenizer.vocab, "tokenizer": tokenizer.fingerprint, "end": tokenizer.end}
         )
-    _tell(config, folder, tokenizer)
-    _compare_twin(tokenizer)
+    _print_result(config, folder, tokenizer)
+    _warn_if_transformers_differs(tokenizer)
     return folder
 
 
 def check_fitted(config: RunConfig) -> None:
-    """Refuse a tokenizer folder that other settings made; which text it was fitted on is its own affair."""
-    folder, used = config.folder_of("tokenizer"), _used(config)
+    """Raise an error if the tokenizer folder was made with other settings; the text it was fitted on may differ."""
+    folder, used = config.folder_of("tokenizer"), _open_named(config)
     made_from = rename_settings(open_manifest(folder)["made_from"])
     before = {name: value for name, value in made_from.items() if name.startswith("tokenizer.")}
     now = config.results("tokenizer") if used is None else _made_from(config, used)
     if changes := list_changes(before, now):
         raise TextmillError(
-            f"{folder} was made from something else: {'; '.join(changes[:4])}; set it back, "
-            f"or make the tokenizer anew with: textmill fit-tokenizer --force"
+            f"{folder} was made with other settings: {'; '.join(changes[:4])}; change them back, "
+            f"or make the tokenizer again with: textmill fit-tokenizer --force"
         )
 
 
-def _used(config: RunConfig) -> TextTokenizer | None:
-    """The tokenizer that is named, with the template that is asked for."""
+def _open_named(config: RunConfig) -> TextTokenizer | None:
+    """The tokenizer that `tokenizer.use` names, with the configured chat template; None: one is fitted."""
     section = config.tokenizer
     if not section.use:
         return None
@@ -83,29 +85,29 @@ def _used(config: RunConfig) -> TextTokenizer | None:
     return used.with_chat(turns) if turns else used
 
 
-def _say_unread(config: RunConfig) -> None:
-    """Warn of settings for fitting where none is fitted."""
+def _warn_unused_settings(config: RunConfig) -> None:
+    """Warn of settings for fitting if no tokenizer is fitted."""
     section = config.tokenizer
-    unread = [name for name in FITTING if getattr(section, name) != type(section).model_fields[name].default]
-    if section.use and unread:
-        names = ", ".join(f"tokenizer.{name}" for name in unread)
-        warn(f"{names}: no effect, since tokenizer.use={section.use} is taken as it is; take it out, or tokenizer.use")
+    unused = [name for name in FITTING if getattr(section, name) != type(section).model_fields[name].default]
+    if section.use and unused:
+        names = ", ".join(f"tokenizer.{name}" for name in unused)
+        warn(f"{names}: no effect, because tokenizer.use={section.use} is used unchanged; remove one of the two")
 
 
-def _compare_twin(tokenizer: TextTokenizer) -> None:
-    """Warn where the template gives other ids in transformers, whose tokenizer sees the whole conversation as one text."""
-    if tokenizer.chat is None or tokenizer.chat_form is None:
+def _warn_if_transformers_differs(tokenizer: TextTokenizer) -> None:
+    """Warn if transformers, which encodes a conversation as one text, gives other ids for the chat template."""
+    if tokenizer.chat is None or tokenizer.turn_tokens is None:
         return
-    words = "the mill 물레방아"
-    whole = "".join(text.replace(CONTENT, words) for _, text in tokenizer.chat.turns)
-    theirs = Tokenizer.from_str(tokenizer.inner.to_str()).encode(whole, add_special_tokens=False).ids
+    content = "the mill 물레방아"
+    conversation = "".join(text.replace(CONTENT, content) for _, text in tokenizer.chat.turns)
+    theirs = Tokenizer.from_str(tokenizer.inner.to_str()).encode(conversation, add_special_tokens=False).ids
     ours = render(
-        [[(role, words) for role, _ in tokenizer.chat.turns]], tokenizer.chat_form, ReferenceEncoder(tokenizer)
+        [[(role, content) for role, _ in tokenizer.chat.turns]], tokenizer.turn_tokens, ReferenceEncoder(tokenizer)
     ).ids
     if ours.tolist() != theirs:
         warn(
-            "this tokenizer writes words after a special token otherwise than at a text's beginning, so transformers' apply_chat_template "
-            "will give other ids than those trained on; fit a tokenizer, or take one that is byte-level"
+            "this tokenizer encodes text after a special token differently from the start of a text, so transformers' "
+            "apply_chat_template gives other ids than those trained on; fit a tokenizer, or use a byte-level one"
         )
 
 
@@ -117,29 +119,29 @@ def _made_from(config: RunConfig, used: TextTokenizer | None) -> dict[str, Any]:
     if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():
         raise TextmillError(
             f"{config.folder_of('corpus')}: no prepared corpus to fit a tokenizer on; run textmill prepare first, "
-            f"or read the sources as they are: tokenizer.fit_on=sources"
+            f"or fit on the sources: tokenizer.fit_on=sources"
         )
-    return {**config.results("tokenizer"), **mark_of(config)}
+    return {**config.results("tokenizer"), **text_fingerprint(config)}
 
 
 def _report(config: RunConfig, tokenizer: TextTokenizer, other: TextTokenizer | None) -> dict[str, Any]:
-    """Measured on the valid split, which the vocabulary has not seen, where there is one."""
+    """Metrics on the valid split, which was not used for fitting; on the train split if there is no valid split."""
     if config.tokenizer.fit_on == "corpus" and not (config.folder_of("corpus") / MANIFEST).is_file():
         return {}
     if config.tokenizer.use and config.tokenizer.fit_on == "sources":
         return {}
-    parts = parts_of(config, "valid") or parts_of(config)
-    named = {"this one": tokenizer}
+    parts = find_text_parts(config, "valid") or find_text_parts(config)
+    tokenizers = {"this one": tokenizer}
     if other is not None:
-        named[Path(str(config.tokenizer.compare_with)).name] = other
+        tokenizers[Path(str(config.tokenizer.compare_with)).name] = other
     texts = pick_texts(parts, config) if parts else []
-    return measure(texts, named) if texts else {}
+    return measure(texts, tokenizers) if texts else {}
 
 
-def _tell(config: RunConfig, folder: Path, tokenizer: TextTokenizer) -> None:
-    line = f"fit-tokenizer: {tokenizer.vocab:,} pieces in {format_path(folder)}"
+def _print_result(config: RunConfig, folder: Path, tokenizer: TextTokenizer) -> None:
+    line = f"fit-tokenizer: vocabulary of {tokenizer.vocab:,} tokens in {format_path(folder)}"
     if config.tokenizer.use is None and tokenizer.vocab < config.tokenizer.vocab:
-        line += f" (the text has no more pieces worth having; {config.tokenizer.vocab:,} were asked)"
+        line += f" (tokenizer.vocab={config.tokenizer.vocab:,}, but the text has no more frequent pairs to merge)"
     print(line)
     if report := read_json(folder / REPORT):
-        print("\n".join(table_of(report)))
+        print("\n".join(format_table(report)))

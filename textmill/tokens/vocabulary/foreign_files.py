@@ -1,4 +1,4 @@
-"""Tokenizers that others made: tokenizer.json, GPT-2's two files, a BERT vocab.txt, a sentencepiece .model."""
+"""Opens tokenizer files of others: tokenizer.json, GPT-2's two files, a BERT vocab.txt, a sentencepiece .model."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
-from textmill.tokens.vocabulary.sentencepiece_model import open_spm
+from textmill.tokens.vocabulary.sentencepiece_model import open_sentencepiece
 
 END = "<|endoftext|>"
 GPT2_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 PREFIXED = ("*-vocab.json", "-merges.txt")
-"""dsGPT2's names, with a prefix of the user's choice."""
+"""File names of dsGPT2, with a prefix that the user chooses."""
 SPM_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.model")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-USUAL = {
-    "bos_token": (END, "<s>", "<bos>"), "eos_token": (END, "</s>", "<eos>"), "unk_token": ("<unk>", "[UNK]"), "sep_token": ("[SEP]",),
+USUAL_NAMES = {
+    "bos_token": (END, "<s>", "<bos>"), "eos_token": (END, "</s>", "<eos>"), "unk_token": ("<unk>", "[UNK]"),
+    "sep_token": ("[SEP]",),
     "pad_token": ("<pad>", "[PAD]"), "cls_token": ("[CLS]",), "mask_token": ("<mask>", "[MASK]"),
 }  # fmt: skip
-"""What special tokens are called where no file says it."""
+"""The usual names of special tokens, for tokenizers whose files do not name them."""
 
 Opened = tuple[Tokenizer, dict[str, str]]
-"""A tokenizer, and its special tokens by the names that transformers has for them."""
+"""A tokenizer, and its special tokens by transformers' names for them (bos_token, eos_token ...)."""
 
 
 def open_files(where: Path, lowercase: bool | None = None) -> Opened:
-    """The tokenizer of a folder or file; `lowercase` speaks for a vocab.txt that does not tell."""
+    """Open the tokenizer of a folder or file; `lowercase` is for a vocab.txt without settings."""
     inner, known = _open_inner(where, lowercase)
     folder = where if where.is_dir() else where.parent
-    return inner, roles_of(inner, {**known, **_said_in(folder)})
+    return inner, find_special_tokens(inner, {**known, **_read_special_tokens(folder)})
 
 
-def roles_of(inner: Tokenizer, known: dict[str, str]) -> dict[str, str]:
-    """Special tokens by their names: as known, else as they are usually called; those that the vocabulary has."""
+def find_special_tokens(inner: Tokenizer, known: dict[str, str]) -> dict[str, str]:
+    """The special tokens in the vocabulary, by transformers' names: the known ones, else those with usual names."""
     named = dict(known)
     if "eos_token" not in known and "sep_token" not in known:
         named = {
-            role: token for role in ROLES for token in USUAL[role][::-1] if inner.token_to_id(token) is not None
+            role: token for role in ROLES for token in USUAL_NAMES[role][::-1] if inner.token_to_id(token) is not None
         } | named
         if named.get("eos_token") == END:
             named = {"bos_token": END, "eos_token": END, "unk_token": END} | named
@@ -59,11 +60,12 @@ def _open_inner(where: Path, lowercase: bool | None) -> Opened:
             return _open_byte_level(vocab_path, merges_path), {}
     for name in SPM_NAMES:
         if found := sorted(where.glob(name)):
-            return open_spm(found[0])
+            return open_sentencepiece(found[0])
     if (where / "vocab.txt").is_file():
         return _open_bert(where / "vocab.txt", lowercase)
     raise TextmillError(
-        f"{where}: no tokenizer there; a tokenizer is a tokenizer.json, or vocab.json with merges.txt, or encoder.json with vocab.bpe, "
+        f"{where}: no tokenizer found; "
+        f"expected tokenizer.json, vocab.json with merges.txt, encoder.json with vocab.bpe, "
         f"a sentencepiece .model, or a BERT vocab.txt"
     )
 
@@ -71,7 +73,7 @@ def _open_inner(where: Path, lowercase: bool | None) -> Opened:
 def _open_file(path: Path, lowercase: bool | None) -> Opened:
     pairs = {**dict(GPT2_PAIRS), path.name: path.name.removesuffix("vocab.json") + "merges.txt"} | dict(GPT2_PAIRS)
     if path.suffix == ".model":
-        return open_spm(path)
+        return open_sentencepiece(path)
     if path.suffix == ".txt":
         return _open_bert(path, lowercase)
     if path.name.endswith(("vocab.json", "encoder.json")) and (merges := path.with_name(pairs[path.name])).is_file():
@@ -99,47 +101,50 @@ def _open_byte_level(vocab: Path, merges: Path) -> Tokenizer:
 
 def _open_bert(path: Path, lowercase: bool | None) -> Opened:
     try:
-        pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise TextmillError(f"{path}: not UTF-8 ({error}); a vocab.txt has a piece on each line") from None
-    vocab = {piece.removesuffix("\r"): number for number, piece in enumerate(pieces)}
+        raise TextmillError(f"{path}: not UTF-8 ({error}); a vocab.txt has one token per line") from None
+    vocab = {token.removesuffix("\r"): number for number, token in enumerate(tokens)}
     missing = [token for token in ("[UNK]", "[CLS]", "[SEP]") if token not in vocab]
     if missing:
         raise TextmillError(
-            f"{path}: no {missing[0]} in it; a BERT vocab.txt has a piece on each line, [UNK], [CLS] and [SEP] among them"
+            f"{path}: {missing[0]} is missing; "
+            f"a BERT vocab.txt has one token per line, with [UNK], [CLS] and [SEP] among them"
         )
-    said = read_json(path.parent / "tokenizer_config.json") if (path.parent / "tokenizer_config.json").is_file() else {}
+    settings = (
+        read_json(path.parent / "tokenizer_config.json") if (path.parent / "tokenizer_config.json").is_file() else {}
+    )
     if lowercase is None:
-        lowercase = said.get(
-            "do_lower_case", all(piece == piece.lower() for piece in vocab if not piece.startswith("["))
+        lowercase = settings.get(
+            "do_lower_case", all(token == token.lower() for token in vocab if not token.startswith("["))
         )
     inner = Tokenizer(
         models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix="##", max_input_chars_per_word=100)
     )
     inner.normalizer = normalizers.BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=said.get("tokenize_chinese_chars", True),
-        strip_accents=said.get("strip_accents"),
+        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+        strip_accents=settings.get("strip_accents"),
         lowercase=lowercase,
     )
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     roles = {
-        role: USUAL[role][-1]
+        role: USUAL_NAMES[role][-1]
         for role in ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-        if USUAL[role][-1] in vocab
+        if USUAL_NAMES[role][-1] in vocab
     }
     inner.add_special_tokens(list(roles.values()))
-    marks = [(token, vocab[token]) for token in ("[CLS]", "[SEP]")]
+    special = [(token, vocab[token]) for token in ("[CLS]", "[SEP]")]
     inner.post_processor = processors.TemplateProcessing(
-        "[CLS]:0 $A:0 [SEP]:0", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", marks
+        "[CLS]:0 $A:0 [SEP]:0", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", special
     )
     return inner, roles
 
 
-def _said_in(folder: Path) -> dict[str, str]:
-    """The special tokens that transformers' files beside a tokenizer name."""
-    said: dict[str, str] = {}
+def _read_special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that transformers' files in the folder of a tokenizer name."""
+    found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file() and isinstance(tree := read_json(folder / name), dict):
             named = {
@@ -147,5 +152,5 @@ def _said_in(folder: Path) -> dict[str, str]:
                 for role in ROLES
                 if tree.get(role)
             }
-            said |= {role: token for role, token in named.items() if isinstance(token, str)}
-    return said
+            found |= {role: token for role, token in named.items() if isinstance(token, str)}
+    return found

@@ -1,4 +1,4 @@
-"""A sentencepiece .model, read without that library: its few protobuf fields, and the same tokenizer built of them."""
+"""Opens a sentencepiece .model without that library: reads its protobuf fields and builds an equal tokenizer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from textmill.errors import TextmillError
-from textmill.tokens.vocabulary.algorithms import SPACE, apart
+from textmill.tokens.vocabulary.algorithms import SPACE, split_reserved
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 RESERVED = (UNKNOWN, CONTROL, BYTE)
-"""Types that no text leads to, whatever it looks like."""
+"""Types of pieces that no text is encoded as."""
 ROLES = {"unk_token": 40, "bos_token": 41, "eos_token": 42, "pad_token": 43}
 IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2, "pad_token": -1}
-"""What a model without these fields has."""
+"""Default ids of models without these fields."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """An entry of the vocabulary."""
+class SentencePiece:
+    """An entry of the vocabulary; sentencepiece calls it a piece."""
 
     text: str
     score: float
@@ -32,9 +32,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class SpmModel:
-    """What a .model file says."""
+    """The fields of a .model file that are needed for encoding."""
 
-    pieces: list[Piece]
+    pieces: list[SentencePiece]
     type: int
     byte_fallback: bool
     suffix: bool
@@ -45,38 +45,39 @@ class SpmModel:
     escape: bool
 
 
-def open_spm(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a .model file, and its special tokens by the names that transformers has for them."""
+def open_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of a .model file, and its special tokens by transformers' names for them."""
     try:
         model = parse_model(path.read_bytes())
     except (ValueError, struct.error, OSError) as error:
         raise TextmillError(
-            f"{path}: not a sentencepiece model ({error}); give the .model file that spm_train wrote"
+            f"{path}: not a sentencepiece model ({error}); name a .model file written by spm_train"
         ) from None
     if model.type not in (UNIGRAM, BPE) or model.suffix:
-        kind = "spaces behind words" if model.suffix else f"model type {model.type}"
+        kind = "spaces after words" if model.suffix else f"model type {model.type}"
         raise TextmillError(
-            f"{path}: a sentencepiece model with {kind}; textmill opens unigram (1) and bpe (2), spaces before words"
+            f"{path}: is a sentencepiece model with {kind}; "
+            f"supported are unigram (1) and bpe (2) with spaces before words"
         )
     if any(piece.type == UNUSED for piece in model.pieces):
         raise TextmillError(
-            f"{path}: a model with unused pieces, which textmill cannot open; write it without a restricted vocabulary"
+            f"{path}: has unused pieces, which are not supported; write the model without a restricted vocabulary"
         )
     try:
-        return _inner_of(model), model.roles
+        return _build_tokenizer(model), model.roles
     except Exception as error:  # the library raises plain Exception
-        raise TextmillError(f"{path}: a damaged sentencepiece model ({error}); fetch it anew") from None
+        raise TextmillError(f"{path}: a damaged sentencepiece model ({error}); download it again") from None
 
 
 def parse_model(data: bytes) -> SpmModel:
-    """The fields of a ModelProto that decide what text becomes."""
+    """Parse the fields of a ModelProto that matter for encoding."""
     top = list(_fields(data))
-    pieces = [_piece(value) for number, value in top if number == 1 and isinstance(value, bytes)]
+    pieces = [_parse_piece(value) for number, value in top if number == 1 and isinstance(value, bytes)]
     trainer, normalizer = (
-        dict(_fields(b"".join(v for n, v in top if n == wanted and isinstance(v, bytes)))) for wanted in (2, 3)
+        dict(_fields(b"".join(v for n, v in top if n == field and isinstance(v, bytes)))) for field in (2, 3)
     )
     if not pieces or len({piece.text for piece in pieces}) != len(pieces):
-        raise ValueError("it has no pieces, or one twice")
+        raise ValueError("it has no pieces, or a piece occurs twice")
     charsmap = normalizer.get(2, b"")
     ids = {role: _signed(trainer.get(field, IDS[role])) for role, field in ROLES.items()}
     return SpmModel(
@@ -97,7 +98,7 @@ def parse_model(data: bytes) -> SpmModel:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Field numbers and values of a protobuf message: numbers, or the bytes of texts, messages and floats."""
+    """(field number, value) of a protobuf message; strings, messages and floats are returned as bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -119,17 +120,17 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
-            raise ValueError("it ends inside a number")
+            raise ValueError("it ends inside a varint")
         value |= (data[at] & 127) << shift
         at += 1
         if data[at - 1] < 128:
             return value, at
-    raise ValueError(f"a number without end at byte {at:,}")
+    raise ValueError(f"a varint without end at byte {at:,}")
 
 
 def _number(value: int | bytes) -> int:
     if not isinstance(value, int):
-        raise ValueError("bytes where a number belongs")
+        raise ValueError("found bytes, expected a number")
     return value
 
 
@@ -138,58 +139,61 @@ def _signed(value: int | bytes) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def _piece(data: bytes) -> Piece:
+def _parse_piece(data: bytes) -> SentencePiece:
     fields = dict(_fields(data))
     text, score = fields.get(1, b""), fields.get(2, b"\0\0\0\0")
     if not isinstance(text, bytes) or not isinstance(score, bytes):
         raise ValueError("a piece without text or score")
-    return Piece(text.decode(), struct.unpack("<f", score)[0], _number(fields.get(3, NORMAL)))
+    return SentencePiece(text.decode(), struct.unpack("<f", score)[0], _number(fields.get(3, NORMAL)))
 
 
-def _inner_of(model: SpmModel) -> Tokenizer:
+def _build_tokenizer(model: SpmModel) -> Tokenizer:
     inner = Tokenizer(_unigram(model) if model.type == UNIGRAM else _bpe(model))
-    own = [piece.text for piece in model.pieces if piece.type == USER_DEFINED]
+    user_defined = [piece.text for piece in model.pieces if piece.type == USER_DEFINED]
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
-    prefix_once = model.dummy_prefix and bool(own)  # text behind a user's own symbol gets no space of its own
-    if model.remove_extra:  # a first space that stays stands for the one that would be put there
+    prefix_once = model.dummy_prefix and bool(user_defined)  # text after a user-defined symbol gets no dummy prefix
+    if model.remove_extra:  # with prefix_once a leading space stays, because it takes the place of the dummy prefix
         steps += [
             normalizers.Replace(Regex(r" +\z" if prefix_once else r"\A +| +\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
     known = {piece.text for piece in model.pieces if piece.type == NORMAL}
     reserved = [piece.text for piece in model.pieces if piece.type in RESERVED]
-    cuts: list[pre_tokenizers.PreTokenizer] = [apart(reserved, known)] if reserved else []
+    splits: list[pre_tokenizers.PreTokenizer] = [split_reserved(reserved, known)] if reserved else []
     space = SPACE if model.escape else " "
     if prefix_once:
-        cuts.append(pre_tokenizers.Metaspace(space, prepend_scheme="first", split=False))
+        splits.append(pre_tokenizers.Metaspace(space, prepend_scheme="first", split=False))
     elif model.dummy_prefix:
         steps.append(normalizers.Prepend(space))
     if model.escape:
         steps.append(normalizers.Replace(" ", SPACE))
     if all(space not in piece.text.lstrip(space) for piece in model.pieces):
-        # No piece reaches over the beginning of a word, so words can be looked up one by one.
-        cuts.append(pre_tokenizers.Split(Regex(f"{space}+[^{space}]*"), "isolated"))
+        # No piece contains the start of a second word, so words can be encoded one by one.
+        splits.append(pre_tokenizers.Split(Regex(f"{space}+[^{space}]*"), "isolated"))
     inner.normalizer = normalizers.Sequence(steps)
-    if cuts:
-        inner.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    if splits:
+        inner.pre_tokenizer = pre_tokenizers.Sequence(splits)
     undo = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if model.dummy_prefix else undo)
     inner.add_special_tokens([piece.text for piece in model.pieces if piece.type in (UNKNOWN, CONTROL)])
-    inner.add_tokens([AddedToken(text, normalized=False, special=False) for text in own])
+    inner.add_tokens([AddedToken(text, normalized=False, special=False) for text in user_defined])
     return inner
 
 
 def _unigram(model: SpmModel) -> models.Model:
     lowest = min(
         (piece.score for piece in model.pieces if piece.type == NORMAL), default=0.0
-    )  # what is unknown is measured by it
+    )  # the library derives the score of unknown characters from it
     pieces = [(piece.text, piece.score if piece.type in (NORMAL, USER_DEFINED) else lowest) for piece in model.pieces]
     unknown = next((number for number, piece in enumerate(model.pieces) if piece.type == UNKNOWN), None)
     return models.Unigram(pieces, unk_id=unknown, byte_fallback=model.byte_fallback)
 
 
 def _bpe(model: SpmModel) -> models.Model:
-    """Sentencepiece joins the two neighbours whose piece has the best score; here every way to make a piece is a merge of its rank."""
+    """The merges of a BPE model: every pair of pieces that forms a piece, ordered by the score of the result.
+
+    Sentencepiece itself has no merges; it joins the neighbours whose result has the best score.
+    """
     vocab = {piece.text: number for number, piece in enumerate(model.pieces)}
     usable = {piece.text for piece in model.pieces if piece.type == NORMAL}
     ranked = sorted(

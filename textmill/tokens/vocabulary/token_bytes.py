@@ -1,4 +1,4 @@
-"""What the tokens of a vocabulary spell, in bytes, whatever kind it is: so that two vocabularies can be held side by side."""
+"""The bytes of every token of a vocabulary, for any kind of tokenizer, so that two vocabularies can be compared."""
 
 from __future__ import annotations
 
@@ -12,54 +12,58 @@ from tokenizers import pre_tokenizers
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""Sentencepiece's sign for a space."""
+"""The character that sentencepiece writes for a space."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """A token's text in bytes; a special token's name is not text."""
+class TokenBytes:
+    """The text of a token in bytes; for a special token, its name."""
 
     data: bytes
     special: bool = False
 
 
-def spellings_of(tokenizer: TextTokenizer) -> dict[int, Spelling]:
-    """The spelling of every id; a piece that begins a word has a space before it, as byte-level and sentencepiece vocabularies have."""
+def read_token_bytes(tokenizer: TextTokenizer) -> dict[int, TokenBytes]:
+    """The bytes of every id. A token that starts a word has a space before it, also for WordPiece."""
     tree, added = json.loads(tokenizer.inner.to_str()), tokenizer.inner.get_added_tokens_decoder()
-    spell = _by_kind(tree)
-    found = {id_: Spelling(spell(token)) for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=False).items()}
-    return found | {id_: Spelling(token.content.encode(), bool(token.special)) for id_, token in added.items()}
+    to_bytes = _byte_converter(tree)
+    found = {
+        id_: TokenBytes(to_bytes(token)) for token, id_ in tokenizer.inner.get_vocab(with_added_tokens=False).items()
+    }
+    return found | {id_: TokenBytes(token.content.encode(), bool(token.special)) for id_, token in added.items()}
 
 
-def _by_kind(tree: dict[str, Any]) -> Any:
-    """How a vocabulary of this kind spells a piece."""
+def _byte_converter(tree: dict[str, Any]) -> Any:
+    """A function from a token to its bytes, for the kind of vocabulary in a tokenizer.json."""
     model = tree["model"]
     if "ByteLevel" in _kinds(tree["decoder"]) | _kinds(tree["pre_tokenizer"]):
-        table, signs = byte_signs(), set(pre_tokenizers.ByteLevel.alphabet())
-        # A token with a sign that stands for no byte is written as it is.
-        return lambda token: bytes(table[sign] for sign in token) if signs.issuperset(token) else token.encode()
+        table, alphabet = byte_level_alphabet(), set(pre_tokenizers.ByteLevel.alphabet())
+        # A token with a character outside the byte-level alphabet is plain UTF-8.
+        return lambda token: (
+            bytes(table[character] for character in token) if alphabet.issuperset(token) else token.encode()
+        )
     if model["type"] == "WordPiece":
         prefix = model["continuing_subword_prefix"]
         return lambda token: token[len(prefix) :].encode() if token.startswith(prefix) else b" " + token.encode()
 
-    def spelled(token: str) -> bytes:
+    def sentencepiece_bytes(token: str) -> bytes:
         byte = _BYTE.fullmatch(token) if model.get("byte_fallback") else None
         return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
 
-    return spelled
+    return sentencepiece_bytes
 
 
 def _kinds(part: Any) -> set[str]:
-    """The types in a part of tokenizer.json, those of a sequence too."""
+    """All types in a part of tokenizer.json, including those inside a sequence."""
     if not isinstance(part, dict):
         return set()
-    inner = [one for name in ("decoders", "pretokenizers") for one in part.get(name, [])]
-    return {str(part.get("type"))}.union(*map(_kinds, inner))
+    nested = [one for name in ("decoders", "pretokenizers") for one in part.get(name, [])]
+    return {str(part.get("type"))}.union(*map(_kinds, nested))
 
 
-def byte_signs() -> dict[str, int]:
-    """Which byte each sign of byte-level BPE stands for: printable bytes for themselves, the others from 256 on in their order."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+def byte_level_alphabet() -> dict[str, int]:
+    """The byte of each character of byte-level BPE: printable bytes are themselves, the others follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Tokenizers: fitted on a corpus or opened from existing files, kept in a folder that transformers opens too."""
+"""TextTokenizer: fitted on a corpus or opened from files; its folder can also be opened with transformers."""
 
 from __future__ import annotations
 
@@ -19,73 +19,73 @@ from textmill.config.vocabulary import ENDS, end_of
 from textmill.errors import TextmillError
 from textmill.storage.files import hash_json, read_json, write_text
 from textmill.storage.hub import find_model_folder
-from textmill.tokens.chat_rendering import Form, Template, new_template
-from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_inner, train
-from textmill.tokens.vocabulary.foreign_files import END, open_files, roles_of
+from textmill.tokens.chat_rendering import TurnTemplates, TurnTokens, build_turn_templates
+from textmill.tokens.vocabulary.algorithms import WordCounter, merge_counts, new_tokenizer, train_vocabulary
+from textmill.tokens.vocabulary.foreign_files import END, find_special_tokens, open_files
 
 __all__ = ["END", "FILES", "TextTokenizer", "fit", "fit_words", "open_named", "open_tokenizer"]
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-WANTED = ["tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "encoder.json", "*.model"]
-"""A tokenizer's files on the hub."""
-TURNS = "textmill_turns"
-"""Our own entry in tokenizer_config.json: the template as data, beside its twin in Jinja."""
+HUB_FILES = ["tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "encoder.json", "*.model"]
+"""File patterns of a tokenizer on the Hugging Face hub."""
+TURNS_KEY = "textmill_turns"
+"""Our own key in tokenizer_config.json: the chat template as data, next to the same template in Jinja."""
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Text to ids and back; text that looks like a special token is plain text."""
+    """Encodes and decodes text; text that looks like a special token is encoded as plain text."""
 
     inner: Tokenizer
     end: int
-    """The end-of-text token."""
+    """The id of the end-of-text token."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Special tokens by the names that transformers has for them: bos_token, pad_token and so on."""
-    chat: Template | None = None
-    """The template of conversations, where it has one."""
+    """Special tokens by transformers' names for them: bos_token, pad_token and so on."""
+    chat: TurnTemplates | None = None
+    """The chat template, if textmill wrote it."""
     jinja: str | None = None
-    """A template that others wrote, kept as it is."""
+    """A chat template of another origin, kept unchanged."""
 
     @cached_property
     def vocab(self) -> int:
-        """Ids in the vocabulary: one more than the largest."""
+        """The size of the vocabulary: the largest id plus one."""
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal tokenizers, wherever they stand."""
+        """A hash that is equal for equal tokenizers."""
         return hash_json(json.loads(self.inner.to_str(), parse_float=_rounded))
 
     @property
     def begin(self) -> int | None:
-        """The token that begins a text, where there is one."""
+        """The token at the start of a text, if there is one."""
         found = self._id_of("bos_token")
         return self._id_of("cls_token") if found is None else found
 
     @property
     def pad(self) -> int | None:
-        """The token that fills up, where there is one."""
+        """The padding token, if there is one."""
         return self._id_of("pad_token")
 
     @property
     def unknown(self) -> int | None:
-        """The token for what the vocabulary lacks, where such a thing can be."""
+        """The token for characters outside the vocabulary, if there is one."""
         found = self._id_of("unk_token")
         return None if found == self.end else found
 
     @property
     def mask(self) -> int | None:
-        """The token that hides another, where there is one."""
+        """The mask token, if there is one."""
         return self._id_of("mask_token")
 
     @property
-    def chat_form(self) -> Form | None:
-        """The template of conversations in ids."""
-        return None if self.chat is None else self.chat.form_of(self.inner.get_vocab(with_added_tokens=True))
+    def turn_tokens(self) -> TurnTokens | None:
+        """The chat template as token ids."""
+        return None if self.chat is None else self.chat.to_turn_tokens(self.inner.get_vocab(with_added_tokens=True))
 
     def with_chat(self, turns: Mapping[str, str]) -> TextTokenizer:
-        """The same tokenizer with a template of conversations: tokens it lacks are added, and what the assistant stops with is its end."""
-        template = new_template(turns, str(self.inner.id_to_token(self.end)))
+        """A copy with a chat template: adds missing special tokens; the stop token becomes the end-of-text token."""
+        template = build_turn_templates(turns, str(self.inner.id_to_token(self.end)))
         inner = Tokenizer.from_str(self.inner.to_str())
         known = {token.content for token in inner.get_added_tokens_decoder().values()}
         inner.add_special_tokens(
@@ -101,7 +101,7 @@ class TextTokenizer:
         return id_
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text, nothing added."""
+        """The ids of one text, without special tokens."""
         ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -111,13 +111,13 @@ class TextTokenizer:
         return (np.array(encoding.ids, np.int64) for encoding in encodings)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens shown."""
+        """The text of ids, including special tokens."""
         text: str = self.inner.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def decode_many(self, many: list[list[int]]) -> Iterator[str]:
+    def decode_many(self, ids: list[list[int]]) -> Iterator[str]:
         """The texts of many lists of ids."""
-        texts: list[str] = self.inner.decode_batch(many, skip_special_tokens=False)
+        texts: list[str] = self.inner.decode_batch(ids, skip_special_tokens=False)
         return iter(texts)
 
     def save(self, folder: Path, longest: int | None = None) -> None:
@@ -126,7 +126,7 @@ class TextTokenizer:
             write_text(folder / name, text)
 
     def files(self, longest: int | None = None) -> dict[str, str]:
-        """tokenizer.json and what transformers wants beside it."""
+        """The contents of tokenizer.json and of tokenizer_config.json, which transformers needs too."""
         roles, end = dict(self.roles), str(self.inner.id_to_token(self.end))
         if _end_of(roles) != end:
             roles["eos_token"] = end
@@ -138,7 +138,7 @@ class TextTokenizer:
         if longest:
             settings["model_max_length"] = longest
         if self.chat is not None:
-            settings |= {"chat_template": self.chat.jinja(), TURNS: dict(self.chat.turns)}
+            settings |= {"chat_template": self.chat.jinja(), TURNS_KEY: dict(self.chat.turns)}
         elif self.jinja is not None:
             settings["chat_template"] = self.jinja
         return {
@@ -148,8 +148,8 @@ class TextTokenizer:
 
 
 def fit(texts: Iterator[list[str]], config: TokenizerConfig) -> TextTokenizer:
-    """Fit a tokenizer of the kind that the config names on texts."""
-    counter = WordCounter(new_inner(config))
+    """Fit a tokenizer of the configured kind on texts."""
+    counter = WordCounter(new_tokenizer(config))
     for batch in texts:
         for text in batch:
             counter.add(text)
@@ -157,43 +157,46 @@ def fit(texts: Iterator[list[str]], config: TokenizerConfig) -> TextTokenizer:
 
 
 def fit_words(parts: Iterable[Mapping[str, int]], config: TokenizerConfig) -> TextTokenizer:
-    """Fit a tokenizer on words that were counted in parts."""
-    inner = train(merge_counts(parts), config)
+    """Fit a tokenizer on the word counts of several parts."""
+    inner = train_vocabulary(merge_counts(parts), config)
     end = end_of(config)
     known = {"eos_token": end} if config.kind != "wordpiece" or end != ENDS[config.kind] else {}
-    tokenizer = _wrapped(inner, roles_of(inner, roles_of(inner, {}) | known), end, "the fitted tokenizer")
+    tokenizer = _wrap(
+        inner, find_special_tokens(inner, find_special_tokens(inner, {}) | known), end, "the fitted tokenizer"
+    )
     turns = turns_of(config.chat, config.chat_turns)
     return tokenizer.with_chat(turns) if turns else tokenizer
 
 
 def open_tokenizer(where: Path, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
-    """A folder or file with tokenizer.json, GPT-2's vocabulary and merges, a BERT vocab.txt or a sentencepiece model."""
+    """Open a tokenizer from a folder or file: see `open_files` for the formats."""
     inner, roles = open_files(where, lowercase)
-    tokenizer = _wrapped(inner, roles, end, str(where))
+    tokenizer = _wrap(inner, roles, end, str(where))
     folder = where if where.is_dir() else where.parent
-    said = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     jinja = folder / "chat_template.jinja"
-    text = jinja.read_text(encoding="utf-8") if jinja.is_file() else said.get("chat_template")
+    text = jinja.read_text(encoding="utf-8") if jinja.is_file() else settings.get("chat_template")
     if not isinstance(text, str):
         return tokenizer
-    template = Template(tuple(said[TURNS].items())) if TURNS in said else None
-    # Whoever changed the Jinja changed the template: the data beside it no longer speaks for it.
+    template = TurnTemplates(tuple(settings[TURNS_KEY].items())) if TURNS_KEY in settings else None
+    # If someone edited the Jinja, it is the template, and our data next to it is out of date.
     return (
         replace(tokenizer, chat=template) if template and template.jinja() == text else replace(tokenizer, jinja=text)
     )
 
 
 def open_named(name: str, end: str | None = None, lowercase: bool | None = None) -> TextTokenizer:
-    """What `tokenizer.use` names: a folder or file on this machine, or a tokenizer of the Hugging Face hub."""
+    """Open what `tokenizer.use` names: a local folder or file, or a tokenizer of the Hugging Face hub."""
     path = Path(name)
-    return open_tokenizer(path if path.exists() else find_model_folder(name, WANTED), end, lowercase)
+    return open_tokenizer(path if path.exists() else find_model_folder(name, HUB_FILES), end, lowercase)
 
 
-def _wrapped(inner: Tokenizer, roles: dict[str, str], end: str | None, where: str) -> TextTokenizer:
+def _wrap(inner: Tokenizer, roles: dict[str, str], end: str | None, where: str) -> TextTokenizer:
     end = end or _end_of(roles)
     if end is None or (id_ := inner.token_to_id(end)) is None:
         raise TextmillError(
-            f"{where}: has no end-of-text token ({end or END}); name one with tokenizer.end_token, or as eos_token in tokenizer_config.json"
+            f"{where}: has no end-of-text token ({end or END}); "
+            f"set tokenizer.end_token, or eos_token in tokenizer_config.json"
         )
     known = {token.content for token in inner.get_added_tokens_decoder().values()}
     inner.add_special_tokens([token for token in dict.fromkeys([end, *roles.values()]) if token not in known])
@@ -204,7 +207,7 @@ def _wrapped(inner: Tokenizer, roles: dict[str, str], end: str | None, where: st
 
 
 def _rounded(number: str) -> float:
-    """A score without its last digits, which the library does not keep when it reads them."""
+    """A score without its last digits, which the library loses when it reads a file."""
     return round(float(number), 6)
 
 
@@ -212,8 +215,8 @@ def _end_of(roles: Mapping[str, str]) -> str | None:
     return roles.get("eos_token") or roles.get("sep_token")
 
 
-def _adds_space(cut: Any) -> bool:
-    """Whether the tokenizer puts a space before a text: transformers would set it otherwise."""
-    if not isinstance(cut, dict):
+def _adds_space(pre_tokenizer: Any) -> bool:
+    """Whether a pre-tokenizer adds a space before a text; written down, because transformers has another default."""
+    if not isinstance(pre_tokenizer, dict):
         return False
-    return bool(cut.get("add_prefix_space")) or any(map(_adds_space, cut.get("pretokenizers", [])))
+    return bool(pre_tokenizer.get("add_prefix_space")) or any(map(_adds_space, pre_tokenizer.get("pretokenizers", [])))

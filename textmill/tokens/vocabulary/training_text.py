@@ -1,4 +1,4 @@
-"""Text for a tokenizer, read on the runner: words counted part by part, the sample chosen by a hash, and texts for the report."""
+"""Reads the text for fitting a tokenizer on the runner: word counts of a sample, and texts for the report."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from textmill.runners import Result, open_runner
 from textmill.storage.files import hash_file, hash_json
 from textmill.storage.progress import progress
 from textmill.storage.stages import open_manifest
-from textmill.tokens.vocabulary.algorithms import WordCounter, new_inner
+from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer
 
 PICKED_PARTS, PICKED_TEXTS, PICKED_CHARACTERS = 16, 1000, 2000
-"""The report looks at so many parts of the text at most, so many documents in all, and the beginning of each document."""
+"""The report reads at most this many parts of the text, documents in all, and characters of each document."""
 
 
 @dataclass(frozen=True)
-class Group:
+class CorpusPart:
     """A row group of a shard of the prepared corpus."""
 
     shard: Path
@@ -43,53 +43,55 @@ class Group:
     size: int
 
     def texts(self) -> Iterator[str]:
-        """Its documents' texts."""
+        """The texts of its documents."""
         with open_shard(self.shard) as shard:
             yield from shard.read_row_group(self.number, columns=["text"], use_threads=False).column(0).to_pylist()
 
 
 @dataclass(frozen=True)
-class Raw:
-    """A piece of a source, read and cleaned as `prepare` would."""
+class SourcePart:
+    """A chunk of a source, read and cleaned as `prepare` does it."""
 
-    piece: SourceChunk
+    chunk: SourceChunk
     config: CorpusConfig
 
     @property
     def size(self) -> int:
         """Bytes of input."""
-        return self.piece.stop - self.piece.start
+        return self.chunk.stop - self.chunk.start
 
     def texts(self) -> Iterator[str]:
-        """The texts of its records; what cannot be read is passed over: `prepare` accounts for it."""
+        """The texts of its records; unreadable records are skipped, because `prepare` reports them."""
         cleaner, into_lines = Cleaner(self.config), SENTENCE_SPLITTERS.get(self.config.sentences)
-        for record in read_records(self.piece, self.config):
+        for record in read_records(self.chunk, self.config):
             text = None if isinstance(record, BadRecord) else cleaner.clean(record.text, record.url)
             if text is not None:
                 yield into_lines(text) if into_lines else text
 
 
-Part = Group | Raw
+TextPart = CorpusPart | SourcePart
 
 
-def parts_of(config: RunConfig, split: Split = "train") -> list[Part]:
-    """The text that a tokenizer is fitted on, cut into parts that do not depend on who reads them."""
+def find_text_parts(config: RunConfig, split: Split = "train") -> list[TextPart]:
+    """The text that a tokenizer is fitted on, in parts that do not depend on the number of workers."""
     if config.tokenizer.fit_on == "sources":
         check_packages(config.corpus)
-        return [Raw(piece, config.corpus) for piece in split_into_chunks(_sources(config), config.corpus.documents)]
-    groups: list[Part] = []
+        return [
+            SourcePart(chunk, config.corpus) for chunk in split_into_chunks(_sources(config), config.corpus.documents)
+        ]
+    parts: list[TextPart] = []
     for path in list_shards(config.folder_of("corpus"), split):
         with open_shard(path) as shard:
             metadata = shard.metadata
-            groups += [
-                Group(path, number, metadata.row_group(number).total_byte_size)
+            parts += [
+                CorpusPart(path, number, metadata.row_group(number).total_byte_size)
                 for number in range(metadata.num_row_groups)
             ]
-    return groups
+    return parts
 
 
-def mark_of(config: RunConfig) -> dict[str, str]:
-    """What tells that the text is the same as before."""
+def text_fingerprint(config: RunConfig) -> dict[str, str]:
+    """Changes when the text or the settings for reading it change."""
     if config.tokenizer.fit_on == "corpus":
         return {"corpus": open_manifest(config.folder_of("corpus"))["fingerprint"]}
     sources = _sources(config)
@@ -108,28 +110,28 @@ def _sources(config: RunConfig) -> list[Source]:
     return find_sources(config.corpus.sources, skip=own, corpora=config.corpus.corpora_file)
 
 
-def count_words(parts: Sequence[Part], config: RunConfig) -> Iterator[Counter[str]]:
-    """The words of each part and how often they stand in the sample, counted on the runner."""
-    limit = _limit(parts, config)
-    yield from _mapped(
+def count_words(parts: Sequence[TextPart], config: RunConfig) -> Iterator[Counter[str]]:
+    """How often each word occurs in the sampled documents of each part, counted on the runner."""
+    limit = _hash_limit(parts, config)
+    yield from _map_parts(
         partial(count_part, config=config.tokenizer, limit=limit), parts, config, "fit-tokenizer: read and count"
     )
 
 
-def _limit(parts: Sequence[Part], config: RunConfig) -> int:
-    """The hash below which a document is in the sample; for a number of documents they are all looked at first."""
+def _hash_limit(parts: Sequence[TextPart], config: RunConfig) -> int:
+    """Documents with a hash below this limit are in the sample; a sample of N documents needs all hashes first."""
     sample = config.tokenizer.fit_sample
     if sample <= 1:
         return int(sample * 2**64)
-    marks = np.concatenate(
-        [np.zeros(0, np.uint64), *_mapped(hash_part, parts, config, "fit-tokenizer: choose the sample")]
+    hashes = np.concatenate(
+        [np.zeros(0, np.uint64), *_map_parts(hash_part, parts, config, "fit-tokenizer: choose the sample")]
     )
-    wanted = int(sample)
-    return int(np.partition(marks, wanted - 1)[wanted - 1]) + 1 if wanted < len(marks) else 2**64
+    count = int(sample)
+    return int(np.partition(hashes, count - 1)[count - 1]) + 1 if count < len(hashes) else 2**64
 
 
-def _mapped(
-    function: Callable[[Part], Result], parts: Sequence[Part], config: RunConfig, name: str
+def _map_parts(
+    function: Callable[[TextPart], Result], parts: Sequence[TextPart], config: RunConfig, name: str
 ) -> Iterator[Result]:
     with progress(name, total=sum(part.size for part in parts), unit="bytes") as bar:
         for part, result in zip(parts, open_runner(config.runner).map(function, parts), strict=True):
@@ -137,33 +139,33 @@ def _mapped(
             bar.advance(part.size)
 
 
-def hash_part(part: Part) -> NDArray[np.uint64]:
-    """The hashes of a part's documents."""
-    return np.array([hash_of(text) for text in part.texts()], np.uint64)
+def hash_part(part: TextPart) -> NDArray[np.uint64]:
+    """The hashes of the documents of a part."""
+    return np.array([hash_text(text) for text in part.texts()], np.uint64)
 
 
-def count_part(part: Part, config: TokenizerConfig, limit: int) -> Counter[str]:
-    """The words of those documents of a part that are in the sample."""
-    counter = WordCounter(new_inner(config))
+def count_part(part: TextPart, config: TokenizerConfig, limit: int) -> Counter[str]:
+    """Count the words of the sampled documents of a part."""
+    counter = WordCounter(new_tokenizer(config))
     for text in part.texts():
-        if limit >= 2**64 or hash_of(text) < limit:
+        if limit >= 2**64 or hash_text(text) < limit:
             counter.add(text)
     return counter.counts()
 
 
-def hash_of(text: str) -> int:
-    """64 bits of a text; they decide whether it is in a sample, and have nothing to do with those that decide its split."""
+def hash_text(text: str) -> int:
+    """A 64-bit hash that decides whether a text is in the sample; independent of the hash that decides its split."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"sample").digest())
 
 
-def pick_texts(parts: Sequence[Part], config: RunConfig) -> list[str]:
-    """A few texts from all over the parts, for a report."""
+def pick_texts(parts: Sequence[TextPart], config: RunConfig) -> list[str]:
+    """A few texts from evenly spaced parts, for the report."""
     count = min(len(parts), PICKED_PARTS)
     spread = [parts[number * len(parts) // count] for number in range(count)]
     pick = partial(pick_from, count=PICKED_TEXTS // count)
     return list(itertools.chain.from_iterable(open_runner(config.runner).map(pick, spread)))
 
 
-def pick_from(part: Part, count: int) -> list[str]:
-    """So many texts of a part, chosen by their hashes."""
-    return [text[:PICKED_CHARACTERS] for text in heapq.nsmallest(count, part.texts(), key=hash_of)]
+def pick_from(part: TextPart, count: int) -> list[str]:
+    """`count` texts of a part, selected by their hashes."""
+    return [text[:PICKED_CHARACTERS] for text in heapq.nsmallest(count, part.texts(), key=hash_text)]

@@ -1,4 +1,4 @@
-"""A vocabulary on a model that had another: which tokens are the same, and the pieces that the text of new ones was made of before."""
+"""Gives a model a new vocabulary: which token vectors are kept, and which old tokens a new token starts from."""
 
 from __future__ import annotations
 
@@ -6,80 +6,80 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from textmill.errors import TextmillError
-from textmill.tokens.vocabulary.token_bytes import Spelling, spellings_of
+from textmill.tokens.vocabulary.token_bytes import TokenBytes, read_token_bytes
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 ROLES = ("end", "begin", "pad", "unknown", "mask")
-SHOWN = 3
-"""New pieces that are told with their parts."""
+EXAMPLES = 3
+"""New tokens that the summary shows with the old tokens they start from."""
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """Which of a model's vectors each token starts from."""
+class VocabularyTransfer:
+    """Which old token vectors each token of the new vocabulary starts from."""
 
     rows: int
-    """Vectors that the model will have."""
+    """Token vectors of the new model."""
     kept: dict[int, int] | None = None
-    """The old id of each token that there was; none: every old token keeps its id."""
+    """New id -> old id of each token that keeps its vector; None: every old token keeps its id."""
     new: dict[int, list[int]] = field(default_factory=dict)
-    """The old pieces of each token that there was not."""
-    told: str | None = None
-    """What a person should know of it."""
+    """New id -> old ids whose mean is the first vector of a new token."""
+    summary: str | None = None
+    """A message for the user; None: nothing changes."""
 
 
-def inherited(folder: Path, tokenizer: TextTokenizer, rows: int) -> Inherited:
-    """What a tokenizer takes over from that of a model's folder, whose embedding has `rows`; all as it is, where the folder has none."""
+def transfer_vocabulary(folder: Path, tokenizer: TextTokenizer, rows: int) -> VocabularyTransfer:
+    """Compare a tokenizer with that of a model, whose embedding has `rows`; no change if the model has no tokenizer."""
     try:
         before = open_tokenizer(folder)
     except TextmillError:
-        return Inherited(rows)
-    known, now = (one.inner.get_vocab(with_added_tokens=True) for one in (before, tokenizer))
-    if any(now.get(token) != id_ for token, id_ in known.items()):
-        return _mapped(folder, before, tokenizer, rows)
-    added = sorted((id_, token) for token, id_ in now.items() if token not in known)
+        return VocabularyTransfer(rows)
+    old_vocab, new_vocab = (one.inner.get_vocab(with_added_tokens=True) for one in (before, tokenizer))
+    if any(new_vocab.get(token) != id_ for token, id_ in old_vocab.items()):
+        return _match_tokens(folder, before, tokenizer, rows)
+    added = sorted((id_, token) for token, id_ in new_vocab.items() if token not in old_vocab)
     new = {id_: before.encode(token) or [before.end] for id_, token in added}
     names = ", ".join(token for _, token in added[:8])
-    told = (
-        f"{len(new):,} new tokens get vectors, each the mean of the pieces its text was made of: {names}"
-        if new
-        else None
+    summary = (
+        f"{len(new):,} new tokens get vectors, each the mean of the old tokens of its text: {names}" if new else None
     )
-    return Inherited(max([rows, *(id_ + 1 for id_ in new)]), new=new, told=told)
+    return VocabularyTransfer(max([rows, *(id_ + 1 for id_ in new)]), new=new, summary=summary)
 
 
-def _mapped(folder: Path, before: TextTokenizer, tokenizer: TextTokenizer, rows: int) -> Inherited:
-    """Another vocabulary: what spells the same is the same, and so is what plays the same part."""
-    old = {id_: spelling for id_, spelling in spellings_of(before).items() if id_ < rows}
-    # Where a byte stands there twice, once as a piece of text and once to fall back on, the piece of text is the one that was trained.
+def _match_tokens(folder: Path, before: TextTokenizer, tokenizer: TextTokenizer, rows: int) -> VocabularyTransfer:
+    """Match two different vocabularies: tokens with the same bytes, or with the same role, keep their vectors."""
+    old = {id_: token for id_, token in read_token_bytes(before).items() if id_ < rows}
+    # A byte may occur twice, as normal token and as fallback token <0x..>; only the normal token was trained.
     order = sorted(old, key=lambda id_: (not str(before.inner.id_to_token(id_)).startswith("<0x"), -id_))
-    places, now = {old[id_]: id_ for id_ in order}, spellings_of(tokenizer)
-    kept = {id_: places[spelling] for id_, spelling in now.items() if spelling in places}
+    old_ids, now = {old[id_]: id_ for id_ in order}, read_token_bytes(tokenizer)
+    kept = {id_: old_ids[token] for id_, token in now.items() if token in old_ids}
     for role in ROLES:
         mine, theirs = getattr(tokenizer, role), getattr(before, role)
         if mine is not None and theirs in old:
             kept.setdefault(mine, theirs)
-    new = {id_: _parts(now[id_], before, places, rows) for id_ in sorted(now.keys() - kept.keys())}
-    gone = len(old.keys() - set(kept.values()))
+    new = {id_: _old_tokens(now[id_], before, old_ids, rows) for id_ in sorted(now.keys() - kept.keys())}
+    dropped = len(old.keys() - set(kept.values()))
     examples = ", ".join(
-        f"{_shown(now[id_])} from {' + '.join(_shown(old[part]) for part in new[id_])}" for id_ in list(new)[-SHOWN:]
+        f"{_format(now[id_])} from {' + '.join(_format(old[part]) for part in new[id_])}"
+        for id_ in list(new)[-EXAMPLES:]
     )
-    told = (
-        f"another tokenizer than that of {folder}: {len(kept):,} of {len(now):,} pieces keep their vectors, {len(new):,} new ones start "
-        f"from the mean of the old pieces of their text{f' ({examples})' if examples else ''}, {gone:,} old ones go; "
-        f"the model's own is had with tokenizer.use={folder}"
+    summary = (
+        f"the tokenizer is not that of {folder}: {len(kept):,} of {len(now):,} tokens keep their vectors, "
+        f"{len(new):,} new ones start from the mean of the old tokens of their text"
+        f"{f' ({examples})' if examples else ''}, {dropped:,} old ones are dropped; "
+        f"to use the model's own tokenizer, set tokenizer.use={folder}"
     )
-    return Inherited(tokenizer.vocab, kept, new, told)
+    return VocabularyTransfer(tokenizer.vocab, kept, new, summary)
 
 
-def _parts(spelling: Spelling, before: TextTokenizer, places: dict[Spelling, int], rows: int) -> list[int]:
-    """The old pieces of a text; of bytes that are no text, the old pieces of each byte; where there are none, the old end of text."""
+def _old_tokens(token: TokenBytes, before: TextTokenizer, old_ids: dict[TokenBytes, int], rows: int) -> list[int]:
+    """The old tokens of a new token's text; of each byte if it is not UTF-8; if there are none, the end of text."""
     try:
-        ids = before.encode(spelling.data.decode())
+        ids = before.encode(token.data.decode())
     except UnicodeDecodeError:
-        ids = [places[one] for byte in spelling.data if (one := Spelling(bytes([byte]))) in places]
+        ids = [old_ids[one] for byte in token.data if (one := TokenBytes(bytes([byte]))) in old_ids]
     return [id_ for id_ in ids if id_ != before.unknown and id_ < rows] or [before.end]
 
 
-def _shown(spelling: Spelling) -> str:
-    return repr(spelling.data.decode(errors="backslashreplace"))
+def _format(token: TokenBytes) -> str:
+    return repr(token.data.decode(errors="backslashreplace"))
