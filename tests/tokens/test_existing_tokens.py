@@ -228,7 +228,7 @@ def test_files_without_tokens_are_an_error(tmp_path: Path, tokenizer: Path) -> N
 
     refused(tmp_path / "nothing", "no tokens found")
     refused(parquet("a", text=["x"]), r"no column 'input_ids'; found \['text'\]")
-    refused(parquet("b", input_ids=[[1, 258]]), "token id 258, the tokenizer has 258 pieces.*tokenizer.use")
+    refused(parquet("b", input_ids=[[1, 258]]), "token id 258, but the tokenizer's vocabulary has 258 tokens.*tokenizer.use")
     refused(parquet("c", input_ids=[[1, -1]]), "the tokenizer has 258 pieces")
     refused(parquet("d", input_ids=[[1, None]]), "empty cells")
     refused(parquet("e", input_ids=[1, 2]), "holds int64")
@@ -292,7 +292,7 @@ def test_two_weighted_stores_through_all_commands(
     assert main(["evaluate", str(tmp_path / "run"), "evaluate.split=test"]) == 0
     assert "12 documents" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path / "run"), "evaluate.split=test", "corpus.split=90,10,0"]) == 2
-    assert "test split there is empty" in capsys.readouterr().err
+    assert "its test split is empty" in capsys.readouterr().err
     assert main(["run", *words, f"tokenizer.use={tokenizer}"]) == 0
     assert "done already" in capsys.readouterr().out
 

@@ -156,7 +156,7 @@ def test_resuming_after_a_stop(world: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return encode(piece)
 
     monkeypatch.setattr(verb, "encode_task", fail_late)
-    with pytest.raises(TextmillError, match="No space left on device; mend that and run it again"):
+    with pytest.raises(TextmillError, match="No space left on device; fix that and run it again"):
         made(config_of("stopped"))
     assert len(list((world / "stopped" / "tokens.part").rglob("*.json"))) == 5 + 1
     again = []
@@ -181,7 +181,7 @@ def test_a_difference_falls_back_to_the_reference(
     monkeypatch.setattr(FastEncoder, "encode", slip)
     assert content(made(config_of("wrong"))) == wanted
     said = capsys.readouterr().err
-    assert "encodes texts/lines.jsonl, line 1, otherwise than tokenizers" in said
+    assert "encodes texts/lines.jsonl, line 1, differently from tokenizers" in said
 
 
 def use_words(folder: Path, words: list[str]) -> str:
