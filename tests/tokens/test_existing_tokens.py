@@ -228,8 +228,10 @@ def test_files_without_tokens_are_an_error(tmp_path: Path, tokenizer: Path) -> N
 
     refused(tmp_path / "nothing", "no tokens found")
     refused(parquet("a", text=["x"]), r"no column 'input_ids'; found \['text'\]")
-    refused(parquet("b", input_ids=[[1, 258]]), "token id 258, but the tokenizer's vocabulary has 258 tokens.*tokenizer.use")
-    refused(parquet("c", input_ids=[[1, -1]]), "the tokenizer has 258 pieces")
+    refused(
+        parquet("b", input_ids=[[1, 258]]), "token id 258, but the tokenizer's vocabulary has 258 tokens.*tokenizer.use"
+    )
+    refused(parquet("c", input_ids=[[1, -1]]), "the tokenizer's vocabulary has 258 tokens")
     refused(parquet("d", input_ids=[[1, None]]), "empty cells")
     refused(parquet("e", input_ids=[1, 2]), "holds int64")
     refused(parquet("f", input_ids=[[1.5]]), "lists of double")
