@@ -80,7 +80,7 @@ def small_tokenizer() -> TextTokenizer:
 def batch_of(generator: Generator, count: int, drawn: bool) -> Batch:
     """Texts at work that will not end."""
     batch, room = generator.new_batch(count), generator.positions - PROMPT
-    batch.ahead = True
+    batch.run_ahead = True
     sample = SampleConfig(temperature=0.8 if drawn else 0.0, top_k=50 if drawn else 0, max_tokens=room, min_tokens=room)
     for place, ids in enumerate(prompts_of(count, PROMPT)):
         request = Request(tuple(id_ % generator.tokenizer.vocab for id_ in ids), sample)
@@ -101,7 +101,7 @@ def step_times(batch: Batch, cuda: bool) -> tuple[float, float]:
 
 def constant(batch: Batch) -> Any:
     """A net that takes no time."""
-    scores_NV = torch.randn(len(batch.rows), batch.tokenizer.vocab)
+    scores_NV = torch.randn(len(batch.running), batch.tokenizer.vocab)
     return lambda ids_N, places: scores_NV
 
 

@@ -150,7 +150,7 @@ def test_prompts_of_any_length_are_each_continued_as_if_alone(generator: Generat
 
 
 def test_text_that_looks_like_a_special_token_is_plain_text(generator: Generator) -> None:
-    assert generator.tokenizer.end not in generator.context_of("<|endoftext|>")
+    assert generator.tokenizer.end not in generator.encode_prompt("<|endoftext|>")
 
 
 def test_new_tokens_are_cut_to_the_positions_and_that_is_said_once(
@@ -210,7 +210,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
     tmp_path: Path,
 ) -> None:
     small = write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab - 1))
-    with pytest.raises(TextmillError, match="its embedding 299 vectors"):
+    with pytest.raises(TextmillError, match="the embedding has only 299 rows"):
         open_generator(small, engine)
     folder = tmp_path / "bare"
     shutil.copytree(checkpoint.folder, folder, ignore=lambda *_: ["progress.json", "tokenizer.json"])
@@ -246,5 +246,5 @@ def _say_the_same(one: Generator, other: Generator) -> None:
 
 
 def test_more_slots_than_memory_are_refused_with_the_number_that_fits(generator: Generator) -> None:
-    with pytest.raises(TextmillError, match=r"GiB can be had; take \d+ at most"):
+    with pytest.raises(TextmillError, match=r"GiB are free; set sample.batch or serve.slots to \d+ or less"):
         generator.new_slots(10**9, 96)

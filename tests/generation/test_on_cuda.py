@@ -41,7 +41,7 @@ def test_the_scheduler_gives_them_too(generator: Generator, on_gpu: Generator) -
     scheduler, found = Scheduler(on_gpu, slots=5, queue=100), queue.Queue()
     texts, left = [""] * len(PROMPTS), len(PROMPTS)
     for place, prompt in enumerate(PROMPTS):
-        request = on_gpu.request_of(prompt, SAMPLES[1].model_copy(update={"seed": 3 + place}))
+        request = on_gpu.new_request(prompt, SAMPLES[1].model_copy(update={"seed": 3 + place}))
 
         def deliver(event: Token | Done, place: int = place) -> None:
             found.put((place, event))

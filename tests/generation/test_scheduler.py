@@ -65,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def request(generator: Generator, prompt: str = "The mill", sample: SampleConfig = LONG) -> Request:
-    return generator.request_of(prompt, sample)
+    return generator.new_request(prompt, sample)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -117,7 +117,7 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
     """What a GPU does, on the CPU: the next token is asked for before the last one is read, while texts join, leave and are dropped."""
     dice = random.Random(6)
     requests = [
-        generator.request_of(
+        generator.new_request(
             dice.choice(["The mill", "물레방아는", "", "a"]),
             SampleConfig(
                 seed=number, max_tokens=dice.choice([1, 2, 7, 20, 99]), temperature=dice.choice([0.0, 0.9]), min_tokens=dice.choice([0, 5]),
@@ -131,8 +131,8 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
     ]
     alone = [[event for _, event in generator.run([request], 1)] for request in requests]
     batch, found, waiting = generator.new_batch(4), [[] for _ in requests], list(enumerate(requests))
-    batch.ahead = True
-    while waiting or batch.rows or batch.waiting:
+    batch.run_ahead = True
+    while waiting or batch.running or batch.waiting:
         while waiting and batch.free and dice.random() < 0.7:
             number, one = waiting.pop(0)
             batch.add(number, one, generator.max_new_tokens(one, quiet=True))
@@ -175,7 +175,7 @@ def test_a_prompt_of_several_texts_is_read_once(generator: Generator, monkeypatc
     found: list[list[Token | Done]] = [[] for _ in prompts]
     for number, one in enumerate(requests):
         batch.add(number, one, generator.max_new_tokens(one, quiet=True))
-    while batch.rows or batch.waiting:
+    while batch.running or batch.waiting:
         for number, event in batch.step():
             found[number].append(event)
     assert sorted(map(tuple, filter(None, read))) == sorted(set(one.ids[:-1] for one in requests if len(one.ids) > 1))
@@ -406,7 +406,7 @@ def test_scores_that_are_no_numbers_end_their_own_text_only(
 
     def spoiled(ids_N: object, places: list[int]) -> object:
         scores = decode(ids_N, places).clone()
-        scores[[place for place, row in enumerate(scheduler._batch.rows) if row.number == 1]] = float("nan")
+        scores[[place for place, row in enumerate(scheduler._batch.running) if row.number == 1]] = float("nan")
         return scores
 
     monkeypatch.setattr(scheduler._batch.slots, "decode", spoiled)

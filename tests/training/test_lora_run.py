@@ -127,14 +127,14 @@ def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()(IDS).logits
         opened = AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
     assert (logits_of(base) - theirs).abs().max() > 1e-3, "six steps changed something"
-    for ours in (logits_of(folder), logits_of(folder, apart=True), opened):
+    for ours in (logits_of(folder), logits_of(folder, separate=True), opened):
         assert (ours - theirs).abs().max() < NEAR
 
 
 def test_apart_it_writes_what_it_writes_merged(run: Path) -> None:
     checkpoint, greedy = open_model(str(run)), SampleConfig(temperature=0, max_tokens=12)
     engine = TorchEngine(device="cpu", precision="fp32")
-    apart, merged = (open_generator(checkpoint, engine, apart=apart) for apart in (True, False))
+    apart, merged = (open_generator(checkpoint, engine, separate_adapter=separate) for separate in (True, False))
     assert (apart.net.lora is not None, merged.net.lora) == (True, None)
     assert apart.texts(["Bye", "잘"], greedy) == merged.texts(["Bye", "잘"], greedy)
 

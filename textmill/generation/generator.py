@@ -1,4 +1,4 @@
-"""Generator: a checkpoint in memory that continues texts, piece by piece or many at once."""
+"""Generates text with a checkpoint in memory: one text as a stream, or many in a batch."""
 
 from __future__ import annotations
 
@@ -24,126 +24,127 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation and what it came from."""
+    """One continuation, its prompt and seed."""
 
     prompt: str
     text: str
     seed: int
     tokens: int
-    """New tokens, the end-of-text token not counted."""
+    """New tokens, without the end-of-text token."""
 
 
 class Generator:
-    """A net and its tokenizer; a text is a function of the prompt, the settings and the seed."""
+    """A net and its tokenizer. A text depends on the prompt, the settings and the seed only."""
 
     def __init__(self, net: BaseNet, tokenizer: TextTokenizer) -> None:
         self.net, self.tokenizer = net, tokenizer
         self.device = next(parameter.device for _, parameter in net.named_parameters())
         self.positions: int = net.shape.positions
-        self._streams: Callable[[Sequence[int]], TextDecoder] | None = None
-        self._kept: Slots | None = None
-        self._cut_said = False
+        self._new_decoder: Callable[[Sequence[int]], TextDecoder] | None = None
+        self._spare_slots: Slots | None = None
+        self._warned = False
 
     def stream(self, prompt: str, sample: SampleConfig) -> Iterator[str]:
-        """The continuation as it comes, never splitting a character; its pieces joined are the whole text."""
-        request = self.request_of(prompt, sample)
+        """Yield the continuation in chunks of complete characters, as it is generated."""
+        request = self.new_request(prompt, sample)
         self.max_new_tokens(request)
-        return self._pieces(request)
+        return self._chunks(request)
 
     def sample(self, prompt: str, sample: SampleConfig) -> Sample:
-        """One whole continuation, the same text as `stream` gives."""
+        """Return one continuation; its text is the same as `stream` yields."""
         return self.samples([prompt], sample)[0]
 
     def texts(self, prompts: list[str], sample: SampleConfig) -> list[str]:
-        """A continuation of each prompt; the first has the seed of the settings, the next one more, and so on."""
+        """Continue each prompt. The first has the seed of the settings, the next that plus one, and so on."""
         return [one.text for one in self.samples(prompts, sample)]
 
     def samples(self, prompts: list[str], sample: SampleConfig) -> list[Sample]:
-        """What `texts` gives, with seeds and counts; `sample.batch` of them go through the net at a time."""
-        settings = [sample.model_copy(update={"seed": sample.seed + place}) for place in range(len(prompts))]
-        return self.complete(
-            prompts, [self.request_of(prompt, one) for prompt, one in zip(prompts, settings, strict=True)], sample.batch
-        )
+        """Like `texts`, with seeds and token counts; up to `sample.batch` texts are decoded at a time."""
+        settings = [sample.model_copy(update={"seed": sample.seed + index}) for index in range(len(prompts))]
+        requests = [self.new_request(prompt, one) for prompt, one in zip(prompts, settings, strict=True)]
+        return self.complete(prompts, requests, sample.batch)
 
-    def complete(self, prompts: list[str], requests: list[Request], together: int) -> list[Sample]:
-        """What becomes of requests, each under the name of its prompt."""
+    def complete(self, prompts: list[str], requests: list[Request], slots: int) -> list[Sample]:
+        """Complete requests; `prompts` become the prompts of the samples."""
         texts, counts = [""] * len(requests), [0] * len(requests)
-        for place, event in self.run(requests, together):
-            texts[place] += event.text
+        for index, event in self.run(requests, slots):
+            texts[index] += event.text
             if isinstance(event, Done):
-                counts[place] = event.tokens
+                counts[index] = event.tokens
         seeds = [request.sample.seed for request in requests]
-        return [Sample(*found) for found in zip(prompts, texts, seeds, counts, strict=True)]
+        return [Sample(*values) for values in zip(prompts, texts, seeds, counts, strict=True)]
 
-    def run(self, requests: list[Request], together: int) -> Iterator[tuple[int, Event]]:
-        """What becomes of requests, each by its place in the list, so many of them in slots at a time; a failure ends all."""
-        rooms = [self.max_new_tokens(request) for request in requests]
+    def run(self, requests: list[Request], slots: int) -> Iterator[tuple[int, Event]]:
+        """Run requests, up to `slots` at a time; yield each event with the request's index. An error ends all."""
+        max_new = [self.max_new_tokens(request) for request in requests]
         waiting = iter(range(len(requests)))
-        length = max(
-            (min(len(request.ids) + room, self.positions) for request, room in zip(requests, rooms, strict=True)),
-            default=0,
-        )
+        lengths = [len(request.ids) + new for request, new in zip(requests, max_new, strict=True)]
+        longest = min(max(lengths, default=0), self.positions)
         batch: Batch | None = None
         try:
             while True:
-                while (batch is None or batch.free) and (place := next(waiting, None)) is not None:
-                    if requests[place].sample.beams > 1:
-                        yield place, beam_search(self, requests[place], rooms[place])
+                while (batch is None or batch.free) and (index := next(waiting, None)) is not None:
+                    if requests[index].sample.beams > 1:
+                        yield index, beam_search(self, requests[index], max_new[index])
                         continue
-                    batch = batch or self.new_batch(min(together, len(requests)), length)
-                    batch.add(place, requests[place], rooms[place])
-                if batch is None or not (batch.rows or batch.waiting):
+                    batch = batch or self.new_batch(min(slots, len(requests)), longest)
+                    batch.add(index, requests[index], max_new[index])
+                if batch is None or not (batch.running or batch.waiting):
                     return
-                for place, event in batch.step():
+                for index, event in batch.step():
                     if isinstance(event, Done) and event.reason == "error":
                         raise TextmillError(event.message)
-                    yield place, event
+                    yield index, event
         finally:
-            # On a GPU the captured steps are worth keeping: they take longer to make than many a text.
-            self._kept = batch.slots if batch and self.device.type == "cuda" else None
+            # On a GPU the slots are reused: capturing their CUDA graphs takes longer than many a text.
+            self._spare_slots = batch.slots if batch and self.device.type == "cuda" else None
 
-    def request_of(self, prompt: str, sample: SampleConfig) -> Request:
-        """A prompt with its settings, as the net takes it."""
-        return Request(tuple(self.context_of(prompt)), sample, tuple(sample.stop))
+    def new_request(self, prompt: str, sample: SampleConfig) -> Request:
+        """Return a request for a prompt."""
+        return Request(tuple(self.encode_prompt(prompt)), sample, tuple(sample.stop))
 
-    def context_of(self, prompt: str) -> list[int]:
-        """What the net sees first: the prompt's ids, or the end-of-text token where there are none."""
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Return the prompt's token ids; for an empty prompt, the end-of-text token."""
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise TextmillError("sample.prompt: holds half of a character pair; give it as UTF-8 text") from None
+            raise TextmillError(
+                "sample.prompt: has a lone surrogate (half of a character); give it as UTF-8 text"
+            ) from None
         return self.tokenizer.encode(prompt) or [self.tokenizer.end]
 
     def max_new_tokens(self, request: Request, quiet: bool = False) -> int:
-        """New tokens that are asked and fit after the prompt; what cannot be done is refused."""
-        room, asked = max_new_tokens(request, self.positions, self.tokenizer.vocab), request.sample.max_tokens
-        if room < asked and not self._cut_said and not quiet:
-            self._cut_said = True
+        """Return how many new tokens the request allows and the context has space for; warn once if it is too short."""
+        max_new, requested = max_new_tokens(request, self.positions, self.tokenizer.vocab), request.sample.max_tokens
+        if max_new < requested and not self._warned and not quiet:
+            self._warned = True
             warn(
-                f"a context of {len(request.ids):,} tokens leaves room for {room:,} new ones, less than sample.max_tokens={asked}"
+                f"after a prompt of {len(request.ids):,} tokens the context has space for {max_new:,} new ones, "
+                f"fewer than sample.max_tokens={requested}"
             )
-        return room
+        return max_new
 
     def new_batch(self, slots: int, length: int | None = None) -> Batch:
-        """Slots for texts of so many tokens, the model's longest if not said, and nobody in them yet."""
-        self._streams = self._streams or text_decoder_factory(self.tokenizer)
-        kept, self._kept, length = self._kept, None, length or self.positions
-        if kept is None or kept.slots < slots or kept.length < length:
-            kept = None  # its memory is free for the new ones
-            kept = self.new_slots(slots, length)
-        return Batch(kept, self.tokenizer, self.positions, self._streams, slots, ahead=self.device.type == "cuda")
+        """Return an empty batch for `slots` texts of `length` tokens; the default is the model's context length."""
+        self._new_decoder = self._new_decoder or text_decoder_factory(self.tokenizer)
+        spare, self._spare_slots, length = self._spare_slots, None, length or self.positions
+        if spare is None or spare.slots < slots or spare.length < length:
+            spare = None  # frees its memory for the new slots
+            spare = self.new_slots(slots, length)
+        on_gpu = self.device.type == "cuda"
+        return Batch(spare, self.tokenizer, self.positions, self._new_decoder, slots, run_ahead=on_gpu)
 
     def new_slots(self, slots: int, length: int) -> Slots:
-        """Memory for keys and values; more than the device has is refused."""
+        """Allocate the KV cache; raise if the device has too little memory."""
         each, free = bytes_per_slot(self.net, length), _free_memory(self.device)
-        if (slots + 1) * each > free:  # one slot is nobody's
+        if (slots + 1) * each > free:  # there is one slot more than texts
             raise TextmillError(
-                f"{slots} texts at a time take {slots * each / 2**30:.1f} GiB for keys and values; {free / 2**30:.1f} GiB can be had; "
-                f"take {max(free // each - 1, 0)} at most (sample.batch, serve.slots)"
+                f"the KV cache of {slots} texts needs {slots * each / 2**30:.1f} GiB, but "
+                f"{free / 2**30:.1f} GiB are free; set sample.batch or serve.slots to {max(free // each - 1, 0)} or less"
             )
         return open_slots(self.net, slots, length)
 
-    def _pieces(self, request: Request) -> Iterator[str]:
+    def _chunks(self, request: Request) -> Iterator[str]:
         for _, event in self.run([request], 1):
             if event.text:
                 yield event.text
@@ -155,14 +156,14 @@ def _free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, apart: bool = False) -> Generator:
-    """A checkpoint's net, in the engine's arithmetic and on its device, with its tokenizer; an adapter `apart` stands beside its base."""
+def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, separate_adapter: bool = False) -> Generator:
+    """Load a checkpoint's net and tokenizer; an adapter is merged into its base, or computed separately."""
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)
-    net = open_net(checkpoint.folder, device, separate=apart)
+    net = open_net(checkpoint.folder, device, separate=separate_adapter)
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(
-            f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} pieces, its embedding {net.shape.vocab:,} vectors; "
-            f"put the tokenizer that the model was trained with beside it"
+            f"{checkpoint.folder}: the tokenizer has {tokenizer.vocab:,} tokens, but the embedding has only "
+            f"{net.shape.vocab:,} rows; put the tokenizer that the model was trained with into this folder"
         )
     return Generator(net.to(torch_dtype(engine.precision, device)), tokenizer)

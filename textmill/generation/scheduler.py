@@ -149,7 +149,7 @@ class Scheduler:
             for sample, texts in product(WARM_UP_SAMPLES, sizes):
                 for number in range(texts):
                     self._batch.add(number, Request((self.tokenizer.end,), sample), 2)
-                while self._batch.rows or self._batch.waiting:
+                while self._batch.running or self._batch.waiting:
                     self._batch.step()
             warn(f"captured {count} decoding steps and prefills in {time.monotonic() - started:.1f} s")
 
@@ -262,7 +262,7 @@ class Scheduler:
         warn(f"{type(error).__name__}: {error}")
         with self._changed:
             jobs, self._active = list(self._active.values()), {}
-        ended = {row.number: row.done("error", message) for row in (*self._batch.rows, *self._batch.waiting)}
+        ended = {text.number: text.finish("error", message) for text in (*self._batch.running, *self._batch.waiting)}
         self._batch.clear()
         for job in jobs:
             self._deliver(job, ended.get(job.number) or Done("error", 0, "", message))
@@ -281,7 +281,7 @@ def open_scheduler(
     checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig, after_step: Callable[[], None] = lambda: None
 ) -> Scheduler:
     """Load a checkpoint and return a scheduler that is ready for requests."""
-    generator = open_generator(checkpoint, engine, apart=serve.adapter == "separate")
+    generator = open_generator(checkpoint, engine, separate_adapter=serve.adapter == "separate")
     scheduler = Scheduler(generator, slots=serve.slots, queue=serve.queue, after_step=after_step)
     scheduler.warm_up()
     return scheduler

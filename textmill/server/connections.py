@@ -76,7 +76,7 @@ class Connection(HttpToolsProtocol):
             self._reply_and_close(_format_reply(503, message, "crowded", b"retry-after: 1\r\n"))
 
     def _reply_and_close(self, reply: bytes) -> None:
-        """Send a last reply and ignore further input. Closing at once would lose the reply if the client still sends."""
+        """Send a last reply and ignore further input. Closing at once could lose the reply."""
         self.pool.rejected.add(self)
         self.transport.write(reply)
         self.transport.write_eof()
@@ -193,8 +193,8 @@ def raise_file_limit(serve: ServeConfig) -> None:
     needed, (now, most) = serve.max_connections + OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and needed > most:
         raise TextmillError(
-            f"serve.max_connections: {serve.max_connections:,} connections need {needed:,} open files, but this system allows "
-            f"{most:,}; set it to {max(most - OTHER_FILES, 0):,} or less, or raise ulimit -n"
+            f"serve.max_connections: {serve.max_connections:,} connections need {needed:,} open files, "
+            f"but this system allows {most:,}; set it to {max(most - OTHER_FILES, 0):,} or less, or raise ulimit -n"
         )
     if now != resource.RLIM_INFINITY and needed > now:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))

@@ -26,7 +26,7 @@ SEND_SECONDS = 5.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a graceful shutdown of the scheduler: running texts have `serve.shutdown_grace` seconds to finish."""
+    """uvicorn with a graceful shutdown: running texts have `serve.shutdown_grace` seconds to finish."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
