@@ -217,13 +217,13 @@ def test_targets_name_matrices_and_parts() -> None:
         ({"rank_pattern": {"c_fc": 2}}, "rank_pattern is .*; textmill reads plain LoRA"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' .*; textmill reads LORA"),
         ({"r": "many"}, "r is 'many'"),
-        ({"lora_dropout": "much"}, "lora_dropout is 'much'; it is a fraction, 0 or more and less than 1"),
-        ({"lora_dropout": 1}, "lora_dropout is 1; it is a fraction"),
+        ({"lora_dropout": "much"}, "lora_dropout is 'much'; it must be at least 0 and below 1"),
+        ({"lora_dropout": 1}, "lora_dropout is 1; it must be"),
         ({"r": 5}, "has no lora_A and lora_B of rank 5"),
-        ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
+        ({"base_model_name_or_path": None}, "has no base_model_name_or_path"),
         (
             {"base_model_name_or_path": "./nowhere/at all"},
-            r"the model that this adapter changes is gone: .*nowhere/at all: no such folder",
+            r"the base model of this adapter is missing: .*nowhere/at all: no such folder",
         ),
         (
             {"fan_in_fan_out": False},
@@ -275,5 +275,5 @@ def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base: Path, tmp
     write(folder / ADAPTER_MODEL, [(PREFIX + name, values) for name, values in pairs])
     with pytest.raises(TextmillError, match=r"has no 'transformer\.h\.7\.attn\.c_attn', which the adapter changes"):
         list(read_weights(folder))
-    with pytest.raises(TextmillError, match="which is an adapter itself; merge that one first"):
+    with pytest.raises(TextmillError, match="is an adapter itself; merge that one first"):
         list(read_weights(written(tmp_path / "second", folder, LORAS[0])))

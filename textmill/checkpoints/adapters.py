@@ -23,24 +23,24 @@ MERGED_CONFIG = "merged_config.json"
 """The config.json of the two merged; under that name transformers would look for a complete model."""
 PREFIX = "base_model.model."
 """PEFT's prefix before the names of the model that it wraps."""
-A, B = ".lora_A.weight", ".lora_B.weight"
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 FP32_MAX = 1e38
-"""Where fp32 ends, about."""
+"""About the largest fp32 number."""
 UNSUPPORTED = (
     "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
     "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
-"""PEFT's settings that change what the matrices mean; plain LoRA has none of them."""
+"""PEFT settings beyond plain LoRA, which change the meaning of the matrices."""
 
 
 @dataclass(frozen=True)
 class Adapter:
     """An opened adapter folder."""
 
-    named: str
-    """The model that it changes, as its config names it."""
+    base_name: str
+    """The base model as the adapter's config names it."""
     base: Path
-    """That model's folder."""
+    """The base model's folder."""
     rank: int
     scale: float
     """The factor of the product of the two matrices: alpha / rank."""
@@ -49,8 +49,8 @@ class Adapter:
     inputs_first: bool
     """Whether the base's matrices are inputs x outputs, as PEFT's fan_in_fan_out says."""
     pairs: dict[str, tuple[Array, Array]]
-    """A (rank x inputs) and B (outputs x rank), by the name of what they change, without its ".weight"."""
-    whole: dict[str, Array]
+    """A (rank x inputs) and B (outputs x rank), by the name of the weight that they change, without ".weight"."""
+    full_weights: dict[str, Array]
     """Weights that replace those of the base: an embedding with more rows."""
 
 
@@ -83,18 +83,18 @@ def read_base_and_adapter(adapter: Adapter) -> Iterator[Named]:
     """The weights of the base as they are, then the adapter's own."""
     yield from _read_base(adapter)
     for stem, (a, b) in adapter.pairs.items():
-        yield stem + A, a
-        yield stem + B, b
+        yield stem + LORA_A, a
+        yield stem + LORA_B, b
 
 
 def merge_adapter(adapter: Adapter) -> Iterator[Named]:
     """The weights of the base with the adapter's products added."""
-    left = dict(adapter.pairs)
+    remaining = dict(adapter.pairs)
     for name, values in _read_base(adapter):
-        if (stem := find_name(name.removesuffix(".weight"), left)) is None:
+        if (stem := find_name(name.removesuffix(".weight"), remaining)) is None:
             yield name, values
             continue
-        pair = left.pop(stem)
+        pair = remaining.pop(stem)
         product = pair[1] @ pair[0]
         change = product.T if adapter.inputs_first else product
         if change.shape != values.shape:
@@ -102,17 +102,17 @@ def merge_adapter(adapter: Adapter) -> Iterator[Named]:
                 f"{adapter.base}: '{name}' is {list(values.shape)}; the adapter was made for {list(change.shape)}"
             )
         yield name, values + np.float32(adapter.scale) * change
-    if left:
+    if remaining:
         raise TextmillError(
-            f"{adapter.base}: has no '{next(iter(left))}', which the adapter changes; it is of another model"
+            f"{adapter.base}: has no '{next(iter(remaining))}', which the adapter changes; the adapter belongs to another model"
         )
 
 
 def _read_base(adapter: Adapter) -> Iterator[Named]:
     """The base's weights, with those that the adapter's folder replaces."""
     for name, values in read_model(adapter.base):
-        replaced = find_name(name, adapter.whole)
-        yield name, values if replaced is None else adapter.whole[replaced]
+        replaced = find_name(name, adapter.full_weights)
+        yield name, values if replaced is None else adapter.full_weights[replaced]
 
 
 def find_name(name: str, known: Collection[str]) -> str | None:
@@ -124,38 +124,38 @@ def find_name(name: str, known: Collection[str]) -> str | None:
 
 def find_base(folder: Path) -> Path:
     """The folder of an adapter's base; a base that is missing, or changed since the adapter was trained, is refused."""
-    named = _read_settings(folder).get("base_model_name_or_path")
-    if not isinstance(named, str):
+    base_name = _read_settings(folder).get("base_model_name_or_path")
+    if not isinstance(base_name, str):
         raise TextmillError(
-            f"{folder / ADAPTER_CONFIG}: names no base_model_name_or_path; write there which model the adapter changes"
+            f"{folder / ADAPTER_CONFIG}: has no base_model_name_or_path; set it to the base model of the adapter"
         )
     try:
-        base = find_model_folder(named)
+        base = find_model_folder(base_name)
     except TextmillError as error:
-        raise TextmillError(f"{folder}: the model that this adapter changes is gone: {error}; put it back") from None
+        raise TextmillError(f"{folder}: the base model of this adapter is missing: {error}; put it back") from None
     if is_adapter(base):
         raise TextmillError(
-            f"{folder}: changes {named}, which is an adapter itself; merge that one first: textmill export {named}"
+            f"{folder}: its base {base_name} is an adapter itself; merge that one first: textmill export {base_name}"
         )
     if (folder / "progress.json").is_file() and _trained_on(folder / "progress.json") != fingerprint_weights(base):
         raise TextmillError(
-            f"{folder}: {named}, which this adapter changes, has other weights than when it was trained; put those back"
+            f"{folder}: the weights of its base {base_name} have changed since the adapter was trained; put the old ones back"
         )
     return base
 
 
 def _trained_on(progress: Path) -> str:
-    """The fingerprint of the base that a checkpoint of ours was trained on."""
+    """The fingerprint of the base on which a checkpoint was trained."""
     try:
         return str(read_json(progress)["made_from"]["model.init_from"])
     except (LookupError, TypeError):
         raise TextmillError(
-            f"{progress}: does not say which weights the adapter was trained on; it is damaged or not ours"
+            f"{progress}: does not record which weights the adapter was trained on; the file is damaged"
         ) from None
 
 
 def open_adapter(folder: Path) -> Adapter:
-    """The adapter in a folder; settings beyond plain LoRA are refused by name."""
+    """Open the adapter in a folder; the error names a setting beyond plain LoRA."""
     settings, where = _read_settings(folder), folder / ADAPTER_CONFIG
     if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none":
         found = f"peft_type {settings.get('peft_type')!r} with bias {settings.get('bias')!r}"
@@ -165,45 +165,45 @@ def open_adapter(folder: Path) -> Adapter:
             raise TextmillError(f"{where}: {key} is {settings[key]!r}; textmill reads plain LoRA, without it")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < FP32_MAX:
-        raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both are numbers above 0, r a whole one")
+        raise TextmillError(f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both must be above 0, and r an integer")
     dropout = settings.get("lora_dropout", 0.0)
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it is a fraction, 0 or more and less than 1")
+        raise TextmillError(f"{where}: lora_dropout is {dropout!r}; it must be at least 0 and below 1")
     if not (folder / ADAPTER_MODEL).is_file():
-        raise TextmillError(f"{folder}: no {ADAPTER_MODEL} there; save the adapter as safetensors")
-    pairs, whole = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
+        raise TextmillError(f"{folder}: no {ADAPTER_MODEL} found; save the adapter as safetensors")
+    pairs, full_weights = _sort_tensors(read_tensors(folder / ADAPTER_MODEL), rank, folder / ADAPTER_MODEL)
     scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
     base, inputs_first = find_base(folder), bool(settings.get("fan_in_fan_out"))
-    return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, whole)
+    return Adapter(settings["base_model_name_or_path"], base, rank, scale, dropout, inputs_first, pairs, full_weights)
 
 
 def _sort_tensors(
     named: Iterable[Named], rank: int, where: Path
 ) -> tuple[dict[str, tuple[Array, Array]], dict[str, Array]]:
-    """The pairs of an adapter file, and the weights that it replaces."""
-    first: dict[str, Array] = {}
-    second: dict[str, Array] = {}
-    whole: dict[str, Array] = {}
+    """The LoRA pairs of an adapter file, and the full weights that it has."""
+    a_by_stem: dict[str, Array] = {}
+    b_by_stem: dict[str, Array] = {}
+    full_weights: dict[str, Array] = {}
     for name, values in named:
         stem = name.removeprefix(PREFIX)
-        half = first if stem.endswith(A) else second if stem.endswith(B) else None
-        if half is None:
-            whole[stem] = values
+        side = a_by_stem if stem.endswith(LORA_A) else b_by_stem if stem.endswith(LORA_B) else None
+        if side is None:
+            full_weights[stem] = values
         else:
-            half[stem.removesuffix(A).removesuffix(B)] = values
-    for stem in sorted(first.keys() | second.keys()):
-        a, b = first.get(stem), second.get(stem)
+            side[stem.removesuffix(LORA_A).removesuffix(LORA_B)] = values
+    for stem in sorted(a_by_stem.keys() | b_by_stem.keys()):
+        a, b = a_by_stem.get(stem), b_by_stem.get(stem)
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise TextmillError(
                 f"{where}: '{stem}' has no lora_A and lora_B of rank {rank}; the file is damaged or not plain LoRA"
             )
-    return {stem: (first[stem], second[stem]) for stem in first}, whole
+    return {stem: (a_by_stem[stem], b_by_stem[stem]) for stem in a_by_stem}, full_weights
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     settings = read_json(folder / ADAPTER_CONFIG)
     if not isinstance(settings, dict):
         raise TextmillError(
-            f"{folder / ADAPTER_CONFIG}: found a {type(settings).__name__}; it is not an adapter's config"
+            f"{folder / ADAPTER_CONFIG}: found a {type(settings).__name__}; an adapter config is a JSON object"
         )
     return settings

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from textmill.checkpoints.adapters import A, Adapter, B
+from textmill.checkpoints.adapters import LORA_A, LORA_B, Adapter
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.models import Shape, Weight, open_family, weights_of
@@ -27,11 +27,11 @@ def adapters_of(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
     for weight in target_weights(shape, lora):
         # As wide as PEFT's uniform start between plus and minus one over the root of the inputs.
         std = 1 / math.sqrt(3 * weight.inputs)
-        first = Weight(weight.stem + A, (lora.rank, weight.inputs), std, decay=True, depth=weight.depth)
+        first = Weight(weight.stem + LORA_A, (lora.rank, weight.inputs), std, decay=True, depth=weight.depth)
         layout: dict[str, Any] = {"parts": weight.parts, "groups": weight.groups}
-        second = Weight(weight.stem + B, (weight.outputs, lora.rank), decay=True, depth=weight.depth, **layout)
+        second = Weight(weight.stem + LORA_B, (weight.outputs, lora.rank), decay=True, depth=weight.depth, **layout)
         # Tensor-parallel ranks divide the one of the two that meets what they divide of the matrix; all have the other.
-        for one, axis, ending in ((first, 1, A), (second, 0, B)):
+        for one, axis, ending in ((first, 1, LORA_A), (second, 0, LORA_B)):
             split = axis if weight.split == axis else None
             parameter = weight.parameter.removesuffix(".weight") + ending
             partial = weight.split is not None and split is None

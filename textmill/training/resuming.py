@@ -67,8 +67,8 @@ def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     return replace(
         start,
         weights=read_base_and_adapter(adapter),
-        base=adapter.named,
-        changed_weights=list(adapter.whole.items()),
+        base=adapter.base_name,
+        changed_weights=list(adapter.full_weights.items()),
     )
 
 

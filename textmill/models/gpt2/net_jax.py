@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from textmill.checkpoints.adapters import A, B
+from textmill.checkpoints.adapters import LORA_A, LORA_B
 from textmill.config import LoraConfig
 from textmill.kernels.dropout_jax import drop
 from textmill.models.gpt2.facts import Shape
@@ -116,17 +116,17 @@ def _linear(
     work = partial(jnp.einsum, "nti,oi->nto")
     y_NTE = _matmul(weights, f"{name}.weight", options, work, x_NTE) + weights[f"{name}.bias"]
     narrow_NTR = _narrow(weights, name, shape, options, x_NTE, keys_N)
-    return y_NTE if narrow_NTR is None else y_NTE + _matmul(weights, name + B, options, work, narrow_NTR)
+    return y_NTE if narrow_NTR is None else y_NTE + _matmul(weights, name + LORA_B, options, work, narrow_NTR)
 
 
 def _narrow(
     weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None
 ) -> Array | None:
     """The inputs of an adapter's second matrix: scale drop(x) A; none where the matrix has no adapter."""
-    if options.lora is None or name + A not in weights:
+    if options.lora is None or name + LORA_A not in weights:
         return None
     seen_NTE = drop(x_NTE, options.lora.dropout, keys_N, sites_of(shape)[name])
-    return _matmul(weights, name + A, options, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (
+    return _matmul(weights, name + LORA_A, options, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (
         options.lora.alpha / options.lora.rank
     )
 
@@ -163,7 +163,7 @@ def _attention(
         return (
             y_NTHD
             if narrow_NTR is None
-            else y_NTHD + _matmul(weights, f"{name}.c_attn{B}", options, partial(part, which), narrow_NTR)
+            else y_NTHD + _matmul(weights, f"{name}.c_attn{LORA_B}", options, partial(part, which), narrow_NTR)
         )
 
     # Three products leave queries, keys and values each in one piece, as the attention kernels want them.
