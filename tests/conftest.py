@@ -34,10 +34,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LONG = ("engines/test_layouts.py", "engines/test_on_deepspeed.py", "engines/test_contract.py", "verification/test_verify.py",
+FIRST = ("engines/test_layouts.py", "engines/test_on_deepspeed.py", "engines/test_contract.py", "verification/test_verify.py",
         "training/test_loop.py", "engines/test_on_jax.py", "project/test_launch_recipes.py", "training/test_ranks.py", "project/test_recipes.py",
         "training/test_engine_changes.py", "corpus/test_mongo_delivery.py", "commands/test_cli.py")  # fmt: skip
-"""Files of a minute or two: they come first, since a whole file goes to one worker, and the other would wait for one that came last."""
+"""They come first, since a file goes to one worker, and the other would wait for a costly one that came last."""
 
 SENTENCES = {
     "english": ["The mill stands by the river.", "Every morning the wheel begins to turn.", "Who brought the grain last night?",
@@ -49,10 +49,16 @@ SENTENCES = {
 }  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the rest in the order of their names."""
-    places = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
+    """Costly files first, the rest in the order of their names; a test is long with some values of its parameters."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        for mark in item.iter_markers("long_with"):
+            if any(type(value) is type(arg) and value == arg for value in values for arg in mark.args):
+                item.add_marker("long")
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,7 @@ def test_the_first_loss_is_the_formulas(kind: str, loss: str) -> None:
     assert step.asked == int(asked.sum())
 
 
+@pytest.mark.long_with("jax")
 @pytest.mark.parametrize("loss", ["token_mean", "sample_mean"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, dropout: float) -> None:
@@ -53,6 +54,7 @@ def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, 
         assert parts == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.long_with("jax")
 def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
     ramp = [2, 6, 4]  # two sizes: JAX makes a program of each
     sizes = [BatchSizes(ROWS, ramp).size_at(step) for step in range(6)]
@@ -68,12 +70,14 @@ def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
         assert found == (pytest.approx(wanted[0], rel=2e-6), pytest.approx(wanted[1], rel=2e-5), wanted[2])
 
 
+@pytest.mark.long_with("jax")
 def test_dropout_changes_training_and_not_evaluation(kind: str) -> None:
     with_it, without = started(config_of(kind, dropout=0.5)), started(config_of(kind))
     assert with_it.eval_step(batch_of(0)).loss == without.eval_step(batch_of(0)).loss
     assert with_it.train_step(batch_of(0), 0, 0.0).loss != without.train_step(batch_of(0), 0, 0.0).loss
 
 
+@pytest.mark.long_with("jax")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_documents_kept_apart_give_the_losses_they_give_alone(kind: str, dropout: float) -> None:
     """Two documents in one window: each asks the same as in a window of its own, whatever stands beside it."""
@@ -147,6 +151,7 @@ def test_adapters_learn_as_torchs_do(kind: str) -> None:
     assert [loss.hex() for loss in run(again, range(6, 8))] == [loss.hex() for loss in run(engine, range(6, 8))]
 
 
+@pytest.mark.long_with("jax")
 def test_adapters_learn_in_half_precision_too(kind: str) -> None:
     """As in fp32 but for rounding; what is saved is fp32, and a base that stays in bf16 loses no more than its rounding."""
     config = config_of(kind, micro_batch=4, lora=LORA)

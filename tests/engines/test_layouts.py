@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from textmill.engines.meshes import Mesh, mesh_of
 from textmill.errors import TextmillError
 from textmill.models import open_family
 
+TWO = ("shard-2", "sequence-2")
+"""Sharded and tensor parallel: what `make test` sees of them all."""
 Measured = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
@@ -38,21 +41,37 @@ def alone() -> Measured:
     return measured(config_of({}, clip=0.0))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, alone: Measured) -> Path:
-    """Two launches, of 2 and of 4 processes; the second goes on from what the first saved."""
-    folder = tmp_path_factory.mktemp("layouts")
+def launched(folder: Path, alone: Measured, names: Iterable[str]) -> Path:
+    """One launch for each number of processes; the second goes on from what the first saved."""
     np.savez(folder / "one.state.npz", **alone[2])
     for world in (2, 4):
-        assert ended_together([sys.executable, layout_process.__file__, str(folder)], world) == "well"
+        if here := [name for name in names if processes_of(name) == world]:
+            assert ended_together([sys.executable, layout_process.__file__, str(folder), *here], world) == "well"
     return folder
+
+
+@pytest.fixture(scope="module")
+def two_layouts(tmp_path_factory: pytest.TempPathFactory, alone: Measured) -> Path:
+    return launched(tmp_path_factory.mktemp("two-layouts"), alone, TWO)
+
+
+@pytest.fixture(scope="module")
+def other_layouts(tmp_path_factory: pytest.TempPathFactory, alone: Measured) -> Path:
+    return launched(tmp_path_factory.mktemp("other-layouts"), alone, [name for name in LAYOUTS if name not in TWO])
+
+
+@pytest.fixture
+def folder(layout: str, request: pytest.FixtureRequest) -> Path:
+    """Where the numbers of a layout are."""
+    found: Path = request.getfixturevalue("two_layouts" if layout in TWO else "other_layouts")
+    return found
 
 
 def losses(numbers: list[list[float]]) -> list[float]:
     return [loss for loss, _ in numbers]
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=[pytest.param(name, marks=() if name in TWO else pytest.mark.long) for name in LAYOUTS])
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

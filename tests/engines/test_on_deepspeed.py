@@ -20,7 +20,7 @@ from tests.support.together import ended_together
 from textmill.errors import TextmillError
 from textmill.processes.ranks import SingleProcess
 
-STEPS = 50
+STEPS = 30
 FP32, BF16 = 2e-6, 2e-2
 """How equal is equal: relative, at every step."""
 RAMP = [2, 2, 12]
@@ -48,6 +48,7 @@ def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[di
     return found
 
 
+@pytest.mark.long_with(0, 2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_one_process_has_torchs_losses(zero: int, straight: list[float]) -> None:
     found = done({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, SingleProcess())
@@ -58,6 +59,11 @@ def test_one_process_has_torchs_losses(zero: int, straight: list[float]) -> None
 def has_fp16() -> bool:
     """Whether DeepSpeed trains in fp16 here: it asks what the processor can."""
     return bool(deepspeed.get_accelerator().is_fp16_supported())
+
+
+def test_two_processes_train_as_one(tmp_path: Path, straight: list[float]) -> None:
+    [found] = launched([{"engine": {"zero": 3, "micro_batch": 2}, "steps": [0, 6]}], 2, tmp_path)
+    assert worst(found["losses"], straight[:6]) <= FP32
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +92,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return {**dict(zip(runs, found, strict=True)), "saved": {"at": saved}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_two_processes_have_torchs_losses(zero: int, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
     assert worst(two[f"zero{zero}"]["losses"], straight[:STEPS]) <= FP32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bf16-0", "bf16-1", "bf16-2", "bf16-3", "fp16"])
 def test_in_half_precision_they_are_near(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
     if name == "fp16" and not has_fp16():
@@ -108,15 +116,18 @@ def test_fp16_is_refused_where_deepspeed_has_none(monkeypatch: pytest.MonkeyPatc
         done({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, SingleProcess())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["recompute", "offload"])
 def test_saving_memory_changes_no_loss(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
     assert worst(two[name]["losses"], straight[:5]) <= FP32
 
 
+@pytest.mark.long
 def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) -> None:
     assert worst(two["dropout"]["losses"], run(started(config_of("torch", dropout=0.2)), range(5))) <= FP32
 
 
+@pytest.mark.long
 def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, Any]]) -> None:
     torch = done(
         {"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"batch_rampup": RAMP}},
@@ -125,11 +136,13 @@ def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, 
     assert worst(two["ramp"]["losses"], torch["losses"]) <= FP32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_adapters_learn_on_two_processes_as_torchs_do(zero: int, two: dict[str, dict[str, Any]]) -> None:
     assert worst(two[f"lora-{zero}"]["losses"], run(started(config_of("torch", lora=LORA)), range(5))) <= FP32
 
 
+@pytest.mark.long
 def test_an_evaluation_is_of_the_whole_batch(two: dict[str, dict[str, Any]]) -> None:
     engine = started(config_of("torch"))
     run(engine, range(STEPS))
@@ -140,6 +153,7 @@ def test_an_evaluation_is_of_the_whole_batch(two: dict[str, dict[str, Any]]) -> 
         assert loss == pytest.approx(sums.loss, rel=1e-5)
 
 
+@pytest.mark.long
 def test_two_processes_state_goes_on_on_one_and_on_three(two: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     saved = two["saved"]["at"]
     assert np.load(saved)["updates"] == STEPS
@@ -164,6 +178,7 @@ def test_a_run_goes_from_torch_to_deepspeed_and_back(tmp_path: Path, straight: l
     assert worst(losses, straight[:40]) <= 1e-5
 
 
+@pytest.mark.long_with(1)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path: Path) -> None:
     rules = {"freeze": ["wte", "h.0"], "layer_decay": 0.7}

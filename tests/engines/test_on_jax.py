@@ -123,6 +123,7 @@ def test_dropout_documents_and_every_part_of_the_loss_are_those_of_torch() -> No
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
 
 
+@pytest.mark.long
 def test_bf16_is_near_fp32_and_near_torch() -> None:
     wanted = losses_of(engine_of("torch", precision="bf16"), range(20))
     jax = engine_of("jax", precision="bf16")
@@ -133,6 +134,7 @@ def test_bf16_is_near_fp32_and_near_torch() -> None:
     assert all(values.dtype == np.float32 for _, values in jax.weights())
 
 
+@pytest.mark.long
 def test_muon_is_torchs() -> None:
     train = {"optimizer": "muon", "muon": {"adamw_rate_factor": 0.5, "momentum": 0.8}}
     torch, jax = (engine_of(kind, train=train) for kind in KINDS)
@@ -186,6 +188,7 @@ def test_pieces_of_the_loss_are_the_whole() -> None:
         assert (np.asarray(right) == ((scores.argmax(-1) == labels) & asked).sum(1)).all()
 
 
+@pytest.mark.long
 def test_a_mesh_of_four_devices_gives_the_losses_of_one() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     here = Path(__file__)

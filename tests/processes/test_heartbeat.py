@@ -21,6 +21,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
     return Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("watch") / "root"))
 
 
+@pytest.mark.long_with("stop")
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_the_job_ends_and_the_process_is_named(root: Path, kind: str) -> None:
     run = root / kind
@@ -32,6 +33,7 @@ def test_the_job_ends_and_the_process_is_named(root: Path, kind: str) -> None:
     assert "rank 1" in json.loads((run / "stopped.json").read_text())["why"]
 
 
+@pytest.mark.long
 def test_one_that_goes_wrong_alone(root: Path) -> None:
     """A gradient that is not a number on one process of three is left out by all; a flipped bit is noticed and placed."""
     run = root / "alone"
@@ -107,6 +109,7 @@ def test_who_still_moves() -> None:
     assert any_progress([None], [Heartbeat(1, "the start", None, 0)], 5)
 
 
+@pytest.mark.long
 def test_a_slow_disk_is_no_hang_and_a_hang_at_the_start_is_one(root: Path) -> None:
     """One process writes for longer than the time-out, and the other waits for it; then one never gets to its first step."""
     run, short = root / "slow", "import textmill.processes.heartbeat; textmill.processes.heartbeat.START_SECONDS = 20"
@@ -157,6 +160,7 @@ def test_the_odd_one_is_named() -> None:
     assert "rank 0 and 1 differ, without a majority" in two
 
 
+@pytest.mark.long
 def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> None:
     broken = "import os, textmill.training.setup as setup\nif os.environ['RANK'] == '1': setup.open_splits = lambda _: open('/nowhere/at/all')"
     endings = started(

@@ -87,6 +87,7 @@ def test_torchrun_knows_every_option() -> None:
     assert all(hasattr(parsed, option.removeprefix("--").replace("-", "_")) for option in options)
 
 
+@pytest.mark.long
 def test_one_node(root: Path, environment: dict[str, str]) -> None:
     folder = root / "one"
     done = run("one-node.sh", [*trained(root, folder, 2)[1:], "train.warmup=0"], environment)
@@ -95,6 +96,7 @@ def test_one_node(root: Path, environment: dict[str, str]) -> None:
     assert (folder / "step-0000002" / "manifest.json").is_file()
 
 
+@pytest.mark.long
 def test_slurm_queues_again_what_may_go_on(root: Path, environment: dict[str, str], tmp_path: Path) -> None:
     folder = root / "slurm"
     words = [*trained(root, folder, 4)[1:], "train.warmup=0", "engine.timeout=60"]

@@ -51,6 +51,7 @@ def _write_model(folder: Path, texts: Path) -> None:
     ).save_pretrained(folder)
 
 
+@pytest.mark.long_with(*[name for name in recipe_names() if name != "quickstart"])
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipe(
     name: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -80,6 +81,7 @@ def _answers_come_through_the_template(run: Path) -> None:
     assert talk == f"<|user|>5시에 뭐 해?<|endoftext|><|assistant|>{line['text']}"
 
 
+@pytest.mark.long
 def test_quickstart_sh(tmp_path: Path) -> None:
     script = tmp_path / "bin" / "textmill"
     script.parent.mkdir()

@@ -74,6 +74,7 @@ def sent_slowly(live: Live, first: bytes, byte: bytes) -> bytes:
         return drip(line, byte)
 
 
+@pytest.mark.long
 def test_slow_clients_are_told_and_let_go(hasty: Live) -> None:
     before = hasty.stats()["connections_slow_total"]
     answered = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -104,6 +105,7 @@ def narrow(new_live: Callable[..., Live]) -> Live:
     )
 
 
+@pytest.mark.long
 def test_a_header_has_an_end(narrow: Live) -> None:
     for endless in (b"X: " + b"x" * 100, b"".join(b"X-%d: x\r\n" % number for number in range(20))):
         with connect(narrow) as line:
@@ -200,6 +202,7 @@ def test_a_long_body_has_more_time() -> None:
     assert line.written.startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.long
 def test_who_waits_makes_room_and_who_works_does_not(narrow: Live) -> None:
     idle = [connect(narrow) for _ in range(4)]
     assert web.get(f"{narrow.url}/health").status_code == 200

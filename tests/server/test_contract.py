@@ -17,6 +17,8 @@ from tests.support import web
 from tests.support.live_server import Live
 from tests.support.waiting import LONGEST
 
+pytestmark = pytest.mark.long
+
 COUNT = int(os.environ.get("TEXTMILL_TEST_CONTRACT", "20"))
 """Requests of each route and kind."""
 

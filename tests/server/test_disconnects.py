@@ -20,6 +20,8 @@ from tests.support import web
 from tests.support.live_server import Live
 from tests.support.waiting import LONGEST
 
+pytestmark = pytest.mark.long
+
 ENDLESS = 10**9
 COUNT = int(os.environ.get("TEXTMILL_TEST_LEAVING", "100"))
 

@@ -13,6 +13,8 @@ from tests.support import web
 from tests.support.browser import Browser, missing
 from tests.support.live_server import Live
 
+pytestmark = pytest.mark.long
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
 

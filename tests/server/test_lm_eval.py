@@ -19,6 +19,8 @@ from tests.support.live_server import Live
 from tests.support.small_models import TEXT
 from tests.support.waiting import LONGEST
 
+pytestmark = pytest.mark.long
+
 PAIRS = [
     ("The mill stands", " by the river"),
     ("물레방아는", " 강가에 서 있다."),

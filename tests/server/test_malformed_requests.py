@@ -17,6 +17,8 @@ from tests.support.garbage import asked, raw
 from tests.support.live_server import Live
 from tests.support.waiting import LONGEST
 
+pytestmark = pytest.mark.long
+
 COUNT = int(os.environ.get("TEXTMILL_TEST_MALFORMED", "2000"))
 """Bent bodies; a tenth as many times bytes that are hardly HTTP."""
 

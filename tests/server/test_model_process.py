@@ -25,6 +25,8 @@ from textmill.config import SampleConfig, ServeConfig, TorchEngine
 from textmill.server.app import new_app
 from textmill.server.service import Service
 
+pytestmark = pytest.mark.long
+
 ENDLESS = 10**9
 LONG = {"prompt": "The mill", "max_tokens": ENDLESS, "min_tokens": ENDLESS}
 MANY = {"prompt": ["물레방아는", "Değirmen"], "seed": 5, "n": 2, "max_tokens": 15, "logprobs": 3}

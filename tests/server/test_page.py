@@ -12,6 +12,8 @@ from tests.support import web
 from tests.support.browser import KEYS, Browser, missing
 from tests.support.live_server import Live
 
+pytestmark = pytest.mark.long
+
 HANGUL = "강가에 서 있다"
 ARABIC = "كان يا ما كان"
 IDLE = "return document.getElementById('stop').disabled && document.querySelectorAll('.note').length"

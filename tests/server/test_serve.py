@@ -35,6 +35,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "mill.yaml"
 
 
+@pytest.mark.long_with(signal.SIGINT)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals) -> None:
     words = [str(where), "serve.port=0", "sample.max_tokens=5", "engine.device=cpu"]
@@ -58,6 +59,7 @@ def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> None:
     bent, good = tmp_path / "bent", next((where.parent / "run").glob("step-*"))
     bent.mkdir()

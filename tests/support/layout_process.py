@@ -1,9 +1,8 @@
-"""What each of several processes does in the tests of layouts: layout_process.py FOLDER."""
+"""What each of several processes does in the tests of layouts: layout_process.py FOLDER LAYOUT..."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ from textmill.models.lora import initial_adapters
 from textmill.processes.exits import run_and_exit
 from textmill.tokens.batches.batch import IGNORED, Batch
 
-VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 20, 6, 3
+VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 12, 6, 3
 LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2": {"replicate": 2},
@@ -160,13 +159,11 @@ def cut(batch: Batch, rows: int) -> Batch:
     return Batch(batch.inputs[:rows], batch.labels[:rows], batch.samples[:rows])
 
 
-def main(folder: Path) -> int:
-    """Every layout of as many processes as there are; each goes on from its own state, and from one that stands in the folder."""
-    world = int(os.environ["WORLD_SIZE"])
+def main(folder: Path, names: list[str]) -> int:
+    """These layouts, each of as many processes as there are; each goes on from its own state, and from one that stands in the folder."""
     strangers = sorted(path.name.removesuffix(".state.npz") for path in folder.glob("*.state.npz"))
-    mine = [name for name in LAYOUTS if processes_of(name) == world]
     with closing(open_ranks(config_of({}))) as ranks:
-        for number, name in enumerate(mine):
+        for number, name in enumerate(names):
             config, before = config_of(LAYOUTS[name], clip=0.0), strangers[number % len(strangers)]
             numbers, gradients, state = measured(config, ranks)
             numbers["own"] = stepped(resumed(config, state, ranks), range(SAVED, SAVED + MORE))
@@ -181,4 +178,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(lambda: main(Path(sys.argv[1])))
+    run_and_exit(lambda: main(Path(sys.argv[1]), sys.argv[2:]))

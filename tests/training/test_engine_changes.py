@@ -15,6 +15,8 @@ from safetensors.numpy import load_file
 from bench.engine_ends import ended
 from bench.kill_train import numbers_of, textmill, trained
 
+pytestmark = pytest.mark.long
+
 for extra in ("deepspeed", "jax"):
     pytest.importorskip(extra, reason=f"needs the extra {extra}")
 

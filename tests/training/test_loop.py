@@ -34,6 +34,7 @@ def undisturbed(root: Path) -> Path:
     return run
 
 
+@pytest.mark.long
 def test_killed_again_and_again_it_gives_the_same_bits(root: Path, undisturbed: Path) -> None:
     run = root / "killed"
     for fault in ("kill@step:3", "kill@disk:25", "kill@step:22"):  # before the first save, in one, and between two
@@ -65,6 +66,7 @@ def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
     assert not (run / "stopped.json").exists()
 
 
+@pytest.mark.long
 def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: Path) -> None:
     """The kernel refuses every file above a size, as a quota or a full disk does; the run says so, and the checkpoint before is whole."""
     from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints

@@ -68,6 +68,7 @@ def test_two_processes_give_the_numbers_of_one_and_either_goes_on(root: Path) ->
     assert_equal(numbers_of(two), numbers_of(alone))
 
 
+@pytest.mark.long
 def test_a_signal_to_the_launcher_stops_all_after_one_step(root: Path) -> None:
     run = root / "stopped"
     long = words(root, run, 2000, "train.save_every=100000", "train.evaluate_every=100000")
@@ -83,6 +84,7 @@ def test_a_signal_to_the_launcher_stops_all_after_one_step(root: Path) -> None:
     assert numbers_of(run)[-1]["step"] == stopped["step"]
 
 
+@pytest.mark.long
 def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
     refused = launched(*words(root, root / "odd", 10, "train.batch=9"))
     assert refused.returncode != 0
@@ -116,6 +118,7 @@ def test_launchers_are_understood() -> None:
     assert [first_host(nodes) for nodes in ("a1,a2", "b[7,9]", "c-[001-100].x", "d")] == ["a1", "b7", "c-001", "d"]
 
 
+@pytest.mark.long
 def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Path) -> None:
     place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     short = "import sys; from textmill.processes import heartbeat; heartbeat.START_SECONDS = 2; "
