@@ -1,0 +1,84 @@
+"""docs/architecture.md names only files, config keys and commands that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from textmill.config import RunConfig
+from textmill.config.keys import fields
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+BUILT, PLANNED = PAGE.split("## Planned, not built")
+TERMS = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", BUILT, flags=re.DOTALL))
+LAYOUT = re.findall(r"```\n(textmill/\n.*?)```", BUILT, flags=re.DOTALL)[0]
+SECTIONS = "|".join(RunConfig.model_fields)
+
+
+def layout_paths() -> list[str]:
+    """The paths of the layout tree, each under the folder that its indentation puts it in."""
+    paths: list[str] = []
+    parents: list[tuple[int, str]] = []
+    for line in LAYOUT.splitlines():
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        while parents and parents[-1][0] >= indent:
+            parents.pop()
+        path = "".join(parent for _, parent in parents) + name
+        paths.append(path)
+        if name.endswith("/"):
+            parents.append((indent, name))
+            named = re.findall(r"\b[a-z]\w+\.(?:py|sh)\b", line.partition(name)[2])
+            paths += [path + file for file in named]
+    return paths
+
+
+def test_the_layout_tree_is_found() -> None:
+    assert len(layout_paths()) > 40
+
+
+@pytest.mark.parametrize("path", layout_paths())
+def test_paths_of_the_layout_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_every_package_is_in_the_layout() -> None:
+    packages = {f"textmill/{folder.parent.name}/" for folder in (ROOT / "textmill").glob("*/__init__.py")}
+    assert packages <= set(layout_paths())
+
+
+def test_named_files_exist() -> None:
+    files = [term for term in TERMS if re.fullmatch(r"[\w.]+(/[\w.]+)+/?", term) and "NAME" not in term]
+    assert files
+    missing = [term for term in files if not (ROOT / term).exists() and not term.startswith("./")]
+    assert not missing
+
+
+def test_named_keys_exist() -> None:
+    known = {key for key, _ in fields()}
+    keys = [term.partition("=")[0] for term in TERMS if re.fullmatch(rf"({SECTIONS})\.[\w.]+(=\w+)?", term)]
+    assert len(keys) > 40
+    assert not set(keys) - known
+
+
+def test_named_commands_exist() -> None:
+    from textmill.commands.table import COMMANDS
+
+    named = set(re.findall(r"textmill ([a-z][a-z-]+)", " ".join(TERMS)))
+    assert named == set(COMMANDS)
+
+
+def test_planned_commands_do_not_exist_yet() -> None:
+    from textmill.commands.table import COMMANDS
+
+    planned = re.findall(r"commands ([a-z, ]+) and ([a-z]+)", PLANNED)
+    assert planned
+    for names, last in planned:
+        assert not {*names.split(", "), last} & set(COMMANDS)
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target
