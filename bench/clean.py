@@ -1,8 +1,9 @@
-"""MB/s of each cleaning rule and filter on one core, in four languages; some of them beside datatrove's: bench/corpus.py.
+"""Measure each cleaning rule and filter in MB/s on one core, in four languages.
 
     python bench/clean.py [megabytes]
 
-The text is ../shared/data/LANGUAGE.jsonl.xz beside the repository, else the corpus that comes with textmill.
+The text is ../shared/data/LANGUAGE.jsonl.xz next to the repository, else the bundled corpus. bench/corpus.py compares
+some of the rules with datatrove's.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from textmill.corpus.sources import bundled_corpora
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LANGUAGES = ("en", "ko", "tr", "zh")
 LIMIT = 4.0
-"""Seconds after which a slow one has shown what it can do."""
+"""Seconds to measure each rule at most."""
 
 
-def texts_of(language: str, size: int) -> list[str]:
-    """About `size` bytes of documents, taken over the whole file."""
+def read_texts(language: str, size: int) -> list[str]:
+    """About `size` bytes of documents, spread over the file."""
     path = SHARED / f"{language}.jsonl.xz"
     if not path.is_file():
         return [block for block in bundled_corpora()["tinyshakespeare"].read_text(encoding="utf-8").split("\n\n\n")]
@@ -50,7 +51,7 @@ def texts_of(language: str, size: int) -> list[str]:
 
 
 def rate(function: Callable[[str], Any], texts: list[str]) -> tuple[float, float]:
-    """MB and documents a second of this process, whatever else the machine does."""
+    """MB/s and documents/s in CPU time, so that other work on the machine does not matter."""
     function(texts[0])
     sizes = [len(text.encode()) for text in texts]
     start, done = time.process_time(), 0
@@ -61,8 +62,8 @@ def rate(function: Callable[[str], Any], texts: list[str]) -> tuple[float, float
     return sum(sizes[:done]) / 1e6 / seconds, done / seconds
 
 
-def ours() -> dict[str, Callable[[str], Any]]:
-    """What is measured, by name."""
+def measured_functions() -> dict[str, Callable[[str], Any]]:
+    """The measured functions, by name."""
     basic, web = Cleaner(CorpusConfig()), Cleaner(CorpusConfig(preset="web"))
     return {
         "default rules": basic.clean, "web preset": web.clean, **RULES,
@@ -73,21 +74,21 @@ def ours() -> dict[str, Callable[[str], Any]]:
 
 
 def main(megabytes: int = 4) -> None:
-    """Print a row for each rule."""
-    texts = {language: texts_of(language, megabytes << 20) for language in LANGUAGES}
+    """Print one row per rule."""
+    texts = {language: read_texts(language, megabytes << 20) for language in LANGUAGES}
     print(f"MB/s on one core{'':<6}" + "".join(f"{language:>8}" for language in LANGUAGES))
-    for name, function in ours().items():
-        mine = [rate(function, texts[language]) for language in LANGUAGES]
+    for name, function in measured_functions().items():
+        rates = [rate(function, texts[language]) for language in LANGUAGES]
         note = (
-            f"   {min(docs for _, docs in mine):,.0f} to {max(docs for _, docs in mine):,.0f} documents/s"
+            f"   {min(docs for _, docs in rates):,.0f} to {max(docs for _, docs in rates):,.0f} documents/s"
             if name == "language"
             else ""
         )
-        print(f"{name:<22}" + "".join(f"{mb:8.1f}" for mb, _ in mine) + note, flush=True)
+        print(f"{name:<22}" + "".join(f"{mb:8.1f}" for mb, _ in rates) + note, flush=True)
     for language in LANGUAGES if SHARED.is_dir() else ():
         sample = [text for text in texts[language] if len(text) > 20][:500]
-        right = sum(detect_language(clean(text, ["spaces"]))[0] == language for text in sample)
-        print(f"language of {language}: {right} of {len(sample)} documents right")
+        correct = sum(detect_language(clean(text, ["spaces"]))[0] == language for text in sample)
+        print(f"language of {language}: {correct} of {len(sample)} documents correct")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Near-duplicates: precision and recall against brute force on real text with planted copies.
+"""Measure precision and recall of near-duplicate removal against brute force.
 
     python bench/near_duplicates.py [documents] [threshold]
 
-Copies are planted in English, Korean, Turkish and Chinese text of ../shared/data, and what `prepare` keeps is held against the
-Jaccard similarity of every pair.
+Duplicates are planted in English, Korean, Turkish and Chinese text of ../shared/data. What `prepare` keeps is compared
+with the Jaccard similarity of every pair.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 LANGUAGES = ("en", "ko", "tr", "zh")
 
 
-def real_texts(folder: Path, language: str, count: int, dice: random.Random) -> list[str]:
-    """Stretches of real text, 40 to 3,000 characters long."""
+def real_texts(folder: Path, language: str, count: int, rng: random.Random) -> list[str]:
+    """Segments of real text, 40 to 3,000 characters long."""
     found: list[str] = []
-    for text in documents_of(folder, language):
+    for text in read_documents(folder, language):
         start = 0
         while start < min(len(text), 40_000) and len(found) < count:
-            length = int(40 * 75 ** dice.random())
+            length = int(40 * 75 ** rng.random())
             if len(part := text[start : start + length].strip()) >= 40:
                 found.append(part)
             start += length
@@ -48,84 +48,84 @@ def real_texts(folder: Path, language: str, count: int, dice: random.Random) -> 
     return found
 
 
-def documents_of(folder: Path, language: str) -> Iterator[str]:
-    """The documents of a language, one by one."""
+def read_documents(folder: Path, language: str) -> Iterator[str]:
+    """Yield the documents of a language."""
     with lzma.open(folder / f"{language}.jsonl.xz", "rt", encoding="utf-8") as stream:
         for line in stream:
             yield json.loads(line)["text"]
 
 
-def edited(text: str, share: float, dice: random.Random) -> str:
-    """The text with about this share of its characters replaced, lost or doubled."""
-    letters = list(text)
-    for place in dice.sample(range(len(letters)), max(1, round(share * len(letters)))):
-        letters[place] = dice.choice(["", letters[place] * 2, dice.choice(text)])
-    return "".join(letters)
+def edit(text: str, fraction: float, rng: random.Random) -> str:
+    """The text with about this fraction of its characters replaced, deleted or doubled."""
+    characters = list(text)
+    for position in rng.sample(range(len(characters)), max(1, round(fraction * len(characters)))):
+        characters[position] = rng.choice(["", characters[position] * 2, rng.choice(text)])
+    return "".join(characters)
 
 
 def truth_set(folder: Path, documents: int, seed: int) -> list[str]:
-    """Texts in four languages, a quarter of them copies: as they are, in other case and spacing, or edited little and much."""
-    dice = random.Random(seed)
+    """Texts in four languages, a quarter of them duplicates: unchanged, with other case and spacing, or edited."""
+    rng = random.Random(seed)
     texts: list[str] = []
     for language in LANGUAGES:
-        originals = real_texts(folder, language, documents * 3 // 16, dice)
+        originals = real_texts(folder, language, documents * 3 // 16, rng)
         texts += originals
-        for text in dice.choices(originals, k=documents // 16):
-            kind = dice.randrange(8)
+        for text in rng.choices(originals, k=documents // 16):
+            kind = rng.randrange(8)
             texts.append(
                 text
                 if kind == 0
                 else text.upper().replace(" ", "  ")
                 if kind == 1
-                else edited(text, 0.06 * dice.random() ** 2, dice)
+                else edit(text, 0.06 * rng.random() ** 2, rng)
             )
-    dice.shuffle(texts)
+    rng.shuffle(texts)
     return texts
 
 
 def brute_force(texts: list[str], threshold: float, n: int = 5) -> set[tuple[int, int]]:
-    """Every pair at or above the threshold, by counting for each text the shingles it has in common with all before it."""
+    """All pairs with at least this Jaccard similarity, by counting the shingles each text shares with earlier ones."""
     names: dict[str, int] = {}
     sets = []
     for text in texts:
         folded = " ".join(unicodedata.normalize("NFC", text).casefold().split())
-        pieces = {folded[start : start + n] for start in range(max(1, len(folded) - n + 1))}
-        sets.append(np.array([names.setdefault(piece, len(names)) for piece in pieces]))
-    sizes = np.array([len(one) for one in sets])
+        shingles_of_text = {folded[start : start + n] for start in range(max(1, len(folded) - n + 1))}
+        sets.append(np.array([names.setdefault(shingle, len(names)) for shingle in shingles_of_text]))
+    sizes = np.array([len(shingle_set) for shingle_set in sets])
     owners, shingles = np.repeat(np.arange(len(sets)), sizes), np.concatenate(sets)
     owners = owners[np.argsort(shingles, kind="stable")]
     starts = np.concatenate(([0], np.cumsum(np.bincount(shingles))))
     pairs = set()
-    for number, one in enumerate(sets):
-        lengths = starts[one + 1] - starts[one]
-        index = np.repeat(starts[one] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+    for number, shingle_set in enumerate(sets):
+        lengths = starts[shingle_set + 1] - starts[shingle_set]
+        index = np.repeat(starts[shingle_set] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
         common = np.bincount(owners[index], minlength=len(sets))[:number]
-        similar = np.flatnonzero(common / (sizes[:number] + len(one) - common) >= threshold)
+        similar = np.flatnonzero(common / (sizes[:number] + len(shingle_set) - common) >= threshold)
         pairs |= {(int(other), number) for other in similar}
     return pairs
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was dropped against what should be: of each cluster of copies all but one."""
+class DedupQuality:
+    """The dropped documents compared with the expected ones: all but one of each cluster."""
 
-    wanted: int
+    expected: int
     dropped: int
-    right: int
+    correct: int
 
     @property
     def precision(self) -> float:
-        """The share of the dropped that were copies of something kept."""
-        return self.right / self.dropped
+        """The fraction of dropped documents that duplicate a kept one."""
+        return self.correct / self.dropped
 
     @property
     def recall(self) -> float:
-        """The share of the copies that were dropped."""
-        return self.right / self.wanted
+        """The fraction of duplicates that were dropped."""
+        return self.correct / self.expected
 
 
-def measure(texts: list[str], kept: Iterable[str], threshold: float) -> Measured:
-    """A drop is right as long as its cluster, by brute force, keeps a member; a copy is missed for each kept one too many."""
+def measure(texts: list[str], kept: Iterable[str], threshold: float) -> DedupQuality:
+    """Compare with brute force: each cluster must keep exactly one document."""
     numbers: dict[str, list[int]] = {}
     for number, text in enumerate(texts):
         numbers.setdefault(text, []).append(number)
@@ -134,18 +134,18 @@ def measure(texts: list[str], kept: Iterable[str], threshold: float) -> Measured
     sizes: dict[int, int] = {}
     for number in members:
         sizes[clusters.find(number)] = sizes.get(clusters.find(number), 0) + 1
-    stayed: dict[int, int] = {}
+    kept_per_cluster: dict[int, int] = {}
     total = 0
     for text in kept:
         root = clusters.find(numbers[text][0])
-        stayed[root] = stayed.get(root, 0) + 1
+        kept_per_cluster[root] = kept_per_cluster.get(root, 0) + 1
         total += 1
-    right = sum(min(size - stayed.get(root, 0), size - 1) for root, size in sizes.items())
-    return Measured(len(members) - len(sizes), len(texts) - total, right)
+    correct = sum(min(size - kept_per_cluster.get(root, 0), size - 1) for root, size in sizes.items())
+    return DedupQuality(len(members) - len(sizes), len(texts) - total, correct)
 
 
-def prepared(sources: Path, folder: Path, workers: int, **corpus: object) -> Path:
-    """The corpus without near-duplicates."""
+def prepare_corpus(sources: Path, folder: Path, workers: int, **corpus: object) -> Path:
+    """Run prepare with near-duplicate removal."""
     settings = {"sources": [str(sources)], "dedup": "near", "rules": [], **corpus}
     return prepare(
         RunConfig.model_validate({"folder": str(folder), "corpus": settings, "runner": {"workers": workers}})
@@ -153,7 +153,7 @@ def prepared(sources: Path, folder: Path, workers: int, **corpus: object) -> Pat
 
 
 def write_lines(path: Path, texts: Iterable[str]) -> None:
-    """A file of JSON lines."""
+    """Write texts as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as stream:
         stream.writelines(
@@ -162,22 +162,22 @@ def write_lines(path: Path, texts: Iterable[str]) -> None:
         )
 
 
-def truth(documents: int = 10_000, threshold: float = 0.8) -> None:
-    """Precision and recall on planted copies."""
+def measure_planted(documents: int = 10_000, threshold: float = 0.8) -> None:
+    """Measure precision and recall on planted duplicates."""
     texts = truth_set(DATA, documents, seed=1)
-    with tempfile.TemporaryDirectory() as place:
-        write_lines(Path(place, "texts", "all.jsonl"), texts)
+    with tempfile.TemporaryDirectory() as position:
+        write_lines(Path(position, "texts", "all.jsonl"), texts)
         start = time.perf_counter()
-        folder = prepared(Path(place, "texts"), Path(place), 2, dedup_threshold=threshold)
+        folder = prepare_corpus(Path(position, "texts"), Path(position), 2, dedup_threshold=threshold)
         seconds = time.perf_counter() - start
         shards = [shard for split in SPLITS for shard in list_shards(folder, split)]
         kept = chain.from_iterable(batch for shard in shards for batch in read_texts(shard))
         found = measure(texts, kept, threshold)
-    print(f"{len(texts):,} documents, threshold {threshold}: {found.wanted:,} copies, {found.dropped:,} dropped")
+    print(f"{len(texts):,} documents, threshold {threshold}: {found.expected:,} duplicates, {found.dropped:,} dropped")
     print(f"precision {found.precision:.4f}, recall {found.recall:.4f}, {len(texts) / seconds:,.0f} documents/s")
     assert min(found.precision, found.recall) >= 0.98
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    truth(*(kind(word) for kind, word in zip((int, float), sys.argv[1:], strict=False)))
+    measure_planted(*(kind(argument) for kind, argument in zip((int, float), sys.argv[1:], strict=False)))

@@ -17,7 +17,7 @@ CHILD = "import subprocess, sys; data = b'x' * {size}; sys.exit(subprocess.call(
 
 
 def test_more_text_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "CUT", 60)
+    monkeypatch.setattr(corpus, "MAX_CHARACTERS", 60)
     texts = [" ".join(f"word{number}" for number in range(start, start + 7)) for start in (0, 100, 200)]
     with lzma.open(tmp_path / "en.jsonl.xz", "wt") as stream:
         stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)

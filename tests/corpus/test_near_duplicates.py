@@ -229,7 +229,7 @@ def test_truth_set(shared_data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     measured = measure(texts, kept_of(folder), threshold)
     account = json.loads((folder / "account.json").read_text())
     assert account["dropped"]["duplicate"] + account["dropped"]["near_duplicate"] == measured.dropped
-    assert measured.wanted > 100
+    assert measured.expected > 100
     assert measured.precision >= 0.98
     assert measured.recall >= 0.98
 
