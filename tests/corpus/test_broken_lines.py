@@ -1,4 +1,4 @@
-"""Twenty kinds of broken lines in a corpus of 200,000: the account balances exactly, and every good line is there."""
+"""Twenty kinds of broken lines among 200,000: the account balances exactly, and every good line is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from textmill.corpus.shards import list_shards, read_documents
 
 LINES = 200_000
 EVERY = 100
-"""One line in so many is of a broken or strange kind."""
+"""One line in this many is broken or unusual."""
 
 QUARANTINED = {
     "cut JSON": b'{"text": "never end',
@@ -53,38 +53,38 @@ KEPT = {
 
 
 def corpus(rng: random.Random) -> tuple[bytes, Counter[str], set[str]]:
-    """The lines, how many of each fate there are, and the texts that must come out."""
+    """The lines, the expected number of each outcome, and the texts that must be kept."""
     kinds = [*QUARANTINED, *DROPPED, *KEPT]
-    lines, fates, texts = [], Counter[str](), set()
+    lines, outcomes, texts = [], Counter[str](), set()
     for number in range(LINES):
         kind = kinds[number // EVERY % len(kinds)] if number % EVERY == 7 and len(lines) > 10 else None
         if kind in QUARANTINED:
-            fates["quarantined"] += 1
+            outcomes["quarantined"] += 1
             line = QUARANTINED[kind] if not kind.startswith("nested") or number < 20_000 else QUARANTINED[kind][:20_000]
             lines.append(line)
         elif kind in DROPPED:
-            fates["empty"] += 1
+            outcomes["empty"] += 1
             lines.append(DROPPED[kind])
         elif kind is not None:
-            fates["kept"] += 1
+            outcomes["kept"] += 1
             lines.append(KEPT[kind] % number)
             texts.add(
                 {"BOM": "bom %d", "CRLF": "crlf %d", "NaN": "nan %d", "NUL inside": "nul   %d"}.get(kind, "last %d")
                 % number
             )
         else:
-            fates["kept"] += 1
+            outcomes["kept"] += 1
             text = f"line {number} {rng.random()}"
             texts.add(text)
             lines.append(b'{"text": "%s"}' % text.encode())
-    return b"\n".join(lines), fates, texts
+    return b"\n".join(lines), outcomes, texts
 
 
 @pytest.mark.parametrize("workers", [2])
 def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
-    data, fates, texts = corpus(random.Random(3))
+    data, outcomes, texts = corpus(random.Random(3))
     Path("texts/lines.jsonl").write_bytes(data)
     Path("texts/zero.jsonl").write_bytes(b"")
     Path("texts/zero.jsonl.gz").write_bytes(b"")
@@ -101,9 +101,9 @@ def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worke
     lines = account["by_source"]["texts/lines.jsonl"]
     lines.pop("changed")  # what the rules did to kept lines is another test's
     assert lines == {
-        "records": LINES, "kept": fates["kept"], "dropped": {"empty": fates["empty"]}, "quarantined": fates["quarantined"],
+        "records": LINES, "kept": outcomes["kept"], "dropped": {"empty": outcomes["empty"]}, "quarantined": outcomes["quarantined"],
     }  # fmt: skip
-    assert len(texts) == fates["kept"]
+    assert len(texts) == outcomes["kept"]
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
     found = [row for split in SPLITS for path in list_shards(folder, split) for row in read_documents(path)]
     assert {row.text for row in found if row.source == "texts/lines.jsonl"} == texts
@@ -113,5 +113,5 @@ def test_account_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worke
         assert cut["quarantined"] == 1
         assert 0 < cut["kept"] == cut["records"] - 1 < 20_000
     rows = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
-    assert len(rows) == account["quarantined"] == fates["quarantined"] + 2
+    assert len(rows) == account["quarantined"] == outcomes["quarantined"] + 2
     assert all(row["reason"] and row["place"] for row in rows)

@@ -1,4 +1,4 @@
-"""Cleaning rules: golden examples in several scripts, and that a second cleaning finds nothing to do."""
+"""Cleaning rules: expected results in several scripts, and a second cleaning changes nothing."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_rule(rule: str, before: str, after: str) -> None:
     assert RULES[rule](before) == after
 
 
-def test_together() -> None:
+def test_all_rules_together() -> None:
     assert clean("\ufeff한글\x00e\x01\u0301  \r\n\r\n\r\n\r\nson \r\n", ALL) == "한글 é\n\nson"
 
 
@@ -127,7 +127,7 @@ def test_idempotent(text: str, rules: set[str]) -> None:
 
 
 @given(NASTY)
-def test_what_is_left(text: str) -> None:
+def test_result_has_no_unwanted_characters(text: str) -> None:
     cleaned = clean(text, ALL)
     assert unicodedata.is_normalized("NFC", cleaned)
     assert not any(unicodedata.category(letter) == "Cc" and letter not in "\n\t" for letter in cleaned)
@@ -135,11 +135,11 @@ def test_what_is_left(text: str) -> None:
     assert cleaned == cleaned.strip()
 
 
-def test_long_white_space_takes_no_time() -> None:
+def test_long_white_space_is_fast() -> None:
     assert clean("a" + " " * 2_000_000 + "b" + "\n" * 2_000_000 + "c", ALL) == "a" + " " * 2_000_000 + "b\n\nc"
 
 
-def test_repair_is_ftfy_where_it_matters() -> None:
+def test_repair_agrees_with_ftfy() -> None:
     from ftfy import fix_encoding
 
     lines = [
@@ -156,14 +156,14 @@ def test_repair_is_ftfy_where_it_matters() -> None:
             assert RULES["repair"](wrong) == fix_encoding(wrong), (encoding, wrong)
 
 
-def test_each_rule_is_counted_once_a_document() -> None:
+def test_each_rule_counts_once_per_document() -> None:
     changed: Counter[str] = Counter()
     for text in ["a\r\nb ", "a\r\n\r\nc", "plain"]:
         clean(text, ALL, changed)
     assert changed == {"newlines": 2, "spaces": 1}
 
 
-def test_own_markers() -> None:
+def test_configured_markers() -> None:
     cleaner = Cleaner(CorpusConfig(rules=["markers"], newline_markers=["<br>", "|n|"]))
     assert cleaner.clean("一<br>二|n|三<n>") == "一\n二\n三<n>"
 
@@ -172,7 +172,7 @@ def test_own_markers() -> None:
     "text", ["<" * 50_000, "<b " * 20_000, "<!--" * 20_000, "<script>" * 9_000, "&" + "amp;" * 20_000, "a@" * 30_000, "+1 1 " * 15_000,
              "a|" * 30_000, "Ã© " * 20_000, "www." * 20_000, " " * 50_000], ids=lambda text: text[:4],
 )  # fmt: skip
-def test_no_text_takes_long(text: str) -> None:
+def test_adversarial_text_is_fast(text: str) -> None:
     start = time.process_time()
     clean(text, RULES)
     assert time.process_time() - start < 5

@@ -1,4 +1,4 @@
-"""Cleaning inside `prepare`: every rule and filter on, the account still exact; presets; sentences."""
+"""Cleaning in `prepare`: the account is exact with every rule and filter; presets; sentences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERYTHING = {
 }  # fmt: skip
 
 
-def made(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[str, Any], list[str]]:
+def prepare_corpus(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[str, Any], list[str]]:
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"text": text}) for text in texts]
     (folder / "a.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
@@ -42,8 +42,8 @@ def made(folder: Path, texts: list[str], **corpus: Any) -> tuple[dict[str, Any],
     return json.loads((out / "account.json").read_text()), kept
 
 
-def test_the_account_balances_with_everything_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    account, kept = made(tmp_path, TEXTS, **EVERYTHING)
+def test_account_balances_with_all_rules_and_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    account, kept = prepare_corpus(tmp_path, TEXTS, **EVERYTHING)
     assert account["records"] == len(TEXTS) + 1
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
     assert account["quarantined"] == 1
@@ -55,18 +55,18 @@ def test_the_account_balances_with_everything_on(tmp_path: Path, capsys: pytest.
     assert len(kept) == account["kept"] == 5
     assert "café bold\n" + GOOD in kept
     assert GOOD + "\nWrite to [email] or [phone]." in kept
-    told = capsys.readouterr().out
-    assert "  changed                     boilerplate 1, controls 1, emails 1" in told
+    printed = capsys.readouterr().out
+    assert "  changed                     boilerplate 1, controls 1, emails 1" in printed
 
 
 def test_web_preset(tmp_path: Path) -> None:
-    dice = random.Random(1)
-    english, korean = (" ".join(dice.choice(text.split()) for _ in range(200)) for text in (GOOD, TEXTS[10]))
-    account, kept = made(tmp_path, [GOOD, english, korean], preset="web")
+    rng = random.Random(1)
+    english, korean = (" ".join(rng.choice(text.split()) for _ in range(200)) for text in (GOOD, TEXTS[10]))
+    account, kept = prepare_corpus(tmp_path, [GOOD, english, korean], preset="web")
     assert account["dropped"] == {"few_words": 1, "language": 1}
     assert kept == [english]
 
 
 def test_presplit_lines(tmp_path: Path) -> None:
-    _, kept = made(tmp_path, ["Bir cümle. İki.\n\n한 문장."], sentences="lines")
+    _, kept = prepare_corpus(tmp_path, ["Bir cümle. İki.\n\n한 문장."], sentences="lines")
     assert kept == ["Bir cümle. İki.\n한 문장."]

@@ -1,4 +1,4 @@
-"""Conversations in every shape they are kept in: the turns that come out, what is refused, and how they go through prepare."""
+"""Conversations in every layout: the turns, the errors, and the result of `prepare`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ SHAPED: list[tuple[str, dict[str, Any], tuple[tuple[str, str], ...]]] = [
 
 
 @pytest.mark.parametrize(("shape", "record", "turns"), SHAPED)
-def test_every_shape_is_read_and_recognised(shape: str, record: dict[str, Any], turns: Any) -> None:
+def test_every_layout_is_read_and_recognised(shape: str, record: dict[str, Any], turns: Any) -> None:
     assert read_conversation(record, shape) == turns
     assert read_conversation(record, "auto") == turns
     assert tuple(turns_from_json(turns_to_json(turns))) == turns
 
 
 @pytest.mark.parametrize(
-    ("shape", "record", "said"),
+    ("shape", "record", "message"),
     [
         ("auto", {"messages": [], "conversations": []}, "could be messages or sharegpt; set corpus.chat"),
         ("auto", {"text": "x"}, "no conversation in the fields"),
@@ -75,12 +75,12 @@ def test_every_shape_is_read_and_recognised(shape: str, record: dict[str, Any], 
         ("messages", ["x"], "not an object"),
     ],
 )
-def test_what_is_no_conversation_is_said(shape: str, record: Any, said: str) -> None:
-    with pytest.raises(UnreadableRecord, match=said):
+def test_error_for_a_record_that_is_no_conversation(shape: str, record: Any, message: str) -> None:
+    with pytest.raises(UnreadableRecord, match=message):
         read_conversation(record, shape)
 
 
-def test_fields_of_other_names() -> None:
+def test_fields_with_other_names() -> None:
     assert read_conversation({"dialog": [{"role": "user", "content": "x"}]}, "messages", "dialog") == (("user", "x"),)
     assert read_conversation({"frage": "x", "antwort": "y"}, "pairs", "frage+antwort") == (
         ("user", "x"),
@@ -90,7 +90,7 @@ def test_fields_of_other_names() -> None:
         read_conversation({"frage": "x"}, "pairs", "frage+antwort")
 
 
-def prepared(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple[str, str]]]:
+def prepare_documents(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple[str, str]]]:
     config = RunConfig.model_validate(
         {"folder": str(folder / "out"), "corpus": {"sources": sources, "split": [1, 0, 0], **corpus}}
     )
@@ -101,7 +101,7 @@ def prepared(folder: Path, sources: list[str], **corpus: Any) -> list[list[tuple
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
-def test_through_prepare_from_every_format(kind: str, tmp_path: Path) -> None:
+def test_prepare_reads_conversations_from_every_format(kind: str, tmp_path: Path) -> None:
     rows = [
         {"Q": "  한국어  질문?", "A": "네\r\n그래요 "},
         {"Q": 'two, with "quotes"', "A": "<|user|> 🙂"},
@@ -119,7 +119,7 @@ def test_through_prepare_from_every_format(kind: str, tmp_path: Path) -> None:
         path.write_text(
             json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
         )
-    found = prepared(tmp_path, [str(path)], chat="pairs")
+    found = prepare_documents(tmp_path, [str(path)], chat="pairs")
     assert [[text for _, text in turns] for turns in found] == [
         ["한국어  질문?", "네\n그래요"],
         [rows[1]["Q"], rows[1]["A"]],
@@ -136,19 +136,19 @@ def test_through_prepare_from_every_format(kind: str, tmp_path: Path) -> None:
     assert account["changed"]["newlines"] == 1
 
 
-def test_copies_and_filters_look_at_the_whole_conversation(tmp_path: Path) -> None:
+def test_dedup_and_filters_use_the_complete_conversation(tmp_path: Path) -> None:
     lines = [("a b", "c"), ("a", "b c"), ("a b", "c"), ("x", "y")]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in lines))
-    found = prepared(tmp_path, [str(path)], chat="auto", min_chars=4)
+    found = prepare_documents(tmp_path, [str(path)], chat="auto", min_chars=4)
     assert [[text for _, text in turns] for turns in found] == [["a b", "c"], ["a", "b c"]]
     account = read_json(tmp_path / "out" / "corpus" / "account.json")
     assert account["dropped"] == {"duplicate": 1, "short": 1}
 
 
-def test_a_plain_text_is_no_conversation(tiny_texts: Path, tmp_path: Path) -> None:
+def test_plain_text_is_refused(tiny_texts: Path, tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match=r"corpus.chat: .*english.txt has no fields .*; use JSON"):
-        prepared(tmp_path, [str(tiny_texts)], chat="pairs")
+        prepare_documents(tmp_path, [str(tiny_texts)], chat="pairs")
 
 
 def test_ambiguous_names_stop_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +162,8 @@ def test_ambiguous_names_stop_prepare(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["prepare", str(tmp_path / "run.yaml"), "corpus.text_key=prompt+response"]) == 0
 
 
-def test_the_shared_pairs(shared_data: Path, tmp_path: Path) -> None:
+def test_shared_korean_pairs(shared_data: Path, tmp_path: Path) -> None:
     path = shared_data / "ko_chatbot" / "ChatbotData.csv"
-    found = prepared(tmp_path, [str(path)], chat="pairs", dedup="none", rules=[])
+    found = prepare_documents(tmp_path, [str(path)], chat="pairs", dedup="none", rules=[])
     with open(path, encoding="utf-8-sig", newline="") as stream:
         assert found == [[("user", row["Q"]), ("assistant", row["A"])] for row in csv.DictReader(stream)]

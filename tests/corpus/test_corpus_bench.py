@@ -1,4 +1,4 @@
-"""What bench/corpus.py rests on: text that doubles without copies, and the memory of a whole family of processes."""
+"""The helpers of bench/corpus.py: text that grows without duplicates, and the memory of all processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench import corpus
 CHILD = "import subprocess, sys; data = b'x' * {size}; sys.exit(subprocess.call([sys.executable, '-c', {inner!r}]))"
 
 
-def test_more_text_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_text_has_no_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "MAX_CHARACTERS", 60)
     texts = [" ".join(f"word{number}" for number in range(start, start + 7)) for start in (0, 100, 200)]
     with lzma.open(tmp_path / "en.jsonl.xz", "wt") as stream:
@@ -29,16 +29,16 @@ def test_more_text_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="needs /proc to see memory")
-def test_memory_is_that_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes hold theirs until a look has begun after both had it."""
+def test_memory_includes_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes keep their memory until a sample was taken after both had it."""
     size, here, seen_here = 60 << 20, tmp_path / "here", tmp_path / "seen"
     inner = f"import pathlib, time; data = b'x' * {size}; pathlib.Path({str(here)!r}).touch()\n"
     inner += f"while not pathlib.Path({str(seen_here)!r}).exists(): time.sleep(0.01)"
-    looks, sleep = [0], time.sleep
+    samples, sleep = [0], time.sleep
 
     def pause(seconds: float) -> None:
-        looks[0] += here.exists()
-        if looks[0] == 2:
+        samples[0] += here.exists()
+        if samples[0] == 2:
             seen_here.touch()
         sleep(seconds)
 

@@ -1,4 +1,4 @@
-"""Exact duplicates against a plain set, clusters and who stays of them against the plain definition, and what they take of memory."""
+"""Exact duplicates against a plain set, clusters against their definition, and their memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def array_of(rows: list[bytes]) -> np.ndarray:
 
 
 @given(st.lists(st.lists(ROW, max_size=12), max_size=6))
-def test_first_in_order_stays(shards: list[list[bytes]]) -> None:
+def test_first_duplicate_is_kept(shards: list[list[bytes]]) -> None:
     seen: set[bytes] = set()
     expected = []
     for shard in shards:
@@ -39,7 +39,7 @@ def test_first_in_order_stays(shards: list[list[bytes]]) -> None:
     assert [mask.tolist() for mask in exact_keep_masks([array_of(shard) for shard in shards])] == expected
 
 
-def test_many() -> None:
+def test_many_digests() -> None:
     numbers = np.random.default_rng(7).integers(0, 50_000, 200_000).astype(np.uint64)
     rows = np.stack([numbers * np.uint64(0x9E3779B97F4A7C15), numbers], axis=1).view(np.uint8).reshape(-1, 16)
     (mask,) = exact_keep_masks([rows])
@@ -50,8 +50,8 @@ PAIRS = st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, 
 
 
 @given(st.lists(PAIRS, max_size=5))
-def test_clusters_of_pairs_that_come_in_blocks(blocks: list[list[tuple[int, int]]]) -> None:
-    """Against sets that are merged until nothing changes."""
+def test_clusters_from_blocks_of_pairs(blocks: list[list[tuple[int, int]]]) -> None:
+    """Compared with sets that are merged until nothing changes."""
     groups = [{number} for number in range(15)]
     for pair in (pair for block in blocks for pair in block):
         touched = [group for group in groups if group & set(pair)]
@@ -65,12 +65,12 @@ def test_clusters_of_pairs_that_come_in_blocks(blocks: list[list[tuple[int, int]
         st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4
     )
 )
-def test_who_stays(pieces: list[list[tuple[int, int, int]]]) -> None:
-    rows = [row for piece in pieces for row in piece]
+def test_kept_document_of_a_cluster(chunks: list[list[tuple[int, int, int]]]) -> None:
+    rows = [row for chunk in chunks for row in chunk]
     least = [min(number for number, other in enumerate(rows) if other[0] == row[0]) for row in rows]
     given_to = [
-        (np.array([row[1] for row in piece], np.int64), np.array([row[2] for row in piece], np.int8))
-        for piece in pieces
+        (np.array([row[1] for row in chunk], np.int64), np.array([row[2] for row in chunk], np.int8))
+        for chunk in chunks
     ]
     stays = keep_one_per_cluster(np.array(least, np.uint32), given_to)
     best = {
@@ -80,7 +80,7 @@ def test_who_stays(pieces: list[list[tuple[int, int, int]]]) -> None:
     assert set(np.flatnonzero(stays).tolist()) == best
 
 
-def peak_of(function: Callable[[], Any]) -> int:
+def peak_memory(function: Callable[[], Any]) -> int:
     tracemalloc.start()
     try:
         function()
@@ -89,25 +89,25 @@ def peak_of(function: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-def test_memory_of_clusters_is_a_few_bytes_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many documents, every one the copy of another: at most 24 bytes each beyond a block."""
-    count, pieces = 300_000, 15
+def test_clusters_need_a_few_bytes_per_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every document has a duplicate: at most 24 bytes each, plus a block."""
+    count, chunks = 300_000, 15
     monkeypatch.setattr(dedup, "BLOCK_DOCUMENTS", 1 << 14)
-    numbers = np.arange(count).reshape(pieces, -1)
+    numbers = np.arange(count).reshape(chunks, -1)
     blocks = (np.stack((part, part ^ 1), axis=1) for half in numbers for part in np.split(half, 10))
     sizes = ((np.ones(len(part), np.int64), np.zeros(len(part), np.int8)) for part in numbers)
     least = np.zeros(0, np.uint32)
 
-    def work() -> None:
+    def task() -> None:
         nonlocal least
         least = smallest_members(count, blocks)
         assert keep_one_per_cluster(least, sizes).sum() == count // 2
 
-    assert peak_of(work) < 24 * count
+    assert peak_memory(task) < 24 * count
 
 
-def test_memory_of_reading_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be cut is one piece however long it is."""
+def test_memory_of_reading_is_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be split is one chunk, however long it is."""
     monkeypatch.setattr(passes, "BUFFER_CHARACTERS", 1 << 14)
     monkeypatch.setattr("textmill.corpus.shards.GROUP_BYTES", 1 << 14)
     peaks = []
@@ -117,8 +117,8 @@ def test_memory_of_reading_does_not_grow(tmp_path: Path, monkeypatch: pytest.Mon
         with gzip.open(folder / "texts.jsonl.gz", "wt") as stream:
             stream.writelines(json.dumps({"text": f"{number:500}"}) + "\n" for number in range(count))
         config = CorpusConfig(sources=[str(folder / "texts.jsonl.gz")])
-        (piece,) = split_into_chunks(find_sources(config.sources), config.documents)
-        work = ChunkTask(piece, config, folder)
-        peaks.append(peak_of(lambda work=work: clean_chunk(work)))  # type: ignore[misc]
-        assert len(work.read_digests()) == count
+        (chunk,) = split_into_chunks(find_sources(config.sources), config.documents)
+        task = ChunkTask(chunk, config, folder)
+        peaks.append(peak_memory(lambda task=task: clean_chunk(task)))  # type: ignore[misc]
+        assert len(task.read_digests()) == count
     assert peaks[2] < peaks[1] + 9_000 * 16

@@ -1,4 +1,4 @@
-"""Filters: each drops what it says in four languages and keeps ordinary text."""
+"""Filters: each drops what it should in four languages and keeps ordinary text."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_ordinary_text_is_kept(language: str) -> None:
     assert not cleaner.changed
 
 
-def test_language_of_long_text_looks_at_three_places() -> None:
+def test_language_of_a_long_text_uses_three_samples() -> None:
     assert detect_language(TEXTS["ko"] * 50)[0] == "ko"
     assert detect_language(TEXTS["en"] * 3 + "\n" + TEXTS["en"] * 100 + TEXTS["zh"])[0] == "en"
     assert detect_language("")[1] <= 1
 
 
-def test_shares_are_the_same_with_and_without_ascii() -> None:
+def test_fractions_of_ascii_and_other_text_agree() -> None:
     text = "a1, b2! c3? (d4)"
     plain, wide = character_fractions(text), character_fractions(text.replace("a", "ä"))
     assert plain == wide
@@ -97,7 +97,7 @@ def test_words() -> None:
     assert split_words("GPT是 语言model。カナ") == ["GPT", "是", "语", "言", "model。", "カ", "ナ"]
 
 
-def test_repetition_in_numbers() -> None:
+def test_repetition_fractions() -> None:
     assert repeated_line_fraction("ab\ncd\nab\nef") == pytest.approx(2 / 8)
     assert repeated_line_fraction("") == 0
     once = [f"w{number}" for number in range(10, 30)]
@@ -148,7 +148,7 @@ PAGES = [
 
 @pytest.mark.parametrize("name", ["pages.jsonl", "pages.json", "pages.parquet"])
 @pytest.mark.parametrize("keep", [[], ["url"]])
-def test_url_is_seen_whether_it_is_kept_or_not(
+def test_url_filter_works_without_keeping_the_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keep: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_url_is_seen_whether_it_is_kept_or_not(
         ),
     ],
 )
-def test_what_is_missing_is_said_at_the_door(
+def test_missing_package_is_reported_at_start(
     settings: dict[str, Any], module: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_packages(CorpusConfig(**settings))

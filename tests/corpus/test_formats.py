@@ -1,4 +1,4 @@
-"""Formats: each against an independent writer, each with its own kinds of damage."""
+"""Every format: files from an independent writer, and damaged files."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def read(path: Path, data: bytes | str | None = None, **settings: Any) -> list[D
     config = CorpusConfig(**settings)
     return [
         record
-        for piece in split_into_chunks(find_sources([str(path)]), config.documents)
-        for record in read_records(piece, config)
+        for chunk in split_into_chunks(find_sources([str(path)]), config.documents)
+        for record in read_records(chunk, config)
     ]
 
 
-def told(found: list[Document | BadRecord]) -> list[tuple[str, str]]:
+def summarise(found: list[Document | BadRecord]) -> list[tuple[str, str]]:
     """(place, text), the reason of a bad record in place of its text."""
     return [(one.place, "! " + one.reason) if isinstance(one, BadRecord) else (one.id, one.text) for one in found]
 
@@ -57,7 +57,7 @@ def test_nested_path(tmp_path: Path) -> None:
     settings = {"text_key": "document[].paragraph[].form", "keep_fields": ["id"]}
     for name, place in [("a.json", "value 1"), ("a.jsonl", "line 1")]:
         found = read(tmp_path / name, json.dumps(NIKL, ensure_ascii=False), **settings)
-        assert told(found) == [
+        assert summarise(found) == [
             (f"{place}, document[0].paragraph[0]", "첫째"),
             (f"{place}, document[0].paragraph[1]", "둘째"),
             (f"{place}, document[1].paragraph[0]", "셋째"),
@@ -73,38 +73,38 @@ def test_nested_path(tmp_path: Path) -> None:
 
 def test_joined_matches(tmp_path: Path) -> None:
     found = read(tmp_path / "a.json", json.dumps(NIKL), text_key="document[].paragraph[].form", join_with=" / ")
-    assert [place for place, _ in told(found)] == [
+    assert [place for place, _ in summarise(found)] == [
         "value 1, document[0]",
         "value 1, document[1]",
         "value 1, document[2]",
     ]
-    assert told(found)[0][1] == "첫째 / 둘째"
+    assert summarise(found)[0][1] == "첫째 / 둘째"
     assert isinstance(found[1], BadRecord)  # an element with a part that cannot be read is not half a document
 
 
 def test_several_fields(tmp_path: Path) -> None:
     rows = '{"title": "A", "body": "b", "url": "u"}\n{"body": "only"}\n{"title": null}\n{"title": 3, "body": "b"}\n'
     found = read(tmp_path / "a.jsonl", rows, text_key="title+body", keep_fields=["url", "gone"])
-    assert [text for _, text in told(found)][:2] == ["A\nb", "only"]
+    assert [text for _, text in summarise(found)][:2] == ["A\nb", "only"]
     assert [type(one) for one in found] == [Document, Document, BadRecord, BadRecord]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"url": "u"}', None]
-    assert told(read(tmp_path / "b.jsonl", rows, text_key="title+body", join_with=": "))[0][1] == "A: b"
+    assert summarise(read(tmp_path / "b.jsonl", rows, text_key="title+body", join_with=": "))[0][1] == "A: b"
 
 
 def test_inner_fields_and_lists_of_texts(tmp_path: Path) -> None:
     line = '{"a": {"b": "deep"}, "a.c": "dotted", "s": ["x", "y", 3], "e": []}\n'
-    for key, wanted in [
+    for key, expected in [
         ("a.b", ["deep"]),
         ("a.c", ["dotted"]),
         ("s[]", ["x", "y", "! found a JSON number; 's[]' must be a list of strings"]),
         ("e[]", [""]),
     ]:
-        assert [text for _, text in told(read(tmp_path / "a.jsonl", line, text_key=key))] == wanted
+        assert [text for _, text in summarise(read(tmp_path / "a.jsonl", line, text_key=key))] == expected
     assert (
         "no list 'gone[]'; found ['a', 'a.c', 'e', 's']"
-        in told(read(tmp_path / "a.jsonl", line, text_key="gone[].x"))[0][1]
+        in summarise(read(tmp_path / "a.jsonl", line, text_key="gone[].x"))[0][1]
     )
-    assert told(read(tmp_path / "a.jsonl", '[{"x": "1"}, {"x": "2"}]', text_key="[].x")) == [
+    assert summarise(read(tmp_path / "a.jsonl", '[{"x": "1"}, {"x": "2"}]', text_key="[].x")) == [
         ("line 1, [0]", "1"),
         ("line 1, [1]", "2"),
     ]
@@ -120,7 +120,7 @@ def test_json_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int
     monkeypatch.setattr(streams, "BUFFER_BYTES", block)
     rows = [{"text": f'{number} [{{\\" 가', "n": [1.5e10, -3, True, None]} for number in range(30)]
     found = read(tmp_path / "a.json", json.dumps(rows, indent=indent))
-    assert told(found) == [(f"item {number}", row["text"]) for number, row in enumerate(rows)]
+    assert summarise(found) == [(f"item {number}", row["text"]) for number, row in enumerate(rows)]
 
 
 JSON = st.recursive(
@@ -144,7 +144,7 @@ def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: boo
 
 
 @pytest.mark.parametrize(
-    ("data", "wanted"),
+    ("data", "expected"),
     [
         ("", []),
         (" \n ", []),
@@ -161,29 +161,29 @@ def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: boo
         ('[{"text": "\\ud800"}]', [("item 0", "! a lone surrogate")]),
     ],
 )  # fmt: skip
-def test_json_kinds(tmp_path: Path, data: str, wanted: list[tuple[str, str]]) -> None:
-    found = told(read(tmp_path / "a.json", data))
-    assert len(found) == len(wanted), found
-    for (place, text), (wanted_place, wanted_text) in zip(found, wanted, strict=True):
+def test_json_layouts(tmp_path: Path, data: str, expected: list[tuple[str, str]]) -> None:
+    found = summarise(read(tmp_path / "a.json", data))
+    assert len(found) == len(expected), found
+    for (place, text), (wanted_place, wanted_text) in zip(found, expected, strict=True):
         assert place == wanted_place
         assert text.startswith(wanted_text)
 
 
 def test_json_not_utf8(tmp_path: Path) -> None:
-    found = told(read(tmp_path / "a.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]'))
+    found = summarise(read(tmp_path / "a.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]'))
     assert [text[:12] for _, text in found] == ["a", "! not UTF-8,", "b"]
 
 
-def test_long_lists_stay_flat(tmp_path: Path) -> None:
+def test_long_lists_need_constant_memory(tmp_path: Path) -> None:
     element = json.dumps({"paragraph": [{"form": "words " * 100}]})
     for head, tail in [("[", "]"), ('{"id": 1, "document": [', '], "end": 1}')]:
         path = tmp_path / "a.json"
         path.write_text(head + ",\n".join([element] * 5_000) + tail)
         key = "paragraph[].form" if head == "[" else "document[].paragraph[].form"
-        (piece,) = split_into_chunks(find_sources([str(path)]), "section")
+        (chunk,) = split_into_chunks(find_sources([str(path)]), "section")
         tracemalloc.start()
         try:
-            assert sum(1 for _ in read_records(piece, CorpusConfig(text_key=key))) == 5_000
+            assert sum(1 for _ in read_records(chunk, CorpusConfig(text_key=key))) == 5_000
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -199,16 +199,16 @@ def test_csv(tmp_path: Path, name: str, dialect: str) -> None:
     with open(tmp_path / name, "w", newline="", encoding="utf-8-sig") as stream:
         csv.writer(stream, dialect).writerows([["id", "text", "url"], *rows])
     found = read(tmp_path / name, keep_fields=["url"])
-    assert [text for _, text in told(found)] == [row[1] for row in rows]
-    assert [place for place, _ in told(found)] == ["line 2", "line 5", "line 6"]
+    assert [text for _, text in summarise(found)] == [row[1] for row in rows]
+    assert [place for place, _ in summarise(found)] == ["line 2", "line 5", "line 6"]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"url": "u1"}', '{"url": ""}', '{"url": "u3"}']
     joined = read(tmp_path / name, text_key="id+text", join_with=" ")
-    assert told(joined)[1][1] == "2 한국어\tsekme"
+    assert summarise(joined)[1][1] == "2 한국어\tsekme"
 
 
 def test_csv_damage(tmp_path: Path) -> None:
     data = b'text,n\r\ngood,1\r\nmore,2,3\r\nfew\r\n\r\n\xff,4\r\n"a"b,5\r\nend,6\r\n"open,7\r\nnever closed,8\r\n'
-    found = told(read(tmp_path / "a.csv", data))
+    found = summarise(read(tmp_path / "a.csv", data))
     assert [(place, text[:11]) for place, text in found] == [
         ("line 2", "good"), ("line 3", "! found 3 f"), ("line 4", "! found 1 f"), ("line 6", "! not UTF-8"), ("line 7", "! not CSV: "),
         ("line 8", "end"), ("line 9", "! not CSV: "),
@@ -216,7 +216,7 @@ def test_csv_damage(tmp_path: Path) -> None:
 
 
 def test_csv_wrong_column(tmp_path: Path) -> None:
-    assert told(read(tmp_path / "a.csv", "id,body\n1,long words\n")) == [
+    assert summarise(read(tmp_path / "a.csv", "id,body\n1,long words\n")) == [
         ("line 2", "! no field 'text'; found ['body', 'id']; set corpus.text_key=body")
     ]
     assert read(tmp_path / "a.csv", "") == read(tmp_path / "a.csv", "text\n") == []
@@ -230,35 +230,35 @@ def table(count: int = 1000) -> pa.Table:
                      "inner": [{"form": [f"f{number}", "g"]} for number in range(count)]})  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", [1, 4000, 1 << 30])
-def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(sources, "CHUNK_BYTES", piece)
+@pytest.mark.parametrize("chunk", [1, 4000, 1 << 30])
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=100)
-    assert len(split_into_chunks(find_sources([str(path)]), "section")) == {1: 10, 1 << 30: 1}.get(piece, 5)
+    assert len(split_into_chunks(find_sources([str(path)]), "section")) == {1: 10, 1 << 30: 1}.get(chunk, 5)
     found = read(path, keep_fields=["url"])
-    assert told(found) == [(f"row {number}", f"satır {number}") for number in range(1000)]
+    assert summarise(found) == [(f"row {number}", f"satır {number}") for number in range(1000)]
     assert found[7].meta == '{"url": "u7"}'  # type: ignore[union-attr]
-    nested = told(read(path, text_key="inner.form[]"))
+    nested = summarise(read(path, text_key="inner.form[]"))
     assert nested[:3] == [("row 0, inner.form[0]", "f0"), ("row 0, inner.form[1]", "g"), ("row 1, inner.form[0]", "f1")]
 
 
 def test_parquet_damage(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a", "b"], "n": [1, 2]}), path)
-    assert told(read(path)) == [
+    assert summarise(read(path)) == [
         (f"row {row}", "! no column 'text'; found ['body', 'n']; set corpus.text_key=body") for row in (0, 1)
     ]
     pq.write_table(pa.table({"text": ["a", None]}), path)
-    assert told(read(path)) == [("row 0", "a"), ("row 1", "! field 'text' is null, not text")]
+    assert summarise(read(path)) == [("row 0", "a"), ("row 1", "! field 'text' is null, not text")]
     bad = pa.array([b"ok", b"\xff", b"fine"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), path)
-    assert [text for _, text in told(read(path))] == ["ok", "! not UTF-8: byte 0xff at 0", "fine"]
+    assert [text for _, text in summarise(read(path))] == ["ok", "! not UTF-8: byte 0xff at 0", "fine"]
     pq.write_table(table(), path)
-    ((place, text),) = told(read(path, path.read_bytes()[:-100]))
+    ((place, text),) = summarise(read(path, path.read_bytes()[:-100]))
     assert place == "beginning"
     assert "incomplete Parquet file" in text
-    ((_, text),) = told(read(path, b""))
+    ((_, text),) = summarise(read(path, b""))
     assert "incomplete Parquet file" in text
 
 
@@ -283,14 +283,14 @@ def test_arrow(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.arrow"
     with open(path, "wb") as stream, getattr(pa.ipc, f"new_{kind}")(stream, table().schema) as writer:
         writer.write_table(table(), max_chunksize=100)
-    assert told(read(path)) == [(f"row {number}", f"satır {number}") for number in range(1000)]
+    assert summarise(read(path)) == [(f"row {number}", f"satır {number}") for number in range(1000)]
     *before, bad = read(path, path.read_bytes()[:-2000])
     assert isinstance(bad, BadRecord)
-    assert told(before) == [(f"row {number}", f"satır {number}") for number in range(len(before))]
+    assert summarise(before) == [(f"row {number}", f"satır {number}") for number in range(len(before))]
     assert len(before) > (500 if kind == "stream" else -1)
 
 
-def test_compressed_from_outside_is_refused(tmp_path: Path) -> None:
+def test_gzipped_parquet_is_refused(tmp_path: Path) -> None:
     assert sources.format_from_name("a.parquet.gz") is None
     assert sources.format_from_name("A.JSONL.GZ") == "jsonl"
 
@@ -304,7 +304,7 @@ def test_wikiextractor(tmp_path: Path) -> None:
         '<doc id="13" url="u" title="C">\nC\n</doc>\nstray\n<doc id="14" url="u" title="D">\nnever ends\n'
     )
     found = read(tmp_path / "AA" / "wiki_00", data)
-    assert [(place, text.strip()) for place, text in told(found)] == [
+    assert [(place, text.strip()) for place, text in summarise(found)] == [
         ("page 12", "A & B\n\n1 < 2"), ("page 13", "C"), ("line 11", "! text outside a <doc> block"),
         ("line 12", "! <doc> block without </doc>"),
     ]  # fmt: skip
@@ -313,7 +313,7 @@ def test_wikiextractor(tmp_path: Path) -> None:
     (tmp_path / "AA" / "wiki_01").write_text(lines)
     names = [source.name for source in find_sources([str(tmp_path)])]
     assert names == [str(tmp_path / "AA" / "wiki_00"), str(tmp_path / "AA" / "wiki_01")]
-    assert told(read(tmp_path / "AA" / "wiki_01")) == [("line 1", "one"), ("line 2", "two")]
+    assert summarise(read(tmp_path / "AA" / "wiki_01")) == [("line 1", "one"), ("line 2", "two")]
 
 
 def dump(pages: list[tuple[int, int, str, str, bool]]) -> str:
@@ -346,37 +346,37 @@ PAGES = [
 
 def test_mediawiki(tmp_path: Path) -> None:
     found = read(tmp_path / "pages-articles.xml", dump(PAGES))
-    assert told(found) == [("page 1", "Bir sayıdır.  Son."), ("page 4", "Başlık\nbire bak")]
+    assert summarise(found) == [("page 1", "Bir sayıdır.  Son."), ("page 4", "Başlık\nbire bak")]
     assert [one.meta for one in found if isinstance(one, Document)] == ['{"title": "Bir"}', '{"title": "İki"}']
-    assert told(read(tmp_path / "pages-articles.xml", text_key="title+text"))[1][1] == "İki\nBaşlık\nbire bak"
+    assert summarise(read(tmp_path / "pages-articles.xml", text_key="title+text"))[1][1] == "İki\nBaşlık\nbire bak"
 
 
-def test_mediawiki_breaks_off(tmp_path: Path) -> None:
+def test_truncated_mediawiki_dump(tmp_path: Path) -> None:
     whole = dump([(number, 0, f"T{number}", "söz " * 30, False) for number in range(1, 200)])
     *before, bad = read(tmp_path / "a.xml", whole[: whole.index("<id>150<") + 30])
-    assert [place for place, _ in told(before)] == [f"page {number}" for number in range(1, 150)]
+    assert [place for place, _ in summarise(before)] == [f"page {number}" for number in range(1, 150)]
     assert isinstance(bad, BadRecord)
     assert bad.place == "after page 149"
     assert read(tmp_path / "b.xml", "") == []
-    ((place, text),) = told(read(tmp_path / "c.xml", "no xml at all"))
+    ((place, text),) = summarise(read(tmp_path / "c.xml", "no xml at all"))
     assert (place, text[:9]) == ("beginning", "! invalid")
 
 
-def test_mediawiki_stays_flat(tmp_path: Path) -> None:
+def test_mediawiki_needs_constant_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.xml"
     path.write_text(dump([(number, 0, f"T{number}", "word " * 300, False) for number in range(3000)]))
-    (piece,) = split_into_chunks(find_sources([str(path)]), "section")
+    (chunk,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
-        assert sum(1 for _ in read_records(piece, CorpusConfig())) == 3000
+        assert sum(1 for _ in read_records(chunk, CorpusConfig())) == 3000
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 1_500_000  # of 4.5 MB
 
 
-def test_shuffled_damage_never_crashes(tmp_path: Path) -> None:
-    """Any file, under any name: records or bad rows, never an exception."""
+def test_damaged_files_never_crash(tmp_path: Path) -> None:
+    """Any bytes under any name give records or bad records, never an exception."""
     rng = random.Random(5)
     pq.write_table(table(50), tmp_path / "seed.parquet")
     seeds = {

@@ -1,4 +1,4 @@
-"""What prepare brings to MongoDB: right, once, and the same whether it was killed on the way or not."""
+"""Export to MongoDB by prepare: correct, once, and the same after a kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
 
-from tests.support.mongo_process import World, open_world
+from tests.support.mongo_process import MongoDatabase, open_database
 from textmill.cli import main
 from textmill.corpus.mongo import export
 from textmill.corpus.mongo import writing as mongo_write
@@ -25,13 +25,14 @@ SIZE = 2000
 DUPLICATES, EMPTY = 7, 11
 
 
-def form_of(idx: int) -> str:
-    """Every seventh is a copy, every eleventh has no text; what cleaning changes is the line end and the spaces before it."""
+def original_text(idx: int) -> str:
+    """Every seventh document is a duplicate, every eleventh is empty; cleaning changes line ends and trailing
+    spaces."""
     return " \r\n" if idx % EMPTY == 0 else f"the mill  \r\nnumber {0 if idx % DUPLICATES == 0 else idx}"
 
 
-def wanted_texts() -> list[str]:
-    """By hand: what is left of each document."""
+def expected_texts() -> list[str]:
+    """The expected cleaned text of each document."""
     first = next(idx for idx in range(SIZE) if idx % EMPTY and idx % DUPLICATES == 0)
     texts = []
     for idx in range(SIZE):
@@ -41,42 +42,46 @@ def wanted_texts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with open_world(tmp_path_factory.mktemp("deliveries")) as world:
-        yield world
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MongoDatabase]:
+    with open_database(tmp_path_factory.mktemp("deliveries")) as database:
+        yield database
 
 
-def new_corpus(world: World, tmp_path: Path, name: str) -> list[str]:
-    """A dirty collection and an empty one beside it; the words that prepare one and fill the other."""
-    world.fill(name, [form_of(idx) for idx in range(SIZE)])
-    source = world.write_config(f"{name}.json", COLLECTIONS=[name], MONGO_CONNECTION_STRING=None)
-    target = world.write_config(f"{name}_to.json", COLLECTIONS=["other", f"{name}_clean"], MONGO_CONNECTION_STRING=None)
+def new_corpus(database: MongoDatabase, tmp_path: Path, name: str) -> list[str]:
+    """An uncleaned and an empty collection; the arguments to prepare the one and fill the other."""
+    database.fill(name, [original_text(idx) for idx in range(SIZE)])
+    source = database.write_config(f"{name}.json", COLLECTIONS=[name], MONGO_CONNECTION_STRING=None)
+    target = database.write_config(
+        f"{name}_to.json", COLLECTIONS=["other", f"{name}_clean"], MONGO_CONNECTION_STRING=None
+    )
     return [
         "prepare", "quickstart", f"folder={tmp_path / name}", f"corpus.sources=mongo:{source}", "runner.workers=1", "corpus.split=8,1,1",
         "corpus.mongo_write_back=true", f"corpus.mongo_load={name}_clean", f"corpus.mongo_config={target}",
     ]  # fmt: skip
 
 
-def rows_of(world: World, name: str) -> list[dict[str, Any]]:
-    rows = [{key: value for key, value in row.items() if key not in ("_id", "source")} for row in world.db[name].find()]
+def read_rows(database: MongoDatabase, name: str) -> list[dict[str, Any]]:
+    rows = [
+        {key: value for key, value in row.items() if key not in ("_id", "source")} for row in database.db[name].find()
+    ]
     return sorted(rows, key=lambda row: int(row["idx"]))
 
 
 def test_written_back_and_loaded_once(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address = f"{world.address}/?authSource=hiddenword"
+    address = f"{database.address}/?authSource=hiddenword"
     monkeypatch.setenv("TEXTMILL_MONGO", address)
-    words, texts = new_corpus(world, tmp_path, "dirty"), wanted_texts()
+    words, texts = new_corpus(database, tmp_path, "dirty"), expected_texts()
     kept = sum(map(bool, texts))
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert f"({world.db.name}): {kept:,} written, 0 gone, {SIZE - kept:,} emptied; {SIZE:,} changed now" in out
+    assert f"({database.db.name}): {kept:,} written, 0 gone, {SIZE - kept:,} emptied; {SIZE:,} changed now" in out
     assert f"{kept:,} loaded; {kept:,} changed now" in out
-    rows = rows_of(world, "dirty")
+    rows = read_rows(database, "dirty")
     assert [row["filt_text"] for row in rows] == texts
-    assert [row["form"] for row in rows] == [form_of(idx) for idx in range(SIZE)]
-    loaded, folder = rows_of(world, "dirty_clean"), tmp_path / "dirty" / "corpus"
+    assert [row["form"] for row in rows] == [original_text(idx) for idx in range(SIZE)]
+    loaded, folder = read_rows(database, "dirty_clean"), tmp_path / "dirty" / "corpus"
     assert [row["idx"] for row in loaded] == list(range(kept))
     assert sorted(row["filt_text"] for row in loaded) == sorted(filter(None, texts))
     for split in ("train", "valid", "test"):
@@ -84,22 +89,22 @@ def test_written_back_and_loaded_once(
         assert [(row["filt_text"], row["place"]) for row in loaded if row["split"] == split] == [
             (one.text, one.id) for one in shards
         ]
-    assert world.db["meta_info"].find_one({"collection_name": "dirty_clean"})["num_docs"] == kept
+    assert database.db["meta_info"].find_one({"collection_name": "dirty_clean"})["num_docs"] == kept
     notes = (folder / "mongo.json").read_bytes()
     assert main(words) == 0
     out = capsys.readouterr().out
     assert out.count("done already") == 3
     assert "changed now" not in out
-    assert (rows_of(world, "dirty"), rows_of(world, "dirty_clean")) == (rows, loaded)
+    assert (read_rows(database, "dirty"), read_rows(database, "dirty_clean")) == (rows, loaded)
     assert (folder / "mongo.json").read_bytes() == notes
     assert main([*words, "--force"]) == 0  # read from form again, though filt_text is there now
     out = capsys.readouterr().out
     assert out.count("; 0 changed now") == 2
-    assert (rows_of(world, "dirty"), rows_of(world, "dirty_clean")) == (rows, loaded)
+    assert (read_rows(database, "dirty"), read_rows(database, "dirty_clean")) == (rows, loaded)
     assert (folder / "mongo.json").read_bytes() == notes
     for path in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert not any(
-            secret in path.read_bytes() for secret in (b"hiddenword", world.address.partition("://")[2].encode())
+            secret in path.read_bytes() for secret in (b"hiddenword", database.address.partition("://")[2].encode())
         ), path
 
 
@@ -122,11 +127,11 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.long
-def test_killed_on_the_way_it_ends_as_if_it_had_not_been(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
+def test_result_after_a_kill_is_the_same(
+    database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
-    monkeypatch.setenv("TEXTMILL_MONGO", world.address)
-    quiet, struck = new_corpus(world, tmp_path, "quiet"), new_corpus(world, tmp_path, "struck")
+    monkeypatch.setenv("TEXTMILL_MONGO", database.address)
+    quiet, struck = new_corpus(database, tmp_path, "quiet"), new_corpus(database, tmp_path, "struck")
     assert main(quiet) == 0
     for blocks in (
         1,
@@ -139,30 +144,34 @@ def test_killed_on_the_way_it_ends_as_if_it_had_not_been(
         done = subprocess.run(command, cwd=root, capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, (blocks, done.stdout, done.stderr)
     assert main(struck) == 0
-    assert rows_of(world, "struck") == rows_of(world, "quiet")
+    assert read_rows(database, "struck") == read_rows(database, "quiet")
     loaded = [
-        [{**row, "place": row["place"].split()[1]} for row in rows_of(world, f"{name}_clean")]
+        [{**row, "place": row["place"].split()[1]} for row in read_rows(database, f"{name}_clean")]
         for name in ("struck", "quiet")
     ]  # but for the names and _ids of two collections
     assert loaded[0] == loaded[1]
-    counts = [world.db["meta_info"].find_one({"collection_name": f"{name}_clean"}) for name in ("quiet", "struck")]
-    assert counts[0]["num_docs"] == counts[1]["num_docs"] == world.db["quiet_clean"].count_documents({})
+    counts = [database.db["meta_info"].find_one({"collection_name": f"{name}_clean"}) for name in ("quiet", "struck")]
+    assert counts[0]["num_docs"] == counts[1]["num_docs"] == database.db["quiet_clean"].count_documents({})
     notes = [
         json.loads((tmp_path / name / "corpus" / "mongo.json").read_text())["tasks"] for name in ("quiet", "struck")
     ]
     assert list(notes[0].values()) == list(notes[1].values())
 
 
-def test_what_cannot_be_delivered_is_refused_before_any_work(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_texts: Path
+def test_impossible_export_is_refused_before_any_work(
+    database: MongoDatabase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny_texts: Path,
 ) -> None:
-    monkeypatch.setenv("TEXTMILL_MONGO", world.address)
-    world.fill("plain", ["a", "b"])
-    world.db["unindexed"].insert_one({"idx": 0, "form": "a"})
-    plain = world.write_config("plain.json", COLLECTIONS=["plain", "plain_to"])
-    unindexed = world.write_config("unindexed.json", COLLECTIONS=["unindexed"])
+    monkeypatch.setenv("TEXTMILL_MONGO", database.address)
+    database.fill("plain", ["a", "b"])
+    database.db["unindexed"].insert_one({"idx": 0, "form": "a"})
+    plain = database.write_config("plain.json", COLLECTIONS=["plain", "plain_to"])
+    unindexed = database.write_config("unindexed.json", COLLECTIONS=["unindexed"])
     mongo, back = f"corpus.sources=mongo:{plain}", "corpus.mongo_write_back=true"
-    world.db["plain_to"].create_index("idx", unique=True)
+    database.db["plain_to"].create_index("idx", unique=True)
     cases = [
         ([f"corpus.sources={tiny_texts}", back], "corpus.mongo_write_back: no MongoDB source"),
         (
@@ -182,34 +191,34 @@ def test_what_cannot_be_delivered_is_refused_before_any_work(
         ([mongo, "corpus.mongo_field=$text"], "corpus.mongo_field: found '$text'"),
         ([mongo, "corpus.mongo_write_back=perhaps"], "corpus.mongo_write_back: found 'perhaps'; give true or false"),
     ]
-    for words, told in cases:
+    for words, printed in cases:
         assert main(["prepare", "quickstart", f"folder={tmp_path / 'out'}", *words]) == 2
-        said = capsys.readouterr().err
-        assert told in said
-        assert "Traceback" not in said
+        message = capsys.readouterr().err
+        assert printed in message
+        assert "Traceback" not in message
         assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-def test_idx_taken_by_another_writer_is_told(world: World, tmp_path: Path) -> None:
+def test_idx_of_another_writer_is_an_error(database: MongoDatabase, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"a {number}"}) + "\n" for number in range(10)))
-    path = world.write_config("taken.json", COLLECTIONS=["taken"])
+    path = database.write_config("taken.json", COLLECTIONS=["taken"])
     mongo_write.load_lines(path, "taken", [file])
-    world.db["taken"].update_one({"idx": 4}, {"$set": {"form": "someone else"}})
+    database.db["taken"].update_one({"idx": 4}, {"$set": {"form": "someone else"}})
     with pytest.raises(TextmillError, match="taken: idx 4 holds a different document"):
         mongo_write.load_lines(path, "taken", [file])
 
 
-def test_documents_that_are_gone_are_counted(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_deleted_documents_are_counted(
+    database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setenv("TEXTMILL_MONGO", world.address)
-    world.fill("leaving", [f"leaving {idx}" for idx in range(50)])
-    path = world.write_config("leaving.json", COLLECTIONS=["leaving"])
+    monkeypatch.setenv("TEXTMILL_MONGO", database.address)
+    database.fill("leaving", [f"leaving {idx}" for idx in range(50)])
+    path = database.write_config("leaving.json", COLLECTIONS=["leaving"])
     real = export.export_to_mongo
 
     def lose_one(*rest: Any) -> None:
-        world.db["leaving"].delete_one({"idx": 9})
+        database.db["leaving"].delete_one({"idx": 9})
         real(*rest)
 
     monkeypatch.setattr(export, "export_to_mongo", lose_one)

@@ -1,4 +1,4 @@
-"""A collection that grows moves nothing; a mark that sees what it says it sees."""
+"""Positions stay stable while a collection grows, and the fingerprint notices changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pymongo", reason="needs pymongo: pip install 'textmill[mongo]'")
 
-from tests.support.mongo_process import World, open_world
+from tests.support.mongo_process import MongoDatabase, open_database
 from textmill.config import CorpusConfig, LocalRunner, RunConfig
 from textmill.corpus.document import Document
 from textmill.corpus.formats.mongo import read
@@ -25,13 +25,13 @@ from textmill.errors import TextmillError
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with open_world(tmp_path_factory.mktemp("bounds")) as world:
-        yield world
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MongoDatabase]:
+    with open_database(tmp_path_factory.mktemp("bounds")) as database:
+        yield database
 
 
 @pytest.fixture
-def world(server: World) -> World:
+def database(server: MongoDatabase) -> MongoDatabase:
     for name in ("one", "two"):
         server.db.drop_collection(name)
         server.db["meta_info"].delete_many({"collection_name": name})
@@ -40,57 +40,57 @@ def world(server: World) -> World:
     return server
 
 
-def source_of(world: World, read_original: bool = False) -> Source:
-    return find_sources([f"mongo:{world.config}"], read_original=read_original)[0]
+def source_of(database: MongoDatabase, read_original: bool = False) -> Source:
+    return find_sources([f"mongo:{database.config}"], read_original=read_original)[0]
 
 
-def texts_of(source: Source) -> list[str]:
-    found = [record for piece in split_into_chunks([source], "section") for record in read(piece, CorpusConfig())]
+def read_all_texts(source: Source) -> list[str]:
+    found = [record for chunk in split_into_chunks([source], "section") for record in read(chunk, CorpusConfig())]
     return [record.text for record in found if isinstance(record, Document)]
 
 
-WANTED = [f"{name} {idx}" for name in ("one", "two") for idx in range(100)]
+EXPECTED = [f"{name} {idx}" for name in ("one", "two") for idx in range(100)]
 
 
-def test_growth_moves_no_position(world: World) -> None:
-    before = source_of(world)
+def test_growth_does_not_move_positions(database: MongoDatabase) -> None:
+    before = source_of(database)
     mark = source_state(before)
-    world.db["one"].insert_many([{"idx": 100 + idx, "form": f"late {idx}"} for idx in range(30)])
-    assert texts_of(before) == WANTED
+    database.db["one"].insert_many([{"idx": 100 + idx, "form": f"late {idx}"} for idx in range(30)])
+    assert read_all_texts(before) == EXPECTED
     assert source_state(before) == mark
-    after = source_of(world)
-    assert texts_of(after) == [*WANTED[:100], *(f"late {idx}" for idx in range(30)), *WANTED[100:]]
+    after = source_of(database)
+    assert read_all_texts(after) == [*EXPECTED[:100], *(f"late {idx}" for idx in range(30)), *EXPECTED[100:]]
     assert source_state(after).bytes == 230
     assert source_state(after).fingerprint != mark.fingerprint
 
 
-def test_prepare_reads_what_was_there_when_it_began(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_prepare_ignores_documents_added_later(
+    database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = mongo.read_range
 
     def read_and_grow(path: Any, start: int, *rest: Any) -> Any:
         if not start:
-            world.db["one"].insert_many([{"idx": 100 + idx, "form": f"late {idx}"} for idx in range(30)])
+            database.db["one"].insert_many([{"idx": 100 + idx, "form": f"late {idx}"} for idx in range(30)])
         return real(path, start, *rest)
 
     monkeypatch.setattr(mongo, "read_range", read_and_grow)
     monkeypatch.setattr("textmill.corpus.formats.mongo.DOCUMENTS_PER_CHUNK", 40)
     config = RunConfig(
         folder=str(tmp_path),
-        corpus=CorpusConfig(sources=[f"mongo:{world.config}"], split=[1.0]),
+        corpus=CorpusConfig(sources=[f"mongo:{database.config}"], split=[1.0]),
         runner=LocalRunner(workers=1),
     )
     folder = prepare(config)
-    assert [document.text for path in list_shards(folder, "train") for document in read_documents(path)] == WANTED
+    assert [document.text for path in list_shards(folder, "train") for document in read_documents(path)] == EXPECTED
     with pytest.raises(TextmillError, match=r"was made from other settings or inputs: inputs\.mongo"):
         prepare(config)
 
 
 @pytest.mark.parametrize("change", ["first", "last", "deleted", "another _id", "no idx"])
-def test_mark_sees(change: str, world: World) -> None:
-    source = source_of(world)
-    before, two = source_state(source).fingerprint, world.db["two"]
+def test_fingerprint_notices(change: str, database: MongoDatabase) -> None:
+    source = source_of(database)
+    before, two = source_state(source).fingerprint, database.db["two"]
     if change == "deleted":
         two.delete_one({"idx": 41})
     elif change == "no idx":
@@ -103,28 +103,28 @@ def test_mark_sees(change: str, world: World) -> None:
     assert source_state(source).fingerprint != before
 
 
-def test_mark_does_not_see_an_edit_between_its_probes(world: World) -> None:
-    source = source_of(world)
+def test_fingerprint_misses_an_edit_between_its_probes(database: MongoDatabase) -> None:
+    source = source_of(database)
     before, probed = source_state(source).fingerprint, {99 * number // (PROBES + 1) for number in range(PROBES + 2)}
     unseen = next(idx for idx in range(100) if idx not in probed)
-    world.db["two"].update_one({"idx": unseen}, {"$set": {"form": "edited"}})
+    database.db["two"].update_one({"idx": unseen}, {"$set": {"form": "edited"}})
     assert source_state(source).fingerprint == before
 
 
-def test_own_writing_is_no_change_only_where_it_is_not_read(world: World) -> None:
-    source, raw = source_of(world), source_of(world, read_original=True)
+def test_written_back_text_changes_the_fingerprint_only_if_it_is_read(database: MongoDatabase) -> None:
+    source, raw = source_of(database), source_of(database, read_original=True)
     before, before_raw = source_state(source).fingerprint, source_state(raw).fingerprint
-    world.db["two"].update_many({}, {"$set": {"filt_text": "cleaned"}})
+    database.db["two"].update_many({}, {"$set": {"filt_text": "cleaned"}})
     assert source_state(raw).fingerprint == before_raw
     assert source_state(source).fingerprint != before
 
 
-def test_mark_is_the_same_in_the_manifest_and_tells_no_text(world: World, tmp_path: Path) -> None:
-    corpus = CorpusConfig(sources=[f"mongo:{world.config}"], split=[1.0])
+def test_manifest_has_the_fingerprint_and_no_text(database: MongoDatabase, tmp_path: Path) -> None:
+    corpus = CorpusConfig(sources=[f"mongo:{database.config}"], split=[1.0])
     folder = prepare(RunConfig(folder=str(tmp_path), corpus=corpus, runner=LocalRunner(workers=1)))
     made_from = json.loads((folder / "manifest.json").read_text())["made_from"]
-    assert made_from[f"inputs.mongo:{world.config}"] == {
+    assert made_from[f"inputs.mongo:{database.config}"] == {
         "bytes": 200,
-        "sha256": source_state(source_of(world)).fingerprint,
+        "sha256": source_state(source_of(database)).fingerprint,
     }
     assert "two 99" not in (folder / "manifest.json").read_text()

@@ -1,4 +1,4 @@
-"""Near-duplicates: against brute force on real text in four languages, and against plain definitions on made-up ones."""
+"""Near-duplicates: against brute force on real text in four languages, and against definitions on synthetic text."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def plain_jaccard(one: set[Any], other: set[Any]) -> float:
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 12])
 @given(texts=st.lists(TEXT, min_size=1, max_size=6))
 @settings(max_examples=40)
-def test_shingles_against_the_plain_definition(unit: Any, n: int, texts: list[str]) -> None:
-    """As many different ones as plain sets have, and in common as many; a text without any letter is one empty shingle."""
+def test_shingles_against_their_definition(unit: Any, n: int, texts: list[str]) -> None:
+    """The same number of distinct and of shared shingles as plain sets; a text without letters is one empty shingle."""
     texts = [text for text in texts if not text.isspace()] or ["x"]
     hashes, counts = shingle(texts, unit, n)
     parts = np.split(hashes, np.cumsum(counts)[:-1])
@@ -63,55 +63,55 @@ def test_shingles_against_the_plain_definition(unit: Any, n: int, texts: list[st
         assert jaccard(distinct(one), distinct(other)) == plain_jaccard(first, second)
 
 
-def test_white_space_is_pythons() -> None:
+def test_white_space_is_that_of_python() -> None:
     points = np.arange(0x3100, dtype=np.uint32)
     assert shingles._is_space(points).tolist() == [chr(point).isspace() for point in range(0x3100)]
 
 
-def test_a_long_text_is_shingled_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_shingled_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"söz{number}" for number in range(3000))
-    whole = shingle_set(text, "characters", 5)
+    complete = shingle_set(text, "characters", 5)
     monkeypatch.setattr(shingles, "SEGMENT_CHARACTERS", 1000)
-    assert jaccard(whole, shingle_set(text, "characters", 5)) > 0.99
+    assert jaccard(complete, shingle_set(text, "characters", 5)) > 0.99
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
-def test_bands_are_chosen_for_recall(threshold: float) -> None:
+def test_bands_reach_the_recall(threshold: float) -> None:
     bands, rows = choose_bands(threshold)
     assert recall_at(threshold, bands, rows) >= MIN_RECALL
     assert bands * rows <= MAX_SKETCH_SIZE
 
 
-def two_sets(size: int, similarity: float, dice: np.random.Generator) -> tuple[Any, Any, float]:
+def two_sets(size: int, similarity: float, rng: np.random.Generator) -> tuple[Any, Any, float]:
     common = round(size * 2 * similarity / (1 + similarity))
-    pool = mix(dice.integers(0, 2**63, 2 * size - common).astype(np.uint64))
+    pool = mix(rng.integers(0, 2**63, 2 * size - common).astype(np.uint64))
     return pool[:size], pool[size - common :], common / (2 * size - common)
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 300, 4000])
-def test_sketches_agree_as_often_as_sets(size: int) -> None:
-    """Over many pairs the share of equal values is the Jaccard similarity, for texts of a letter and of a chapter alike."""
-    dice, agreed, wanted = np.random.default_rng(size), [], []
+def test_sketches_estimate_jaccard_similarity(size: int) -> None:
+    """Over many pairs, the fraction of equal values is the Jaccard similarity, for short and long texts."""
+    rng, agreed, expected = np.random.default_rng(size), [], []
     for _ in range(60):
-        one, other, similarity = two_sets(size, 0.8, dice)
+        one, other, similarity = two_sets(size, 0.8, rng)
         values = sketch(np.concatenate((one, other)), np.array([size, size]), 232)
         assert not (values == np.uint64(2**64 - 1)).any()
         agreed.append((values[0] == values[1]).mean())
-        wanted.append(similarity)
-    assert abs(np.mean(agreed) - np.mean(wanted)) < 4 * max(np.std(agreed), 1e-9) / np.sqrt(len(agreed)) + 1e-9
+        expected.append(similarity)
+    assert abs(np.mean(agreed) - np.mean(expected)) < 4 * max(np.std(agreed), 1e-9) / np.sqrt(len(agreed)) + 1e-9
 
 
 @pytest.mark.parametrize(("threshold", "size"), [(0.8, 30), (0.8, 1000), (0.5, 200)])
-def test_pairs_at_the_threshold_meet_in_a_band(threshold: float, size: int) -> None:
+def test_pairs_at_the_threshold_share_a_band(threshold: float, size: int) -> None:
     bands, rows = choose_bands(threshold)
-    dice, pairs = np.random.default_rng(3), 300
-    sets = [part for _ in range(pairs) for part in two_sets(size, threshold, dice)[:2]]
+    rng, pairs = np.random.default_rng(3), 300
+    sets = [part for _ in range(pairs) for part in two_sets(size, threshold, rng)[:2]]
     found = band_hashes(np.concatenate(sets), np.full(2 * pairs, size), bands, rows)
     missed = int((~(found[::2] == found[1::2]).any(axis=1)).sum())
     assert missed <= pairs * (1 - MIN_RECALL) + 4 * np.sqrt(pairs * (1 - MIN_RECALL)) + 1
 
 
-def test_a_sketch_does_not_depend_on_its_neighbours() -> None:
+def test_sketch_does_not_depend_on_other_documents() -> None:
     texts = [f"metin {number} " * (number % 40 + 1) for number in range(50)]
     together = band_hashes(*shingle(texts, "characters", 5), 29, 8)
     alone = [band_hashes(*shingle([text], "characters", 5), 29, 8)[0] for text in texts]
@@ -124,38 +124,38 @@ HASH = st.integers(0, 6).map(lambda number: number * 0x9E3779B97F4A7C15 % 2**64)
 @given(st.lists(st.lists(st.tuples(HASH, HASH), max_size=8), min_size=1, max_size=4), st.sampled_from([1000, 1 << 20]))
 @settings(max_examples=25, deadline=None)
 def test_all_pairs_of_all_bands(
-    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[tuple[int, int]]], memory: int
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[list[tuple[int, int]]], memory: int
 ) -> None:
-    """In buckets that are not crowded: every pair, each once, in order, however little memory there is."""
+    """In small buckets: every pair once, in order, for any memory limit."""
     folder = tmp_path_factory.mktemp("bands")
-    for number, rows in enumerate(pieces):
+    for number, rows in enumerate(chunks):
         np.array(rows, np.uint64).reshape(-1, 2).T.tofile(candidates.band_hashes_path(folder, number))
-    everything = [row for rows in pieces for row in rows]
-    bands = plan_band_tasks(folder, [len(rows) for rows in pieces], 2, memory)
+    everything = [row for rows in chunks for row in rows]
+    bands = plan_band_tasks(folder, [len(rows) for rows in chunks], 2, memory)
     for band in bands:
         find_candidate_pairs(band)
     count = merge_pairs(bands, folder / "pairs", folder / "marks")
-    wanted = [
+    expected = [
         (one, other)
         for one, other in itertools.combinations(range(len(everything)), 2)
         if any(first == second for first, second in zip(everything[one], everything[other], strict=True))
     ]
     linked = {(pair >> 32, pair & (2**32 - 1)) for pair in np.fromfile(folder / "pairs", np.uint64).tolist()}
     assert count == len(linked)
-    assert linked <= set(wanted)
+    assert linked <= set(expected)
     if len(everything) <= 2 * candidates.BUCKET_LINKS:
-        assert linked == set(wanted)
-    assert Clusters(linked).members() == Clusters(wanted).members()
+        assert linked == set(expected)
+    assert Clusters(linked).members() == Clusters(expected).members()
     assert {Clusters(linked).find(number) for number in range(len(everything))} == {
-        Clusters(wanted).find(n) for n in range(len(everything))
+        Clusters(expected).find(n) for n in range(len(everything))
     }
     marks = np.fromfile(folder / "marks", np.uint8)
     assert np.flatnonzero(marks).tolist() == sorted({number for pair in linked for number in pair})
 
 
-def test_merging_goes_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = np.random.default_rng(5)
-    dice.integers(0, 40, (3, 500)).astype(np.uint64).tofile(candidates.band_hashes_path(tmp_path, 0))
+def test_pairs_are_merged_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    rng.integers(0, 40, (3, 500)).astype(np.uint64).tofile(candidates.band_hashes_path(tmp_path, 0))
     bands = plan_band_tasks(tmp_path, [500], 3, 1 << 20)
     for band in bands:
         find_candidate_pairs(band)
@@ -168,13 +168,13 @@ def test_merging_goes_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).filter(lambda pair: pair[0] != pair[1])), st.randoms()
 )
-def test_clusters(pairs: list[tuple[int, int]], dice: random.Random) -> None:
-    """Against sets that are merged until nothing changes, in whatever order the pairs come."""
+def test_clusters(pairs: list[tuple[int, int]], rng: random.Random) -> None:
+    """Compared with sets that are merged until nothing changes, for any order of the pairs."""
     groups = [{number} for number in range(13)]
     for pair in pairs:
         touched = [group for group in groups if group & set(pair)]
         groups = [group for group in groups if not group & set(pair)] + [set().union(*touched)]
-    shuffled = [pair[:: dice.choice((1, -1))] for pair in dice.sample(pairs, len(pairs))]
+    shuffled = [pair[:: rng.choice((1, -1))] for pair in rng.sample(pairs, len(pairs))]
     clusters = Clusters(shuffled)
     assert clusters.members() == sorted({number for pair in pairs for number in pair})
     assert all(clusters.find(number) == min(group) for group in groups for number in group)
@@ -184,10 +184,10 @@ def test_clusters(pairs: list[tuple[int, int]], dice: random.Random) -> None:
     st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=9), min_size=1, max_size=4),
     st.sampled_from([64, 200, 1 << 20]),
 )
-def test_of_exact_copies_one_in_train_stays(shards: list[list[tuple[int, int]]], memory: int) -> None:
+def test_exact_duplicate_in_train_is_kept(shards: list[list[tuple[int, int]]], memory: int) -> None:
     rows = [np.array([[value] * 16 for value, _ in shard], np.uint8).reshape(-1, 16) for shard in shards]
-    sides = [np.array([side for _, side in shard], np.int8) for shard in shards]
-    masks = np.concatenate(exact_keep_masks(rows, sides, memory))
+    splits = [np.array([side for _, side in shard], np.int8) for shard in shards]
+    masks = np.concatenate(exact_keep_masks(rows, splits, memory))
     everything = [pair for shard in shards for pair in shard]
     best = {
         value: min((side > 0, place) for place, (one, side) in enumerate(everything) if one == value)[1]
@@ -196,7 +196,7 @@ def test_of_exact_copies_one_in_train_stays(shards: list[list[tuple[int, int]]],
     assert np.flatnonzero(masks).tolist() == sorted(best.values())
 
 
-def near_of(texts: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, **corpus: Any) -> Path:
+def prepare_near(texts: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, **corpus: Any) -> Path:
     monkeypatch.chdir(place)
     os.makedirs("texts", exist_ok=True)
     for part in range(3):
@@ -210,7 +210,7 @@ def config_of(folder: str = "out", workers: int = 1, **corpus: Any) -> RunConfig
     return RunConfig.model_validate({"folder": folder, "corpus": corpus, "runner": {"workers": workers}})
 
 
-def kept_of(folder: Path, split: str | None = None) -> Iterator[str]:
+def read_kept(folder: Path, split: str | None = None) -> Iterator[str]:
     for side in ("train", "valid", "test"):
         if split in (None, side):
             for shard in list_shards(folder, side):  # type: ignore[arg-type]
@@ -223,10 +223,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("threshold", [0.8, 0.6])
 def test_truth_set(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
-    """The proof of bench/near_duplicates.py on fewer documents."""
+    """The check of bench/near_duplicates.py on fewer documents."""
     texts = truth_set(shared_data, 1200, seed=1)
-    folder = near_of(texts, tmp_path, monkeypatch, dedup_threshold=threshold)
-    measured = measure(texts, kept_of(folder), threshold)
+    folder = prepare_near(texts, tmp_path, monkeypatch, dedup_threshold=threshold)
+    measured = measure(texts, read_kept(folder), threshold)
     account = json.loads((folder / "account.json").read_text())
     assert account["dropped"]["duplicate"] + account["dropped"]["near_duplicate"] == measured.dropped
     assert measured.expected > 100
@@ -234,20 +234,20 @@ def test_truth_set(shared_data: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert measured.recall >= 0.98
 
 
-def changed(text: str, dice: random.Random) -> str:
-    place = dice.randrange(len(text))
-    return text[:place] + dice.choice("xyz") + text[place + 1 :]
+def edit(text: str, rng: random.Random) -> str:
+    place = rng.randrange(len(text))
+    return text[:place] + rng.choice("xyz") + text[place + 1 :]
 
 
-def made_up(count: int, dice: random.Random) -> list[str]:
+def synthetic_texts(count: int, rng: random.Random) -> list[str]:
     words = ["değirmen", "물레방아", "mill", "磨坊", "su", "강", "river", "taş", "石", "grain"]
-    texts = [" ".join(dice.choices(words, k=dice.randrange(20, 60))) for _ in range(count * 2 // 3)]
-    return texts + [changed(text, dice) for text in dice.choices(texts, k=count - len(texts))]
+    texts = [" ".join(rng.choices(words, k=rng.randrange(20, 60))) for _ in range(count * 2 // 3)]
+    return texts + [edit(text, rng) for text in rng.choices(texts, k=count - len(texts))]
 
 
 def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = made_up(150, random.Random(2))
-    one = content(near_of(texts, tmp_path, monkeypatch))
+    texts = synthetic_texts(150, random.Random(2))
+    one = content(prepare_near(texts, tmp_path, monkeypatch))
     assert json.loads(one["account.json"])["dropped"]["near_duplicate"] > 20
     assert (
         content(prepare(config_of("two", workers=2, sources=["texts/2.jsonl", "texts/0.jsonl", "texts/1.jsonl"])))
@@ -261,15 +261,15 @@ def test_workers_order_and_memory_do_not_matter(tmp_path: Path, monkeypatch: pyt
 
 def test_words_and_short_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a", "A", "b", "물", "물 ", "a b c d e f g h i j k l", "a b c d e f g h i j k m", "one two three four"]
-    folder = near_of(texts, tmp_path, monkeypatch, split=[1.0], dedup_shingles="words", dedup_shingle_size=2)
-    assert sorted(kept_of(folder)) == ["a", "a b c d e f g h i j k m", "b", "one two three four", "물"]
+    folder = prepare_near(texts, tmp_path, monkeypatch, split=[1.0], dedup_shingles="words", dedup_shingle_size=2)
+    assert sorted(read_kept(folder)) == ["a", "a b c d e f g h i j k m", "b", "one two three four", "물"]
 
 
-def test_the_longest_stays_and_pairs_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_is_kept_and_pairs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = " ".join(f"word{number}" for number in range(100))
     texts = [base + " x", base + " and the end", base, "something else entirely"]
-    folder = near_of(texts, tmp_path, monkeypatch, split=[1.0])
-    assert set(kept_of(folder)) == {texts[1], texts[3]}
+    folder = prepare_near(texts, tmp_path, monkeypatch, split=[1.0])
+    assert set(read_kept(folder)) == {texts[1], texts[3]}
     account = json.loads((folder / "account.json").read_text())
     assert account["dropped"] == {"near_duplicate": 2}
     rows = [json.loads(line) for line in (folder / "near_duplicates.jsonl").read_text().splitlines()]
@@ -281,35 +281,37 @@ def test_the_longest_stays_and_pairs_can_be_looked_at(tmp_path: Path, monkeypatc
     assert 0.8 <= rows[0]["jaccard"] < 1
 
 
-def test_of_a_cluster_one_in_train_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long text in test gives way to a short one in train, and a source may be test as a whole."""
+def test_near_duplicate_in_train_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short text in train is kept rather than a long one in test, also if a source is declared test."""
     base = " ".join(f"word{number}" for number in range(100))
     monkeypatch.chdir(tmp_path)
     os.mkdir("texts")
     for name, texts in {"a": [base + " longer", "the same", "only in test"], "b": [base, "the same"]}.items():
         Path(f"texts/{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     folder = prepare(config_of(split=[1.0], source_splits={"texts/a.jsonl": "test"}))
-    assert list(kept_of(folder, "train")) == [base, "the same"]
-    assert list(kept_of(folder, "test")) == ["only in test"]
+    assert list(read_kept(folder, "train")) == [base, "the same"]
+    assert list(read_kept(folder, "test")) == ["only in test"]
     folder = prepare(config_of("other", split=[1.0], dedup="none", source_splits={"texts/a*": "valid"}))
-    assert len(list(kept_of(folder, "valid"))) == 3
+    assert len(list(read_kept(folder, "valid"))) == 3
     with pytest.raises(
         TextmillError, match=r"corpus.source_splits: no source matches 'texts/c.jsonl'; found \['texts/a.jsonl'"
     ):
         prepare(config_of("wrong", source_splits={"texts/c.jsonl": "test"}))
-    with pytest.raises(TextmillError, match=r"'texts/a.jsonl' has two splits test by 'texts' and valid by 'texts/a\*'"):
+    with pytest.raises(
+        TextmillError, match=r"'texts/a.jsonl' has two splits: test by 'texts' and valid by 'texts/a\*'"
+    ):
         prepare(config_of("wrong", source_splits={"texts": "test", "texts/a*": "valid"}))
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Raised to simulate the end of the process."""
 
 
 def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = made_up(18, random.Random(4))
+    texts = synthetic_texts(18, random.Random(4))
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     expected, replace, point = (
-        content(near_of(texts, tmp_path, monkeypatch, folder="whole", dedup_threshold=0.95)),
+        content(prepare_near(texts, tmp_path, monkeypatch, folder="whole", dedup_threshold=0.95)),
         os.replace,
         0,
     )
@@ -336,8 +338,8 @@ def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = random.Random(6)
-    expected = content(near_of(made_up(600, dice), tmp_path, monkeypatch, folder="whole"))
+    rng = random.Random(6)
+    expected = content(prepare_near(synthetic_texts(600, rng), tmp_path, monkeypatch, folder="whole"))
     corpus = {"sources": ["texts"], "dedup": "near", "rules": [], "split": [8.0, 1.0, 1.0]}
     config = RunConfig.model_validate({"folder": "killed", "corpus": corpus, "runner": {"workers": 2}})
     for stage in ("*.bands", "confirmed-*"):

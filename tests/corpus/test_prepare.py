@@ -1,4 +1,4 @@
-"""The command from end to end: the account balances, nothing but the content decides the bytes, and a kill loses nothing."""
+"""The command prepare: the account balances, only the content decides the bytes, and a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LINES = [
 
 
 @pytest.fixture
-def world(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three texts and a file of lines with every fate a record can have."""
+def workspace(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three texts and a file of lines with every possible outcome of a record."""
     (tiny_texts / "lines.jsonl").write_bytes("\n".join(json.dumps(line) for line in LINES).encode() + b"\n\xff\xff\n\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -45,8 +45,8 @@ def config_of(folder: str = "out", workers: int = 1, words: list[str] | None = N
     return RunConfig.model_validate({"folder": folder, "corpus": settings, "runner": {"workers": workers}})
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """Every file but the record of how it was asked for."""
+def file_contents(folder: Path) -> dict[str, bytes]:
+    """Every file except those that record settings and paths."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "run.yaml"}
 
 
@@ -54,7 +54,7 @@ def documents(folder: Path) -> dict[str, list[Document]]:
     return {split: [row for path in list_shards(folder, split) for row in read_documents(path)] for split in SPLITS}
 
 
-def test_account(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_account(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare(config_of(min_chars=2))
     account = json.loads((folder / "account.json").read_text())
     lines = account["by_source"]["texts/lines.jsonl"]
@@ -68,13 +68,13 @@ def test_account(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert amounts["bytes"] == sum(len(row.text.encode()) for row in found[split])
         assert amounts["characters"] == sum(len(row.text) for row in found[split])
     assert sum(map(len, found.values())) == account["kept"]
-    told = capsys.readouterr()
-    assert "quarantined              2  see out/corpus/quarantine.jsonl" in told.out
-    assert "duplicate" in told.out
-    assert "prepare: read and clean: " in told.err
+    printed = capsys.readouterr()
+    assert "quarantined              2  see out/corpus/quarantine.jsonl" in printed.out
+    assert "duplicate" in printed.out
+    assert "prepare: read and clean: " in printed.err
 
 
-def test_quarantine_and_the_way_back(world: Path) -> None:
+def test_quarantine_and_origins(workspace: Path) -> None:
     folder = prepare(config_of())
     rows = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
     assert rows == [
@@ -92,17 +92,17 @@ def test_quarantine_and_the_way_back(world: Path) -> None:
     }
 
 
-def test_workers_order_and_pieces_do_not_matter(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = content(prepare(config_of("one")))
-    assert content(prepare(config_of("two", workers=2))) == one
+def test_workers_order_and_chunks_do_not_matter(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = file_contents(prepare(config_of("one")))
+    assert file_contents(prepare(config_of("two", workers=2))) == one
     shuffled = ["texts/turkish.txt", "texts/*.jsonl", "texts/korean.txt", "./texts/english.txt"]
-    assert content(prepare(config_of("shuffled", words=shuffled))) == one
-    whole = documents(world / "one" / "corpus")
+    assert file_contents(prepare(config_of("shuffled", words=shuffled))) == one
+    expected = documents(workspace / "one" / "corpus")
     monkeypatch.setattr(sources, "CHUNK_BYTES", 40)
-    assert documents(prepare(config_of("pieces"))) == whole
+    assert documents(prepare(config_of("chunks"))) == expected
 
 
-def test_done_already(world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_already(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepare(config_of())
     count = json.loads((folder / "account.json").read_text())["kept"]
     capsys.readouterr()
@@ -115,18 +115,16 @@ def test_done_already(world: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert "done already" in capsys.readouterr().out
 
 
-def test_done_already_from_another_place(
-    world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_done_already_from_another_folder(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(config_of())
-    monkeypatch.chdir(world / "texts")
+    monkeypatch.chdir(workspace / "texts")
     prepare(config_of("../out", words=["."]))
     assert "done already" in capsys.readouterr().out
 
 
-def test_a_setting_that_is_newer_than_the_corpus_had_its_default(
-    world: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_corpus_older_than_a_setting_counts_as_its_default(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = prepare(config_of()) / "manifest.json"
     manifest = json.loads(path.read_text())
     was = manifest["made_from"].pop("corpus.min_chars")
@@ -137,8 +135,8 @@ def test_a_setting_that_is_newer_than_the_corpus_had_its_default(
         prepare(config_of(min_chars=was + 1))
 
 
-def test_change_is_refused_until_forced(world: Path) -> None:
-    before = content(prepare(config_of()))
+def test_change_is_refused_until_forced(workspace: Path) -> None:
+    before = file_contents(prepare(config_of()))
     with pytest.raises(TextmillError, match=r"corpus.section_chars was 100, is 200.*--force"):
         prepare(config_of(section_chars=200))
     english = Path("texts/english.txt")
@@ -147,14 +145,14 @@ def test_change_is_refused_until_forced(world: Path) -> None:
     with pytest.raises(TextmillError, match=r"inputs.english.txt.sha256 was .*, is "):
         prepare(config_of())
     english.write_text(text)
-    assert content(Path("out/corpus")) == before
+    assert file_contents(Path("out/corpus")) == before
     assert len(documents(prepare(config_of(section_chars=200), "yes"))["train"]) < 100
-    after = content(prepare(config_of(), "changed"))
+    after = file_contents(prepare(config_of(), "changed"))
     shards = [name for name in before if name.endswith(".parquet")]
     assert [after[name] for name in shards] == [before[name] for name in shards]
 
 
-def test_documents_never_move_when_sources_grow(world: Path) -> None:
+def test_documents_never_move_when_sources_grow(workspace: Path) -> None:
     before = documents(prepare(config_of("before", words=["texts/korean.txt"])))
     with open("texts/korean.txt", "a", encoding="utf-8") as stream:
         stream.write("\n\n새로운 글이 덧붙었다.\n" * 50)
@@ -164,43 +162,43 @@ def test_documents_never_move_when_sources_grow(world: Path) -> None:
         assert {row.text for row in rows} - {last.text} <= {row.text for row in after[split]}
 
 
-def test_too_many_bad_records(world: Path) -> None:
+def test_too_many_bad_records(workspace: Path) -> None:
     with pytest.raises(TextmillError) as caught:
         prepare(config_of(max_unreadable=0.001))
     assert "texts/lines.jsonl:5: no field 'text'; found ['body']; set corpus.text_key=body" in str(caught.value)
     assert "raise corpus.max_unreadable" in str(caught.value)
     assert not Path("out/corpus").exists()
     assert len(Path("out/corpus.part/quarantine.jsonl").read_text().splitlines()) == 2
-    resumed = content(prepare(config_of(max_unreadable=0.5)))
-    assert resumed == content(prepare(config_of("fresh")))
+    resumed = file_contents(prepare(config_of(max_unreadable=0.5)))
+    assert resumed == file_contents(prepare(config_of("fresh")))
 
 
-def test_nothing_left(world: Path) -> None:
+def test_no_document_kept(workspace: Path) -> None:
     with pytest.raises(TextmillError, match=r"none of \d+ records was kept .*corpus.min_chars=100000"):
         prepare(config_of(min_chars=100_000))
     assert not Path("out/corpus").exists()
 
 
-def test_without_dedup(world: Path) -> None:
+def test_without_dedup(workspace: Path) -> None:
     folder = prepare(config_of(dedup="none"))
     assert "duplicate" not in json.loads((folder / "account.json").read_text())["dropped"]
 
 
-def test_empty_split_is_told(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_split_is_reported(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(config_of(words=["texts/lines.jsonl"], split=[1.0, 0.0, 1e-9]))
-    told = capsys.readouterr().out
-    assert "test is empty: 3 documents are too few for a ratio of 0.0%; " in told
-    assert "corpus.documents=block" in told
-    assert "valid is empty" not in told
+    printed = capsys.readouterr().out
+    assert "test is empty: 3 documents are too few for a ratio of 0.0%; " in printed
+    assert "corpus.documents=block" in printed
+    assert "valid is empty" not in printed
 
 
-def test_own_output_is_no_source(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_output_is_not_a_source(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(config_of("texts"))
     prepare(config_of("texts"))
     assert "done already" in capsys.readouterr().out
 
 
-def test_file_that_changes_meanwhile(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_changes_while_it_is_read(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = prepare_module._run
 
     def change_then_run(*arguments: Any) -> Any:
@@ -213,17 +211,17 @@ def test_file_that_changes_meanwhile(world: Path, monkeypatch: pytest.MonkeyPatc
         prepare(config_of())
 
 
-def test_full_disk_is_told_and_gone_on_from(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = content(prepare(config_of("whole")))
+def test_full_disk_is_reported_and_resumed_from(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = file_contents(prepare(config_of("whole")))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", FailAfter(12))
         with pytest.raises(TextmillError, match="No space left on device; fix that and run the command again"):
             prepare(config_of())
-    assert content(prepare(config_of())) == expected
+    assert file_contents(prepare(config_of())) == expected
 
 
 class FailAfter:
-    """os.fsync that finds the disk full after some calls."""
+    """os.fsync that reports a full disk after some calls."""
 
     def __init__(self, calls: int) -> None:
         self.left = calls
@@ -235,13 +233,13 @@ class FailAfter:
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Raised to simulate the end of the process."""
 
 
-def test_crash_at_every_file(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop before the k-th file appears, for every k, leave rubbish behind, and run again."""
+def test_crash_at_every_file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop before the k-th file is written, for every k, leave unfinished files, and run again."""
     words = ["texts/korean.txt", "texts/lines.jsonl"]
-    expected, replace, point = content(prepare(config_of("whole", words=words))), os.replace, 0
+    expected, replace, point = file_contents(prepare(config_of("whole", words=words))), os.replace, 0
     while True:
         point += 1
         left = [point]
@@ -262,16 +260,16 @@ def test_crash_at_every_file(world: Path, monkeypatch: pytest.MonkeyPatch) -> No
             else:
                 break
         assert not Path(folder, "corpus").exists()
-        assert content(prepare(config_of(folder, words=words))) == expected, f"crash point {point}"
+        assert file_contents(prepare(config_of(folder, words=words))) == expected, f"crash point {point}"
     assert point > 15
 
 
-def test_killed_and_run_again(world: Path) -> None:
-    dice = random.Random(5)
+def test_killed_and_run_again(workspace: Path) -> None:
+    rng = random.Random(5)
     os.mkdir("big")
     for number in range(6):
         rows = (
-            json.dumps({"text": f"{number} {row} " + "söz " * dice.randrange(200)}, ensure_ascii=False)
+            json.dumps({"text": f"{number} {row} " + "söz " * rng.randrange(200)}, ensure_ascii=False)
             for row in range(300)
         )
         Path(f"big/{number}.jsonl").write_text("\n".join(rows), encoding="utf-8")
@@ -280,17 +278,17 @@ def test_killed_and_run_again(world: Path) -> None:
         corpus = {"sources": ["big"], "section_chars": 200}
         return RunConfig.model_validate({"folder": folder, "corpus": corpus, "runner": {"workers": 2}})
 
-    whole = content(prepare(config("whole")))
+    expected = file_contents(prepare(config("whole")))
     for stage in ("read", "written"):
         assert run_prepare(config("killed"), f"killed/corpus.part/work/*.{stage}.json", 3) == -signal.SIGKILL
     assert run_prepare(config("killed")) == 0
-    assert content(Path("killed/corpus")) == whole
+    assert file_contents(Path("killed/corpus")) == expected
     assert not Path("killed/corpus.part").exists()
 
 
-def test_killed_while_the_intermediate_is_removed(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The power goes when half of the intermediate files are gone; the next run must not take the rest for finished work."""
-    whole = prepare(config_of("whole"))
+def test_killed_while_intermediate_files_are_removed(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed when half of the intermediate files are deleted: the next run must not take the rest for finished work."""
+    expected = prepare(config_of("whole"))
     real, gone = Path.unlink, []
 
     def cut(path: Path, missing_ok: bool = False) -> None:
@@ -306,4 +304,4 @@ def test_killed_while_the_intermediate_is_removed(world: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "unlink", real)
     left = list(gone[0].parent.iterdir())
     assert left, "one file is gone and others are not"
-    assert content(prepare(config_of("cut"))) == content(whole)
+    assert file_contents(prepare(config_of("cut"))) == file_contents(expected)

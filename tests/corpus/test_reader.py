@@ -1,4 +1,4 @@
-"""A corpus as a sequence gives what its shards hold, in their order, from any position."""
+"""A corpus as a sequence has the documents of its shards, in order, at every position."""
 
 from __future__ import annotations
 

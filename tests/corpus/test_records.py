@@ -1,4 +1,4 @@
-"""Reading: each format, each kind of bad record, and cuts that depend on nothing after them."""
+"""Records: each text format, each kind of bad record, and cuts that do not depend on later text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]
     config = CorpusConfig(**settings)
     return [
         record
-        for piece in split_into_chunks(find_sources([str(path)]), config.documents)
-        for record in read_records(piece, config)
+        for chunk_size in split_into_chunks(find_sources([str(path)]), config.documents)
+        for record in read_records(chunk_size, config)
     ]
 
 
@@ -97,7 +97,7 @@ def test_line_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found[3].place == "line 4"  # type: ignore[union-attr]
 
 
-def test_other_key(tmp_path: Path) -> None:
+def test_text_key(tmp_path: Path) -> None:
     assert texts(read(tmp_path / "a.ndjson", b'{"body": "x", "text": 3}', text_key="body")) == ["x"]
 
 
@@ -107,7 +107,7 @@ def test_lines_of_text(tmp_path: Path) -> None:
     assert str(found[4]).partition("; ")[0].endswith("a.txt:5: not UTF-8: byte 0xff at 0")
 
 
-def test_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_as_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts(read(tmp_path / "a.md", b"\xef\xbb\xbfa\n\n\nb", documents="file")) == ["a\n\n\nb"]
     (bad,) = read(tmp_path / "a.txt", b"ok \x80", documents="file")
     assert "a.txt, file: not UTF-8: byte 0x80 at 3; if the file has another encoding" in str(bad)
@@ -131,7 +131,7 @@ def test_sections(tmp_path: Path) -> None:
     assert [len(text) for text in texts(nowhere)] == [400, 400, 200]
 
 
-def test_bad_bytes_spoil_one_section(tmp_path: Path) -> None:
+def test_invalid_bytes_affect_one_section(tmp_path: Path) -> None:
     data = b"\n\n".join([b"a" * 150, b"b" * 75 + b"\xff" + b"b" * 75, b"c" * 150, b"\0" * 150])
     found = read(tmp_path / "a.txt", data, section_chars=100)
     assert [type(record) for record in found] == [Document, BadRecord, Document, BadRecord]
@@ -156,7 +156,7 @@ LIMITS = st.sampled_from([(1, 8, 16), (5, 10, 20), (20, 40, 80), (1, 1, 1)])
 
 @given(TEXT, LIMITS)
 @example("a\n\r\n\rb", (1, 8, 16))
-def test_cutting_loses_no_letter(text: str, limits: tuple[int, int, int]) -> None:
+def test_cutting_loses_no_character(text: str, limits: tuple[int, int, int]) -> None:
     found = split_text(text.encode(), limits, 3)
     assert "".join("".join(found).split()) == "".join(text.split())
     assert all(one.strip() and len(one) <= limits[2] for one in found)
@@ -168,19 +168,21 @@ def test_block_size_does_not_matter(data: bytes, limits: tuple[int, int, int], b
 
 
 @given(TEXT, TEXT, LIMITS)
-def test_appending_changes_the_last_at_most(text: str, more: str, limits: tuple[int, int, int]) -> None:
+def test_appending_changes_only_the_last_document(text: str, more: str, limits: tuple[int, int, int]) -> None:
     before = split_text(text.encode(), limits, 10)
     after = split_text((text + more).encode(), limits, 10)
     assert after[: max(len(before) - 1, 0)] == before[:-1]
 
 
 @given(st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line), max_size=20), st.integers(1, 60))
-def test_pieces_read_like_the_whole(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], piece: int) -> None:
+def test_chunks_give_the_records_of_the_file(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], chunk_size: int
+) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
-    whole = read(path, b"\n".join(lines), documents="line")
-    before, sources.CHUNK_BYTES = sources.CHUNK_BYTES, piece
+    expected = read(path, b"\n".join(lines), documents="line")
+    before, sources.CHUNK_BYTES = sources.CHUNK_BYTES, chunk_size
     try:
-        assert read(path, b"\n".join(lines), documents="line") == whole
+        assert read(path, b"\n".join(lines), documents="line") == expected
     finally:
         sources.CHUNK_BYTES = before
 
@@ -188,13 +190,13 @@ def test_pieces_read_like_the_whole(tmp_path_factory: pytest.TempPathFactory, li
 @pytest.mark.parametrize(
     "line", [b"words and words\n", b"no end ", b"\n", b"  "], ids=["lines", "one line", "blank lines", "spaces"]
 )
-def test_memory_stays_flat(tmp_path: Path, line: bytes) -> None:
+def test_memory_is_constant(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(line * (8_000_000 // len(line)))
-    (piece,) = split_into_chunks(find_sources([str(path)]), "section")
+    (chunk_size,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
-        count = sum(1 for _ in read_records(piece, CorpusConfig(section_chars=1000)))
+        count = sum(1 for _ in read_records(chunk_size, CorpusConfig(section_chars=1000)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

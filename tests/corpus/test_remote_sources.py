@@ -1,4 +1,4 @@
-"""Sources that are no plain path: URLs, hub names, saved datasets, MongoDB, named corpora."""
+"""Sources that are not local files: URLs, hub names, saved datasets, MongoDB, named corpora."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
 def read(words: list[str], corpora: str | None = None, **settings: Any) -> list[Document | BadRecord]:
     config = CorpusConfig(**settings)
     found = find_sources(words, corpora=corpora)
-    return [record for piece in split_into_chunks(found, config.documents) for record in read_records(piece, config)]
+    return [record for chunk in split_into_chunks(found, config.documents) for record in read_records(chunk, config)]
 
 
 def texts(found: list[Document | BadRecord]) -> list[str]:
@@ -164,7 +164,7 @@ class CollectionRange(NamedTuple):
     size: int
 
 
-BOUNDS = (CollectionRange(30), CollectionRange(220))
+RANGES = (CollectionRange(30), CollectionRange(220))
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
         path: str, start: int, stop: int, config: CorpusConfig, bounds: Any, text_key: Any
     ) -> Iterator[Document | BadRecord]:
         assert path.endswith("db_config.json")
-        assert bounds == BOUNDS
+        assert bounds == RANGES
         for number in range(start, stop):
             yield (
                 BadRecord("c", f"idx {number}", "gone", b"")
@@ -182,7 +182,7 @@ def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
     fake = types.ModuleType("textmill.corpus.mongo.collections")
-    fake.open_index = lambda path: types.SimpleNamespace(collection_ranges=BOUNDS, close=lambda: None)  # type: ignore[attr-defined]
+    fake.open_index = lambda path: types.SimpleNamespace(collection_ranges=RANGES, close=lambda: None)  # type: ignore[attr-defined]
     fake.read_range = read_range  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "textmill.corpus.mongo.collections", fake)
     monkeypatch.setattr(mongo_format, "collection_state", lambda source: (250, "mark"))
@@ -192,8 +192,8 @@ def fake_mongo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mongo(tmp_path: Path, fake_mongo: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["mongo:conf/db_config.json"]
-    pieces = split_into_chunks(find_sources(words), "section")
-    assert [(piece.start, piece.stop) for piece in pieces] == [(0, 100), (100, 200), (200, 250)]
+    chunks = split_into_chunks(find_sources(words), "section")
+    assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 100), (100, 200), (200, 250)]
     found = read(words)
     assert [one.place if isinstance(one, BadRecord) else one.id for one in found] == [
         f"idx {number}" for number in range(250)
@@ -228,7 +228,7 @@ def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "corpora.yaml")
 
 
-def test_named(corpora: str) -> None:
+def test_named_corpora(corpora: str) -> None:
     assert texts(read(["news", "books"], corpora)) == ["bir", "iki"]
     assert [source.name for source in find_sources(["plays"], corpora=corpora)] == ["tinyshakespeare"]
     with pytest.raises(TextmillError, match="did you mean 'news'"):
@@ -246,13 +246,13 @@ def test_named(corpora: str) -> None:
         ("a: {sources: [1]}", "a list of strings"), ("a: 3", "found 3"), ("a: {sources: x, text_key: 3}", "'text_key' a string"),
     ],
 )  # fmt: skip
-def test_named_wrongly(corpora: str, text: str, message: str) -> None:
+def test_wrong_corpora_file(corpora: str, text: str, message: str) -> None:
     Path(corpora).write_text(text)
     with pytest.raises(TextmillError, match=message):
         find_sources(["a"], corpora=corpora)
 
 
-def test_the_file_beside_the_config_is_found(corpora: str, tmp_path: Path) -> None:
+def test_corpora_file_next_to_the_config_is_found(corpora: str, tmp_path: Path) -> None:
     tree = resolve_paths({"corpus": {"sources": ["news"]}}, tmp_path)
     assert tree["corpus"] == {"sources": ["news"], "corpora_file": corpora}
     prepare(RunConfig.model_validate({"folder": "out", **tree, "runner": {"workers": 1}}))

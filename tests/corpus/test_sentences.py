@@ -1,4 +1,4 @@
-"""Sentences: hand-made cases in several scripts, and that nothing but white space is ever changed."""
+"""Sentences: examples in several scripts, and only white space changes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-def test_there_are_enough() -> None:
+def test_enough_cases() -> None:
     assert len(CASES) >= 40
 
 
@@ -65,7 +65,7 @@ def test_case(case: str) -> None:
     assert split_sentences(case.replace("|", space)).split("\n") == case.split("|")
 
 
-def test_a_space_may_be_missing() -> None:
+def test_missing_space() -> None:
     assert split_sentences("갔다.그리고 왔다.정말?네.").split("\n") == ["갔다.", "그리고 왔다.", "정말?", "네."]
 
 
@@ -76,14 +76,14 @@ def test_lines() -> None:
     )
 
 
-def test_wrapped_lines_are_put_together() -> None:
+def test_wrapped_lines_are_joined() -> None:
     text = "It was the best of times, it was the worst of times, it was the age of\nWisdom, and the age\nof foolishness.\n\nChapter 2\nNext."
     assert split_sentences(text).split("\n") == [
         "It was the best of times, it was the worst of times, it was the age of Wisdom, and the age of foolishness.", "Chapter 2", "Next.",
     ]  # fmt: skip
 
 
-def test_lines_that_come_presplit() -> None:
+def test_lines_that_are_already_split() -> None:
     assert keep_lines("Bir cümle. İki cümle.\n\n  한 문장. \n\n\n终。") == "Bir cümle. İki cümle.\n한 문장.\n终。"
 
 
@@ -94,7 +94,7 @@ SIGNS = st.sampled_from(
 
 @given(st.one_of(st.text(), st.lists(SIGNS).map("".join)))
 @settings(max_examples=300, deadline=None)
-def test_nothing_but_white_space_changes(text: str) -> None:
+def test_only_white_space_changes(text: str) -> None:
     for function in (split_sentences, keep_lines):
         after = function(text)
         assert "".join(after.split()) == "".join(text.split())
@@ -105,7 +105,7 @@ def test_nothing_but_white_space_changes(text: str) -> None:
     "text",
     [". " * 50_000, "." * 100_000, "a\n" * 50_000, " " * 100_000, "( " * 50_000, "。" * 100_000, ". " + "- " * 50_000],
 )
-def test_no_text_takes_long(text: str) -> None:
+def test_adversarial_text_is_fast(text: str) -> None:
     start = time.process_time()
     split_sentences(text)
     assert time.process_time() - start < 5

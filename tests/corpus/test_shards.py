@@ -1,4 +1,4 @@
-"""Shards: what is written comes back, in bounded row groups, and damage is seen."""
+"""Shards: documents round-trip in bounded row groups, and damage is detected."""
 
 from __future__ import annotations
 
@@ -76,23 +76,23 @@ def test_order_of_shards(tmp_path: Path) -> None:
     assert list_shards(tmp_path, "test") == []
 
 
-def test_half_written_is_not_there(tmp_path: Path) -> None:
+def test_unfinished_shard_does_not_appear(tmp_path: Path) -> None:
     with pytest.raises(AttributeError), new_shard(tmp_path / "a.parquet") as shard:
         shard.add(None)  # as if the work failed in the middle
     assert list(tmp_path.iterdir()) == []
 
 
 def test_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
-    """Cut short, or one bit turned anywhere: never other text than was written."""
-    path, dice = tmp_path / "a.parquet", random.Random(11)
+    """Truncated or with one flipped bit: never a text that was not written."""
+    path, rng = tmp_path / "a.parquet", random.Random(11)
     write(path, documents(300))
     whole, messages = path.read_bytes(), []
     for trial in range(150):
         data = bytearray(whole)
         if trial % 5:
-            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         else:
-            del data[dice.randrange(len(data)) :]
+            del data[rng.randrange(len(data)) :]
         path.write_bytes(data)
         try:
             texts = [text for batch in read_texts(path) for text in batch]
@@ -104,7 +104,7 @@ def test_damage_is_an_error_or_harmless(tmp_path: Path) -> None:
     assert all(message.startswith(f"{path}: ") for message in messages)
 
 
-def test_missing_and_foreign(tmp_path: Path) -> None:
+def test_missing_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(TextmillError, match="no such file; create the corpus with: textmill prepare"):
         list(read_texts(tmp_path / "gone.parquet"))
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")

@@ -1,4 +1,4 @@
-"""From words to files: files, globs, folders, shipped corpora, and what is said when nothing is found."""
+"""Finding sources: files, globs, folders, bundled corpora, and the errors when nothing is found."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_found(tree: Path, words: list[str], expected: list[str]) -> None:
     assert names(words[::-1]) == expected
 
 
-def test_a_link_is_the_file_it_leads_to(tree: Path) -> None:
+def test_symlink_is_its_target(tree: Path) -> None:
     os.symlink("a.txt", "z.txt")
     assert names(["z.txt", "a.txt"]) == ["a.txt"]
 
@@ -61,7 +61,7 @@ def test_brackets_in_a_name(tree: Path) -> None:
     assert names(["a[1].txt"]) == ["a[1].txt"]
 
 
-def test_own_folders_are_no_source(tree: Path) -> None:
+def test_own_folders_are_not_sources(tree: Path) -> None:
     assert names(["."], [tree / "deep"]) == ["a.txt", "b.jsonl", "notes.md"]
     assert names(["**/*.txt"], [tree / "deep"]) == ["a.txt"]
 
@@ -91,7 +91,7 @@ def test_not_found(tree: Path, words: list[str], message: str | None) -> None:
         find_sources(words)
 
 
-def test_names_do_not_tell_where_the_project_stands(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_do_not_depend_on_the_project_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = portable_names(find_sources(["deep", "a.txt", "tinyshakespeare"]))
     monkeypatch.chdir(tree / "deep")
     assert sorted(here) == sorted(portable_names(find_sources([str(tree / "deep"), "../a.txt", "tinyshakespeare"])))
@@ -99,23 +99,23 @@ def test_names_do_not_tell_where_the_project_stands(tree: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("end", [b"\n", b""])
-@pytest.mark.parametrize("piece", [1, 7, 10, 64, 10_000])
-def test_pieces_are_whole_lines(tree: Path, monkeypatch: pytest.MonkeyPatch, piece: int, end: bytes) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 10, 64, 10_000])
+def test_chunks_are_complete_lines(tree: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, end: bytes) -> None:
     lines = [b"%d" % number * (number % 5) for number in range(60)]
     (tree / "b.jsonl").write_bytes(b"\n".join(lines) + end)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", piece)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(sources, "READ_BYTES", 3)
     data, stop = (tree / "b.jsonl").read_bytes(), 0
-    for number, one in enumerate(split_into_chunks(find_sources(["b.jsonl"]), "section")):
-        assert (one.number, one.start) == (number, stop)
-        assert one.first_record == 1 + data[: one.start].count(b"\n")
-        assert one.start == 0 or data[one.start - 1 : one.start] == b"\n"
-        stop = one.stop
+    for number, chunk in enumerate(split_into_chunks(find_sources(["b.jsonl"]), "section")):
+        assert (chunk.number, chunk.start) == (number, stop)
+        assert chunk.first_record == 1 + data[: chunk.start].count(b"\n")
+        assert chunk.start == 0 or data[chunk.start - 1 : chunk.start] == b"\n"
+        stop = chunk.stop
     assert stop == len(data)
-    assert (number == 0) == (piece > len(data))
+    assert (number == 0) == (chunk_bytes > len(data))
 
 
-def test_text_is_cut_only_where_a_line_is_a_document(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_split_only_if_a_line_is_a_document(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "CHUNK_BYTES", 4)
     (tree / "a.txt").write_text("1\n" * 20)
     assert len(split_into_chunks(find_sources(["a.txt"]), "section")) == 1

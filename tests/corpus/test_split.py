@@ -1,4 +1,4 @@
-"""Which side a document stands on: by its own text only, in the shares asked for."""
+"""Splits: decided by the document's text alone, in the requested ratios."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def rows(texts: list[str]) -> np.ndarray:
 
 
 def test_digest_never_changes() -> None:
-    """As `b2sum -l 128` has it of the normalised text."""
+    """The digests equal `b2sum -l 128` of the normalised text."""
     assert text_digest("The mill stands.").hex() == "37fafa2904bd7c572bd81eccb887c6f3"
     assert text_digest("한국어 \n\n İstanbul").hex() == "78ed8e88c55da7708f9d7c9a356ddb79"
 
 
 @pytest.mark.parametrize("same", ["a b c", " a  b\nc ", "a\t\tb\r\n\x0b\x0cc\n"])
-def test_digest_looks_past_white_space(same: str) -> None:
+def test_digest_ignores_white_space(same: str) -> None:
     assert text_digest(same) == text_digest("a b c")
 
 
-def test_digest_tells_apart() -> None:
+def test_different_texts_have_different_digests() -> None:
     different = ["a b", "ab", "A b", "a b c", "a\u3000b", "e", "é", ""]
     assert len({text_digest(text) for text in different}) == len(different)
     assert text_digest("e\u0301") == text_digest("é")
 
 
 @given(TEXT)
-def test_digest_against_the_plain_definition(text: str) -> None:
+def test_digest_against_its_definition(text: str) -> None:
     import hashlib
     import re
     import unicodedata
@@ -47,18 +47,18 @@ def test_digest_against_the_plain_definition(text: str) -> None:
 
 
 @given(st.lists(TEXT, min_size=1), st.sampled_from([[90.0, 5.0, 5.0], [1.0, 1.0, 1.0], [949.0, 50.0, 1.0]]))
-def test_one_and_many_agree(texts: list[str], shares: list[float]) -> None:
+def test_single_and_batch_assignment_agree(texts: list[str], shares: list[float]) -> None:
     assert [SPLITS[side] for side in assign_splits(rows(texts), shares)] == [
         assign_split(text_digest(text), shares) for text in texts
     ]
 
 
 @pytest.mark.parametrize("shares", [[90.0, 5.0, 5.0], [949.0, 50.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
-def test_shares(shares: list[float]) -> None:
+def test_ratios(shares: list[float]) -> None:
     counts = np.bincount(assign_splits(rows([f"document {number}" for number in range(20_000)]), shares), minlength=3)
     for count, share in zip(counts, shares, strict=True):
-        wanted = 20_000 * share / sum(shares)
-        assert abs(count - wanted) <= 5 * np.sqrt(wanted)
+        expected = 20_000 * share / sum(shares)
+        assert abs(count - expected) <= 5 * np.sqrt(expected)
 
 
 def test_all_in_train() -> None:
@@ -79,7 +79,7 @@ def test_all_in_train() -> None:
         ("*.txt", [2]),
     ],
 )
-def test_sides_are_declared_by_file_folder_and_pattern(word: str, named: list[int]) -> None:
+def test_splits_are_declared_by_file_folder_and_pattern(word: str, named: list[int]) -> None:
     names = ["data/a.jsonl", "data/held/b.jsonl", "data/held/c.txt", "database/x.jsonl"]
     for prefix in ("", "../", "/elsewhere/"):
         assert declared_splits([prefix + name for name in names], {word: "test"}) == [
@@ -88,6 +88,6 @@ def test_sides_are_declared_by_file_folder_and_pattern(word: str, named: list[in
 
 
 @pytest.mark.parametrize("word", ["", ".", "atabase", "b", "data/*.txt"])
-def test_a_side_of_no_source_is_refused(word: str) -> None:
+def test_declaration_without_a_source_is_refused(word: str) -> None:
     with pytest.raises(TextmillError, match="no source matches"):
         declared_splits(["data/a.jsonl"], {word: "test"})

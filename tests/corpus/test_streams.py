@@ -1,4 +1,4 @@
-"""Streams: every compression, made by other tools; what breaks off loses nothing that came before; UTF-16."""
+"""Streams: every compression from other tools, damaged streams, and UTF-16."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]
     config = CorpusConfig(**settings)
     return [
         record
-        for piece in split_into_chunks(find_sources([str(path)]), config.documents)
-        for record in read_records(piece, config)
+        for chunk in split_into_chunks(find_sources([str(path)]), config.documents)
+        for record in read_records(chunk, config)
     ]
 
 
@@ -47,7 +47,7 @@ def texts(found: list[Document | BadRecord]) -> list[str]:
 
 
 @KINDS
-def test_whole(tmp_path: Path, kind: str) -> None:
+def test_complete_files(tmp_path: Path, kind: str) -> None:
     found = read(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](DATA))
     assert texts(found) == LINES
     assert found[-1].id == "line 3000"  # type: ignore[union-attr]
@@ -62,7 +62,7 @@ def test_several_members(tmp_path: Path, kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("share", [0.2, 0.7, 0.999])
-def test_breaking_off_keeps_what_came_before(tmp_path: Path, kind: str, share: float) -> None:
+def test_records_before_the_damage_are_kept(tmp_path: Path, kind: str, share: float) -> None:
     packed = COMPRESS[kind](DATA)
     data = packed[: int(len(packed) * share)]
     *before, bad = read(tmp_path / f"a.jsonl.{kind}", data)
@@ -84,7 +84,7 @@ def _plain(kind: str, data: bytes) -> bytes:
 
 
 @KINDS
-def test_a_flipped_byte(tmp_path: Path, kind: str) -> None:
+def test_flipped_byte(tmp_path: Path, kind: str) -> None:
     packed = bytearray(COMPRESS[kind](DATA))
     packed[len(packed) // 2] ^= 0xFF
     found = read(tmp_path / f"a.jsonl.{kind}", bytes(packed))
@@ -92,12 +92,12 @@ def test_a_flipped_byte(tmp_path: Path, kind: str) -> None:
 
 
 @KINDS
-def test_nothing_inside(tmp_path: Path, kind: str) -> None:
+def test_empty_archives(tmp_path: Path, kind: str) -> None:
     assert read(tmp_path / f"a.jsonl.{kind}", COMPRESS[kind](b"")) == read(tmp_path / f"b.txt.{kind}", b"") == []
 
 
 @KINDS
-def test_not_what_its_name_says(tmp_path: Path, kind: str) -> None:
+def test_wrong_extension(tmp_path: Path, kind: str) -> None:
     (bad,) = read(tmp_path / f"a.txt.{kind}", b"plain words " * 100)
     assert isinstance(bad, BadRecord)
     assert bad.place == "beginning"
@@ -118,17 +118,17 @@ def test_sections_and_files(tmp_path: Path, kind: str) -> None:
 
 
 @KINDS
-def test_memory_stays_flat(tmp_path: Path, kind: str) -> None:
+def test_memory_is_constant(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
     path.write_bytes(
         COMPRESS[kind](
             b"".join(b'{"text": "%d ' % number + os.urandom(500).hex().encode() + b'"}\n' for number in range(10_000))
         )
     )
-    (piece,) = split_into_chunks(find_sources([str(path)]), "section")
+    (chunk,) = split_into_chunks(find_sources([str(path)]), "section")
     tracemalloc.start()
     try:
-        assert sum(1 for _ in read_records(piece, CorpusConfig())) == 10_000
+        assert sum(1 for _ in read_records(chunk, CorpusConfig())) == 10_000
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -143,14 +143,14 @@ def test_utf_16(tmp_path: Path, encoding: str, name: str) -> None:
     assert texts(read(tmp_path / name, gzip.compress(data) if name.endswith("gz") else data)) == ["한국어 𝄞"]
 
 
-def test_half_a_utf_16(tmp_path: Path) -> None:
+def test_truncated_utf_16(tmp_path: Path) -> None:
     data = "\ufeffbir\niki\nüç".encode("utf-16-le")[:-1]
     *before, bad = read(tmp_path / "a.txt", data, documents="line")
     assert texts(before) == ["bir", "iki"]
     assert str(bad).startswith(f"{tmp_path / 'a.txt'}, after line 2: the stream is damaged")
 
 
-def test_utf_32_and_others_are_told(tmp_path: Path) -> None:
+def test_utf_32_and_other_encodings_are_reported(tmp_path: Path) -> None:
     (bad,) = read(tmp_path / "a.txt", "\ufeffkelime".encode("utf-32-le"))
     assert "UTF-32" in str(bad)
     (bad,) = read(tmp_path / "b.txt", "한국어".encode("cp949"))

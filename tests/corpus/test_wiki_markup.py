@@ -1,4 +1,4 @@
-"""Wikitext: what a reader sees stays, and no page, however broken, takes long."""
+"""Wikitext: the visible text stays, and no broken page takes long."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_plain_text(wikitext: str, plain: str) -> None:
     assert wikitext_to_plain(wikitext) == plain
 
 
-def test_the_names_of_a_language() -> None:
+def test_namespace_names_of_a_language() -> None:
     assert wikitext_to_plain("[[Datei:x.jpg|klein]]Wort", {*HIDDEN_PREFIXES, "datei"}) == "Wort"
 
 
@@ -70,7 +70,7 @@ def test_any_text(text: str) -> None:
         "[[a|",
     ],
 )
-def test_broken_pages_take_no_time(part: str) -> None:
+def test_broken_pages_are_fast(part: str) -> None:
     start = time.process_time()
     wikitext_to_plain(part * 20_000)
     assert time.process_time() - start < 2

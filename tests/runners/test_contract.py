@@ -1,4 +1,4 @@
-"""What every runner keeps: order, errors, dead workers, and an end without waiting."""
+"""The contract of every runner: order, errors, dead workers, and a prompt end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_never_more_workers_than_shards(jobs: Any) -> None:
     assert os.getpid() not in used
 
 
-def test_auto_is_what_this_process_may_use() -> None:
+def test_auto_uses_the_cores_of_this_process() -> None:
     assert open_runner(LocalRunner()).workers == usable_cores() >= 1  # type: ignore[attr-defined]
 
 
@@ -104,7 +104,7 @@ def test_shard_that_always_kills_is_named(jobs: Any) -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_closing_waits_for_nobody(jobs: Any, tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_workers(jobs: Any, tmp_path: Path) -> None:
     results = open_runner(LocalRunner(workers=2)).map(jobs.sleep_long, [(number, str(tmp_path)) for number in range(6)])
     assert next(results) == 0
     assert wait_for(lambda: len(list(tmp_path.glob("pid-*"))) >= 2)
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
-def test_workers_end_with_their_parent(sign: signal.Signals, tmp_path: Path, root: Path) -> None:
+def test_workers_exit_with_their_parent(sign: signal.Signals, tmp_path: Path, root: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(jobs=str(JOBS), folder=str(tmp_path)))
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -174,7 +174,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
-def test_ctrl_c_that_the_system_gives_to_another_thread_is_heard(tmp_path: Path, root: Path) -> None:
+def test_ctrl_c_delivered_to_another_thread_is_noticed(tmp_path: Path, root: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text((STRIKE + SCRIPT).format(jobs=str(JOBS), folder=str(tmp_path)))
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -190,7 +190,7 @@ def test_ctrl_c_that_the_system_gives_to_another_thread_is_heard(tmp_path: Path,
         parent.communicate()
 
 
-def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
+def test_script_without_main_guard_is_reported(tmp_path: Path, root: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         SCRIPT.format(jobs=str(JOBS), folder=str(tmp_path)).replace('if __name__ == "__main__":', "if True:")
@@ -201,7 +201,7 @@ def test_script_without_guard_is_told(tmp_path: Path, root: Path) -> None:
     assert "if __name__ == '__main__':" in done.stderr
 
 
-def test_workers_are_kept_from_map_to_map(jobs: Any, tmp_path: Path) -> None:
+def test_workers_are_reused_between_maps(jobs: Any, tmp_path: Path) -> None:
     with open_runner(LocalRunner(workers=2)) as runner:
         first, second = (
             set(runner.map(jobs.process_of_each, [(0, folder), (1, folder)]))
@@ -214,7 +214,7 @@ def test_workers_are_kept_from_map_to_map(jobs: Any, tmp_path: Path) -> None:
     assert not any(map(alive, first))
 
 
-def test_kept_worker_that_was_killed_is_replaced(jobs: Any) -> None:
+def test_killed_idle_worker_is_replaced(jobs: Any) -> None:
     with open_runner(LocalRunner(workers=2)) as runner:
         (*_, victim) = runner.map(jobs.process_of, range(8))
         os.kill(victim, signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_kept_worker_that_was_killed_is_replaced(jobs: Any) -> None:
         assert list(runner.map(jobs.double, range(5))) == [0, 2, 4, 6, 8]
 
 
-def test_workers_of_a_map_that_failed_are_not_kept(jobs: Any) -> None:
+def test_workers_of_a_failed_map_are_not_reused(jobs: Any) -> None:
     with open_runner(LocalRunner(workers=2)) as runner:
         before = set(runner.map(jobs.process_of, range(8)))
         with pytest.raises(TextmillError, match="shard 3"):
@@ -232,5 +232,5 @@ def test_workers_of_a_map_that_failed_are_not_kept(jobs: Any) -> None:
         assert list(runner.map(jobs.double, range(5))) == [0, 2, 4, 6, 8]
 
 
-def test_without_a_with_block_workers_end_with_their_map(jobs: Any) -> None:
+def test_without_a_with_block_workers_exit_after_their_map(jobs: Any) -> None:
     assert not any(map(alive, set(open_runner(LocalRunner(workers=2)).map(jobs.process_of, range(8)))))

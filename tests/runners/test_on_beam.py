@@ -1,4 +1,4 @@
-"""Beam keeps the contract of the local runner, in this process and in processes of its own, down to the bytes of a corpus."""
+"""Beam keeps the contract of the local runner, in one process and in several, down to the bytes of a corpus."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_failing_function_ends_the_pipeline_with_its_own_error(jobs: Any, tmp_pa
         list(open_runner(BeamRunner()).map(jobs.break_once, [(number, str(tmp_path)) for number in range(4)]))
 
 
-def test_a_bundle_tried_again_does_not_do_a_finished_shard_twice(jobs: Any, tmp_path: Path) -> None:
+def test_retried_bundle_skips_finished_shards(jobs: Any, tmp_path: Path) -> None:
     calls, folder = tmp_path / "calls", tmp_path / "results"
     calls.mkdir()
     folder.mkdir()
@@ -83,7 +83,7 @@ def test_killed_worker_is_replaced(runner: Any, jobs: Any, tmp_path: Path, monke
 
 
 @pytest.mark.long
-def test_worker_killed_before_it_begins_is_replaced(jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_killed_before_it_starts_is_replaced(jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "GRACE_SECONDS", 2.0)
     runner = open_runner(BeamRunner(options=PROCESSES, shared_folder=str(tmp_path / "shared")))
     assert list(runner.map(jobs.DieOnArrival(str(tmp_path)), range(6))) == [0, 2, 4, 6, 8, 10]
@@ -97,7 +97,7 @@ def test_shard_that_always_kills_is_named(jobs: Any, monkeypatch: pytest.MonkeyP
         list(open_runner(BeamRunner()).map(jobs.die_always, [3, 5]))
 
 
-def test_shards_are_taken_a_wave_at_a_time(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_taken_a_pipeline_at_a_time(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "SHARDS_PER_PIPELINE", 4)
     taken = []
 
@@ -112,13 +112,13 @@ def test_shards_are_taken_a_wave_at_a_time(jobs: Any, monkeypatch: pytest.Monkey
     assert len(taken) == 8
 
 
-def test_folder_that_cannot_be_is_named(jobs: Any, tmp_path: Path) -> None:
+def test_error_names_an_impossible_folder(jobs: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TextmillError, match=r"runner\.shared_folder: .*file/x"):
         list(open_runner(BeamRunner(shared_folder=str(tmp_path / "file" / "x"))).map(jobs.double, [1]))
 
 
-def test_worker_that_cannot_reach_the_folder_is_told(jobs: Any, tmp_path: Path) -> None:
+def test_worker_without_the_folder_is_reported(jobs: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="every worker can access"):
         on_beam._ShardStep(jobs.double, str(tmp_path / "elsewhere")).process((0, on_beam.CODER.encode(1)))
 
@@ -146,7 +146,7 @@ def test_prepare_gives_the_same_bytes(
     assert "train-00000.parquet" in local
 
 
-def test_missing_package_is_told_at_the_door(root: Path) -> None:
+def test_missing_package_is_reported_at_start(root: Path) -> None:
     script = "import sys; sys.modules['apache_beam'] = None; import textmill.runners.on_beam"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert "runner.kind=beam needs apache-beam; run: pip install 'textmill[beam]'" in done.stderr

@@ -1,6 +1,6 @@
-"""A MongoDB server for tests and measurements: the one that TEXTMILL_TEST_MONGO names, or secantusdb in an environment of its own.
+"""A MongoDB server for tests and benchmarks: that of TEXTMILL_TEST_MONGO, or secantusdb in its own environment.
 
-secantusdb is under the GPL and is run as a process, never imported.
+secantusdb is under the GPL; it runs as a process and is never imported.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ SIZES = {"web": 3000, "books": 2000, "news": 1000}
 
 
 def text_of(name: str, idx: int) -> str:
-    """The truth about a document."""
+    """The expected text of a document."""
     return f"{name} number {idx} 한국어"
 
 
-TRUTH = [text_of(name, idx) for name, size in SIZES.items() for idx in range(size)]
+EXPECTED_TEXTS = [text_of(name, idx) for name, size in SIZES.items() for idx in range(size)]
 
 
 class NoServer(Exception):
-    """Why there is no server to test against."""
+    """Raised with the reason why no server is available."""
 
 
 class MongoProcess:
-    """A server of our own that can be killed and started again on the same port and data."""
+    """A local server that can be killed and restarted on the same port and data."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.command, self.port = folder, _installed(), free_port()
@@ -92,7 +92,7 @@ class MongoProcess:
 
 
 def _installed() -> Path:
-    """The server's command, installed once into an environment of its own."""
+    """The server's command; installed once into its own environment."""
     kept = ROOT / ".venv" if (ROOT / ".venv").is_dir() else Path(tempfile.gettempdir())
     place = kept / f"textmill-test-{PINNED.replace('==', '-')}"
     command = place / "bin" / "secantusd-py"
@@ -117,13 +117,13 @@ def _installed() -> Path:
 
 
 def named_server() -> str | None:
-    """The connection string of a real server, where one is named."""
+    """The connection string of a real server, if one is configured."""
     return os.environ.get(VARIABLE)
 
 
 @dataclass
-class World:
-    """A server, a database of its own, and the db_config.json that leads there."""
+class MongoDatabase:
+    """A database on a server, and the db_config.json to open it."""
 
     address: str
     db: Any
@@ -144,8 +144,8 @@ class World:
 
 
 @contextmanager
-def open_world(folder: Path) -> Iterator[World]:
-    """An empty database of a server; where there is none, the test is left out."""
+def open_database(folder: Path) -> Iterator[MongoDatabase]:
+    """An empty database; the test is skipped if there is no server."""
     import pymongo
 
     process = None
@@ -156,7 +156,7 @@ def open_world(folder: Path) -> Iterator[World]:
             pytest.skip(f"no MongoDB server: {reason}; {VARIABLE} may name one")
         address = process.address
     client: Any = pymongo.MongoClient(address)
-    world = World(
+    world = MongoDatabase(
         address, client[f"textmill_test_{random.SystemRandom().randrange(10**9)}"], folder / "db_config.json", process
     )
     world.write_config("db_config.json")

@@ -1,4 +1,4 @@
-"""Functions for worker processes, in a module that they can import."""
+"""Functions for worker processes, in a module that workers can import."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def process_of(shard: int) -> int:
 
 
 def process_of_each(shard: tuple[int, str]) -> int:
-    """Waits for the other of two shards, so that a process of its own has each."""
+    """Waits for the other of two shards, so that each runs in its own process."""
     number, folder = shard
     Path(folder).mkdir(exist_ok=True)
     (Path(folder) / str(number)).touch()
@@ -43,7 +43,7 @@ def refuse_three(shard: int) -> int:
 
 
 def die_once(shard: tuple[int, str]) -> int:
-    """Kills its own process at the first call for shard 2."""
+    """Kills its own process on the first call for shard 2."""
     number, folder = shard
     mark = Path(folder) / f"died-{number}"
     if number == 2 and not mark.exists():
@@ -68,7 +68,7 @@ def sleep_long(shard: tuple[int, str]) -> int:
 
 
 def break_once(shard: tuple[int, str]) -> int:
-    """Fails, as a lost disk would, at the first call for shard 2, and notes every call."""
+    """Fails like a lost disk on the first call for shard 2, and records every call."""
     number, folder = shard
     calls = Path(folder) / f"calls-{number}"
     before = len(calls.read_text()) if calls.exists() else 0
@@ -79,7 +79,7 @@ def break_once(shard: tuple[int, str]) -> int:
 
 
 class DieOnArrival:
-    """A function that kills the first of Beam's own workers that it is sent to, before that has begun."""
+    """A function that kills the first Beam worker that receives it, before the worker starts."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
