@@ -9,7 +9,7 @@ from textmill.tokens.batches.batch_sizes import BatchSizes
 
 
 def megatron_size(consumed: int, batch: int, start: int, increment: int, samples: int) -> int:
-    """The rule of Megatron's rampup-batch-size as it is described, its division in floating point."""
+    """The documented rule of Megatron's rampup-batch-size, with floating-point division."""
     rises = (batch - start) // increment
     if consumed > samples:
         return batch
@@ -45,7 +45,7 @@ def test_every_step_has_megatrons_size(batch: int, start: int, increment: int, s
 
 @pytest.mark.parametrize("sizes", [BatchSizes(7), BatchSizes(32, [4, 4, 448]), BatchSizes(12, [3, 9, 7])])
 def test_samples_in_steps(sizes: BatchSizes) -> None:
-    """Against counting."""
+    """Compare with counting step by step."""
     ends = np.cumsum([sizes.size_at(step) for step in range(400)])
     for samples in range(1, 1000, 3):
         assert sizes.full_steps_in(samples) == np.searchsorted(ends, samples, side="right")

@@ -32,7 +32,7 @@ from textmill.tokens.vocabulary.tokenizer import fit
 
 
 def store_of(folder: Path, lengths: list[int]) -> TokenStore:
-    """A store whose ids count up, so that every token is known by its id."""
+    """A store whose ids count up, so that the id tells which token it is."""
     ids = np.arange(sum(lengths)) + 1
     with StoreWriter(folder / "s", np.dtype(np.int32)) as writer:
         writer.add(np.split(ids, np.cumsum(lengths)[:-1]))
@@ -55,14 +55,14 @@ def test_an_epoch_has_loss_on_every_token_in_document_order(
     packed = PackedLayout(store, length=length, seed=seed)
     batches = Batches([packed], [1], BatchSizes(1))
     followers = {}
-    asked = []
+    predicted = []
     for step in range(packed.samples_per_epoch):
         batch = batches.batch_at(step)
         assert batch.inputs.shape == batch.labels.shape == (1, length)
         assert (batch.inputs[0, 1:] == batch.labels[0, :-1]).all()
-        asked += batch.labels[0].tolist()
+        predicted += batch.labels[0].tolist()
         followers.update(zip(batch.inputs[0].tolist(), batch.labels[0].tolist(), strict=True))
-    assert set(asked) == set(store.ids.tolist())
+    assert set(predicted) == set(store.ids.tolist())
     ends = set(np.cumsum(lengths).tolist())
     for token, follower in followers.items():
         assert token in ends or follower == token + 1, "inside a document the next token follows"
@@ -97,14 +97,14 @@ def test_a_shuffle_is_a_permutation(count: int, numbers: tuple[int, int]) -> Non
 
 
 def evenly(counts: Any) -> bool:
-    """Whether counts are as even as chance makes them: chi-square within five standard deviations of its mean."""
+    """Whether counts look uniform: chi-square within five standard deviations of its mean."""
     counts = np.asarray(counts, float)
     free, found = len(counts) - 1, float(((counts - counts.mean()) ** 2).sum() / counts.mean())
     return abs(found - free) < 5 * (2 * free) ** 0.5
 
 
 def test_shuffles_look_random() -> None:
-    """Chi-square, seeded: every permutation of four about as often; neighbours about as far apart as any two."""
+    """Chi-square: all permutations of four are about equally frequent; neighbours end up as distant as any two."""
     seen = Counter(tuple(permute(4, np.arange(4), seed).tolist()) for seed in range(4_800))
     assert len(seen) == 24
     assert evenly(list(seen.values()))
@@ -130,16 +130,16 @@ def test_windows_predict_every_token_once_with_the_right_context(
 ) -> None:
     stride = data.draw(st.integers(1, length))
     store = store_of(tmp_path_factory.mktemp("windows"), lengths)
-    asked, windows = [], 0
+    predicted, windows = [], 0
     for one in window_batches(store, length=length, stride=stride, batch=batch, first=0):
         windows += len(one.inputs)
         for inputs, labels in zip(one.inputs, one.labels, strict=True):
             for place in np.flatnonzero(labels >= 0):
-                asked.append(int(labels[place]))
+                predicted.append(int(labels[place]))
                 assert inputs[: place + 1].tolist() == list(range(labels[place] - 1 - place, labels[place])), (
                     "the tokens just before it"
                 )
-    assert asked == store.ids.tolist()
+    assert predicted == store.ids.tolist()
     assert windows == count_windows(store, length=length, stride=stride)
 
 
@@ -246,7 +246,7 @@ def test_blends_equal_those_of_megatron(weights: list[float], draws: list[int]) 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
 def test_blends_follow_the_rule_to_any_length(weights: list[int]) -> None:
-    """The rule in whole numbers, written out: the largest of w_k * max(i, 1) - used_k * sum(w), the first of equals."""
+    """The rule in integers: the largest w_k * max(i, 1) - used_k * sum(w), the first on a tie."""
     used, total = [0] * len(weights), sum(weights)
     expected = []
     for sample in range(4 * total):
@@ -297,7 +297,7 @@ def test_a_blend_takes_the_samples_of_each_store_in_order(tmp_path: Path) -> Non
     for sample, store, document in joined.documents_at(5):
         ids, size = np.append(batch.inputs[sample - 60], batch.labels[sample - 60, -1]), 40 + store
         assert ((ids > document * size) & (ids <= (document + 1) * size)).any(), (
-            "a document that is named stands in the sample"
+            "the reported document is in the sample"
         )
 
 
@@ -323,7 +323,7 @@ def test_cached_prefix_sums_are_written_once_and_give_the_same_batches(
     monkeypatch.setattr(sums, "MAX_IN_MEMORY", 10)
     packed = made(tmp_path / "index")[0]
     packed.build_samples(np.arange(4 * packed.samples_per_epoch, 5 * packed.samples_per_epoch))
-    assert len(list((tmp_path / "index").glob("*.sums"))) == 2, "epochs that are over are let go"
+    assert len(list((tmp_path / "index").glob("*.sums"))) == 2, "files of old epochs are deleted"
 
 
 def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path) -> None:
@@ -351,10 +351,10 @@ def test_a_valid_split_shorter_than_a_window_is_no_error(tmp_path: Path, train: 
     for lengths in ([1], [5, 1], [1, 1]):
         share = WeightedStore(store_of(tmp_path, lengths), 1.0)
         splits = Splits({"train": [share], "valid": [share], "test": []}, tokenizer, "", {})
-        asked = sum(
+        predicted = sum(
             int((one.labels != IGNORED).sum()) for one in valid_batches(TrainConfig(**train), splits, length=64)
         )
-        assert asked == sum(max(length - 1, 0) for length in lengths), (
+        assert predicted == sum(max(length - 1, 0) for length in lengths), (
             "every token that follows another in its document, and no error"
         )
 

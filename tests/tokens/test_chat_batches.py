@@ -23,7 +23,7 @@ from textmill.tokens.store_writer import StoreWriter
 
 X = IGNORED
 STOP, PAD = 9, 0
-# Ids of a conversation, and which of them are asked; 1 and 2 begin a turn of the user and of the assistant, 9 ends every turn.
+# Ids of a conversation and its loss mask; 1 starts a turn of the user, 2 of the assistant, 9 ends every turn.
 SHORT = ([1, 30, 9, 2, 40, 9], [0, 0, 0, 0, 1, 1])
 LONG = ([1, 31, 32, 33, 9, 2, 41, 42, 9, 1, 34, 9, 2, 43, 44, 9], [0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1])
 TINY = ([1, 9, 2, 9], [0, 0, 0, 1])
@@ -31,15 +31,15 @@ TINY = ([1, 9, 2, 9], [0, 0, 0, 1])
 
 def new_store(folder: Path, conversations: list[tuple[list[int], list[int]]]) -> TokenStore:
     with StoreWriter(folder / "train", np.dtype(np.uint16), has_loss_mask=True) as writer:
-        for ids, asked in conversations:
-            writer.add_flat(np.array(ids), np.array([len(ids)]), loss_mask=np.array(asked, np.uint8))
+        for ids, loss_mask in conversations:
+            writer.add_flat(np.array(ids), np.array([len(ids)]), loss_mask=np.array(loss_mask, np.uint8))
     return open_store(folder / "train")
 
 
 def test_conversations_are_packed_into_a_sample(tmp_path: Path) -> None:
     layout = ChatLayout(new_store(tmp_path, [SHORT, TINY, SHORT, LONG]), length=10, seed=None, pad=PAD)
     rows = layout.build_samples(np.arange(3))
-    assert layout.samples_per_epoch == 3, "5 + 3 places, then 5, then a long one"
+    assert layout.samples_per_epoch == 3, "5 + 3 positions, then 5, then a long one"
     assert rows.inputs.tolist() == [
         [1, 30, 9, 2, 40, 1, 9, 2, 0, 0],
         [1, 30, 9, 2, 40, 0, 0, 0, 0, 0],
@@ -78,19 +78,19 @@ def test_truncation_against_hand_written_labels(
     )
 
 
-def scattered(folder: Path, count: int = 300) -> TokenStore:
+def random_store(folder: Path, count: int = 300) -> TokenStore:
     dice = np.random.default_rng(3)
     made = []
     for number in range(count):
-        words = dice.integers(10, 500, dice.integers(0, 30)).tolist()
-        made.append(([1, 10 + number, 9, 2, *words, 9], [0, 0, 0, 0, *[1] * len(words), 1]))
+        answer = dice.integers(10, 500, dice.integers(0, 30)).tolist()
+        made.append(([1, 10 + number, 9, 2, *answer, 9], [0, 0, 0, 0, *[1] * len(answer), 1]))
     return new_store(folder, made)
 
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("seed", [None, 7])
 def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed: int | None) -> None:
-    store = scattered(tmp_path)
+    store = random_store(tmp_path)
     layout = ChatLayout(store, length=40, seed=seed, pad=PAD, pack=pack)
     assert store.loss_mask is not None
     for epoch in range(2):
@@ -103,7 +103,7 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
         )
     if pack:
         assert layout.samples_per_epoch <= 2 * -(-(store.tokens - len(store)) // 40), (
-            "next-fit takes at most twice the room"
+            "next-fit needs at most twice the samples"
         )
         assert layout.samples_per_epoch < len(store)
     if seed is not None:
@@ -117,7 +117,7 @@ def test_each_epoch_has_every_conversation_once(tmp_path: Path, pack: bool, seed
 
 
 def test_a_batch_is_a_pure_function_of_its_step(tmp_path: Path) -> None:
-    store = scattered(tmp_path)
+    store = random_store(tmp_path)
     one, two = (Batches([ChatLayout(store, length=40, seed=7, pad=PAD)], [1.0], BatchSizes(8)) for _ in range(2))
     whole, part = one.batch_at(5), two.batch_at(5, slice(2, 4))
     assert (whole.inputs[2:4] == part.inputs).all()
@@ -125,17 +125,17 @@ def test_a_batch_is_a_pure_function_of_its_step(tmp_path: Path) -> None:
     assert whole.documents is not None
     assert part.documents is not None
     assert (whole.documents[2:4] == part.documents).all()
-    asked = sum(
+    loss_mask = sum(
         int((batch.labels != X).sum())
         for batch in batches_in_order([ChatLayout(store, length=40, seed=None, pad=PAD)], 8)
     )
     assert store.loss_mask is not None
-    assert asked == int(store.loss_mask.sum())
+    assert loss_mask == int(store.loss_mask.sum())
 
 
 def test_packed_conversations_are_isolated(tmp_path: Path) -> None:
-    """The loss of every asked token is what it is when its conversation stands alone."""
-    store = scattered(tmp_path, 20)
+    """The loss of every token is the same as if its conversation were alone."""
+    store = random_store(tmp_path, 20)
     shape = gpt2.shape_of(
         ModelConfig(shape=ShapeConfig(layers=2, heads=2, width=16, positions=64)), vocab=512, end=STOP
     )

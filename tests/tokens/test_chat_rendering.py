@@ -33,7 +33,7 @@ TEXTS = [
 ] * 3
 S, U, A, E = "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"
 
-# What is said, and by hand: every piece of the rendered text with + where loss is asked. A piece in a list of one is plain text.
+# A conversation, and by hand every part of the rendered text, with + where it has loss.
 CONVERSATIONS: list[tuple[str, list[Turn], list[tuple[str, str]]]] = [
     ("one turn", [("user", "hi"), ("assistant", "yes")], [("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)]),
     ("several turns",
@@ -79,9 +79,9 @@ def test_loss_mask_against_hand_written_marks(
     said = {text for _, text in turns}
     ids, loss_mask = [], []
     for mark, text in marked:
-        piece = tokenizer.encode(text) if text in said else [tokenizer.inner.token_to_id(text)]
-        ids += piece
-        loss_mask += [int(mark == "+")] * len(piece)
+        part = tokenizer.encode(text) if text in said else [tokenizer.inner.token_to_id(text)]
+        ids += part
+        loss_mask += [int(mark == "+")] * len(part)
     made = rendered(tokenizer, turns)
     assert made.ids.tolist() == ids
     assert made.loss_mask.tolist() == loss_mask
@@ -103,7 +103,7 @@ def as_messages(turns: list[Turn]) -> list[dict[str, str]]:
 
 
 def plain(turns: list[Turn]) -> bool:
-    """transformers takes what looks like a special token for one; ours is text, on purpose."""
+    """Remove what looks like a special token: transformers encodes it as one, textmill as text, on purpose."""
     return not any(token in text for _, text in turns for token in TOKENS)
 
 
@@ -119,7 +119,7 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
     theirs, again = AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path)
     assert again.chat == ours.chat
     assert theirs.eos_token_id == ours.end == again.end
-    # transformers itself says which tokens are the assistant's, if a template marks them.
+    # transformers returns which tokens are the assistant's, if the template marks them.
     assert ours.chat is not None
     before, after = dict(ours.chat.turns)["assistant"].split("{content}")
     assert theirs.chat_template.count(" + message['content'] + ") == len(ours.chat.turns)
@@ -157,7 +157,7 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
 
 
 def test_the_dsgpt2_loss_mask_equals_that_of_dsgpt2() -> None:
-    """user = <usr> <s> q </s>, system = <sys> <s> a </s>; the loss begins where <s> after <sys> is seen, and ends with </s>."""
+    """user = <usr> <s> q </s>, system = <sys> <s> a </s>; the loss starts after the <s> of <sys> and ends with </s>."""
     tokenizer = fit(iter([TEXTS]), TokenizerConfig(vocab=400, chat="dsgpt2"))
     assert [tokenizer.inner.id_to_token(id_) for id_ in range(7)] == [
         "<s>",
@@ -173,7 +173,7 @@ def test_the_dsgpt2_loss_mask_equals_that_of_dsgpt2() -> None:
     made = rendered(tokenizer, [("user", "안녕?"), ("assistant", "반가워요")])
     user, system = [6, 0, *question, 2], [5, 0, *answer, 2]
     assert made.ids.tolist() == user + system
-    # mask: zeros for the user's length + 1, ones for the system's length - 1, over inputs; over labels that is one further on.
+    # Its mask over inputs: zeros for the user's length + 1, then ones; over labels it is shifted by one.
     inputs_asked = [0] * (len(user) + 1) + [1] * (len(system) - 1)
     assert made.loss_mask.tolist()[1:] == inputs_asked[:-1], "the last one, </s> -> <pad>, is not kept"
 
@@ -314,7 +314,7 @@ def test_a_tokenizer_without_our_template_is_an_error(chat_lines: Path, jinja: s
 
 
 def test_a_warning_if_transformers_gives_other_ids(chat_lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sentencepiece's way puts a space before a text's first word only: transformers sees no first word after a special token."""
+    """Sentencepiece adds a space before the first word of a text only, so transformers adds none after a special token."""
     inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((sign, -1.0) for sign in "▁themil")], unk_id=0))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     inner.add_special_tokens(["</s>"])
@@ -345,5 +345,5 @@ def test_special_tokens_are_added_to_an_existing_tokenizer(chat_lines: Path) -> 
     assert made.chat is not None
     assert dict(made.chat.turns) == {role: text.replace("{end}", E) for role, text in TEMPLATES["default"].items()}
     for text in TEXTS:
-        assert made.encode(text) == bare.encode(text), "what looks like a token of the template stays plain text"
+        assert made.encode(text) == bare.encode(text), "text that looks like a token of the template is plain text"
     assert np.all(np.asarray(open_store(chat_lines / "out" / "tokens" / "train").ids) < made.vocab)

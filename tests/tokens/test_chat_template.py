@@ -11,7 +11,7 @@ from textmill.errors import TextmillError
 from textmill.tokens.chat_template import open_template
 from textmill.tokens.vocabulary.tokenizer import fit
 
-TALK = [
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "물레방아는 어디에? <|assistant|> is plain text"},
     {"role": "assistant", "content": "By the river. 😀"},
@@ -26,16 +26,16 @@ def test_a_conversation_is_rendered_as_by_transformers(tmp_path: Path, prompt: b
     fit(iter([["the mill by the river"] * 4]), TokenizerConfig(vocab=300, chat="default")).save(tmp_path)
     template = open_template(tmp_path)
     assert template is not None
-    plain = [{**turn, "content": turn["content"].replace("<|assistant|> ", "")} for turn in TALK]
+    plain = [{**turn, "content": turn["content"].replace("<|assistant|> ", "")} for turn in CONVERSATION]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         plain, add_generation_prompt=prompt, return_dict=False
     )
     assert template.render(plain, add_generation_prompt=prompt) == theirs
     (stop,) = template.stop_ids
-    written = template.render(TALK[:3], add_generation_prompt=False)
+    written = template.render(CONVERSATION[:3], add_generation_prompt=False)
     assert written[-1] == stop
     assert written.count(template.turn_tokens.tokens_around("assistant")[0][0]) == 1, (
-        "what looks like a special token is plain text"
+        "text that looks like a special token is plain text"
     )
 
 

@@ -156,9 +156,9 @@ def test_untested_tokenizers_use_the_reference(fitted: TextTokenizer, monkeypatc
         (changed(copy_of(fitted), pre_tokenizer=split_by(r"\w{1,7}|\s")), "splitting"),
         (changed(copy_of(fitted), pre_tokenizer=pre_tokenizers.Metaspace()), "splitting"),
     ]
-    for inner, said in cases:
+    for inner, message in cases:
         tokenizer = TextTokenizer(inner, 0)
-        assert said in (why_not_fast(tokenizer) or "")
+        assert message in (why_not_fast(tokenizer) or "")
         assert isinstance(open_encoder(tokenizer), ReferenceEncoder)
     real = metadata.version
 
@@ -173,7 +173,7 @@ def test_untested_tokenizers_use_the_reference(fitted: TextTokenizer, monkeypatc
 
 
 class Slip:
-    """Encodes as another does, but for one text."""
+    """Encodes like another encoder, except for one text."""
 
     name = "slip 1.0"
 

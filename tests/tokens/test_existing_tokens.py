@@ -89,7 +89,7 @@ def test_a_saved_dataset_is_converted_split_by_split(tmp_path: Path, tokenizer: 
     assert split_rows(config) == {"train": train, "valid": valid, "test": []}
     assert main(["check", str(tmp_path / "run" / "tokens")]) == 0
     again = config_for(tmp_path / "other", tokenizer, tmp_path / "run" / "tokens")
-    assert split_rows(again) == split_rows(config), "what was made is a tokens folder like any other"
+    assert split_rows(again) == split_rows(config), "the result is a normal tokens folder"
 
 
 def test_a_dataset_without_splits_is_split_in_its_order(tmp_path: Path, tokenizer: Path) -> None:
@@ -193,7 +193,7 @@ def test_any_rows_of_any_files(tmp_path_factory: pytest.TempPathFactory, data: s
 
 
 def test_grouped_rows_give_the_same_labels_as_transformers(tmp_path: Path, tokenizer: Path) -> None:
-    """A padded batch over rows of train.length asks what a model of transformers asks of the same rows and labels."""
+    """A padded batch of rows of train.length has the same labels as a transformers model with labels=input_ids."""
     dice = random.Random(4)
     rows = [dice.choices(range(256), k=12) for _ in range(8)]
     grouped = {"input_ids": rows, "attention_mask": [[1] * 12] * 8, "labels": rows}
@@ -217,8 +217,8 @@ def test_grouped_rows_give_the_same_labels_as_transformers(tmp_path: Path, token
 
 
 def test_files_without_tokens_are_an_error(tmp_path: Path, tokenizer: Path) -> None:
-    def refused(where: Path, said: str) -> None:
-        with pytest.raises(TextmillError, match=said):
+    def refused(where: Path, message: str) -> None:
+        with pytest.raises(TextmillError, match=message):
             tokenize_existing(config_for(tmp_path / "run", tokenizer, where))
         assert not (tmp_path / "run" / "tokens").exists()
 
@@ -233,7 +233,7 @@ def test_files_without_tokens_are_an_error(tmp_path: Path, tokenizer: Path) -> N
     )
     refused(parquet("c", input_ids=[[1, -1]]), "the tokenizer's vocabulary has 258 tokens")
     refused(parquet("d", input_ids=[[1, None]]), "empty cells")
-    refused(parquet("e", input_ids=[1, 2]), "holds int64")
+    refused(parquet("e", input_ids=[1, 2]), "has the type int64")
     refused(parquet("f", input_ids=[[1.5]]), "lists of double")
     refused(parquet("g", input_ids=[[1, 2]], attention_mask=[[1]]), "differ in length")
     (tmp_path / "h").write_bytes((tmp_path / "b").read_bytes()[:40])
@@ -278,14 +278,14 @@ def test_two_weighted_stores_through_all_commands(
     (tmp_path / "textmill.yaml").write_text(
         f"tokens:\n  use: [{{path: {one.name}, weight: 3}}, {two.name}]\ncorpus: {{split: '80,10,10'}}\n"
     )
-    words = [str(tmp_path), *TINY, "train.length=16"]
-    assert main(["run", *words]) == 2
+    arguments = [str(tmp_path), *TINY, "train.length=16"]
+    assert main(["run", *arguments]) == 2
     assert "tokenizer.use: is not set" in capsys.readouterr().err
-    assert main(["run", *words, f"tokenizer.use={tokenizer}"]) == 0
-    said = capsys.readouterr().out
-    assert "prepare: not needed" in said
-    assert "nothing to do: tokens.use names token stores" in said
-    assert "bits/byte" not in said
+    assert main(["run", *arguments, f"tokenizer.use={tokenizer}"]) == 0
+    message = capsys.readouterr().out
+    assert "prepare: not needed" in message
+    assert "nothing to do: tokens.use names token stores" in message
+    assert "bits/byte" not in message
     assert not (tmp_path / "tokens").exists()
     measured = json.loads((tmp_path / "run" / "evaluation" / "step-0000002-valid.json").read_text())
     stores = open_splits(config_for(tmp_path, tokenizer, one, two)).stores("valid")
@@ -295,7 +295,7 @@ def test_two_weighted_stores_through_all_commands(
     assert "12 documents" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path / "run"), "evaluate.split=test", "corpus.split=90,10,0"]) == 2
     assert "its test split is empty" in capsys.readouterr().err
-    assert main(["run", *words, f"tokenizer.use={tokenizer}"]) == 0
+    assert main(["run", *arguments, f"tokenizer.use={tokenizer}"]) == 0
     assert "done already" in capsys.readouterr().out
 
 
@@ -311,10 +311,10 @@ def test_a_dataset_and_a_store_through_all_commands(
     (tmp_path / "textmill.yaml").write_text(
         "tokens: {use: [one, saved]}\nrunner: {workers: 1}\ncorpus: {split: '80,10,10'}\n"
     )
-    words = [str(tmp_path), *TINY, "train.length=16", f"tokenizer.use={tokenizer}", "train.layout=padded"]
-    assert main(["run", *words]) == 0
+    arguments = [str(tmp_path), *TINY, "train.length=16", f"tokenizer.use={tokenizer}", "train.layout=padded"]
+    assert main(["run", *arguments]) == 0
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["manifest.json", "run.yaml", "used-1"]
-    assert main(["run", str(tmp_path), *words[1:], "tokens.kind=features"]) == 2
+    assert main(["run", str(tmp_path), *arguments[1:], "tokens.kind=features"]) == 2
     assert "remove one of them" in capsys.readouterr().err
 
 
@@ -322,7 +322,7 @@ def test_ids_outside_the_vocabulary_stop_training(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_store(tmp_path / "one", [[1, 2, 3, 400]] * 50)
-    words = [
+    arguments = [
         *TINY,
         f"folder={tmp_path}",
         f"tokens.use={tmp_path / 'one'}",
@@ -330,5 +330,5 @@ def test_ids_outside_the_vocabulary_stop_training(
         "train.length=16",
     ]
     (tmp_path / "some.yaml").touch()
-    assert main(["train", str(tmp_path / "some.yaml"), *words]) == 2
+    assert main(["train", str(tmp_path / "some.yaml"), *arguments]) == 2
     assert "token id 400, but the tokenizer's vocabulary has 258 tokens" in capsys.readouterr().err

@@ -40,7 +40,7 @@ SMALL = ["max_length=16", "min_length=6", "stride=5"]
 
 
 def rows_of(documents: list[list[int]], rule: FeaturesConfig, special: int = END) -> list[dict[str, list[Any]]]:
-    """Our rows of documents, as lists."""
+    """The rows of documents as textmill builds them."""
     sizes = np.array([len(document) for document in documents], np.int64)
     chunks = cut_chunks(sizes, rule)
     cut = [
@@ -53,7 +53,7 @@ def rows_of(documents: list[list[int]], rule: FeaturesConfig, special: int = END
 
 
 def slow_rows(documents: list[list[int]], rule: FeaturesConfig, special: int) -> list[dict[str, list[Any]]]:
-    """The description, sentence by sentence, one token at a time."""
+    """The documented rule, one token at a time."""
     rows = []
     for document in documents:
         for start in range(0, len(document), rule.stride):
@@ -67,8 +67,8 @@ def slow_rows(documents: list[list[int]], rule: FeaturesConfig, special: int) ->
             for place in range(rule.max_length):
                 inputs.append(row[place])
                 mask.append(1.0 if (row[place] > 0 if rule.pad_zero else place < real) else 0.0)
-                asked = row[place + 1] != 0 if rule.pad_zero else place + 1 < real
-                labels.append(row[place + 1] if asked else rule.ignore_label)
+                has_loss = row[place + 1] != 0 if rule.pad_zero else place + 1 < real
+                labels.append(row[place + 1] if has_loss else rule.ignore_label)
             rows.append({"input_ids": inputs, "attention_mask": mask, "labels": labels})
     return rows
 
@@ -124,12 +124,12 @@ def test_rows_follow_the_documented_rule(sizes: list[int], data: st.DataObject, 
     assert rows_of(documents, rule, special) == slow_rows(documents, rule, special)
 
 
-def config_for(folder: Path, *words: str) -> RunConfig:
+def config_for(folder: Path, *arguments: str) -> RunConfig:
     (folder / "textmill.yaml").touch()
     small = [f"tokens.features.{word}" for word in SMALL]
     return open_where(
         str(folder),
-        [f"corpus.sources={folder / 'texts'}", "corpus.documents=block", "tokenizer.vocab=300", *small, *words],
+        [f"corpus.sources={folder / 'texts'}", "corpus.documents=block", "tokenizer.vocab=300", *small, *arguments],
     ).config
 
 
@@ -140,10 +140,15 @@ def life(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(features_module, "ROW_GROUP_TOKENS", 400)
     folder = tiny_texts.parent
     config_for(folder)
-    words = [f"corpus.sources={tiny_texts}", "corpus.documents=block", "corpus.split=60,30,10", "tokenizer.vocab=300"]
-    words += ["tokens.kind=features", "runner.workers=1", *(f"tokens.features.{word}" for word in SMALL)]
+    arguments = [
+        f"corpus.sources={tiny_texts}",
+        "corpus.documents=block",
+        "corpus.split=60,30,10",
+        "tokenizer.vocab=300",
+    ]
+    arguments += ["tokens.kind=features", "runner.workers=1", *(f"tokens.features.{word}" for word in SMALL)]
     for command in ("prepare", "fit-tokenizer", "tokenize"):
-        assert main([command, str(folder), *words]) == 0
+        assert main([command, str(folder), *arguments]) == 0
     return folder
 
 
@@ -179,7 +184,7 @@ def tables_in(folder: Path) -> dict[str, pa.Table]:
 def test_files_are_the_same_on_any_runner(life: Path, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(runner, BeamRunner):
         pytest.importorskip("apache_beam", reason="needs apache-beam: pip install 'textmill[beam]'")
-    monkeypatch.setattr(features_module, "ROW_GROUP_TOKENS", 1 << 20)  # as the runner's own processes have it
+    monkeypatch.setattr(features_module, "ROW_GROUP_TOKENS", 1 << 20)  # the value in the runner's own processes
     config = config_for(life, "tokens.kind=features")
     found = []
     for number, one in enumerate((LocalRunner(workers=1), runner)):
@@ -209,7 +214,7 @@ def test_end_tokens_of_a_store_are_left_out(life: Path) -> None:
         assert whole[0].equals(whole[1])
 
 
-def share_of(life: Path, split: str = "train") -> WeightedStore:
+def features_store(life: Path, split: str = "train") -> WeightedStore:
     (share,) = open_splits(config_for(life, "train.layout=features")).by_split[split]
     return share
 
@@ -229,7 +234,7 @@ def pairs_of(rows: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def test_rows_as_a_layout(life: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    share, wanted = share_of(life), read_rows(life)
+    share, wanted = features_store(life), read_rows(life)
     layout = layout_of(share, folder=life / "index")
     assert layout.samples_per_epoch == len(wanted)
     assert pairs_of(layout.build_samples(np.arange(len(wanted)))) == wanted
@@ -250,7 +255,7 @@ def test_rows_as_a_layout(life: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_document_of_a_row_is_found(life: Path) -> None:
-    share = share_of(life)
+    share = features_store(life)
     layout = layout_of(share, seed=3)
     samples = np.arange(layout.samples_per_epoch, layout.samples_per_epoch + 40)
     rows, seen = layout.build_samples(samples), layout.find_documents(samples)
@@ -263,7 +268,7 @@ def test_the_document_of_a_row_is_found(life: Path) -> None:
 
 
 def foreign(folder: Path, rows: list[dict[str, list[Any]]], files: int = 3) -> Table:
-    """Rows as Beam's WriteToParquet leaves them: shards without an ending."""
+    """Rows as Beam's WriteToParquet writes them: shards without a file ending."""
     folder.mkdir()
     for number in range(files):
         pq.write_table(
@@ -295,7 +300,7 @@ def test_unusable_rows_are_an_error(tmp_path: Path) -> None:
         match=r"row of 8 tokens, but train.length is 16; all rows need the same length: set train.length=8",
     ):
         FeaturesLayout(FeatureRows(table), store, length=16, seed=None, folder=tmp_path / "index")
-    assert [path.name for path in (tmp_path / "index").iterdir()] == ["lock"], "nothing half made is left"
+    assert [path.name for path in (tmp_path / "index").iterdir()] == ["lock"], "no temporary files are left"
     grouped = foreign(tmp_path / "grouped", [{**row, "labels": row["input_ids"]} for row in rows])
     with pytest.raises(TextmillError, match=r"labels of row 0 are not its next tokens.*train.layout=padded"):
         FeaturesLayout(FeatureRows(grouped), store, length=8, seed=None)

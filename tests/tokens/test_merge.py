@@ -25,7 +25,7 @@ def write(prefix: Path, documents: list[list[int]], dtype: object = np.uint16) -
 
 
 def token_folder(folder: Path, documents: dict[str, list[list[int]]], tokenizer: str = "abc") -> Path:
-    """A folder as `tokenize` leaves it."""
+    """A folder as `tokenize` writes it."""
     folder.mkdir()
     (folder / "run.yaml").write_text("folder: .\n")
     files, splits = {}, {}
@@ -120,12 +120,12 @@ def test_a_changed_manifest_is_found(tmp_path: Path) -> None:
 
 def test_feature_rows_and_other_settings_are_an_error(tmp_path: Path) -> None:
     folders = [token_folder(tmp_path / name, {"train": [[1]], "valid": [], "test": []}) for name in ("one", "two")]
-    for setting, said in (
+    for setting, message in (
         ({"tokens.kind": "features"}, "contains feature rows"),
         ({"tokens.append_end": False}, "the same settings"),
     ):
         manifest = read_json(folders[1] / "manifest.json")
         write_json(folders[1] / "manifest.json", {**manifest, "made_from": setting})
-        with pytest.raises(TextmillError, match=said):
+        with pytest.raises(TextmillError, match=message):
             merge(str(tmp_path / "out"), [str(folder) for folder in folders])
     assert not list(tmp_path.glob("out*"))

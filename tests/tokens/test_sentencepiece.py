@@ -100,7 +100,10 @@ def test_the_same_ids_on_real_text(shared_data: Path, pair: tuple[str, TextToken
             lines = [line for _ in range(60) for line in json.loads(next(stream))["text"].split("\n")][:1500]
         other = [(ours.encode(line), theirs.encode(line)) for line in lines if ours.encode(line) != theirs.encode(line)]
         assert len(other) <= 3
-        for mine, wanted in other:  # two ways that are equally good: 32-bit sums choose otherwise than 64-bit ones
+        for (
+            mine,
+            wanted,
+        ) in other:  # two segmentations with the same score: 32-bit sums choose another one than 64-bit sums
             assert sum(map(theirs.get_score, mine)) == pytest.approx(sum(map(theirs.get_score, wanted)), abs=1e-4)
             assert theirs.decode(mine) == theirs.decode(wanted)
 

@@ -86,7 +86,7 @@ def test_damaged_files_and_other_formats_are_errors(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], [4, 5]])
     index, ids = tmp_path / "a.idx", tmp_path / "a.bin"
     whole, tokens = index.read_bytes(), ids.read_bytes()
-    for damaged, said in (
+    for damaged, message in (
         (whole[:-1], "truncated or damaged"),
         (whole[:20], "not a token index"),
         (b"TNTIDX\0\0" + whole[8:], "dtype code"),
@@ -94,7 +94,7 @@ def test_damaged_files_and_other_formats_are_errors(tmp_path: Path) -> None:
         (whole[:-8] + (7).to_bytes(8, "little"), "documents cover"),
     ):
         index.write_bytes(damaged)
-        with pytest.raises(TextmillError, match=said):
+        with pytest.raises(TextmillError, match=message):
             open_store(tmp_path / "a")
     index.write_bytes(whole)
     ids.write_bytes(tokens[:-1])
@@ -152,13 +152,13 @@ def test_sentences_of_documents_in_both_formats(
 
 
 def test_the_old_format_against_its_description(tmp_path: Path) -> None:
-    """Three items in two documents, laid out by hand: six words of head, the documents' count, four arrays of int64."""
-    words = [1, 8, 2, 3, 3, 3]  # version, uint16's code, its size, items, sizes, entries of the document index
+    """Three items in two documents, written by hand: six numbers of header, the count of documents, four int64 arrays."""
+    header = [1, 8, 2, 3, 3, 3]  # version, uint16's code, its size, items, sizes, entries of the document index
     arrays = [0, 1, 2, 3, 0, 2, 2, 5, 2, 0, 3, 0, 2, 3]
     with StoreWriter(tmp_path / "a", np.dtype(np.uint16), "lazy") as writer:
         add_sentences(writer, [[[7, 8], []], [[9, 10, 11]]])
-    assert (tmp_path / "a.idx").read_bytes() == b"TNTIDX\0\0" + np.array(words + arrays, "<i8").tobytes()
-    (tmp_path / "a.idx").write_bytes(b"TNTIDX\0\0" + np.array(words[:5] + arrays[:11], "<i8").tobytes())
+    assert (tmp_path / "a.idx").read_bytes() == b"TNTIDX\0\0" + np.array(header + arrays, "<i8").tobytes()
+    (tmp_path / "a.idx").write_bytes(b"TNTIDX\0\0" + np.array(header[:5] + arrays[:11], "<i8").tobytes())
     assert open_store(tmp_path / "a").document_lengths().tolist() == [2, 0, 3], (
         "without documents, as fairseq writes it, each item is one"
     )
@@ -173,7 +173,7 @@ def test_errors_inside_an_index_are_found(tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_31_bits(tmp_path: Path) -> None:
-    """Three sequences of two thousand million tokens each; the ids are a hole in the file."""
+    """Three sequences of two billion tokens each, in a sparse file."""
     count = 2_000_000_000
     lengths, documents = np.full(3, count, np.int32), np.arange(1, 4, dtype=np.int64)
     (tmp_path / "a.idx").write_bytes(b"".join(index_blocks("mmap", np.dtype(np.uint16), lengths, documents)))

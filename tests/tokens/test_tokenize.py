@@ -16,7 +16,7 @@ from textmill.corpus.prepare import prepare
 from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 from textmill.storage.stages import open_manifest
-from textmill.tokens import tokenize as verb
+from textmill.tokens import tokenize as tokenize_module
 from textmill.tokens.lineage import open_lineage
 from textmill.tokens.store import open_store
 from textmill.tokens.tokenize import tokenize
@@ -28,7 +28,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture
 def world(tmp_path: Path, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three texts and some lines that look like something else, in groups of a few rows."""
+    """Three texts and some lines with special characters, in row groups of a few rows."""
     lines = [f"a {END} in the text", "x", "  two  spaces\u3000wide ", "don't 12345 👩‍👧 e\u0301"]
     (tiny_texts / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     monkeypatch.setattr(shards, "GROUP_ROWS", 8)
@@ -50,7 +50,7 @@ def config_of(
 
 def made(config: RunConfig) -> Path:
     if config.tokenizer.use:
-        fit_tokenizer(config)  # its report, on a corpus that stands there, would meet what the tokenizer refuses
+        fit_tokenizer(config)  # the report on the corpus would fail on texts that the tokenizer cannot encode
     prepare(config)
     return tokenize(config)
 
@@ -60,7 +60,7 @@ def documents(root: str, split: Any) -> list[Document]:
 
 
 def reference(root: str) -> Tokenizer:
-    """The library itself on the folder's file."""
+    """The tokenizers library on the same file."""
     inner = Tokenizer.from_file(str(Path(root) / "tokenizer" / "tokenizer.json"))
     inner.encode_special_tokens = True
     return inner
@@ -140,27 +140,29 @@ def test_sentences_need_a_corpus_of_sentences(world: Path) -> None:
 def test_the_same_bytes_for_any_number_of_workers_and_tasks(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = content(made(config_of("one")))
     assert content(made(config_of("three", workers=3))) == whole
-    monkeypatch.setattr(verb, "TASK_BYTES", 1)
+    monkeypatch.setattr(tokenize_module, "TASK_BYTES", 1)
     assert content(made(config_of("small"))) == whole
 
 
 def test_resuming_after_a_stop(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = content(made(config_of("whole")))
-    monkeypatch.setattr(verb, "TASK_BYTES", 1)
-    encode, seen = verb.encode_task, []
+    monkeypatch.setattr(tokenize_module, "TASK_BYTES", 1)
+    encode, seen = tokenize_module.encode_task, []
 
-    def fail_late(piece: Any) -> Any:
+    def fail_late(task: Any) -> Any:
         if len(seen) == 5:
             raise OSError(28, "No space left on device")
-        seen.append(piece.prefix.name)
-        return encode(piece)
+        seen.append(task.prefix.name)
+        return encode(task)
 
-    monkeypatch.setattr(verb, "encode_task", fail_late)
+    monkeypatch.setattr(tokenize_module, "encode_task", fail_late)
     with pytest.raises(TextmillError, match="No space left on device; fix that and run it again"):
         made(config_of("stopped"))
     assert len(list((world / "stopped" / "tokens.part").rglob("*.json"))) == 5 + 1
     again = []
-    monkeypatch.setattr(verb, "encode_task", lambda task: (again.append(task.path("json").exists()), encode(task))[1])
+    monkeypatch.setattr(
+        tokenize_module, "encode_task", lambda task: (again.append(task.path("json").exists()), encode(task))[1]
+    )
     assert content(tokenize(config_of("stopped"))) == whole
     assert again[:6] == [True] * 5 + [False]
 
@@ -185,7 +187,7 @@ def test_a_difference_falls_back_to_the_reference(
 
 
 def use_words(folder: Path, words: list[str]) -> str:
-    """A tokenizer that knows these words only, and raises at any other."""
+    """A tokenizer with these words only; it raises an error for any other word."""
     inner = Tokenizer(
         models.WordLevel({END: 0, **{word: number for number, word in enumerate(words, 1)}}, unk_token="none")
     )
@@ -224,9 +226,9 @@ def test_a_document_without_tokens_is_quarantined(world: Path) -> None:
     folder = made(config_of(corpus=setting, tokenizer={"use": use_words(world / "words", ["a", "b"])}))
     kept = [row.id for row in documents("out", "train")]
     lineage = open_lineage(folder / "train.lineage.parquet")
-    told = [lineage[document][1] for document in range(len(lineage))]
+    stored = [lineage[document][1] for document in range(len(lineage))]
     bad = [json.loads(line)["place"] for line in (folder / "quarantine.jsonl").read_text().splitlines()]
-    assert sorted(told + bad) == sorted(kept)
+    assert sorted(stored + bad) == sorted(kept)
     assert open_store(folder / "train").ids.tolist() == [1, 2, 0, 2, 0]
 
 

@@ -135,18 +135,29 @@ def test_text_that_looks_special_is_plain(kind: str) -> None:
 
 
 def test_options_for_splitting_words() -> None:
-    def pieces(kind: str, text: str, **settings_: Any) -> list[str]:
-        words = fitted(kind, **settings_).inner
-        cut = words.pre_tokenizer.pre_tokenize_str(words.normalizer.normalize_str(text) if words.normalizer else text)
+    def split_words(kind: str, text: str, **settings_: Any) -> list[str]:
+        inner = fitted(kind, **settings_).inner
+        cut = inner.pre_tokenizer.pre_tokenize_str(inner.normalizer.normalize_str(text) if inner.normalizer else text)
         return [word for word, _ in cut]
 
-    assert pieces("bpe", "in 1483 AD") == ["in", "Ġ1483", "ĠAD"]
-    assert pieces("bpe", "in 1483 AD", split_digits=True) == ["in", "Ġ", "1", "4", "8", "3", "ĠAD"]
-    assert len(pieces("bpe", "天地", split_cjk=True)) == 2
-    assert len(pieces("bpe", "天地")) == 1
-    assert pieces("wordpiece", "天地 İyi CAFÉ") == ["天", "地", "İyi", "CAFÉ"]
-    assert pieces("wordpiece", "天地 CAFÉ", split_cjk=False, lowercase=True, strip_accents=True) == ["天地", "cafe"]
-    assert pieces("unigram", "Now, 12\nA", lowercase=True, split_digits=True) == ["now", ",", "▁", "1", "2", "\n", "a"]
+    assert split_words("bpe", "in 1483 AD") == ["in", "Ġ1483", "ĠAD"]
+    assert split_words("bpe", "in 1483 AD", split_digits=True) == ["in", "Ġ", "1", "4", "8", "3", "ĠAD"]
+    assert len(split_words("bpe", "天地", split_cjk=True)) == 2
+    assert len(split_words("bpe", "天地")) == 1
+    assert split_words("wordpiece", "天地 İyi CAFÉ") == ["天", "地", "İyi", "CAFÉ"]
+    assert split_words("wordpiece", "天地 CAFÉ", split_cjk=False, lowercase=True, strip_accents=True) == [
+        "天地",
+        "cafe",
+    ]
+    assert split_words("unigram", "Now, 12\nA", lowercase=True, split_digits=True) == [
+        "now",
+        ",",
+        "▁",
+        "1",
+        "2",
+        "\n",
+        "a",
+    ]
 
 
 def test_rare_characters_are_bytes_or_unknown() -> None:
@@ -156,8 +167,8 @@ def test_rare_characters_are_bytes_or_unknown() -> None:
     lost = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "unigram", "byte_fallback": False, **alphabet}))
     assert [known.inner.id_to_token(id_) for id_ in known.encode("字")] == ["<0xE5>", "<0xAD>", "<0x97>"]
     assert lost.encode("字") == [lost.unknown]
-    piece = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "wordpiece", **alphabet}))
-    assert piece.encode("the 字 mill")[1] == piece.unknown
+    wordpiece = fit(iter([texts]), TokenizerConfig.model_validate({"kind": "wordpiece", **alphabet}))
+    assert wordpiece.encode("the 字 mill")[1] == wordpiece.unknown
 
 
 def test_transformers_opens_the_folder(tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -229,7 +240,7 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "message"),
     [({"byte_fallback": True}, "byte_fallback: is for unigram"), ({"strip_accents": True}, "strip_accents: is for wordpiece"),
      ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
      ({"special_tokens": ["usr"]}, "could be plain text"), ({"special_tokens": ["<|>"]}, "could be plain text"),
@@ -237,8 +248,8 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
      ({"fit_sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
      ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"), ({"end_token": "nothing"}, "tokenizer.end_token")],
 )  # fmt: skip
-def test_contradicting_settings_are_an_error(mistake: dict[str, Any], told: str) -> None:
-    with pytest.raises(TextmillError, match=re.escape(told)):
+def test_contradicting_settings_are_an_error(mistake: dict[str, Any], message: str) -> None:
+    with pytest.raises(TextmillError, match=re.escape(message)):
         TokenizerConfig.model_validate(mistake)
 
 

@@ -25,7 +25,7 @@ def fitted(config: TokenizerConfig, texts: Path) -> TextTokenizer:
 
 
 def permuted(tokenizer: TextTokenizer, folder: Path) -> TextTokenizer:
-    """The same byte-level pieces under other ids."""
+    """The same byte-level tokens with other ids."""
     tree = json.loads(tokenizer.inner.to_str())
     ids = list(range(tokenizer.vocab))
     random.Random(5).shuffle(ids)
@@ -61,21 +61,21 @@ def test_token_bytes_equal_the_decoded_text(kind: str, tiny_texts: Path) -> None
 def test_different_kinds_match_by_token_bytes(old: str, new: str, tiny_texts: Path, tmp_path: Path) -> None:
     before, now = fitted(KINDS[old], tiny_texts), fitted(KINDS[new], tiny_texts)
     before.save(tmp_path)
-    heirs = transfer_vocabulary(tmp_path, now, before.vocab)
-    assert heirs.kept is not None
-    assert heirs.rows == now.vocab
-    assert heirs.kept.keys() | heirs.new.keys() == set(range(now.vocab))
-    old_spelled, new_spelled = read_token_bytes(before), read_token_bytes(now)
-    texts = {id_: old_id for id_, old_id in heirs.kept.items() if not new_spelled[id_].special}
+    transfer = transfer_vocabulary(tmp_path, now, before.vocab)
+    assert transfer.kept is not None
+    assert transfer.rows == now.vocab
+    assert transfer.kept.keys() | transfer.new.keys() == set(range(now.vocab))
+    old_bytes, new_bytes = read_token_bytes(before), read_token_bytes(now)
+    texts = {id_: old_id for id_, old_id in transfer.kept.items() if not new_bytes[id_].special}
     assert len(texts) > 60
-    assert all(new_spelled[id_] == old_spelled[old_id] for id_, old_id in texts.items())
-    assert heirs.kept[now.end] == before.end, "the token that ends a text ends it whatever it is called"
-    for id_, parts in heirs.new.items():
-        joined = b"".join(old_spelled[part].data for part in parts)
+    assert all(new_bytes[id_] == old_bytes[old_id] for id_, old_id in texts.items())
+    assert transfer.kept[now.end] == before.end, "the end-of-text token is matched by its role"
+    for id_, parts in transfer.new.items():
+        joined = b"".join(old_bytes[part].data for part in parts)
         if parts != [before.end] and before.unknown is None:
-            assert joined.strip() == new_spelled[id_].data.strip()
-    assert f"{len(heirs.kept):,} of {now.vocab:,} tokens keep their vectors, {len(heirs.new):,} new ones" in str(
-        heirs.summary
+            assert joined.strip() == new_bytes[id_].data.strip()
+    assert f"{len(transfer.kept):,} of {now.vocab:,} tokens keep their vectors, {len(transfer.new):,} new ones" in str(
+        transfer.summary
     )
 
 
@@ -84,23 +84,23 @@ def test_the_same_tokens_with_other_ids_keep_their_vectors(tiny_texts: Path, tmp
     (tmp_path / "old").mkdir()
     before.save(tmp_path / "old")
     now = permuted(before, tmp_path / "new")
-    heirs = transfer_vocabulary(tmp_path / "old", now, before.vocab)
-    assert heirs.kept == {now.inner.token_to_id(token): id_ for token, id_ in before.inner.get_vocab().items()}
-    assert not heirs.new
+    transfer = transfer_vocabulary(tmp_path / "old", now, before.vocab)
+    assert transfer.kept == {now.inner.token_to_id(token): id_ for token, id_ in before.inner.get_vocab().items()}
+    assert not transfer.new
     assert transfer_vocabulary(tmp_path / "old", before, 400).kept is None
-    assert transfer_vocabulary(tmp_path / "old", before, 400).rows == 400, "rows that no token has stay"
+    assert transfer_vocabulary(tmp_path / "old", before, 400).rows == 400, "rows without a token stay"
     assert transfer_vocabulary(tmp_path / "nowhere", now, 400).kept is None
 
 
 def test_invalid_utf8_tokens_start_from_single_bytes(tiny_texts: Path, tmp_path: Path) -> None:
-    """A Korean vocabulary on an English one: pieces that end within a character."""
+    """A Korean vocabulary on an English model: some tokens end inside a character."""
     english = fit(iter([[(tiny_texts / "english.txt").read_text()]]), TokenizerConfig(vocab=300))
     english.save(tmp_path)
     korean = fit(iter([[(tiny_texts / "korean.txt").read_text(encoding="utf-8")]]), TokenizerConfig(vocab=340))
-    heirs, spelled = transfer_vocabulary(tmp_path, korean, english.vocab), read_token_bytes(korean)
+    transfer, spelled = transfer_vocabulary(tmp_path, korean, english.vocab), read_token_bytes(korean)
     broken = {
         id_: parts
-        for id_, parts in heirs.new.items()
+        for id_, parts in transfer.new.items()
         if spelled[id_].data.decode(errors="ignore").encode() != spelled[id_].data
     }
     assert broken

@@ -228,8 +228,8 @@ def _check_counts(counts: ChatCounts, train: TrainConfig, length: int, tokenizer
 def _warn_about_counts(counts: ChatCounts, train: TrainConfig, length: int) -> None:
     if counts.truncated > WARN_TRUNCATED * counts.conversations:
         warn(
-            f"{counts.truncated:,} conversations are truncated at their {train.chat.truncate} to train.length={length:,}; "
-            f"the longest has {counts.longest:,} tokens"
+            f"{counts.truncated:,} conversations are truncated at their {train.chat.truncate} "
+            f"to train.length={length:,}; the longest has {counts.longest:,} tokens"
         )
     if counts.without_loss > WARN_WITHOUT_LOSS * counts.conversations:
         warn(

@@ -63,8 +63,8 @@ def _build_layout(
         return FeaturesLayout(one.features, store, length=length, seed=seed, vocab=vocab, folder=folder)
     if train.layout == "packed":
         return PackedLayout(
-            store, length=length, seed=seed, isolate_documents=train.packed.isolate_documents, last_window=train.packed.last_window, vocab=vocab,
-            folder=folder,
+            store, length=length, seed=seed, isolate_documents=train.packed.isolate_documents,
+            last_window=train.packed.last_window, vocab=vocab, folder=folder,
         )  # fmt: skip
     pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
     if train.layout == "chat":

@@ -42,7 +42,8 @@ def fit_tokenizer(config: RunConfig, force: Force = "no") -> Path:
     stage = Stage("fit-tokenizer", folder, _made_from(config, used), config.to_yaml())
     if stage.is_done(force):
         print(
-            f"fit-tokenizer: done already: {format_path(folder)} (vocabulary of {open_manifest(folder)['vocab']:,} tokens)"
+            f"fit-tokenizer: done already: {format_path(folder)} "
+            f"(vocabulary of {open_manifest(folder)['vocab']:,} tokens)"
         )
         return folder
     _warn_unused_settings(config)
