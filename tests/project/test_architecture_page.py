@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from textmill.config import RunConfig
-from textmill.config.keys import fields
+from textmill.config.keys import all_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_named_files_exist() -> None:
 
 
 def test_named_keys_exist() -> None:
-    known = {key for key, _ in fields()}
+    known = {key for key, _ in all_fields()}
     keys = [term.partition("=")[0] for term in TERMS if re.fullmatch(rf"({SECTIONS})\.[\w.]+(=\w+)?", term)]
     keys = [key for key in keys if not key.endswith(".safetensors")]
     assert len(keys) > 40
