@@ -1,11 +1,12 @@
-"""Where the time of a decoding step goes.
+"""Shows where the time of a decoding step goes.
 
-    python bench/decode_step.py [drawn] [tiny]
+    python bench/decode_step.py [sampled] [tiny]
 
-On a GPU: GPT-2 of 124M with random weights, bf16, prompts of 128 tokens, one text and 64; for each the kernels of a step by name with
-their number and time, their sum, the time of a whole step, the share of it in which no kernel ran, and what the host alone took. `drawn`
-draws with temperature 0.8 and top_k 50 instead of taking the likeliest. Without a GPU, or with `tiny`, a net of two layers and 64 columns
-with 512 tokens on the CPU, whose step is little else than what the host does.
+On a GPU: GPT-2 124M with random weights, bf16, prompts of 128 tokens, one text and 64. Prints the kernels of a step
+with count and time, their sum, the time of a step, the fraction of it without a kernel, and the CPU time of the host.
+
+sampled  use temperature 0.8 and top_k 50 instead of greedy decoding
+tiny     a net of two layers, width 64 and 512 tokens on the CPU, where host work dominates; the default without a GPU
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generate import TINY, new_tokenizer, prompts_of
+from generate import TINY, new_tokenizer, random_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
@@ -34,29 +35,27 @@ PROMPT, STEPS, ROUNDS = 128, 100, 3
 
 
 def main() -> None:
-    """One text and 64."""
-    drawn, cuda = "drawn" in sys.argv, torch.cuda.is_available() and "tiny" not in sys.argv
-    generator = open_generator_of(cuda)
-    print(
-        f"{torch.cuda.get_device_name() if cuda else 'CPU, two small layers'}, torch {torch.__version__}, {'drawn' if drawn else 'greedy'}"
-    )
+    """Measure one text and 64."""
+    sampled, cuda = "sampled" in sys.argv, torch.cuda.is_available() and "tiny" not in sys.argv
+    generator = open_random_generator(cuda)
+    device = torch.cuda.get_device_name() if cuda else "CPU, two small layers"
+    print(f"{device}, torch {torch.__version__}, {'sampled' if sampled else 'greedy'}")
     for count in (1, 64):
-        batch = batch_of(generator, count, drawn)
+        batch = new_batch(generator, count, sampled)
         for _ in range(5):
             batch.step()
         seconds, host = min(step_times(batch, cuda) for _ in range(ROUNDS))
-        print(
-            f"batch {count:>3}: {seconds * 1e3:.3f} ms a step, {count / seconds:,.0f} tokens/s; the host's part {host * 1e3:.3f} ms"
-        )
+        times = f"{seconds * 1e3:.3f} ms per step, {count / seconds:,.0f} tokens/s, host {host * 1e3:.3f} ms"
+        print(f"batch {count:>3}: {times}")
         if cuda:
             print_kernels(batch, seconds)
         else:
-            batch.slots.decode = constant(batch)  # type: ignore[method-assign]
+            batch.slots.decode = constant_logits(batch)  # type: ignore[method-assign]
             print(f"           without the net {min(step_times(batch, cuda) for _ in range(ROUNDS))[1] * 1e3:.3f} ms")
 
 
-def open_generator_of(cuda: bool) -> Generator:
-    """Random weights; without a GPU so few that the host's own work shows."""
+def open_random_generator(cuda: bool) -> Generator:
+    """Open a net with random weights; without a GPU a tiny one, so that host work dominates."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(1)
@@ -68,45 +67,47 @@ def open_generator_of(cuda: bool) -> Generator:
 
 
 def small_tokenizer() -> TextTokenizer:
-    """512 tokens of one byte or two."""
-    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*signs, *(first + second for first in signs[:1] for second in signs)][:511]
-    inner = Tokenizer(models.BPE({piece: id_ for id_, piece in enumerate(pieces)}, []))
+    """Return a tokenizer with 512 tokens of one or two bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *(first + second for first in letters[:1] for second in letters)][:511]
+    inner = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, []))
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|endoftext|>"])
     return TextTokenizer(inner, inner.token_to_id("<|endoftext|>"))
 
 
-def batch_of(generator: Generator, count: int, drawn: bool) -> Batch:
-    """Texts at work that will not end."""
-    batch, room = generator.new_batch(count), generator.positions - PROMPT
+def new_batch(generator: Generator, count: int, sampled: bool) -> Batch:
+    """Return a batch of texts that do not end."""
+    batch, max_new = generator.new_batch(count), generator.positions - PROMPT
     batch.run_ahead = True
-    sample = SampleConfig(temperature=0.8 if drawn else 0.0, top_k=50 if drawn else 0, max_tokens=room, min_tokens=room)
-    for place, ids in enumerate(prompts_of(count, PROMPT)):
+    sample = SampleConfig(
+        temperature=0.8 if sampled else 0.0, top_k=50 if sampled else 0, max_tokens=max_new, min_tokens=max_new
+    )
+    for number, ids in enumerate(random_prompts(count, PROMPT)):
         request = Request(tuple(id_ % generator.tokenizer.vocab for id_ in ids), sample)
-        batch.add(place, request, generator.max_new_tokens(request))
+        batch.add(number, request, generator.max_new_tokens(request))
     return batch
 
 
 def step_times(batch: Batch, cuda: bool) -> tuple[float, float]:
-    """Seconds of a step on the clock, and on the host's processor."""
-    begun, busy = time.perf_counter(), time.thread_time()
+    """Return the wall-clock seconds and the host's CPU seconds of a step."""
+    started, busy = time.perf_counter(), time.thread_time()
     for _ in range(STEPS):
         batch.step()
     host = time.thread_time() - busy
     if cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / STEPS, host / STEPS
+    return (time.perf_counter() - started) / STEPS, host / STEPS
 
 
-def constant(batch: Batch) -> Any:
-    """A net that takes no time."""
-    scores_NV = torch.randn(len(batch.running), batch.tokenizer.vocab)
-    return lambda ids_N, places: scores_NV
+def constant_logits(batch: Batch) -> Any:
+    """Return a decode function that takes no time."""
+    logits_NV = torch.randn(len(batch.running), batch.tokenizer.vocab)
+    return lambda ids_N, positions: logits_NV
 
 
 def print_kernels(batch: Batch, seconds: float) -> None:
-    """The kernels of a step by name, and how much of a step has none."""
+    """Print the kernels of a step, and the fraction of a step without a kernel."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -120,8 +121,8 @@ def print_kernels(batch: Batch, seconds: float) -> None:
             times[event.name] += event.time_range.elapsed_us()
             counts[event.name] += 1
     busy = sum(times.values()) / STEPS
-    told = f"{sum(counts.values()) / STEPS:.0f} kernels and copies a step, {busy / 1e3:.3f} ms together"
-    print(f"           {told}; nothing runs in {max(1 - busy / seconds / 1e6, 0):.0%} of a step")
+    total = f"{sum(counts.values()) / STEPS:.0f} kernels and copies per step, {busy / 1e3:.3f} ms in total"
+    print(f"           {total}; idle for {max(1 - busy / seconds / 1e6, 0):.0%} of a step")
     for name, microseconds in times.most_common(15):
         print(f"           {microseconds / STEPS:8.1f} us {counts[name] / STEPS:6.1f} times  {name[:110]}")
 

@@ -1,9 +1,9 @@
-"""How fast texts are continued on the CPU, against transformers' `generate` on the same weights in the same run.
+"""Generation speed on the CPU, compared with transformers' `generate` on the same weights in the same run.
 
     python bench/generate.py [new tokens] [tiny]
 
-GPT-2 of 124M with random weights, fp32, greedy, prompts of 32 tokens, one text and sixteen; prints tokens a second of both, the ratio,
-and how many of the new tokens are the same. `tiny` takes a net of two small layers, to try the script itself.
+GPT-2 124M with random weights, fp32, greedy, prompts of 32 tokens, one text and sixteen. Prints tokens/s of both, the
+ratio, and the fraction of new tokens that are equal. `tiny` uses a net of two small layers, to test the script.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ Ids = list[list[int]]
 
 
 def main() -> None:
-    """One text and sixteen, both ways in turn."""
-    words = sys.argv[1:]
-    new = next((int(word) for word in words if word.isdigit()), 24)
-    ours, theirs = open_both(torch.device("cpu"), torch.float32, "tiny" in words)
-    print(
-        f"prompts of {PROMPT} tokens, {new} new ones, fp32, {torch.get_num_threads()} threads, the middle of {ROUNDS} rounds"
-    )
+    """Measure one text and sixteen."""
+    arguments = sys.argv[1:]
+    new = next((int(one) for one in arguments if one.isdigit()), 24)
+    ours, theirs = open_both(torch.device("cpu"), torch.float32, "tiny" in arguments)
+    threads = torch.get_num_threads()
+    print(f"prompts of {PROMPT} tokens, {new} new tokens, fp32, {threads} threads, median of {ROUNDS} rounds")
     for batch in (1, 16):
         compare(
-            prompts_of(batch, PROMPT),
+            random_prompts(batch, PROMPT),
             new,
             {
                 "textmill": lambda ids: our_tokens(ours, ids, new),
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def open_both(device: torch.device, dtype: torch.dtype, tiny: bool) -> tuple[Generator, Any]:
-    """The same random weights twice, as a generator of ours and as transformers' model."""
+    """Open the same random weights as our generator and as a transformers model."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(1)
@@ -65,67 +64,66 @@ def open_both(device: torch.device, dtype: torch.dtype, tiny: bool) -> tuple[Gen
 
 
 def new_tokenizer() -> TextTokenizer:
-    """A vocabulary of GPT-2's size whose tokens are one byte or two; ids go in and text comes out, as with the real one."""
-    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*signs, *(first + second for first in signs for second in signs)][:50256]
-    inner = Tokenizer(models.BPE({piece: id_ for id_, piece in enumerate(pieces)}, []))
+    """Return a byte-level tokenizer with GPT-2's vocabulary size, whose tokens are one or two bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *(first + second for first in letters for second in letters)][:50256]
+    inner = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, []))
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|endoftext|>"])
     return TextTokenizer(inner, inner.token_to_id("<|endoftext|>"))
 
 
 def our_tokens(generator: Generator, prompts: Ids, new: int, **settings: Any) -> Ids:
-    """The new tokens of each prompt, all of them in slots at once, their text made on the way."""
+    """Return the new tokens of each prompt; all texts run at once and are decoded to text."""
     sample = SampleConfig(temperature=0, max_tokens=new, min_tokens=new).model_copy(update=settings)
     found: Ids = [[] for _ in prompts]
-    for place, event in generator.run([Request(tuple(ids), sample) for ids in prompts], len(prompts)):
+    for index, event in generator.run([Request(tuple(ids), sample) for ids in prompts], len(prompts)):
         if isinstance(event, Token):
-            found[place].append(event.id)
+            found[index].append(event.id)
     return found
 
 
 def their_tokens(model: Any, prompts: Ids, new: int, **settings: Any) -> Ids:
-    """The same by transformers, without text."""
+    """The same with transformers, without decoding to text."""
     ids = torch.tensor(prompts, device=model.device)
-    asked = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 50256, **settings}
-    found: Ids = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)[:, ids.shape[1] :].tolist()
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 50256, **settings}
+    found: Ids = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :].tolist()
     return found
 
 
-def prompts_of(batch: int, length: int) -> Ids:
-    """Prompts of one length, which transformers needs no padding for."""
+def random_prompts(batch: int, length: int) -> Ids:
+    """Return random prompts of equal length, so that transformers needs no padding."""
     dice = random.Random(batch)
     return [[dice.randrange(50000) for _ in range(length)] for _ in range(batch)]
 
 
-def compare(prompts: Ids, new: int, ways: dict[str, Callable[[Ids], Ids]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Tokens a second of each way, in turn, after a round to warm up; the first is the one that the others are held against."""
-    batch, seconds = len(prompts), {name: [] for name in ways}
+def compare(prompts: Ids, new: int, methods: dict[str, Callable[[Ids], Ids]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Return each method's tokens/s, measured in turns after a warm-up round; compare the others with the first."""
+    batch, seconds = len(prompts), {name: [] for name in methods}
     found: dict[str, Ids] = {}
     for number in range(rounds + 1):
-        for name, way in ways.items():
-            begun = time.perf_counter()
-            found[name] = way(prompts)
+        for name, method in methods.items():
+            started = time.perf_counter()
+            found[name] = method(prompts)
             if number:
-                seconds[name].append(time.perf_counter() - begun)
+                seconds[name].append(time.perf_counter() - started)
     rates = {name: batch * new / statistics.median(times) for name, times in seconds.items()}
-    first = next(iter(ways))
+    first = next(iter(methods))
     for name, rate in rates.items():
-        told = (
-            ""
-            if name == first
-            else f"; {first} is {rates[first] / rate:.2f} times as fast, {same(found[first], found[name]):.1%} tokens the same"
-        )
-        print(f"  batch {batch:>3}  {name:<28}{rate:>10,.1f} tokens/s{told}", flush=True)
+        line = f"  batch {batch:>3}  {name:<28}{rate:>10,.1f} tokens/s"
+        if name != first:
+            equal = equal_fraction(found[first], found[name])
+            line += f"; {first} is {rates[first] / rate:.2f} times as fast, {equal:.1%} of tokens equal"
+        print(line, flush=True)
     return rates
 
 
-def same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """The share of tokens before the first that differs: after it two texts have nothing to do with one another."""
+def equal_fraction(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Return the fraction of tokens before the first difference; after it the texts are unrelated."""
     equal = 0
     for one, other in zip(ours, theirs, strict=True):
         equal += next(
-            (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+            (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
             min(len(one), len(other)),
         )
     return equal / sum(map(len, ours))

@@ -1,9 +1,9 @@
-"""What a step of many texts costs the host, whatever net there is: a GPU that waits for it stands still.
+"""Host time of a decoding step, without the net: a GPU is idle while it waits for the host.
 
     python bench/host_step.py [texts=64] [steps=400]
 
-The net's scores and the choice of a token are left out; all else is as it is: places, streams of text, events, the scheduler's turns and
-the gathering of parts. Microseconds a step of the batch alone, and through the scheduler with texts in whole and streamed.
+Logits and sampling are replaced by constants; all other work is real: slots, decoding to text, events, the scheduler
+and its chunks. Prints microseconds per step of the batch alone, and of the scheduler with complete and streamed texts.
 """
 
 from __future__ import annotations
@@ -31,53 +31,53 @@ from textmill.models.gpt2 import facts as gpt2
 PROMPT = 128
 
 
-def requests_of(count: int, steps: int, vocab: int) -> list[Request]:
-    """Prompts of random ids."""
+def random_requests(count: int, steps: int, vocab: int) -> list[Request]:
+    """Return requests with random prompts."""
     dice, sample = random.Random(1), SampleConfig(max_tokens=steps, min_tokens=steps, temperature=0)
     return [Request(tuple(dice.randrange(vocab) for _ in range(PROMPT)), sample) for _ in range(count)]
 
 
-def alone(generator: Generator, requests: list[Request], steps: int) -> float:
-    """Seconds of a step of the batch."""
-    batch = without_a_net(generator.new_batch(len(requests)))
+def measure_batch(generator: Generator, requests: list[Request], steps: int) -> float:
+    """Return the seconds per step of the batch."""
+    batch = without_net(generator.new_batch(len(requests)))
     for number, request in enumerate(requests):
         batch.add(number, request, steps)
     batch.step()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(steps - 2):
         batch.step()
-    return (time.perf_counter() - begun) / (steps - 2)
+    return (time.perf_counter() - started) / (steps - 2)
 
 
-def scheduled(generator: Generator, requests: list[Request], steps: int, streamed: bool) -> float:
-    """Seconds of a step through the scheduler."""
+def measure_scheduler(generator: Generator, requests: list[Request], steps: int, streamed: bool) -> float:
+    """Return the seconds per step of the scheduler."""
     scheduler, over = Scheduler(generator, slots=len(requests), queue=0), threading.Semaphore(0)
-    without_a_net(scheduler._batch)
+    without_net(scheduler._batch)
 
-    def deliver(part: TextChunk) -> None:
-        if part.done:
+    def deliver(chunk: TextChunk) -> None:
+        if chunk.done:
             over.release()
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for request in requests:
         ChunkingScheduler(scheduler).submit(request, deliver, None, streamed)
     for _ in requests:
         over.acquire()
-    spent = time.perf_counter() - begun
+    spent = time.perf_counter() - started
     scheduler.close(0)
     return spent / steps
 
 
-def without_a_net(batch: Any) -> Any:
-    """The same batch, whose scores cost nothing."""
-    scores = torch.zeros(batch.limit, batch.tokenizer.vocab)
-    batch.slots.decode = lambda ids_N, places: scores[: len(places)]
+def without_net(batch: Any) -> Any:
+    """Replace the batch's logits by constants."""
+    logits = torch.zeros(batch.limit, batch.tokenizer.vocab)
+    batch.slots.decode = lambda ids_N, positions: logits[: len(positions)]
     return batch
 
 
 def main() -> None:
-    """A line for each."""
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
+    """Print one line per measurement."""
+    given = dict(one.split("=", 1) for one in sys.argv[1:])
     texts, steps = int(given.get("texts", 64)), int(given.get("steps", 400))
     tokenizer = small_tokenizer()
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=1024, vocab=tokenizer.vocab, end=tokenizer.end)
@@ -87,15 +87,15 @@ def main() -> None:
             open_checkpoint(next((Path(folder) / "run").glob("step-*"))), TorchEngine(device="cpu")
         )
     ids_N = torch.tensor([id_ for id_ in range(texts + 20) if id_ != tokenizer.end][-texts:])
-    batches.choose_next_ids = lambda scores_NV, states, rules: ids_N[: len(states)]
-    requests = requests_of(texts, steps, tokenizer.vocab)
-    print(
-        f"{texts} texts: the batch {1e6 * min(alone(generator, requests, steps) for _ in range(3)):.0f} us a step",
-        flush=True,
-    )
+    batches.choose_next_ids = lambda logits_NV, states, rules: ids_N[: len(states)]
+    requests = random_requests(texts, steps, tokenizer.vocab)
+    least = min(measure_batch(generator, requests, steps) for _ in range(3))
+    print(f"{texts} texts: the batch {1e6 * least:.0f} us per step", flush=True)
     for streamed in (False, True):
-        least = min(scheduled(generator, requests, steps, streamed) for _ in range(3))
-        print(f"  through the scheduler, {'streamed' if streamed else 'whole'}: {1e6 * least:.0f} us", flush=True)
+        least = min(measure_scheduler(generator, requests, steps, streamed) for _ in range(3))
+        print(
+            f"  through the scheduler, {'streamed' if streamed else 'complete texts'}: {1e6 * least:.0f} us", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class TextChunk:
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
-    """Its tokens, if the request asked for log-probabilities."""
+    """Its tokens, if the request has `logprobs`."""
     done: Done | None = None
     """Set in the last chunk. `Done.text` is already part of `text`."""
 

@@ -103,6 +103,6 @@ class ChatReply:
         return {"choices": [{"index": index, "delta": delta, "logprobs": logprobs, **finish}]}
 
     def last_chunks(self) -> Iterator[JsonObject]:
-        """Yield the last chunk: the token counts, if the request asked for them."""
+        """Yield the last chunk: the token counts, if the request has `include_usage`."""
         if self.body.stream_options and self.body.stream_options.include_usage:
             yield {"choices": [], "usage": usage_fields(self.prompt_tokens, self.new_tokens)}

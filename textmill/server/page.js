@@ -5,7 +5,7 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty",
 const STORED = [...NUMBERS, "stop_text", "seed", "system"];
 const HINTS = {
   chat: ["Ask the model something.", "Who are you?", "Tell me a story.", "오늘 기분이 어때?"],
-  complete: ["Type the beginning of a text; the model continues it.", "Once upon a time", "The king said", "옛날 옛적에"],
+  complete: ["Type the beginning of a text; the model continues it.", "Once upon a time", "The king and the queen", "옛날 옛적에"],
 };
 
 let model = null;
