@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.config import STAGE_FOLDERS, RunConfig, StageName
@@ -88,6 +89,7 @@ def _config_of(
     """Paths in a file are relative to the file, those in settings to the current folder; settings override the file."""
     given = resolve_paths(parse_settings(settings), Path.cwd(), corpora_names(tree, Path.cwd()))
     over, below = given.get("model"), tree.get("model")
+    _refuse_recorded_code(over, below, file)
     if (
         isinstance(over, dict)
         and isinstance(below, dict)
@@ -98,6 +100,16 @@ def _config_of(
             f"model.shape: is a path in {file}, so single numbers cannot override it; set model.shape=PATH, or edit the file"
         )
     return build_config(merge_trees(drop_run_length(tree, given), given), file=file, lines=lines)
+
+
+def _refuse_recorded_code(over: Any, below: Any, file: Path | None) -> None:
+    """A family's file is code: a run.yaml that names one must not make textmill run it; the user has to."""
+    recorded = below.get("family") if isinstance(below, dict) and file is not None and file.name == "run.yaml" else None
+    if isinstance(recorded, str) and recorded.endswith(".py") and not (isinstance(over, dict) and "family" in over):
+        raise TextmillError(
+            f"{file}: was written with the model family in {recorded}; a file of code runs only if you name it: "
+            f"add model.family={recorded}"
+        )
 
 
 def _from_folder(folder: Path, settings: list[str]) -> Where:
@@ -136,8 +148,9 @@ def _as_model(folder: Path) -> Tree:
 
 def _recorded_tree(folder: Path, file: Path | None = None) -> Tree:
     """The config recorded in a stage's folder; where the folder is now overrides where it was written."""
-    tree = read_recorded_config(file or folder / "run.yaml")
-    stage = _stage_of(folder)
+    tree, stage = read_recorded_config(file or folder / "run.yaml"), _stage_of(folder)
+    if stage != "train":
+        tree.pop("model", None)  # no command uses it there
     if folder.name == STAGE_FOLDERS[stage] and not (tree.get(stage) or {}).get("folder"):
         return {**tree, "folder": str(folder.parent)}
     return merge_trees(tree, {stage: {"folder": str(folder)}})

@@ -25,16 +25,22 @@ VOCAB, LENGTH, ROWS = 150, 24, 8
 MAKE = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}
 
 
-LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2, targets=["c_attn", "mlp", "h.1"])
+LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2, targets=["mlp", "1"])
+"""Both matrices of every MLP, and all of the second block."""
+MYNET = str(Path(__file__).parent / "mynet.py")
+FAMILY = ["gpt2"]
+"""The family of `config_of`; the fixture `kind` sets it for the tests that every family passes."""
 
 
 def config_of(
     kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any
 ) -> RunConfig:
-    shape = ShapeConfig(layers=2, heads=2, width=32, positions=LENGTH, dropout=dropout)
+    own: dict[str, Any] = {"heads": 2} if FAMILY[0] == "gpt2" else {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}}
+    shape = ShapeConfig(layers=2, width=32, positions=LENGTH, dropout=dropout, **own)
+    model = ModelConfig(family=FAMILY[0], size="nano" if FAMILY[0] == "gpt2" else "small", shape=shape)
     settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-2, **train}
     engine = MAKE[kind](device="cpu", micro_batch=micro_batch)
-    config = RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**settings), engine=engine)
+    config = RunConfig(model=model, train=TrainConfig(**settings), engine=engine)
     return adapting(config, lora)
 
 
@@ -44,7 +50,7 @@ def adapting(config: RunConfig, lora: LoraConfig | None) -> RunConfig:
 
 
 def started(config: RunConfig) -> Engine:
-    family = open_family("gpt2")
+    family = open_family(config.model.family)
     shape = family.shape_of(config.model, vocab=VOCAB, end=0)
     engine = open_engine(config, shape)
     engine.load(first_of(config, shape), [], 0, "the first weights")

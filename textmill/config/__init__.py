@@ -134,13 +134,21 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
     if model.size not in sizes:
         raise TextmillError(f"model.size: no size '{model.size}'; choose one of {', '.join(sizes)}")
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {}
+    if "extra" in own:
+        raise TextmillError(f"model.shape.extra: {model.family} has no numbers of its own; remove it")
     return {**sizes[model.size], **own}
 
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
+    if model.family in SIZES:
+        shape_numbers(model)
+    elif not model.family.endswith(".py"):
+        known = ", ".join(SIZES)
+        raise TextmillError(
+            f"model.family: no family '{model.family}'; choose {known}, or name your own file: ./mynet.py"
+        )
     if model.lora and not model.init_from:
         raise TextmillError("model.lora: needs weights to adapt; set model.init_from")
-    numbers = shape_numbers(model)
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
     if model.init_from and (fixed := [name for name in own if name not in ("dropout", "positions")]):
         key = f"model.shape.{fixed[0]}".rstrip(".")
@@ -149,6 +157,9 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         )
     if isinstance(model.shape, str) or model.init_from:
         return  # the numbers are in a file that the model's family reads
+    if model.family not in SIZES:
+        return  # the user's own file checks them
+    numbers = shape_numbers(model)
     if numbers["width"] % numbers["heads"]:
         near = [heads for heads in range(1, numbers["width"] + 1) if numbers["width"] % heads == 0]
         near.sort(key=lambda heads: abs(heads - numbers["heads"]))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from textmill.config.section import Section, source
 
@@ -26,6 +26,8 @@ class ShapeConfig(Section):
     """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2)."""
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout on embeddings, attention and both residual branches."""
+    extra: dict[str, Any] | None = None
+    """Numbers that only a family of your own has: `extra: {kv_heads: 2}`."""
 
 
 class LoraConfig(Section):
@@ -37,15 +39,21 @@ class LoraConfig(Section):
     """An adapter counts alpha / rank times."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """The share of what goes into an adapter that is dropped in training (PEFT's lora_dropout)."""
-    targets: list[str] = Field(["c_attn", "c_proj", "c_fc"], min_length=1)
-    """Matrices that get one: c_attn, c_proj, c_fc, parts of the net such as attn, mlp, "h.3", or patterns."""
+    targets: list[str] = Field(["all"], min_length=1)
+    """Matrices that get one: all (every matrix of the blocks), or names and patterns such as c_attn, mlp, "h.3"."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 class ModelConfig(Section):
     """Which net."""
 
-    family: Literal["gpt2"] = "gpt2"
-    """gpt2: a decoder that predicts the next token."""
+    family: str = source("gpt2")
+    """gpt2: a decoder that predicts the next token; or a file with a family of your own, such as ./mynet.py (docs/own-model.md).
+    The file is code: name it in your own YAML or on the command line."""
     size: str = "small"
     """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
     dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b;

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from textmill.checkpoints.adapters import is_adapter
-from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
+from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig
 from textmill.conversion.hugging_face import read_all_weights, text_files
 from textmill.errors import TextmillError
-from textmill.models import shape_in
+from textmill.models import find_run_model, shape_in
 from textmill.storage.files import format_path, hash_json, write_bytes
 from textmill.storage.stages import Force, Stage
 from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
@@ -23,7 +23,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice = "latest") 
             "export.folder: is not set; name the folder to write: textmill export WHERE export.folder=OUT"
         )
     folder, precision = Path(config.export.folder), config.export.precision
-    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
     shape, tokenizer = shape_in(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
     files = text_files(shape, tokenizer, precision)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
+from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig
 from textmill.evaluation.task import Result, Scorer
 from textmill.evaluation.tasks import open_task
+from textmill.models import find_run_model
 from textmill.storage.files import format_path, write_json
 
 
@@ -16,7 +17,7 @@ def evaluate(config: RunConfig, step: StepChoice = "latest", as_json: bool = Fal
     """Run every task, print the numbers and how they were measured, and save them in the run; return all results in one."""
     from textmill.evaluation.scorer_torch import open_scorer  # torch is loaded only when there is something to measure
 
-    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_run_model(config, step)
     scorer = open_scorer(checkpoint, config.engine, config.evaluate.batch)
     results: Result = {}
     for name in config.evaluate.tasks:

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
+from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
 from textmill.generation.terminal import Terminal
+from textmill.models import find_run_model
 from textmill.tokens.chat_template import open_template
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def generate(config: RunConfig, step: StepChoice = "latest", as_json: bool = Fal
     """
     from textmill.generation.generator import open_generator  # imports torch, which is slow
 
-    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_run_model(config, step)
     sample = config.sample
     prompts = [sample.prompt or ""] if sample.prompts_file is None else _read_prompts(Path(sample.prompts_file), sample)
     generator = open_generator(checkpoint, config.engine)

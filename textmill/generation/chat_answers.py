@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
+from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
+from textmill.models import find_run_model
 from textmill.tokens.chat_template import ChatTemplate, open_template
 from textmill.tokens.splits import Splits, open_splits
 
@@ -23,7 +24,7 @@ QUESTIONS = 3
 
 def open_chat_model(config: RunConfig, step: StepChoice) -> tuple[Checkpoint, ChatTemplate]:
     """Return the checkpoint that a config names, and its chat template."""
-    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_run_model(config, step)
     template = open_template(checkpoint.tokenizer)
     if template is None:
         raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")

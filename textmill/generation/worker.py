@@ -60,10 +60,13 @@ class Worker:
     def _open(self, settings: dict[str, Any]) -> None:
         # Loading torch takes seconds. The command thread already runs, so a parent that dies now is noticed.
         from textmill.generation.scheduler import open_scheduler
+        from textmill.models import open_family
 
         engine = TypeAdapter[EngineConfig](EngineConfig).validate_python(settings["engine"])
         checkpoint = Checkpoint(Path(settings["folder"]), 0, {})
         serve = ServeConfig.model_validate(settings["serve"])
+        for path in settings["family_files"]:  # the user named them to the parent
+            open_family(path)
         self.inner = open_scheduler(checkpoint, engine, serve, self._after_step)
         self.scheduler = ChunkingScheduler(self.inner)
 

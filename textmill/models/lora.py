@@ -17,6 +17,8 @@ from textmill.storage.tensor_files import Named
 
 SITES = 1 << 16
 """Where dropout's counters of adapters begin, far above a net's own."""
+ALL = "all"
+"""The target that stands for every matrix that can have an adapter."""
 
 
 def adapters_of(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
@@ -57,6 +59,8 @@ def count_with(shape: Shape, lora: LoraConfig | None) -> int:
 def target_weights(shape: Shape, lora: LoraConfig) -> list[Weight]:
     """The matrices that get an adapter: a pattern matches the end of a name, all of it, or a module that has the matrix."""
     matrices = {weight.parameter.removesuffix(".weight"): weight for weight in _matrices(shape)}
+    if ALL in lora.targets:
+        return list(matrices.values())
     chosen: set[str] = set()
     for pattern in lora.targets:
         forms = (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
@@ -68,6 +72,11 @@ def target_weights(shape: Shape, lora: LoraConfig) -> list[Weight]:
             )
         chosen |= found
     return [weight for name, weight in matrices.items() if name in chosen]
+
+
+def plain_targets(shape: Shape, lora: LoraConfig) -> list[str]:
+    """The targets as a run records them: `all` for patterns that match every matrix, so that both count as the same setting."""
+    return [ALL] if len(target_weights(shape, lora)) == len(_matrices(shape)) else lora.targets
 
 
 def _matrices(shape: Shape) -> list[Weight]:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
+from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
+from textmill.models import find_run_model
 from textmill.server.model_process import open_remote_scheduler
 from textmill.server.service import Scheduler, Service
 from textmill.tokens.chat_template import open_template
@@ -23,7 +24,7 @@ def open_service(
 ) -> Service:
     """Open the service of a config. By default the model runs in a process of its own."""
     serve, key = config.serve, read_api_key(config.serve)
-    checkpoint = find_model(config.folder_of("train"), config.model.init_from, step)
+    checkpoint = find_run_model(config, step)
     template = open_template(checkpoint.tokenizer)
     scheduler = open_scheduler(checkpoint, config.engine, serve)
     name = serve.model_name or find_model_name(checkpoint)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, open_model
 from textmill.config import LoraConfig, RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.models import initial_weights, open_family, shape_in
+from textmill.models import Shape, initial_weights, open_family, shape_in
 from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import resized
@@ -47,10 +46,11 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
 def check_start(config: RunConfig) -> None:
     """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
     check_trackers(config.track)
+    family = open_family(config.model.family)
     if config.model.init_from:
         shape = shape_in(open_model(config.model.init_from).folder)
     else:
-        shape = open_family(config.model.family).shape_of(config.model, vocab=1, end=0)
+        shape = family.shape_of(config.model, vocab=1, end=0)
     rules_of(shape, config.train, config.model.lora)
 
 
@@ -70,7 +70,7 @@ def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: Run
     return replace(start, weights=weights, base=base, changed_weights=changed)
 
 
-def _resize_shape(shape: Any, data: Splits, given: Checkpoint, transfer: VocabularyTransfer) -> Any:
+def _resize_shape(shape: Shape, data: Splits, given: Checkpoint, transfer: VocabularyTransfer) -> Shape:
     """The shape of given weights with the requested vocabulary and positions.
 
     A new vocabulary or a chat template also decides the end token.
@@ -87,7 +87,7 @@ def _resize_shape(shape: Any, data: Splits, given: Checkpoint, transfer: Vocabul
     return replace(shape, vocab=transfer.rows, end=shape.end if own_end else data.tokenizer.end)
 
 
-def _check_fit(shape: Any, config: RunConfig, data: Splits, given: Checkpoint | None) -> None:
+def _check_fit(shape: Shape, config: RunConfig, data: Splits, given: Checkpoint | None) -> None:
     """Check that the tokenizer and the sample length fit the model."""
     if data.tokenizer.vocab > shape.vocab:
         model = given.folder if given else "the model"

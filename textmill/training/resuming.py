@@ -8,16 +8,18 @@ from typing import Any
 from textmill import __version__
 from textmill.checkpoints.adapters import open_adapter, read_base_and_adapter
 from textmill.checkpoints.folders import Checkpoint, StepChoice, find_checkpoint, open_model
-from textmill.config import RunConfig, TrainConfig
+from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.config.load import merge_trees, read_recorded_config
 from textmill.config.renamed import rename_settings
 from textmill.errors import TextmillError, warn
+from textmill.models import Shape
+from textmill.models.lora import plain_targets
 from textmill.storage.stages import Force, list_changes
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.splits import Splits
 from textmill.track import check_trackers
 from textmill.training.new_run import start_new_run
-from textmill.training.start import Start, choose_shape, describe_inputs
+from textmill.training.start import FAMILY_SHA256, Start, choose_shape, describe_inputs
 
 
 def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoice) -> Start:
@@ -30,15 +32,28 @@ def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoic
         # The given weights may be gone by now; the checkpoint has their shape and fingerprint.
         shape = choose_shape(config, data, found if config.model.init_from else None)
         fingerprint = _fingerprint_given(config.model.init_from, before["model.init_from"])
-        changes = list_changes(before, describe_inputs(config, data, shape, fingerprint))
+        changes = list_changes(_with_plain_targets(before, shape), describe_inputs(config, data, shape, fingerprint))
         if not changes:
             return _resume(config, data, found)
+        if force == "no" and any(line.startswith(FAMILY_SHA256) for line in changes):
+            raise TextmillError(
+                f"{config.model.family}: the file has changed since {run} was trained with it; put the old file back, "
+                "choose another train.folder, or start the run from scratch with --force"
+            )
         if force == "no":
             raise TextmillError(
                 f"{run} was trained with other settings or inputs: {'; '.join(changes[:4])}; set them back, "
                 "choose another train.folder, or start the run from scratch with --force"
             )
     return start_new_run(config, data)
+
+
+def _with_plain_targets(before: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Recorded inputs whose LoRA targets, as older runs listed them, are written as today's."""
+    lora = before.get("model.lora")
+    if not lora:
+        return before
+    return {**before, "model.lora": {**lora, "targets": plain_targets(shape, LoraConfig(targets=lora["targets"]))}}
 
 
 def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:

@@ -8,9 +8,14 @@ from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
-from textmill.models import open_family, shape_in
+from textmill.models import Shape, open_family, shape_in
+from textmill.models.family_files import find_family_file
+from textmill.models.lora import plain_targets
 from textmill.storage.tensor_files import Named
 from textmill.tokens.splits import Splits
+
+FAMILY_SHA256 = "model.family_sha256"
+"""The checksum of the user's own family file, among the inputs of a run."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,7 @@ class Start:
     """The state from which a run starts or resumes."""
 
     step: int
-    shape: Any
+    shape: Shape
     weights: Iterable[Named]
     moments: Iterable[Named]
     """The optimizer state; empty for a new run."""
@@ -40,10 +45,10 @@ class Start:
     """`train.spikes.threshold`: the state of the spike guard."""
 
 
-def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> Any:
+def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> Shape:
     """The shape of the model: that of given weights, where dropout and positions may be overridden, or the config's."""
+    family, tokenizer = open_family(config.model.family), data.tokenizer
     if given is None:
-        family, tokenizer = open_family(config.model.family), data.tokenizer
         return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
     shape, override = shape_in(given.folder), config.model.shape
     if isinstance(override, str):
@@ -53,12 +58,14 @@ def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> A
     return replace(shape, positions=override.positions or shape.positions)
 
 
-def describe_inputs(config: RunConfig, data: Splits, shape: Any, weights_fingerprint: str | None) -> dict[str, Any]:
+def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_fingerprint: str | None) -> dict[str, Any]:
     """All settings and inputs that decide the result; given weights count by their content, not by their path."""
     settings = config.results("train")
     settings["train.length"] = config.train.length or shape.positions
     model = {f"model.{name}": value for name, value in vars(shape).items()}
     lora = config.model.lora.model_dump() if config.model.lora else None
+    if lora and config.model.lora:
+        lora["targets"] = plain_targets(shape, config.model.lora)
     if lora and not lora["dropout"]:
         del lora["dropout"]  # runs older than lora.dropout still resume
     inputs = {
@@ -67,4 +74,6 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Any, weights_fingerp
         "tokens": data.fingerprint,
         "tokenizer": data.tokenizer.fingerprint,
     }
+    if (file := find_family_file(shape.family)) is not None:
+        inputs[FAMILY_SHA256] = file.sha256
     return {**settings, **model, **inputs}

@@ -187,9 +187,10 @@ def _on(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig
 
 def _full_shape(config: RunConfig) -> Shape:
     """The net that the run will have, but for its vocabulary."""
+    family = open_family(config.model.family)
     if config.model.init_from:
         return shape_in(open_model(config.model.init_from).folder)
-    return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+    return family.shape_of(config.model, vocab=VOCAB, end=0)
 
 
 def hand_over(config: RunConfig, folder: Path) -> None:

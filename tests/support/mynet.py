@@ -1,0 +1,199 @@
+"""A model family outside the package: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from textmill.config import ModelConfig
+from textmill.errors import TextmillError
+from textmill.kernels.dropout_torch import drop
+from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
+from textmill.models.cache_torch import Cache
+from textmill.models.lora_torch import apply_linear
+from textmill.models.masks_torch import document_mask, document_starts
+from textmill.models.weights import Weight, count_flops, count_parameters
+
+NAME = "mynet"
+SIZES = {
+    "small": {"layers": 4, "heads": 8, "kv_heads": 2, "width": 256, "inner": 704, "positions": 512, "dropout": 0.0}
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    heads: int
+    kv_heads: int
+    width: int
+    inner: int
+    positions: int
+    vocab: int
+    end: int
+    dropout: float = 0.0
+    family: str = NAME
+    attention_dropout = 0.0
+
+    padded_vocab = property(lambda self: -(-self.vocab // 64) * 64)
+    drops = property(lambda self: self.dropout > 0)
+    parameters = property(lambda self: count_parameters(weights_of(self)))
+
+    def with_dropout(self, fraction: float) -> Shape:
+        return replace(self, dropout=fraction)
+
+    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
+        return count_flops(weights_of(self), self.layers, self.width, length, trained)
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return {"kv_heads": self.kv_heads, "inner": self.inner}
+
+
+def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+    if isinstance(config.shape, str) or config.size not in SIZES:
+        raise TextmillError(f"model.size: no size '{config.size}'; choose one of {', '.join(SIZES)}")
+    own = config.shape.model_dump(exclude_none=True)
+    numbers = {**SIZES[config.size], **({"positions": length} if length else {}), **own.pop("extra", {}), **own}
+    if numbers["width"] % numbers["heads"] or numbers["heads"] % numbers["kv_heads"]:
+        raise TextmillError("model.shape: kv_heads must divide heads, and heads must divide width")
+    return Shape(vocab=vocab, end=end, **numbers)
+
+
+def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
+    return Shape(**{name: hf[name] for name in Shape.__dataclass_fields__ if name != "family"})
+
+
+def hf_config_of(shape: Shape) -> dict[str, Any]:
+    return {"model_type": NAME, **{name: value for name, value in asdict(shape).items() if name != "family"}}
+
+
+def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
+    width = 8 * 4 * tensor
+    numbers = {"layers": 2, "heads": 4 * tensor, "width": width, "inner": 2 * width, "dropout": shape.dropout}
+    return {**numbers, "extra": {"kv_heads": 2 * tensor}}
+
+
+def weights_of(shape: Shape) -> list[Weight]:
+    width, head = shape.width, shape.width // shape.heads
+    queries, keys = shape.heads * head, shape.kv_heads * head
+    table = {"shape": (shape.vocab, width), "std": 0.02, "by_token": True, "padded_rows": shape.padded_vocab}
+
+    def matrix(name: str, inputs: int, outputs: int, split: int, **layout: Any) -> Weight:
+        flags = {"decay": True, "muon": True, "lora": True}
+        return Weight(f"{name}.weight", (outputs, inputs), 0.02, split=split, **flags, **layout)  # type: ignore[arg-type]
+
+    weights = [Weight("embed.weight", decay=True, split=0, depth=shape.layers + 1, **table)]  # type: ignore[arg-type]
+    for layer in range(shape.layers):
+        name = f"layers.{layer}"
+        block = [
+            Weight(f"{name}.norm_1.weight", (width,), ones=True),
+            matrix(
+                f"{name}.attention.qkv",
+                width,
+                queries + 2 * keys,
+                0,
+                parts=(queries, keys, keys),
+                groups=shape.kv_heads,
+            ),
+            matrix(f"{name}.attention.out", queries, width, 1),
+            Weight(f"{name}.norm_2.weight", (width,), ones=True),
+            matrix(f"{name}.mlp.gate", width, shape.inner, 0),
+            matrix(f"{name}.mlp.up", width, shape.inner, 0),
+            matrix(f"{name}.mlp.down", shape.inner, width, 1),
+        ]
+        weights += [replace(weight, depth=shape.layers - layer) for weight in block]
+    return [
+        *weights,
+        Weight("norm.weight", (width,), ones=True),
+        Weight("unembed.weight", decay=True, split=0, **table),
+    ]  # type: ignore[arg-type]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.head, self.repeat, self.layer = shape.width // shape.heads, shape.heads // shape.kv_heads, layer
+        self.qkv = nn.Linear(shape.width, (shape.heads + 2 * shape.kv_heads) * self.head, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any) -> Tensor:
+        (cos, sin), mask = context
+        qkv = apply_linear(self.qkv, x, keys_N).view(*x.shape[:2], -1, self.repeat + 2, self.head)
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in qkv.split([self.repeat, 1, 1], 3))
+        q, k = (rotate(part, cos, sin) for part in (q, k))
+        if cache is not None:
+            y = cache.attend(self.layer, q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return apply_linear(self.out, y.transpose(1, 2).flatten(2), keys_N)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.inner, bias=False)
+        self.up = nn.Linear(shape.width, shape.inner, bias=False)
+        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+
+    def forward(self, x: Tensor, keys_N: Tensor | None) -> Tensor:
+        inner = F.silu(apply_linear(self.gate, x, keys_N)) * apply_linear(self.up, x, keys_N)
+        return apply_linear(self.down, inner, keys_N)
+
+
+class Block(BaseBlock):
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.norm_1, self.attention = RMSNorm(shape.width), Attention(shape, layer)
+        self.norm_2, self.mlp = RMSNorm(shape.width), MLP(shape)
+        self.dropout, self.tokens_part = shape.dropout, 0
+
+    def compute(self, x: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Any) -> Tensor:
+        y = self.attention(self.norm_1(x), keys_N, cache, context)
+        x = x + drop(y, self.dropout, keys_N, 2, self.tokens_part)
+        return x + drop(self.mlp(self.norm_2(x), keys_N), self.dropout, keys_N, 3, self.tokens_part)
+
+
+class Net(BaseNet):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.embed = new_embedding(shape.padded_vocab, shape.width)
+        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.norm = RMSNorm(shape.width)
+        self.unembed = nn.Linear(shape.width, shape.padded_vocab, bias=False)
+
+    blocks = property(lambda self: self.layers)  # type: ignore[assignment]
+    embedding = property(lambda self: self.embed)  # type: ignore[assignment]
+    head = property(lambda self: self.unembed.weight)  # type: ignore[assignment]
+    cache_shape = property(lambda self: (self.shape.kv_heads, self.shape.width // self.shape.heads))  # type: ignore[assignment]
+
+    def begin(self, ids: Tensor, keys_N: Tensor | None, positions: Tensor | None, documents: Tensor | None) -> Any:
+        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+        if documents is not None:
+            places = places - document_starts(documents)
+        head = self.shape.width // self.shape.heads
+        rates = 10000.0 ** (-torch.arange(0, head, 2, device=ids.device) / head)
+        angles = (places[..., None] * rates).unsqueeze(-3)  # [N or none, 1, T, head / 2]
+        mask = None if documents is None else document_mask(documents)
+        return self.embed(ids), ((angles.cos(), angles.sin()), mask)
+
+    def end(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
