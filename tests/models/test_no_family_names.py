@@ -1,0 +1,58 @@
+"""No weight or module name of GPT-2 outside its own package and the converters: other modules read Weight."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import textmill
+
+PACKAGE = Path(textmill.__file__).parent
+NAMES = (
+    "wte",
+    "wpe",
+    "c_attn",
+    "c_proj",
+    "c_fc",
+    "ln_1",
+    "ln_2",
+    "ln_f",
+    "lm_head",
+    "transformer.h",
+    "fan_in_fan_out=True",
+)
+OWN = ("models/gpt2/", "conversion/")
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if not str(path.relative_to(PACKAGE)).startswith(OWN)]
+
+
+@cache
+def words_of(path: Path) -> list[tuple[int, str]]:
+    """Every identifier and text of a module, docstrings left out."""
+    found: list[tuple[int, str]] = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            found.append((node.lineno, node.value))
+        elif isinstance(node, ast.Attribute):
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Name):
+            found.append((node.lineno, node.id))
+    return found
+
+
+def test_modules_are_found() -> None:
+    assert len(FILES) > 100
+    own = [word for path in (PACKAGE / "models" / "gpt2").glob("*.py") for _, word in words_of(path)]
+    assert any(name in word for word in own for name in NAMES), "the search finds them where they are"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_of_gpt2(name: str) -> None:
+    found = [f"{path.relative_to(PACKAGE)}:{line}" for path in FILES for line, word in words_of(path) if name in word]
+    assert not found, f"'{name}' is a name of GPT-2: {', '.join(found)}"

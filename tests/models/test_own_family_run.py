@@ -1,0 +1,149 @@
+"""The life of a model of one's own family through the command line: train, resume, generate, evaluate, adapt, verify."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_runs import MYNET
+from textmill.cli import main
+from textmill.config import SampleConfig
+from textmill.generation.requests import Request
+from textmill.generation.text_chunks import TextChunk
+from textmill.server.model_setup import open_service
+from textmill.where import open_where
+
+SMALL = [
+    "model.shape.layers=2", "model.shape.heads=4", "model.shape.width=32", "model.shape.inner=64", "model.shape.extra={kv_heads: 2}",
+    "model.size=small", "train.length=32", "train.batch=8", "train.evaluate_every=3", "train.evaluate_batches=2",
+    "train.log_every=1", "train.schedule=constant",
+    "train.warmup=0", "engine.device=cpu",
+]  # fmt: skip
+GENERATE = ["sample.prompt=KING", "sample.min_tokens=0", "sample.max_tokens=8", "engine.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens, a copy of the family's file, and a run of six steps."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copy(MYNET, folder / "mynet.py")
+    train(folder, "run", 3)
+    return folder
+
+
+def words(folder: Path, run: str, steps: int, *more: str) -> list[str]:
+    data = [f"folder={folder}", f"train.folder={folder / run}", f"model.family={folder / 'mynet.py'}"]
+    return ["run", "quickstart", *data, *SMALL, f"train.steps={steps}", "train.save_every=3", *more]
+
+
+def train(folder: Path, run: str, steps: int, *more: str) -> None:
+    assert main(words(folder, run, steps, *more)) == 0
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_resumed_run_is_the_run_without_a_break(project: Path) -> None:
+    train(project, "run", 6)
+    train(project, "straight", 6)
+    assert losses(project / "run") == losses(project / "straight")
+    config = json.loads((project / "run" / "step-0000006" / "config.json").read_text())
+    assert (config["model_type"], config["kv_heads"]) == ("mynet", 2)
+
+
+def test_the_file_runs_only_if_the_user_names_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(project / "run"), *GENERATE]) == 2
+    assert f"add model.family={project / 'mynet.py'}" in capsys.readouterr().err
+    assert main(["generate", str(project / "run"), f"model.family={project / 'mynet.py'}", *GENERATE]) == 0
+    assert main(["show", str(project / "tokens")]) == 0, "a folder without a model needs no file"
+
+
+def test_a_changed_file_blocks_a_resume(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(project / "run", tmp_path / "run")
+    changed = tmp_path / "mynet.py"
+    changed.write_text(Path(MYNET).read_text() + "\n# changed\n")
+    refused = [f"train.folder={tmp_path / 'run'}", f"model.family={changed}"]
+    assert main(words(project, "run", 9, *refused)) == 2
+    assert f"{changed}: the file has changed since" in capsys.readouterr().err
+
+
+def test_evaluate_export_and_bare_models(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = f"model.family={project / 'mynet.py'}"
+    assert (
+        main(["evaluate", str(project / "run"), family, "evaluate.baselines=false", "engine.device=cpu", "--json"]) == 0
+    )
+    capsys.readouterr()
+    assert main(["export", str(project / "run"), family, f"export.folder={tmp_path / 'plain'}"]) == 0
+    texts = []
+    for where in (project / "run", tmp_path / "plain"):
+        capsys.readouterr()
+        assert main(["generate", str(where), family, *GENERATE]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_adapters_of_an_own_family(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = [
+        "model.lora.rank=2",
+        f"model.init_from={project / 'run'}",
+        "train.optimizer=adamw",
+        "train.learning_rate=1e-3",
+    ]
+    given = [word for word in words(project, "lora", 3, *lora) if not word.startswith("model.shape.")]
+    assert main(given) == 0
+    settings = json.loads((project / "lora" / "step-0000003" / "adapter_config.json").read_text())
+    assert settings["fan_in_fan_out"] is False
+    assert settings["target_modules"] == ["down", "gate", "out", "qkv", "up"]
+    assert main(["generate", str(project / "lora"), f"model.family={project / 'mynet.py'}", *GENERATE]) == 0
+
+
+def test_a_server_loads_the_file_in_its_model_process(project: Path) -> None:
+    settings = [f"model.family={project / 'mynet.py'}", "engine.device=cpu", "serve.slots=2"]
+    service = open_service(open_where(str(project / "run"), settings).config)
+    chunks: list[TextChunk] = []
+    ended = threading.Event()
+
+    def deliver(chunk: TextChunk) -> None:
+        chunks.append(chunk)
+        if chunk.done is not None:
+            ended.set()
+
+    try:
+        service.scheduler.submit(Request((1, 2, 3), SampleConfig(max_tokens=4)), deliver)
+        assert ended.wait(60)
+    finally:
+        service.scheduler.close(0)
+    assert chunks[-1].done is not None
+    assert chunks[-1].done.reason in ("length", "stop")
+
+
+def test_no_jax_net_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jax")
+    assert main(words(project, "jax", 3, "engine.kind=jax")) == 2
+    assert "the family mynet has no JAX net; set engine.kind=torch" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ["engine.mesh.shard=2"],
+        ["engine.mesh.tensor=2", "engine.mesh.sequence_parallel=true"],
+        ["engine.kind=deepspeed", "engine.zero=2", "train.optimizer=adamw", "train.learning_rate=1e-3"],
+    ],
+)
+def test_many_processes_give_the_numbers_of_one(
+    project: Path, capsys: pytest.CaptureFixture[str], mesh: list[str]
+) -> None:
+    """FSDP and tensor parallelism with Muon, and DeepSpeed with AdamW, on two processes each."""
+    if "engine.kind=deepspeed" in mesh:
+        pytest.importorskip("deepspeed")
+    assert main(["verify", *words(project, "run", 6, "engine.precision=fp32", *mesh)[1:]]) == 0
+    assert re.search(r"gives the numbers of one process", capsys.readouterr().out)
