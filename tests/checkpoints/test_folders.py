@@ -74,7 +74,7 @@ def in_threads(world: int, work: Callable[[Any], Any]) -> list[Any]:
         return list(pool.map(work, [Threads(rank, shared, gate) for rank in range(world)]))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_checkpoint_reads_back(tmp_path: Path) -> None:
     wanted = snapshot(7, valid_loss=1.25)
     folder = write_checkpoint(tmp_path, wanted)
     assert folder.name == "step-0000007"
@@ -93,7 +93,7 @@ def test_safetensors_reads_our_file(tmp_path: Path) -> None:
     assert equal(load_file(tmp_path / "x.safetensors").items(), wanted)
 
 
-def test_we_read_theirs_in_every_float(tmp_path: Path) -> None:
+def test_we_read_files_of_safetensors_in_every_float_type(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -134,7 +134,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.safetensors", "progress.json", "config.json", "manifest.json", "run.yaml"]
 )
-def test_a_damaged_one_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = write_checkpoint(tmp_path, snapshot(5))
@@ -160,14 +160,14 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
         open_checkpoint(last)
 
 
-def test_when_all_are_damaged_it_is_said(tmp_path: Path) -> None:
+def test_all_checkpoints_damaged_is_an_error(tmp_path: Path) -> None:
     (write_checkpoint(tmp_path, snapshot(5)) / "config.json").write_bytes(b"")
     with pytest.raises(TextmillError, match="every checkpoint is damaged"):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path / "nothing") is None
 
 
-def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+def test_a_nan_loss_is_never_the_best(tmp_path: Path) -> None:
     for step, loss in ((1, float("nan")), (2, 1.0), (3, 3.0), (4, float("inf"))):
         write_checkpoint(tmp_path, snapshot(step, valid_loss=loss))
         prune(tmp_path, keep=1, keep_every=None)
@@ -201,7 +201,7 @@ def test_retention(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, 50)
 
 
-def test_a_full_disk_stops_with_a_reason_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_loses_no_checkpoint(tmp_path: Path) -> None:
     saver = Saver(tmp_path, keep=2, keep_every=None)
     saver.save(snapshot(5))
     saver.wait()
@@ -216,7 +216,7 @@ def test_a_full_disk_stops_with_a_reason_and_loses_nothing(tmp_path: Path) -> No
     assert find_checkpoint_damage(tmp_path / "step-0000005") == []
 
 
-def test_headers_that_lie_are_refused(tmp_path: Path) -> None:
+def test_false_headers_are_refused(tmp_path: Path) -> None:
     def file(header: dict[str, Any], data: bytes = b"\0" * 64) -> Path:
         text = json.dumps(header).encode()
         path = tmp_path / "model.safetensors"
@@ -254,7 +254,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         list(open_checkpoint(tmp_path).weights())
 
 
-def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None:
+def test_a_large_checkpoint_is_sharded(tmp_path: Path) -> None:
     dice = np.random.default_rng(1)
     weights = [
         (name, dice.normal(size=(size, 10)).astype(np.float32))
@@ -287,7 +287,7 @@ def test_a_large_state_is_several_files_and_reads_as_one(tmp_path: Path) -> None
     assert find_checkpoint_damage(folder) == []
 
 
-def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path: Path) -> None:
+def test_every_rank_writes_its_files_and_a_failing_rank_ends_all(tmp_path: Path) -> None:
     """Three processes as threads: what each is given and writes, and what they say to one another."""
     values = {name: np.full((4, 4), float(number), np.float32) for number, name in enumerate("abcdefg")}
     moments = {f"m/{name}": array * 2 for name, array in values.items()}
@@ -319,7 +319,7 @@ def test_every_process_writes_its_own_files_and_a_fault_of_one_ends_all(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
 
 
-def test_a_folder_that_machines_do_not_share_is_told_at_the_first_save(tmp_path: Path) -> None:
+def test_a_folder_that_machines_do_not_share_is_reported_at_the_first_save(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> str:
         model, state = (FilePlan(stem, lambda _: 4, 4, ranks.rank, 2) for stem in ("model", "optimizer"))
         own = [(name, np.zeros(1, np.float32)) for name in "ab" if model.add(name)]
@@ -336,7 +336,7 @@ def test_a_folder_that_machines_do_not_share_is_told_at_the_first_save(tmp_path:
     assert find_checkpoint(tmp_path / "0") is None
 
 
-def test_transformers_opens_several_files(tmp_path: Path) -> None:
+def test_transformers_opens_a_sharded_checkpoint(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from textmill.config import ModelConfig, ShapeConfig

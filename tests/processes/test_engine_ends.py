@@ -40,7 +40,9 @@ def give_up_when_ready(command: list[str], *, stdout: IO[str], timeout: float, *
         ([sys.executable, "-c", NOT_WAITED_FOR], r"well, left 1 behind \(\S+, a zombie\)"),
     ],
 )
-def test_who_is_left_is_counted_and_ended(command: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_processes_are_counted_and_killed(
+    command: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if wanted.startswith("hung"):
         monkeypatch.setattr(engine_ends.subprocess, "run", give_up_when_ready)
     before = children()

@@ -26,12 +26,12 @@ def ended(last: str, root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_thread_that_never_ends_keeps_no_process(root: Path) -> None:
+def test_an_endless_thread_does_not_keep_the_process_alive(root: Path) -> None:
     done = ended("return 75", root)
     assert (done.returncode, done.stdout, done.stderr) == (75, "work\nthen what was promised for the end\n", "")
 
 
-def test_who_is_asked_to_end_at_the_end_ends_as_it_would_have(root: Path) -> None:
+def test_sigterm_during_exit_does_not_change_the_exit_code(root: Path) -> None:
     done = ended("import os, signal; atexit.register(os.kill, os.getpid(), signal.SIGTERM); return 3", root)
     assert (done.returncode, done.stdout, done.stderr) == (3, "work\nthen what was promised for the end\n", "")
 

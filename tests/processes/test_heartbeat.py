@@ -23,7 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 
 @pytest.mark.long_with("stop")
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_the_job_ends_and_the_process_is_named(root: Path, kind: str) -> None:
+def test_a_dead_or_hung_rank_ends_the_job_and_is_named(root: Path, kind: str) -> None:
     run = root / kind
     ending = started(words_of(root, run, "engine.timeout=10"), ranks=2, fault=f"{kind}@step:5:1", waits_for=[0])[0]
     assert ending.code == 75, ending.said
@@ -77,7 +77,7 @@ heartbeat.Watchdog(0, 2, Store(), 60.0).end_job("a collective failed")
 """
 
 
-def test_a_watch_that_fails_itself_ends_who_waits_for_it() -> None:
+def test_a_failing_watchdog_ends_the_process() -> None:
     """A launcher's SIGTERM that comes while it looks for who is to blame does not keep it from telling."""
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75, done.stderr
@@ -87,7 +87,7 @@ def test_a_watch_that_fails_itself_ends_who_waits_for_it() -> None:
     )
 
 
-def test_who_is_to_blame() -> None:
+def test_diagnosis() -> None:
     at, waits = "step 5", "all_reduce (x.py:1)"
     first: list[Heartbeat | None] = [Heartbeat(3, at, waits, 5), Heartbeat(9, at, waits, 5), Heartbeat(4, at, None, 5)]
     later: list[Heartbeat | None] = [Heartbeat(6, at, waits, 6), Heartbeat(9, at, waits, 5), Heartbeat(7, at, None, 6)]
@@ -99,7 +99,7 @@ def test_who_is_to_blame() -> None:
     assert diagnose(first, later).startswith("deadlock: all ranks wait for one another")
 
 
-def test_who_still_moves() -> None:
+def test_any_progress() -> None:
     before: list[Heartbeat | None] = [Heartbeat(3, "step 5", None, 9), Heartbeat(4, "step 5", None, 1)]
     assert not any_progress(before, [Heartbeat(4, "step 5", None, 10), Heartbeat(4, "step 5", None, 1)], 5), (
         "one is silent, one does not move"
@@ -130,7 +130,7 @@ def test_a_slow_disk_is_no_hang_and_a_hang_at_the_start_is_one(root: Path) -> No
     assert "rank 1" in json.loads((root / "hung" / "stopped.json").read_text())["why"]
 
 
-def test_the_place_of_a_wait_is_read_from_the_stack() -> None:
+def test_the_collective_is_read_from_the_stack() -> None:
     gate, end = threading.Event(), threading.Lock()
     thread = threading.Thread(target=lambda: gate.wait(), daemon=True)
     busy = threading.Thread(target=lambda: end.acquire(), daemon=True)
@@ -147,7 +147,7 @@ def test_the_place_of_a_wait_is_read_from_the_stack() -> None:
     assert "test_heartbeat.py" in found
 
 
-def test_the_odd_one_is_named() -> None:
+def test_the_deviating_replica_is_named() -> None:
     assert find_mismatch([{"a": 1, "b": 2}, {"a": 1, "b": 2}]) is None
     assert find_mismatch([{}, {}]) is None
     assert find_mismatch([{"a": 1}, {"b": 2}]) is None, "parts that only one holds have no copy"

@@ -27,7 +27,7 @@ with StopSignals() as stopping:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_second_signal_leaves_at_once(number: signal.Signals) -> None:
+def test_the_second_signal_exits_at_once(number: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
     assert process.stdout
     try:
@@ -41,7 +41,7 @@ def test_the_second_signal_leaves_at_once(number: signal.Signals) -> None:
         process.kill()
 
 
-def test_what_was_before_is_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     threads = threading.active_count()
     for _ in range(2):

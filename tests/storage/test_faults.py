@@ -17,7 +17,7 @@ from textmill.storage.faults import Fault, parse
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_save_cut_short_anywhere_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_a_save_killed_at_any_point_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     """In a process of its own, since it forks; in memory where that can be, since death takes nothing from a disk's cache."""
     memory = Path("/dev/shm")
     folder = memory if os.access(memory, os.W_OK) else tmp_path
@@ -41,7 +41,7 @@ def test_a_save_cut_short_anywhere_leaves_the_old_or_the_new(tmp_path: Path) -> 
         assert new >= 3
 
 
-def test_what_can_be_said() -> None:
+def test_fault_syntax() -> None:
     assert parse("") == []
     assert parse("kill@disk:7,nan@step:5:1,stop@step:2") == [
         Fault("kill", "disk", 7, 0), Fault("nan", "step", 5, 1), Fault("stop", "step", 2, 0),
@@ -65,7 +65,7 @@ def test_what_can_be_said() -> None:
             parse(word)
 
 
-def test_a_rank_is_hit_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_named_rank_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("nan@step:5:1")
     try:
         assert not faults.is_due("nan", 5), "one process is rank 0"

@@ -12,7 +12,7 @@ from textmill.storage.prefetch import prefetch
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_all_come_in_order_whoever_is_done_first(threads: int) -> None:
+def test_results_come_in_order(threads: int) -> None:
     def slow_for_even(one: int) -> int:
         time.sleep(0.01 * (one % 2 == 0))
         return one * one
@@ -22,7 +22,7 @@ def test_all_come_in_order_whoever_is_done_first(threads: int) -> None:
     ]
 
 
-def test_no_more_are_made_than_may_wait() -> None:
+def test_no_more_than_depth_results_are_computed_ahead() -> None:
     asked: list[int] = []
     taken = prefetch(lambda one: asked.append(one), iter(range(1000)), threads=4, depth=3)
     next(taken)
@@ -31,12 +31,12 @@ def test_no_more_are_made_than_may_wait() -> None:
     assert len(asked) <= 4
 
 
-def test_threads_work_at_the_same_time() -> None:
+def test_threads_run_concurrently() -> None:
     together = threading.Barrier(3, timeout=LONGEST)
     assert [one for one, _ in prefetch(lambda one: together.wait(), range(3), threads=3, depth=3)] == [0, 1, 2]
 
 
-def test_what_fails_fails_where_it_is_taken() -> None:
+def test_an_error_is_raised_when_its_result_is_taken() -> None:
     taken = prefetch(lambda one: 1 // one, [2, 1, 0, 3])
     assert [next(taken), next(taken)] == [(2, 0), (1, 1)]
     with pytest.raises(ZeroDivisionError):

@@ -25,7 +25,7 @@ def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.err.count("\n") == 1
 
 
-def test_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 4.0, 11.0, 15.0, 21.0, 22.0])
     monkeypatch.setattr("textmill.storage.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
@@ -53,7 +53,7 @@ def test_a_second_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_nothing_is_said_of_work_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_work_prints_no_end_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError), progress("count"):
         raise RuntimeError
     assert capsys.readouterr().err == ""
@@ -63,7 +63,7 @@ def test_nothing_is_said_of_work_that_failed(capsys: pytest.CaptureFixture[str])
     ("seconds", "told"),
     [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")],
 )
-def test_spans(seconds: float, told: str) -> None:
+def test_durations(seconds: float, told: str) -> None:
     assert format_duration(seconds) == told
 
 

@@ -44,7 +44,7 @@ def test_plain_lines() -> None:
     ]
 
 
-def test_a_valid_loss_beside_a_loss_gets_its_own_line() -> None:
+def test_a_valid_loss_gets_its_own_line() -> None:
     stream = io.StringIO()
     PlainConsole(throughput(Clock()), stream).log(1, {"loss": 2.0, "valid_loss": 3.0, "tokens_per_second": 5.0})
     assert stream.getvalue().splitlines() == [
@@ -53,13 +53,13 @@ def test_a_valid_loss_beside_a_loss_gets_its_own_line() -> None:
     ]
 
 
-def test_mfu_only_where_the_chip_is_known() -> None:
+def test_mfu_only_for_known_chips() -> None:
     values = {"loss": 1.0, "tokens_per_second": 2000.0}
     assert "MFU 40.0%" in throughput(Clock(), peak=1e10).format_values(5, values)
     assert not any("MFU" in word for word in throughput(Clock()).format_values(5, values))
 
 
-def test_time_left_counts_only_this_process_and_all_of_its_time() -> None:
+def test_remaining_time_counts_this_process_only() -> None:
     clock = Clock()
     resumed = throughput(clock, start=900)
     assert resumed.seconds_left(900) is None
@@ -68,7 +68,7 @@ def test_time_left_counts_only_this_process_and_all_of_its_time() -> None:
     assert resumed.seconds_left(1000) == 0
 
 
-def test_time_to_begin_is_not_expected_again() -> None:
+def test_remaining_time_leaves_out_the_start() -> None:
     clock = Clock()
     compiled = throughput(clock)
     clock.now = 40.0
@@ -79,7 +79,7 @@ def test_time_to_begin_is_not_expected_again() -> None:
     assert compiled.format_values(20, {"loss": 8.0})[-1] == f"left {format_time(159 / 19 * 980)}"
 
 
-def test_average_speed_where_the_loop_gives_none() -> None:
+def test_average_throughput_if_none_is_logged() -> None:
     clock = Clock()
     clock.now = 2.0
     assert "20,480 tok/s" in throughput(clock).format_values(10, {"loss": 1.0})
@@ -88,7 +88,7 @@ def test_average_speed_where_the_loop_gives_none() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (200, "3:20"), (3725, "1:02:05"), (180_000, "50:00:00")]
 )
-def test_spoken_time(seconds: float, text: str) -> None:
+def test_format_time(seconds: float, text: str) -> None:
     assert format_time(seconds) == text
 
 
@@ -121,7 +121,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(new_console(throughput(Clock()), Terminal()), PlainConsole)
 
 
-def test_a_batch_that_grows() -> None:
+def test_remaining_time_with_a_growing_batch() -> None:
     clock = Clock()
     clock.now = 10.0
     growing = Throughput(

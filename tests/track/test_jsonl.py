@@ -27,14 +27,14 @@ def test_every_float_reads_back_bitwise(tmp_path_factory: pytest.TempPathFactory
     assert [bits(line["loss"]) for line in read_metrics(path)] == [bits(value) for value in values]
 
 
-def test_step_stands_first_and_each_line_is_there_at_once(tmp_path: Path) -> None:
+def test_step_is_first_and_each_line_is_flushed(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / METRICS_FILE)
     lines.log(7, {"loss": 1.5, "learning_rate": 1e-3})
     assert (tmp_path / METRICS_FILE).read_text() == '{"step": 7, "loss": 1.5, "learning_rate": 0.001}\n'
     lines.close()
 
 
-def test_not_a_number_is_kept(tmp_path: Path) -> None:
+def test_nan_is_written(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / METRICS_FILE)
     lines.log(1, {"loss": float("nan")})
     lines.close()
@@ -42,7 +42,7 @@ def test_not_a_number_is_kept(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 12), st.integers(0, 400))
-def test_cut_back_keeps_whole_lines_up_to_the_step(
+def test_truncation_keeps_complete_lines_up_to_the_step(
     tmp_path_factory: pytest.TempPathFactory, step: int, killed_at: int
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / METRICS_FILE
@@ -53,7 +53,7 @@ def test_cut_back_keeps_whole_lines_up_to_the_step(
     assert path.read_bytes() == b"".join(complete[:step])
 
 
-def test_cut_back_then_append_gives_the_undisturbed_file(tmp_path: Path) -> None:
+def test_truncate_then_append_gives_the_uninterrupted_file(tmp_path: Path) -> None:
     undisturbed, killed = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for path, steps in ((undisturbed, 9), (killed, 7)):
         lines = JsonLines(path)
@@ -71,7 +71,7 @@ def test_cut_back_then_append_gives_the_undisturbed_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"[1]", b"3", b'{"loss": 1.0}', b'{"step": "x"}', b"null"])
-def test_what_is_no_metric_is_dropped(tmp_path: Path, line: bytes) -> None:
+def test_lines_without_a_step_are_dropped(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(b'{"step": 1}\n' + line + b"\n" + b'{"step": 2}\n')
     truncate_after(path, 2)
@@ -79,6 +79,6 @@ def test_what_is_no_metric_is_dropped(tmp_path: Path, line: bytes) -> None:
     assert len(path.read_bytes().splitlines()) == 2
 
 
-def test_no_file_is_no_fault(tmp_path: Path) -> None:
+def test_a_missing_file_is_no_error(tmp_path: Path) -> None:
     truncate_after(tmp_path / METRICS_FILE, 3)
     assert not (tmp_path / METRICS_FILE).exists()

@@ -30,7 +30,7 @@ def log_steps(folder: Path, start: int, steps: range, loss: float) -> None:
     tracker.close()
 
 
-def test_scalars_come_back(tmp_path: Path) -> None:
+def test_scalars_read_back(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, range(1, 6), 1.0)
     events = scalars_of(tmp_path)
     assert set(events.Tags()["scalars"]) == {"loss", "learning_rate"}
@@ -39,7 +39,7 @@ def test_scalars_come_back(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_run_is_one_line_without_the_lost_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_is_one_curve_without_the_lost_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log_steps(tmp_path, 0, range(1, 9), 1.0)
     # Event files are read in the order of their names, which begin with the second they were made in.
     later = time.time() + 5

@@ -29,7 +29,7 @@ def records_of(path: Path) -> Iterator[bytes]:
             whole = b""
 
 
-def test_id_stays_at_resume_and_changes_when_begun_anew(tmp_path: Path) -> None:
+def test_the_id_stays_at_resume_and_changes_for_a_new_run(tmp_path: Path) -> None:
     from textmill.track.on_wandb import read_or_create_id
 
     folder = tmp_path / "koşu 1"
@@ -39,7 +39,7 @@ def test_id_stays_at_resume_and_changes_when_begun_anew(tmp_path: Path) -> None:
     assert read_or_create_id(folder, 0) != first
 
 
-def test_offline_run_is_written_beside_the_checkpoints(
+def test_an_offline_run_is_written_next_to_the_checkpoints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(

@@ -37,7 +37,7 @@ class Broken:
         raise OSError("still no space")
 
 
-def test_console_and_metrics_always(tmp_path: Path) -> None:
+def test_console_and_metrics_are_always_written(tmp_path: Path) -> None:
     stream = io.StringIO()
     trackers = opened(tmp_path, stream)
     trackers.log(3, {"loss": 2.5})
@@ -49,7 +49,7 @@ def test_console_and_metrics_always(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 3, "loss": 2.5}]
 
 
-def test_opening_at_a_step_forgets_what_came_after(tmp_path: Path) -> None:
+def test_opening_at_a_step_removes_later_metrics(tmp_path: Path) -> None:
     for start in (0, 3):
         trackers = opened(tmp_path, io.StringIO(), start=start)
         for step in range(start + 1, 6):
@@ -72,7 +72,7 @@ def test_a_failing_tracker_is_switched_off_with_one_line(tmp_path: Path, capsys:
     assert len(read_metrics(tmp_path / METRICS_FILE)) == 5
 
 
-def test_a_tracker_that_cannot_open_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_cannot_open_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trackers = opened(tmp_path / "not there", io.StringIO())
     trackers.log(1, {"loss": 1.0})
     trackers.close()
@@ -93,7 +93,7 @@ def test_a_closed_console_does_not_stop_training(tmp_path: Path, capsys: pytest.
     assert read_metrics(tmp_path / METRICS_FILE)
 
 
-def test_a_stop_from_the_keyboard_passes_through() -> None:
+def test_a_keyboard_interrupt_is_raised() -> None:
     class Interrupted(Broken):
         def log(self, step: int, values: dict[str, float]) -> None:
             raise KeyboardInterrupt
@@ -105,7 +105,7 @@ def test_a_stop_from_the_keyboard_passes_through() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-def test_a_missing_extra_is_said_at_the_door(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_at_the_start(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == kind or name == f"textmill.track.on_{kind}"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, kind, None)
@@ -115,7 +115,7 @@ def test_a_missing_extra_is_said_at_the_door(tmp_path: Path, kind: str, monkeypa
     assert not (tmp_path / METRICS_FILE).exists()
 
 
-def test_a_broken_package_is_only_warned_of(
+def test_a_broken_package_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def explode(name: str) -> Any:

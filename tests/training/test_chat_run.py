@@ -45,7 +45,7 @@ def answers(checkpoint: Path) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def test_it_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_model_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(
         tmp_path,
@@ -88,7 +88,7 @@ async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_accuracy_stands_beside_the_loss(tmp_path: Path) -> None:
+def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     written(tmp_path, "pairs.jsonl", [(f"number {number}?", f"{number} it is") for number in range(60)])
     config = config_of(tmp_path, corpus={"split": [8, 2, 0]}, train={"evaluate_every": 1})
     folder = made(config)
@@ -156,7 +156,7 @@ def test_all_labels_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "; check the roles" in err
 
 
-def test_the_stop_token_is_not_asked(tmp_path: Path) -> None:
+def test_the_stop_token_has_no_loss(tmp_path: Path) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(tmp_path)
     folder = made(config)
@@ -171,7 +171,7 @@ def test_the_stop_token_is_not_asked(tmp_path: Path) -> None:
         train(config)
 
 
-def test_some_stop_tokens_are_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_stop_tokens_have_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, "pairs.jsonl", [*PAIRS.items(), ("tell me", "a tale that never ends and " * 20)])
     config = config_of(tmp_path, train={"chat": {"truncate": "end"}})
     made(config)
@@ -256,7 +256,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return list_checkpoints(train(config))[2]
 
 
-def test_new_tokens_begin_as_the_mean_of_their_pieces(
+def test_new_tokens_start_as_the_mean_of_their_old_tokens(
     pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
@@ -282,7 +282,7 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
         assert after[new.convert_tokens_to_ids(token)] == pytest.approx(before[pieces].mean(0), abs=1e-6)
 
 
-def test_it_goes_on_after_growing(pretrained: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_grown_vocabulary_resumes(pretrained: Path, tmp_path: Path) -> None:
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     sections: dict[str, Any] = {"tokenizer": {"use": str(pretrained)}, "model": {"init_from": str(pretrained)}}
     made(config_of(tmp_path, **sections))

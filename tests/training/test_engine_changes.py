@@ -93,7 +93,7 @@ def test_every_loss_is_torchs(runs: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("step", [EACH * (number + 1) for number in range(len(SITTINGS))])
-def test_what_is_handed_over_is_torchs_by_name(step: int, runs: tuple[Path, Path]) -> None:
+def test_checkpoints_of_every_engine_match_torch(step: int, runs: tuple[Path, Path]) -> None:
     kind = SITTINGS[step // EACH - 1][0].removeprefix("engine.kind=")
     assert f"engine:\n  kind: {kind}\n" in (runs[1] / f"step-{step:07d}" / "run.yaml").read_text(), (
         "it was this engine's to hand over"

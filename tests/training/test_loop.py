@@ -93,7 +93,7 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
     assert last_weights(run, STEPS) == last_weights(undisturbed, STEPS)
 
 
-def test_done_is_done(root: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_does_nothing(root: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {
         path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"
     }
@@ -114,13 +114,13 @@ def test_done_is_done(root: Path, undisturbed: Path, capsys: pytest.CaptureFixtu
         (["model.shape.dropout=0.0"], r"model.attention_dropout was 0\.1, is 0\.0"),
     ],
 )
-def test_what_would_change_the_result_is_refused(root: Path, undisturbed: Path, words: list[str], said: str) -> None:
+def test_a_changed_result_setting_is_refused(root: Path, undisturbed: Path, words: list[str], said: str) -> None:
     with pytest.raises(TextmillError, match=said) as error:
         train(config_for(root, undisturbed, STEPS, *words))
     assert "--force" in str(error.value)
 
 
-def test_a_refused_run_leaves_nothing_that_was_not_there(root: Path, tmp_path: Path) -> None:
+def test_a_refused_run_leaves_no_files(root: Path, tmp_path: Path) -> None:
     """Refused by what is looked at first, by what comes after the data's index was written, and by the engine."""
     refusals = {
         "model.init_from=nowhere": "nowhere",
@@ -139,7 +139,7 @@ def test_a_refused_run_leaves_nothing_that_was_not_there(root: Path, tmp_path: P
             ]
 
 
-def test_what_is_safe_is_taken_and_recorded(root: Path) -> None:
+def test_changeable_settings_are_accepted_and_recorded(root: Path) -> None:
     run = root / "more"
     train(config_for(root, run, 10))
     train(config_for(root, run, 14, "train.log_every=2", "engine.micro_batch=4"))
@@ -150,7 +150,7 @@ def test_what_is_safe_is_taken_and_recorded(root: Path) -> None:
         assert wanted in changes
 
 
-def test_fp16_goes_on_with_its_loss_scale(root: Path) -> None:
+def test_fp16_resumes_with_its_loss_scale(root: Path) -> None:
     config = config_for(
         root, root / "half", 24, "engine.precision=fp16", "train.checkpoints.keep=9", "train.evaluate_batches=1"
     )
@@ -167,7 +167,7 @@ def test_fp16_goes_on_with_its_loss_scale(root: Path) -> None:
     assert progress["scaling"]["scale"] == scales[-1]
 
 
-def test_a_loss_scale_that_cannot_help_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_at_the_lowest_loss_scale_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("textmill.engines.loss_scale_torch.FIRST", 16.0)
     wild = (
         "engine.precision=fp16",
@@ -189,7 +189,7 @@ def test_a_loss_scale_that_cannot_help_ends_the_run(root: Path, monkeypatch: pyt
     assert scales.count(1) == 5, "five logged steps at the lowest are enough"
 
 
-def test_from_an_earlier_step_and_anew(root: Path) -> None:
+def test_resume_from_an_earlier_step_and_start_from_scratch(root: Path) -> None:
     run = root / "back"
     train(config_for(root, run, 12, "train.checkpoints.keep=5"))
     first = numbers_of(run)
@@ -201,7 +201,7 @@ def test_from_an_earlier_step_and_anew(root: Path) -> None:
     assert last_weights(run, 12) != weights
 
 
-def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
+def test_sample_prompts_use_the_saved_checkpoint(root: Path) -> None:
     from textmill.checkpoints.folders import open_checkpoint
     from textmill.generation import sample_prompts
 
@@ -216,7 +216,7 @@ def test_samples_of_fixed_prompts_come_from_what_was_saved(root: Path) -> None:
     assert [line["text"] for line in lines[2:]] == [line["text"] for line in again]
 
 
-def test_a_second_process_is_kept_out(root: Path, undisturbed: Path) -> None:
+def test_a_second_process_is_refused(root: Path, undisturbed: Path) -> None:
     from textmill.storage.files import file_lock
 
     with (
@@ -235,7 +235,7 @@ def test_other_data_is_refused(root: Path, undisturbed: Path, tmp_path: Path) ->
         train(config_for(tmp_path, undisturbed, STEPS))
 
 
-def test_transformers_opens_what_was_trained(undisturbed: Path) -> None:
+def test_transformers_opens_a_trained_checkpoint(undisturbed: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -249,7 +249,7 @@ def test_transformers_opens_what_was_trained(undisturbed: Path) -> None:
         assert (theirs(ids).logits - net.logits(net(ids))).abs().max() < 1e-5
 
 
-def test_a_run_may_start_from_weights(root: Path, undisturbed: Path) -> None:
+def test_a_run_starts_from_given_weights(root: Path, undisturbed: Path) -> None:
     run = root / "continued"
     for start in (undisturbed, undisturbed / f"step-{STEPS:07d}"):
         train(config_for(root, run, 3, f"model.init_from={start}", "train.warmup=0"), force="yes")
@@ -271,7 +271,7 @@ def _with_fewer_vectors(run: Path, root: Path) -> Path:
     return folder
 
 
-def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) -> None:
+def test_a_failure_before_the_first_step_keeps_every_checkpoint(root: Path) -> None:
     """Going back or starting anew clears nothing until the start is sure."""
     from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints
 
@@ -299,7 +299,7 @@ def test_what_fails_before_the_first_step_leaves_every_checkpoint(root: Path) ->
     assert list(list_checkpoints(run)) == [5, 10, 12], "done already, and nothing touched"
 
 
-def test_a_run_may_start_anew_from_its_own_weights(root: Path) -> None:
+def test_a_run_restarts_from_its_own_weights(root: Path) -> None:
     run = root / "self"
     train(config_for(root, run, 20))
     last = numbers_of(run)[-1]["valid_loss"]
@@ -307,7 +307,7 @@ def test_a_run_may_start_anew_from_its_own_weights(root: Path) -> None:
     assert numbers_of(run)[0]["loss"] < last + 0.3
 
 
-def test_a_prompt_that_does_not_fit_stops_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_that_does_not_fit_does_not_stop_training(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = root / "long-prompt"
     prompt = "word " * 200
     train(config_for(root, run, 5, f"train.sample_prompts={prompt}", "sample.min_tokens=0"))
@@ -315,7 +315,7 @@ def test_a_prompt_that_does_not_fit_stops_nothing(root: Path, capsys: pytest.Cap
     assert "train.sample_prompts: sample.prompt" in capsys.readouterr().out
 
 
-def test_given_weights_count_by_what_they_are(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_given_weights_count_by_content(root: Path, undisturbed: Path, tmp_path: Path) -> None:
     import shutil
 
     base, run = tmp_path / "base", root / "given"
@@ -332,7 +332,7 @@ def test_given_weights_count_by_what_they_are(root: Path, undisturbed: Path, tmp
         train(config_for(root, run, 7, f"model.init_from={base}"))
 
 
-def test_dropout_may_be_changed_on_given_weights_and_nothing_else(root: Path, undisturbed: Path) -> None:
+def test_only_dropout_may_change_on_given_weights(root: Path, undisturbed: Path) -> None:
     run = root / "dropped"
     train(config_for(root, run, 2, f"model.init_from={undisturbed}", "train.warmup=0", "model.shape.dropout=0.3"))
     assert json.loads((run / "step-0000002" / "config.json").read_text())["resid_pdrop"] == 0.3

@@ -81,7 +81,7 @@ def logits_of(folder: Path, **options: Any) -> torch.Tensor:
         return net.logits(net(IDS))
 
 
-def test_stopped_and_gone_on_with_it_gives_the_same_bits(
+def test_a_resumed_lora_run_is_bitwise_the_same(
     base: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(adapting(tmp_path / "run", base, 3))
@@ -101,7 +101,7 @@ def test_stopped_and_gone_on_with_it_gives_the_same_bits(
         train(adapting(run, base, 6, dropout=0.0))
 
 
-def test_it_changes_its_engine_in_the_middle(base: Path, run: Path, tmp_path: Path) -> None:
+def test_a_lora_run_resumes_on_another_engine(base: Path, run: Path, tmp_path: Path) -> None:
     for extra in ("deepspeed", "jax"):
         pytest.importorskip(extra, reason=f"needs the extra {extra}")
     engines = [TorchEngine(device="cpu"), JaxEngine(device="cpu"), DeepSpeedEngine(device="cpu", zero=3)]
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
         assert (ours - theirs).abs().max() < NEAR
 
 
-def test_apart_it_writes_what_it_writes_merged(run: Path) -> None:
+def test_a_separate_adapter_generates_what_the_merged_one_does(run: Path) -> None:
     checkpoint, greedy = open_model(str(run)), SampleConfig(temperature=0, max_tokens=12)
     engine = TorchEngine(device="cpu", precision="fp32")
     apart, merged = (open_generator(checkpoint, engine, separate_adapter=separate) for separate in (True, False))
@@ -139,7 +139,7 @@ def test_apart_it_writes_what_it_writes_merged(run: Path) -> None:
     assert apart.texts(["Bye", "잘"], greedy) == merged.texts(["Bye", "잘"], greedy)
 
 
-def test_verbs_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run), "sample.prompt=Bye", "sample.max_tokens=5", "engine.device=cpu"]) == 0
     assert main(["generate", str(list_checkpoints(run)[3]), "sample.max_tokens=5", "engine.device=cpu"]) == 0
     assert main(["check", str(run)]) == 0
@@ -148,7 +148,7 @@ def test_verbs_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]
     assert measured["step"] == 6
 
 
-def test_a_folder_of_peft_without_anything_else_is_a_model(base: Path, run: Path, tmp_path: Path) -> None:
+def test_a_bare_peft_folder_is_a_model(base: Path, run: Path, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(list_checkpoints(run)[6] / name, tmp_path)
     assert main(["generate", str(tmp_path), "sample.max_tokens=5", "engine.device=cpu"]) == 0
@@ -167,9 +167,7 @@ def test_a_folder_of_peft_without_anything_else_is_a_model(base: Path, run: Path
         )
 
 
-def test_a_base_that_changed_or_is_gone_is_refused(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_or_missing_base_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, folder = tmp_path / "copy", tmp_path / "run"
     shutil.copytree(base, copy)
     (copy / "progress.json").unlink()  # no checkpoint of ours any more: nothing else guards its bits
@@ -190,7 +188,7 @@ def test_a_base_that_changed_or_is_gone_is_refused(
         train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})}))
 
 
-def test_new_tokens_travel_with_the_adapter(base: Path, tmp_path: Path) -> None:
+def test_new_tokens_are_saved_with_the_adapter(base: Path, tmp_path: Path) -> None:
     """A chat template's tokens have vectors that the base does not; PEFT reads them into an embedding of the new size."""
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     chat = config_of(tmp_path, tokenizer={"use": str(base)}, train={"learning_rate": 0.01})
@@ -215,12 +213,12 @@ def test_new_tokens_travel_with_the_adapter(base: Path, tmp_path: Path) -> None:
     assert (logits_of(found.folder) - wanted).abs().max() < NEAR
 
 
-def test_adapters_need_something_to_adapt() -> None:
+def test_lora_needs_a_base_model() -> None:
     with pytest.raises(TextmillError, match=r"model\.lora: needs weights to adapt; set model\.init_from"):
         RunConfig.model_validate({"model": {"lora": {"rank": 2}}})
 
 
-def test_exported_it_is_one_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_adapter_is_one_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = list_checkpoints(run)[6], tmp_path / "out"
     assert main(["export", str(run), f"export.folder={out}"]) == 0
     assert "with its adapter merged" in capsys.readouterr().out

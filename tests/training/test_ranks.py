@@ -49,7 +49,7 @@ def assert_equal(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
         }
 
 
-def test_two_processes_give_the_numbers_of_one_and_either_goes_on(root: Path) -> None:
+def test_two_processes_match_one_and_either_resumes(root: Path) -> None:
     alone, two = root / "alone", root / "two"
     one = textmill(*words(root, alone, 16), env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
     assert one.returncode == 0, one.stderr
@@ -95,7 +95,7 @@ def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
     assert not list((root / "odd").glob("step-*"))
 
 
-def test_launchers_are_understood() -> None:
+def test_launcher_environments() -> None:
     assert launch_of({}) is None
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     slurm = {

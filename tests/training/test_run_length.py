@@ -76,7 +76,7 @@ def test_epochs_end_where_their_last_sample_is_seen() -> None:
     assert [done for done in range(1, 7) if whole.is_due("epoch", done)] == [2, 4, 6]
 
 
-def test_a_ramp_is_told() -> None:
+def test_batch_rampup_is_described() -> None:
     assert planned(steps=9, batch_rampup=[2, 3, 10]).describe() == (
         "9 steps of 2 samples, growing to 8 from step 5 on, 10 tokens each: 510 tokens, 1.02 epochs of 50 samples"
     )
@@ -100,12 +100,12 @@ def test_a_ramp_is_told() -> None:
         ),
     ],
 )
-def test_what_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_invalid_lengths_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(TextmillError, match=said):
         planned(**settings)
 
 
-def test_a_ramp_that_micro_batches_do_not_divide_is_refused() -> None:
+def test_a_batch_rampup_that_micro_batches_do_not_divide_is_refused() -> None:
     tree = {"train": {"batch": 8, "batch_rampup": [2, 2, 100]}}
     assert build_config({**tree, "engine": {"micro_batch": 2}}).train.batch_rampup == [2, 2, 100]
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_a_ramp_that_micro_batches_do_not_divide_is_refused() -> None:
         build_config({**tree, "engine": {"micro_batch": 4}})
 
 
-def test_a_unit_reads_back_and_the_last_one_said_holds(tmp_path: Path) -> None:
+def test_a_unit_reads_back_and_the_last_one_set_wins(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("train: {steps: 5}\n")
     config = open_where(str(file), ["train.epochs=2.5"]).config
@@ -137,7 +137,7 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_epochs_go_on_as_steps_do_and_a_growing_batch_is_counted(
+def test_epochs_resume_like_steps_and_a_growing_batch_is_counted(
     tiny_texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Evaluated and saved where an epoch's last sample is seen; longer by half an epoch, the run is the one that was so long at once."""

@@ -53,7 +53,7 @@ def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
     return list_checkpoints(train(config))[1]
 
 
-def test_another_tokenizer_and_more_positions(
+def test_finetuning_with_another_tokenizer_and_more_positions(
     given: Path, tiny_texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     after = trained(tiny_texts.parent / "out", given, tiny_texts, 2 * POSITIONS - 1)
@@ -107,7 +107,7 @@ def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, caps
         build_config({"model": {"init_from": str(given), "shape": {"width": 12}}})
 
 
-def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_older_than_a_setting_resumes_with_its_default(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree: dict[str, Any] = {
         "folder": str(tiny_texts.parent / "out"), "corpus": {"sources": [str(tiny_texts)], "documents": "block", "dedup": "none"},
         "tokenizer": {"vocab": 300}, "model": {"shape": {"layers": 1, "heads": 1, "width": 8, "positions": 16}},
@@ -133,7 +133,7 @@ def test_a_setting_newer_than_the_run_had_its_default(tiny_texts: Path, monkeypa
     assert list(list_checkpoints(train(build_config({**tree, "train": {**tree["train"], "steps": 2}})))) == [1, 2]
 
 
-def test_the_best_is_named_and_a_better_one_that_was_not_saved_is_told(tmp_path: Path) -> None:
+def test_the_best_checkpoint_and_overfitting_are_reported(tmp_path: Path) -> None:
     for step, loss in ((10, 2.5), (20, 2.25), (30, None)):
         folder = tmp_path / f"step-{step:07d}"
         folder.mkdir()

@@ -12,7 +12,7 @@ from textmill.schedules import lr_at
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_every_step(schedule: str) -> None:
+def test_schedules_match_their_formulas(schedule: str) -> None:
     train = TrainConfig(schedule=schedule, steps=50, warmup=10, learning_rate=1.0, min_learning_rate=0.1)  # type: ignore[arg-type]
     for step in range(50):
         if step < 10:
@@ -24,7 +24,7 @@ def test_every_step(schedule: str) -> None:
         assert lr_at(step, train) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_the_ends() -> None:
+def test_first_and_last_learning_rate() -> None:
     train = TrainConfig(steps=100, warmup=0.1, learning_rate=2.0, min_learning_rate=0.5)
     assert lr_at(0, train) == 0.2
     assert lr_at(9, train) == lr_at(10, train) == 2.0
@@ -32,7 +32,7 @@ def test_the_ends() -> None:
     assert lr_at(0, TrainConfig(steps=10, warmup=0, learning_rate=3.0)) == 3.0
 
 
-def test_a_horizon_other_than_the_runs_end() -> None:
+def test_decay_steps_differ_from_the_run_length() -> None:
     short = TrainConfig(
         schedule="linear", steps=100, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1
     )
@@ -41,7 +41,7 @@ def test_a_horizon_other_than_the_runs_end() -> None:
     assert lr_at(110, long) == pytest.approx(0.5)
 
 
-def test_stable_falls_at_the_end_only() -> None:
+def test_stable_decays_only_at_the_end() -> None:
     train = TrainConfig(
         schedule="stable",
         steps=110,
@@ -87,7 +87,7 @@ def test_the_range_test(stairs: bool) -> None:
         assert lr_at(step, train) == pytest.approx(1e-3 * (1 + 2.0 * interval), rel=1e-12)
 
 
-def test_megatrons_boundaries() -> None:
+def test_boundaries_match_megatron() -> None:
     """lr(x), x updates done before: at the end of the warm-up the highest, past the decay the least, in the middle of a cosine the mean."""
     train = TrainConfig(
         schedule="cosine", steps=400, decay_steps=300, warmup=100, learning_rate=1.5e-4, min_learning_rate=1e-5
@@ -98,6 +98,6 @@ def test_megatrons_boundaries() -> None:
     assert lr_at(399, train) == pytest.approx(1e-5)
 
 
-def test_a_range_test_needs_somewhere_to_begin() -> None:
+def test_a_range_test_needs_a_min_learning_rate() -> None:
     with pytest.raises(TextmillError, match=r"train\.min_learning_rate"):
         TrainConfig(schedule="range_test")

@@ -35,7 +35,7 @@ def disarmed() -> Iterator[None]:
     faults.arm("")
 
 
-def test_spikes_are_told_remembered_and_end_the_run(
+def test_spikes_are_reported_remembered_and_end_the_run(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(root, root / "spiky", 24, *GUARDED)
@@ -64,7 +64,7 @@ def test_spikes_are_told_remembered_and_end_the_run(
 
 
 @pytest.mark.parametrize("engine", ["jax", "deepspeed"])
-def test_faults_inside_an_engine_are_refused_by_others(root: Path, engine: str) -> None:
+def test_faults_of_the_torch_engine_are_refused_by_others(root: Path, engine: str) -> None:
     pytest.importorskip(engine, reason=f"needs the extra {engine}")
     faults.arm("nan@step:3")
     with pytest.raises(TextmillError, match=r"TEXTMILL_FAULT: nan happens inside the torch engine alone"):

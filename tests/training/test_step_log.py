@@ -51,7 +51,7 @@ def new_log(device: Device) -> StepLog[Result]:
     return StepLog(run_length, 0, lambda done, result, rate: device.reported.append((done, rate)))
 
 
-def test_a_rate_counts_the_wait_for_the_device(device: Device) -> None:
+def test_throughput_includes_the_wait_for_the_device(device: Device) -> None:
     """The host is through with ten steps before the device is with one; 400 tokens of each in 2 s are 200 a second."""
     log = new_log(device)
     results = [device.step() for _ in range(10)]
@@ -63,7 +63,7 @@ def test_a_rate_counts_the_wait_for_the_device(device: Device) -> None:
     assert device.now == 20.0, "the step after it was not waited for"
 
 
-def test_what_has_come_is_reported_at_once(device: Device) -> None:
+def test_a_ready_step_is_reported_at_once(device: Device) -> None:
     log, result = new_log(device), device.step()
     device.now = 4.0
     log.add(1, result)
@@ -72,7 +72,7 @@ def test_what_has_come_is_reported_at_once(device: Device) -> None:
     assert len(device.reported) == 1
 
 
-def test_a_pause_begins_after_the_step_and_counts_for_none(device: Device) -> None:
+def test_a_pause_starts_after_the_step_and_is_not_counted(device: Device) -> None:
     log = new_log(device)
     results = [device.step(), device.step()]
     log.add(1, results[0])
