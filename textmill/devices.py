@@ -11,8 +11,8 @@ from textmill.errors import TextmillError
 
 # Dense bf16 FLOP/s from the data sheets, for MFU; other GPUs show no MFU.
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
+    "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
     "RTX 5090": 210e12,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there: written, found, verified, pruned, under every fault we can make."""
+"""Checkpoint folders: atomic writes, search, verification and pruning, under every fault that can be injected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Threads:
-    """Processes of a run, played by threads."""
+    """The ranks of a run as threads of this process."""
 
     def __init__(self, rank: int, shared: list[Any], gate: threading.Barrier) -> None:
         self.rank, self.world, self.first = rank, len(shared), rank == 0
@@ -65,7 +65,7 @@ class Threads:
         return found
 
     def report_progress(self, place: str | None = None) -> None:
-        """Nobody watches."""
+        """There is no watchdog."""
 
 
 def in_threads(world: int, work: Callable[[Any], Any]) -> list[Any]:
@@ -120,7 +120,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             damaged[place] ^= 1 << dice.randrange(8)
             path.write_bytes(damaged)
             faults = find_checkpoint_damage(folder)
-            # A bit of a manifest's own white space or of a key that nothing reads may do no harm; then all else must be whole.
+            # A flipped bit in a manifest's white space or in an unused key is harmless if everything else is intact.
             if not faults:
                 assert "manifest" in path.name
                 assert {name: account for name, account in json.loads(damaged)["files"].items()} == json.loads(whole)[
@@ -189,7 +189,7 @@ def test_retention(tmp_path: Path) -> None:
         70,
     ]
     assert all(find_checkpoint_damage(folder) == [] for folder in list_checkpoints(tmp_path).values()), (
-        "without its optimizer it is still whole"
+        "without its optimizer state it is still intact"
     )
     best, by_number = find_checkpoint(tmp_path, "best"), find_checkpoint(tmp_path, 40)
     assert best is not None
@@ -263,7 +263,7 @@ def test_a_large_checkpoint_is_sharded(tmp_path: Path) -> None:
     moments = [(f"m/{name}", values * 2) for name, values in weights]
     plans = (plan_files("model", weights, 700)[0], plan_files("optimizer", moments, 700)[0])
     assert [list(file) for file in plans[0].files] == [["a", "b"], ["c"], ["d"]], (
-        "in order, none above the limit but one that is larger alone"
+        "in order; only a tensor above the limit makes a file above it"
     )
     folder = write_checkpoint(tmp_path, Snapshot(3, weights, moments, {"step": 3}, {"config.json": b"{}"}, plans))
     names = {path.name for path in folder.glob("*.safetensors")}
@@ -288,7 +288,7 @@ def test_a_large_checkpoint_is_sharded(tmp_path: Path) -> None:
 
 
 def test_every_rank_writes_its_files_and_a_failing_rank_ends_all(tmp_path: Path) -> None:
-    """Three processes as threads: what each is given and writes, and what they say to one another."""
+    """Three ranks as threads: the tensors that each gets and writes, and the errors that each raises."""
     values = {name: np.full((4, 4), float(number), np.float32) for number, name in enumerate("abcdefg")}
     moments = {f"m/{name}": array * 2 for name, array in values.items()}
 
@@ -299,7 +299,7 @@ def test_every_rank_writes_its_files_and_a_failing_rank_ends_all(tmp_path: Path)
         mine = [(name, array) for name, array in moments.items() if state.add(name)]
         try:
             if step == 2 and ranks.rank == 1:
-                own = [("a", values["a"])] * 2 + [("nowhere", values["a"])]  # a name that no file has
+                own = [("a", values["a"])] * 2 + [("nowhere", values["a"])]  # an unknown file name
             write_checkpoint(
                 tmp_path, Snapshot(step, own, mine, {"step": step}, {"config.json": b"{}"}, (plan, state)), ranks
             )

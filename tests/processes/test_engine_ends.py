@@ -1,4 +1,4 @@
-"""The look at how a run ends sees what it is there for; the engines' own runs are looked at where they are launched."""
+"""The check for leftover processes finds them; the engines' own runs are checked where they are launched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_WAITED_FOR = "import os; child = os.fork() or os._exit(0); os.waitid(os.P_PI
 
 
 def give_up_when_ready(command: list[str], *, stdout: IO[str], timeout: float, **options: Any) -> None:
-    """What subprocess.run does at its time limit, as soon as the command has come to its hang."""
+    """Act like subprocess.run at its timeout, as soon as the command hangs."""
     process = subprocess.Popen(command, stdout=stdout, **options)
     wait_for(lambda: os.fstat(stdout.fileno()).st_size)
     process.kill()

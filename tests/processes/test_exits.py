@@ -1,4 +1,4 @@
-"""A process ends with its own code, and with all that it said, whatever is left in it."""
+"""A process exits with its own code and all its output, even if threads are still running."""
 
 from __future__ import annotations
 

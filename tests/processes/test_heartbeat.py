@@ -1,4 +1,4 @@
-"""A process that is gone, stopped or stuck ends the job and is named; one that goes wrong alone harms nobody."""
+"""A rank that is dead, stopped or hung ends the job and is named; a fault on one rank damages no other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_dead_or_hung_rank_ends_the_job_and_is_named(root: Path, kind: str) ->
     assert ending.code == 75, ending.said
     assert ending.names(kind, 1), ending.said
     assert ending.told == {0}, ending.said
-    assert "train_step" in ending.said, "the stack says where it waited"
+    assert "train_step" in ending.said, "the stack shows where it waited"
     assert "rank 1" in json.loads((run / "stopped.json").read_text())["why"]
 
 
@@ -50,10 +50,10 @@ def test_one_that_goes_wrong_alone(root: Path) -> None:
     assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].said
     assert "step 3: loss or gradient is not finite; skipped the update" in endings[0].said
     hashes = [_hash_of(run / f"step-{step:07d}") for step in (2, 3, 4)]
-    assert hashes[0] == hashes[1] != hashes[2], "nothing changed, on no process, and then it went on"
+    assert hashes[0] == hashes[1] != hashes[2], "no weight changed on any rank, then training continued"
     assert json.loads((run / "step-0000004" / "progress.json").read_text())["updates"] == 3
     told = [ending.said for ending in endings.values() if "are no longer the same" in ending.said]
-    assert len(told) == 1, "one speaks for all"
+    assert len(told) == 1, "only one rank reports"
     assert "step 9: the replicas of" in told[0]
     assert "rank 1 differs from the other 2" in told[0]
 
@@ -78,7 +78,7 @@ heartbeat.Watchdog(0, 2, Store(), 60.0).end_job("a collective failed")
 
 
 def test_a_failing_watchdog_ends_the_process() -> None:
-    """A launcher's SIGTERM that comes while it looks for who is to blame does not keep it from telling."""
+    """A launcher's SIGTERM during the diagnosis does not keep the watchdog from reporting."""
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75, done.stderr
     assert (
@@ -102,7 +102,7 @@ def test_diagnosis() -> None:
 def test_any_progress() -> None:
     before: list[Heartbeat | None] = [Heartbeat(3, "step 5", None, 9), Heartbeat(4, "step 5", None, 1)]
     assert not any_progress(before, [Heartbeat(4, "step 5", None, 10), Heartbeat(4, "step 5", None, 1)], 5), (
-        "one is silent, one does not move"
+        "one rank is silent, the other makes no progress"
     )
     assert any_progress(before, [Heartbeat(4, "step 5", None, 10), Heartbeat(5, "step 5", None, 2)], 5)
     assert not any_progress(before, [Heartbeat(4, "step 5", None, 10), Heartbeat(5, "step 5", None, 6)], 5)
@@ -150,7 +150,7 @@ def test_the_collective_is_read_from_the_stack() -> None:
 def test_the_deviating_replica_is_named() -> None:
     assert find_mismatch([{"a": 1, "b": 2}, {"a": 1, "b": 2}]) is None
     assert find_mismatch([{}, {}]) is None
-    assert find_mismatch([{"a": 1}, {"b": 2}]) is None, "parts that only one holds have no copy"
+    assert find_mismatch([{"a": 1}, {"b": 2}]) is None, "shards that only one rank has have no replica"
     alone = find_mismatch([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}])
     assert alone is not None
     assert "'b'" in alone
@@ -169,4 +169,4 @@ def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> Non
     assert [endings[rank].code for rank in range(2)] == [1, 1], endings[0].said
     assert "FileNotFoundError" in endings[1].said
     assert "this was rank 1 of 2; it ends the other ranks too" in endings[1].said
-    assert endings[0].said == "", "one speaks"
+    assert endings[0].said == "", "only one rank reports"

@@ -1,4 +1,4 @@
-"""One signal asks, a second one ends, whatever the main thread is doing."""
+"""The first stop signal is a request, the second exits at once, whatever the main thread is doing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ with StopSignals() as stopping:
         print(stopping.received, flush=True)
     threading.Thread(target=tell, daemon=True).start()
     print("ready", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # minutes in C, where no handler in Python is called
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 10**9)  # minutes in C code, where no Python signal handler runs
 """
 
 
@@ -33,7 +33,7 @@ def test_the_second_signal_exits_at_once(number: signal.Signals) -> None:
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.stdout.readline() == f"{number.name}\n", "the first one is heard at once and ends nothing"
+        assert process.stdout.readline() == f"{number.name}\n", "the first signal is received at once and ends nothing"
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=LONGEST) == 75

@@ -1,4 +1,4 @@
-"""Faults on purpose do what they say, and what they are made for: no save is ever found half done."""
+"""Injected faults do what they are documented to do, and no save is ever found incomplete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_save_killed_at_any_point_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    """In a process of its own, since it forks; in memory where that can be, since death takes nothing from a disk's cache."""
+    """In a separate process, since it forks; in /dev/shm if possible, since a killed process loses no page cache."""
     memory = Path("/dev/shm")
     folder = memory if os.access(memory, os.W_OK) else tmp_path
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
@@ -68,7 +68,7 @@ def test_fault_syntax() -> None:
 def test_only_the_named_rank_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("nan@step:5:1")
     try:
-        assert not faults.is_due("nan", 5), "one process is rank 0"
+        assert not faults.is_due("nan", 5), "a single process is rank 0"
         monkeypatch.setenv("RANK", "1")
         assert faults.is_due("nan", 5)
         assert not faults.is_due("nan", 4)

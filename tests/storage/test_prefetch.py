@@ -1,4 +1,4 @@
-"""What is made ahead comes in order, never more of it than is said, and what fails fails where it is taken."""
+"""Prefetched results come in order, at most `depth` ahead, and an error is raised when its result is taken."""
 
 from __future__ import annotations
 

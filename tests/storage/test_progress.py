@@ -74,7 +74,7 @@ def test_amounts() -> None:
 
 
 def _read(terminal: int) -> str:
-    """What a terminal still shows; nothing, when all was read and nobody has it open."""
+    """Read the rest of the terminal output; nothing if all was read and the other end is closed."""
     try:
         return os.read(terminal, 100_000).decode()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a person reads while a model trains."""
+"""Console output during training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textmill.track.console import LiveConsole, PlainConsole, Throughput, format
 
 
 class Clock:
-    """A clock that stands where it is set."""
+    """A clock that is set by hand."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: exact numbers, whole lines, and the cut at resume."""
+"""metrics.jsonl: exact numbers, complete lines, and truncation at resume."""
 
 from __future__ import annotations
 

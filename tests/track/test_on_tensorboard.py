@@ -41,7 +41,7 @@ def test_scalars_read_back(tmp_path: Path) -> None:
 
 def test_a_resumed_run_is_one_curve_without_the_lost_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log_steps(tmp_path, 0, range(1, 9), 1.0)
-    # Event files are read in the order of their names, which begin with the second they were made in.
+    # Event files are read in the order of their names, which start with their creation time in seconds.
     later = time.time() + 5
     monkeypatch.setattr("time.time", lambda: later)
     log_steps(tmp_path, 5, range(6, 11), 2.0)

@@ -1,4 +1,4 @@
-"""W&B offline: a run file in the run folder, one id over resumes, no word on the console."""
+"""W&B offline: a run file in the run folder, one id over resumes, no console output."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ pytest.importorskip("wandb")
 
 
 def records_of(path: Path) -> Iterator[bytes]:
-    """The records of a .wandb file: a LevelDB log of 32 KiB blocks, whose first bytes are W&B's own mark."""
+    """The records of a .wandb file: a LevelDB log of 32 KiB blocks, which starts with W&B's own magic bytes."""
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # a header never lies across two blocks
+        if 32768 - at % 32768 < 7:  # a header never spans two blocks
             at += 32768 - at % 32768
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a complete record, or the last part of one
             yield whole
             whole = b""
 
@@ -44,7 +44,7 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
 ) -> None:
     monkeypatch.delitem(
         sys.modules, "openai", raising=False
-    )  # W&B advertises where it sees it, and another test may have loaded it
+    )  # W&B prints an advertisement if it sees it, and another test may have loaded it
     from wandb.proto.wandb_internal_pb2 import Record
 
     from textmill.track.on_wandb import new_tracker, read_or_create_id

@@ -1,4 +1,4 @@
-"""All trackers at once: a failing one never stops training, a missing one is said at the door."""
+"""All trackers together: a failing one never stops training, a missing package is an error at the start."""
 
 from __future__ import annotations
 

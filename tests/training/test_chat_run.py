@@ -1,4 +1,4 @@
-"""Chat from end to end: mistakes are refused before the first step, and a small model that is taught a few answers gives them and stops."""
+"""Chat from end to end: mistakes are refused before the first step; a small model learns a few answers and stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ END = "<|endoftext|>"
 
 
 def answers(checkpoint: Path) -> dict[str, tuple[str, bool]]:
-    """What transformers' own generate says to each question after its own rendering of the template, and whether it stopped."""
+    """The answers of transformers' generate with its own rendering of the template, and whether each one stopped."""
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     assert model.config.eos_token_id == tokenizer.eos_token_id
     found = {}
@@ -66,7 +66,7 @@ def test_a_chat_model_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """What our server says to each question, and why it ends."""
+    """The answers of our server, and why each one ends."""
     service, found = open_service(config), {}
     try:
         transport = httpx.ASGITransport(app=new_app(service))
@@ -96,7 +96,7 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     valid = [line for line in lines if "valid_loss" in line]
     assert len(valid) == 2
-    # Held against transformers: the share of asked tokens that its logits put first.
+    # Compared with transformers: the fraction of loss tokens to which its logits give the highest value.
     model, store = AutoModelForCausalLM.from_pretrained(list_checkpoints(run)[2]), open_store(folder / "valid")
     assert store.loss_mask is not None
     right = asked = 0
@@ -179,7 +179,7 @@ def test_some_stop_tokens_have_no_loss(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr()
     assert "in 1 conversations the stop token has no loss" in said.err
     assert "1 conversations are truncated at their end to train.length=48" in said.err
-    assert "+}[-" in said.out, "the cut is shown"
+    assert "+}[-" in said.out, "the truncation is shown"
 
 
 def test_on_a_terminal_the_samples_are_coloured(
@@ -245,7 +245,7 @@ def test_conversations_trained_on_as_plain_text_are_warned_of(
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of plain text, whose tokenizer knows nothing of conversations."""
+    """A model of plain text, whose tokenizer has no chat template."""
     folder = tmp_path_factory.mktemp("pretrained")
     (folder / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"{q} {a}"}) + "\n" for q, a in PAIRS.items()), encoding="utf-8"
@@ -294,7 +294,7 @@ def test_a_run_with_a_grown_vocabulary_resumes(pretrained: Path, tmp_path: Path)
 def test_another_vocabulary_is_warned_of(
     pretrained: Path, tmp_path: Path, vocab: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Smaller or larger than the embedding: never taken for the model's own without a word."""
+    """A tokenizer smaller or larger than the embedding is never used as the model's own without a warning."""
     written(tmp_path, "pairs.jsonl", [(q * 3 + chr(0xAC00 + number), a) for number, (q, a) in enumerate(PAIRS.items())])
     config = config_of(tmp_path, tokenizer={"vocab": vocab, "min_frequency": 1}, model={"init_from": str(pretrained)})
     made(config)

@@ -1,4 +1,4 @@
-"""A run that changes its engine three times, by a word, in the same folder, as a user would; held against the run of torch alone."""
+"""A run that changes its engine three times by a setting, in the same folder; compared with a run of torch alone."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SITTINGS = [
     ["engine.kind=torch", "engine.micro_batch=4"],
 ]
 EACH = 10
-"""Steps of a sitting."""
+"""Steps between two changes of the engine."""
 BOUND = 1e-5
-"""How far a loss may lie from torch's, relative; and a weight or moment, as a share of its tensor's norm."""
+"""Largest relative difference of a loss from torch's; of a weight or moment, relative to its tensor's norm."""
 
 
 def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
@@ -43,7 +43,7 @@ def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
 
 
 def sit(root: Path, run: Path, number: int) -> None:
-    """One sitting: DeepSpeed on two processes, JAX on four devices of one process, torch as it is; it ends, and leaves no process."""
+    """Train on one engine: DeepSpeed on two processes, JAX on four devices, torch on one; none is left at the end."""
     engine, asked = SITTINGS[number], words(root, run, EACH * (number + 1), *SITTINGS[number])
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -62,7 +62,7 @@ def sit(root: Path, run: Path, number: int) -> None:
 
 
 def state_of(run: Path, step: int) -> dict[str, NDArray[np.float32]]:
-    """Weights and moments of a checkpoint by name, without the biases of keys: rounding is their whole gradient, Adam makes it large."""
+    """Weights and moments by name, without biases of keys: their gradient is only rounding, which Adam amplifies."""
     folder = run / f"step-{step:07d}"
     found = {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
     return {
@@ -73,7 +73,7 @@ def state_of(run: Path, step: int) -> dict[str, NDArray[np.float32]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> tuple[Path, Path]:
-    """The run of torch alone, and the run that was handed on."""
+    """The run of torch alone, and the run that changed its engine."""
     root = Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("chain") / "root"))
     alone, handed = root / "alone", root / "handed"
     done = textmill(*words(root, alone, EACH * len(SITTINGS)))
@@ -96,7 +96,7 @@ def test_every_loss_is_torchs(runs: tuple[Path, Path]) -> None:
 def test_checkpoints_of_every_engine_match_torch(step: int, runs: tuple[Path, Path]) -> None:
     kind = SITTINGS[step // EACH - 1][0].removeprefix("engine.kind=")
     assert f"engine:\n  kind: {kind}\n" in (runs[1] / f"step-{step:07d}" / "run.yaml").read_text(), (
-        "it was this engine's to hand over"
+        "this engine wrote the checkpoint"
     )
     wanted, ours = (state_of(run, step) for run in runs)
     assert ours.keys() == wanted.keys()

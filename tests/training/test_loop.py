@@ -1,4 +1,4 @@
-"""The loop as a user meets it: done, killed, stopped, changed, forced, sampled, opened elsewhere."""
+"""The training loop from the outside: finished, killed, stopped, changed, forced, sampled, opened by transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(root: Path) -> Path:
-    """A run of 30 steps that nothing interrupts."""
+    """A run of 30 steps without interruption."""
     run = root / "undisturbed"
     done = textmill(*trained(root, run, STEPS))
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,11 @@ def undisturbed(root: Path) -> Path:
 @pytest.mark.long
 def test_killed_again_and_again_it_gives_the_same_bits(root: Path, undisturbed: Path) -> None:
     run = root / "killed"
-    for fault in ("kill@step:3", "kill@disk:25", "kill@step:22"):  # before the first save, in one, and between two
+    for fault in (
+        "kill@step:3",
+        "kill@disk:25",
+        "kill@step:22",
+    ):  # before the first save, during a save, and between two saves
         done = textmill(*trained(root, run, STEPS), env={**os.environ, "TEXTMILL_FAULT": fault})
         assert done.returncode == -signal.SIGKILL, done.stderr
     assert textmill(*trained(root, run, STEPS)).returncode == 0
@@ -60,7 +64,7 @@ def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
     assert "stopped by SIGTERM at step" in said
     step = json.loads((run / "stopped.json").read_text())["step"]
     assert (run / f"step-{step:07d}").is_dir()
-    # In a process of its own, as the others: torch rounds otherwise in one that was once asked for bf16 on a CPU without it.
+    # In a separate process: torch rounds differently in a process that once used bf16 on a CPU without it.
     assert textmill(*trained(root, run, STEPS)).returncode == 0
     assert numbers_of(run) == numbers_of(undisturbed)
     assert not (run / "stopped.json").exists()
@@ -75,7 +79,7 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
     words = trained(root, run, STEPS)
     assert textmill(*words, env={**os.environ, "TEXTMILL_FAULT": "kill@step:11"}).returncode == -signal.SIGKILL
     whole = list(list_checkpoints(run))
-    assert 5 in whole, "the save of step 10 waits for it, and may itself be cut short"
+    assert 5 in whole, "the save of step 10 waits for it, and may itself be interrupted"
     small = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); {COMMAND[-1]}"
     full = subprocess.run([*COMMAND[:-1], small, *words], capture_output=True, text=True, timeout=300)
     assert full.returncode == 75, full.stderr
@@ -85,7 +89,7 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
     )
     assert "Traceback" not in full.stderr
     assert sorted(path.name for path in run.glob("step-*")) == [f"step-{step:07d}" for step in whole], (
-        "nothing half written, nothing lost"
+        "nothing incomplete, nothing lost"
     )
     assert [find_checkpoint_damage(folder) for folder in list_checkpoints(run).values()] == [[] for _ in whole]
     assert textmill(*words).returncode == 0
@@ -121,7 +125,7 @@ def test_a_changed_result_setting_is_refused(root: Path, undisturbed: Path, word
 
 
 def test_a_refused_run_leaves_no_files(root: Path, tmp_path: Path) -> None:
-    """Refused by what is looked at first, by what comes after the data's index was written, and by the engine."""
+    """Refused by the first checks, after the data's index was written, and by the engine."""
     refusals = {
         "model.init_from=nowhere": "nowhere",
         "train.batch_rampup=3,3,100": "train.batch_rampup",
@@ -154,16 +158,16 @@ def test_fp16_resumes_with_its_loss_scale(root: Path) -> None:
     config = config_for(
         root, root / "half", 24, "engine.precision=fp16", "train.checkpoints.keep=9", "train.evaluate_batches=1"
     )
-    with torch.backends.mkldnn.flags(enabled=False):  # it is slow in fp16 on a CPU without it
+    with torch.backends.mkldnn.flags(enabled=False):  # fp16 is slow on a CPU without it
         train(config)
         first = numbers_of(root / "half")
         train(config, step=15)
     assert numbers_of(root / "half") == first
     scales = [line["loss_scale"] for line in first if "loss" in line]
     assert scales[:3] == [2**32, 2**32, 2**31]
-    assert scales[-1] < scales[14], "it went on falling after the save"
+    assert scales[-1] < scales[14], "it kept falling after the save"
     progress = json.loads((root / "half" / "step-0000024" / "progress.json").read_text())
-    assert 0 < progress["updates"] < 24, "what overflowed is no update"
+    assert 0 < progress["updates"] < 24, "an overflow is not an update"
     assert progress["scaling"]["scale"] == scales[-1]
 
 
@@ -186,7 +190,7 @@ def test_divergence_at_the_lowest_loss_scale_ends_the_run(root: Path, monkeypatc
         train(config_for(root, root / "wild", 60, *wild))
     scales = [line["loss_scale"] for line in numbers_of(root / "wild") if "loss" in line]
     assert set(scales) == {16, 8, 4, 2, 1}
-    assert scales.count(1) == 5, "five logged steps at the lowest are enough"
+    assert scales.count(1) == 5, "five logged steps at the lowest scale are enough"
 
 
 def test_resume_from_an_earlier_step_and_start_from_scratch(root: Path) -> None:
@@ -194,7 +198,7 @@ def test_resume_from_an_earlier_step_and_start_from_scratch(root: Path) -> None:
     train(config_for(root, run, 12, "train.checkpoints.keep=5"))
     first = numbers_of(run)
     train(config_for(root, run, 12, "train.checkpoints.keep=5"), step=5)
-    assert numbers_of(run) == first, "going back to step 5 gives the same numbers"
+    assert numbers_of(run) == first, "resuming from step 5 gives the same numbers"
     weights = last_weights(run, 12)
     train(config_for(root, run, 12, "train.checkpoints.keep=5", "train.seed=3"), force="yes")
     assert numbers_of(run) != first
@@ -254,7 +258,7 @@ def test_a_run_starts_from_given_weights(root: Path, undisturbed: Path) -> None:
     for start in (undisturbed, undisturbed / f"step-{STEPS:07d}"):
         train(config_for(root, run, 3, f"model.init_from={start}", "train.warmup=0"), force="yes")
         first, trained_long = numbers_of(run)[0]["loss"], numbers_of(undisturbed)[0]["loss"]
-        assert first < trained_long - 0.5, "it begins where the other ended, not anew"
+        assert first < trained_long - 0.5, "it starts where the other ended, not from scratch"
     config = config_for(
         root, root / "small-vocab", 3, f"model.init_from={_with_fewer_vectors(undisturbed, root)}", "train.warmup=0"
     )
@@ -272,7 +276,7 @@ def _with_fewer_vectors(run: Path, root: Path) -> Path:
 
 
 def test_a_failure_before_the_first_step_keeps_every_checkpoint(root: Path) -> None:
-    """Going back or starting anew clears nothing until the start is sure."""
+    """Resuming from an earlier step or from scratch removes nothing before the start has succeeded."""
     from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints
 
     run = root / "kept"
@@ -296,7 +300,7 @@ def test_a_failure_before_the_first_step_keeps_every_checkpoint(root: Path) -> N
         assert all(find_checkpoint_damage(folder) == [] for folder in list_checkpoints(run).values())
         assert numbers_of(run) == metrics
     train(config_for(root, run, 5), step=5)
-    assert list(list_checkpoints(run)) == [5, 10, 12], "done already, and nothing touched"
+    assert list(list_checkpoints(run)) == [5, 10, 12], "done already, nothing changed"
 
 
 def test_a_run_restarts_from_its_own_weights(root: Path) -> None:
@@ -327,7 +331,7 @@ def test_given_weights_count_by_content(root: Path, undisturbed: Path, tmp_path:
     data = bytearray((base / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (base / "model.safetensors").write_bytes(data)
-    (base / "progress.json").unlink()  # a plain model folder now, with no checksums to say that it is another one
+    (base / "progress.json").unlink()  # now a plain model folder, without checksums that show the change
     with pytest.raises(TextmillError, match=r"model\.init_from was"):
         train(config_for(root, run, 7, f"model.init_from={base}"))
 

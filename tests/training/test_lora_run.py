@@ -1,4 +1,4 @@
-"""Adapters from end to end: trained, stopped, gone on with, opened by PEFT, and refused when their base is not what it was."""
+"""LoRA adapters from end to end: trained, resumed, opened by PEFT, and refused if their base has changed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from textmill.training.loop import train
 
 IDS = torch.tensor([[5, 17, 200, 31, 8, 99], [3, 1, 4, 1, 5, 9]])
 NEAR = 5e-5
-"""Logits of one net by two ways of summing, in fp32: 1.4e-5 was seen where torch works without oneDNN."""
+"""Difference of logits in fp32 between two orders of summation: 1.4e-5 was seen without oneDNN."""
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of plain text, without dropout, and its corpus beside it."""
+    """A model of plain text, without dropout, next to its corpus."""
     folder = tmp_path_factory.mktemp("base")
     texts = [f"{question} {answer}" for question, answer in PAIRS.items()] * 4
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
@@ -45,7 +45,7 @@ def plain(folder: Path) -> dict[str, Any]:
 
 
 def adapting(folder: Path, base: Path, steps: int, **lora: Any) -> RunConfig:
-    """The config of a run of adapters on the base's own text."""
+    """The config of a LoRA run on the base's own text."""
     root, train_ = (
         base.parents[1],
         {
@@ -71,7 +71,7 @@ def adapting(folder: Path, base: Path, steps: int, **lora: Any) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of adapters in one go."""
+    """Six steps of LoRA without interruption."""
     return train(adapting(tmp_path_factory.mktemp("lora") / "run", base, 6))
 
 
@@ -153,7 +153,7 @@ def test_a_bare_peft_folder_is_a_model(base: Path, run: Path, tmp_path: Path) ->
         shutil.copy(list_checkpoints(run)[6] / name, tmp_path)
     assert main(["generate", str(tmp_path), "sample.max_tokens=5", "engine.device=cpu"]) == 0
     assert torch.equal(logits_of(tmp_path), logits_of(list_checkpoints(run)[6]))
-    # Weights to start from, too: all of them, merged.
+    # Another run can start from it: all weights, merged.
     config = adapting(tmp_path / "trained", base, 2)
     whole = config.model.model_copy(update={"init_from": str(tmp_path), "lora": None})
     started = train(
@@ -170,7 +170,7 @@ def test_a_bare_peft_folder_is_a_model(base: Path, run: Path, tmp_path: Path) ->
 def test_a_changed_or_missing_base_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, folder = tmp_path / "copy", tmp_path / "run"
     shutil.copytree(base, copy)
-    (copy / "progress.json").unlink()  # no checkpoint of ours any more: nothing else guards its bits
+    (copy / "progress.json").unlink()  # no longer a checkpoint of a run: no manifest protects its bits
     config = adapting(folder, base, 2).model_copy(update={"model": adapting(folder, copy, 2).model})
     train(config)
     weights = bytearray((copy / "model.safetensors").read_bytes())
@@ -189,7 +189,7 @@ def test_a_changed_or_missing_base_is_refused(base: Path, tmp_path: Path, capsys
 
 
 def test_new_tokens_are_saved_with_the_adapter(base: Path, tmp_path: Path) -> None:
-    """A chat template's tokens have vectors that the base does not; PEFT reads them into an embedding of the new size."""
+    """The tokens of a chat template have embeddings that the base lacks; PEFT reads them into a resized embedding."""
     written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     chat = config_of(tmp_path, tokenizer={"use": str(base)}, train={"learning_rate": 0.01})
     config = chat.model_copy(

@@ -1,4 +1,4 @@
-"""The loop on several processes, started by torchrun: the numbers of one process, one voice, one end."""
+"""The training loop on several processes under torchrun: same numbers as one process, one output, one end."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_two_processes_match_one_and_either_resumes(root: Path) -> None:
     loaded = {line.rpartition("|")[2].strip() for line in one.stderr.splitlines()}
     assert "torch.nn" in loaded
     assert not loaded & {"torch._dynamo", "torch.distributed.tensor", "sympy"}, (
-        "seconds of a start that one process needs for nothing"
+        "startup time that one process does not need"
     )
     done = launched(*words(root, two, 10, "engine.micro_batch=2"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 processes on cpu") == 1, "one of them speaks"
+    assert done.stdout.count("2 processes on cpu") == 1, "only one rank prints"
     assert_equal(numbers_of(two), numbers_of(alone)[: len(numbers_of(two))])
     again = launched(*words(root, two, 10))
     assert again.stdout.count("done already") == 1, again.stderr
@@ -91,7 +91,7 @@ def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
     assert refused.stderr.count("train.batch: 9 samples cannot be divided evenly by 2 processes; 8 or 10 can") == 1, (
         refused.stderr
     )
-    assert "TextmillError" not in refused.stderr, "no traceback of ours"
+    assert "TextmillError" not in refused.stderr, "no traceback of textmill"
     assert not list((root / "odd").glob("step-*"))
 
 
@@ -109,7 +109,7 @@ def test_launcher_environments() -> None:
         launch = launch_of(environment)
         assert launch is not None
         assert (launch.rank, launch.world, launch.local, launch.meet) == wanted
-    assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is no step of its job"
+    assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is not a SLURM step"
     for wrong in ({"RANK": "first", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}):
         with pytest.raises(
             TextmillError, match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun or srun"
@@ -131,7 +131,7 @@ def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Pa
     assert first.stderr.count("\n") == 1, first.stderr
     assert "the 2 processes of this run did not meet" in first.stderr
     second = subprocess.Popen([*command, "engine.timeout=600"], env={**place, "RANK": "1"}, stderr=subprocess.DEVNULL)
-    assert not _ended(second, 5), "nobody has come"
+    assert not _ended(second, 5), "no other process came"
     second.terminate()
     assert _ended(second, LONGEST)
 

@@ -27,7 +27,7 @@ from textmill.where import open_where
 
 
 class Laid:
-    """A store of so many samples."""
+    """A store with this many samples."""
 
     def __init__(self, samples: int) -> None:
         self.samples_per_epoch = samples
@@ -140,7 +140,7 @@ QUICK: dict[str, Any] = {
 def test_epochs_resume_like_steps_and_a_growing_batch_is_counted(
     tiny_texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluated and saved where an epoch's last sample is seen; longer by half an epoch, the run is the one that was so long at once."""
+    """Evaluate and save at the end of each epoch; a run extended by half an epoch equals a run of that length."""
 
     def config(run: str, epochs: float) -> RunConfig:
         corpus = {"sources": [str(tiny_texts)], "documents": "block", "dedup": "none", "split": [80, 20]}

@@ -1,4 +1,4 @@
-"""A run on given weights whose sizes differ: transformers hears what it heard before where all pieces are shared."""
+"""Finetuning with resized embeddings: transformers gives the same logits for all shared tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POSITIONS = 24
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that transformers made, with a tokenizer of its own."""
+    """A model written by transformers, with its own tokenizer."""
     folder = tmp_path_factory.mktemp("given")
     tokenizer = fit(
         iter([["The mill stands by the river. Every morning the wheel begins to turn."] * 4]),
@@ -41,7 +41,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
-    """One step on it with a vocabulary of the new text, so small that no weight moves."""
+    """One step with a vocabulary of the new text and a learning rate so small that no weight changes."""
     tree: dict[str, Any] = {
         "folder": str(folder), "corpus": {"sources": [str(texts)], "documents": "block", "dedup": "none"}, "tokenizer": {"vocab": 340},
         "model": {"init_from": str(given), "shape": {"positions": positions}}, "engine": {"device": "cpu"}, "runner": {"workers": 1},
@@ -65,7 +65,7 @@ def test_finetuning_with_another_tokenizer_and_more_positions(
     assert new_net.config.vocab_size == len(new) == 340
     assert new_net.config.eos_token_id == new.eos_token_id
     assert f"{len(old.get_vocab().keys() & new.get_vocab().keys()):,} of 340 tokens keep their vectors" in said.err
-    # With every other of the interpolated positions the new net is the old one: the same texts, the same logits of all shared pieces.
+    # With every second interpolated position the new net equals the old one: same logits for all shared tokens.
     shared = sorted(old.get_vocab().keys() & new.get_vocab().keys())
     before, now = (torch.tensor(tokenizer.convert_tokens_to_ids(shared)) for tokenizer in (old, new))
     assert len(shared) > 256
@@ -75,7 +75,7 @@ def test_finetuning_with_another_tokenizer_and_more_positions(
         theirs = old_net(before[words]).logits[..., before]
         ours = new_net(now[words], position_ids=torch.arange(POSITIONS)[None] * 2).logits[..., now]
     assert (theirs - ours).abs().max() < 2e-6
-    # A new piece begins as the mean of what the old tokenizer makes of its text.
+    # A new token starts as the mean of the old tokens of its text.
     vectors, fresh = new_net.transformer.wte.weight.detach(), sorted(new.get_vocab().keys() - old.get_vocab().keys())
     texts = {token: new.convert_tokens_to_string([token]) for token in fresh}
     checked = {token: text for token, text in texts.items() if "\N{REPLACEMENT CHARACTER}" not in text}

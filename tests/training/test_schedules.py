@@ -88,7 +88,7 @@ def test_the_range_test(stairs: bool) -> None:
 
 
 def test_boundaries_match_megatron() -> None:
-    """lr(x), x updates done before: at the end of the warm-up the highest, past the decay the least, in the middle of a cosine the mean."""
+    """lr(x) after x updates: the maximum after warm-up, the minimum after decay, the mean in the middle of a cosine."""
     train = TrainConfig(
         schedule="cosine", steps=400, decay_steps=300, warmup=100, learning_rate=1.5e-4, min_learning_rate=1e-5
     )

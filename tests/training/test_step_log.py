@@ -1,4 +1,4 @@
-"""Steps are reported of when they are done, at the rate of work that is done, whoever waits for it where."""
+"""Steps are reported when they are finished, with the throughput of finished work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from textmill.training.step_log import StepLog
 
 @dataclass
 class Device:
-    """Works through its steps one after the other, 2 s each; the host's clock moves when somebody waits for it, or by itself."""
+    """A fake device that computes its steps in order, 2 s each; the clock advances when the host waits, or by hand."""
 
     now: float = 0.0
     busy: float = 0.0
@@ -52,15 +52,15 @@ def new_log(device: Device) -> StepLog[Result]:
 
 
 def test_throughput_includes_the_wait_for_the_device(device: Device) -> None:
-    """The host is through with ten steps before the device is with one; 400 tokens of each in 2 s are 200 a second."""
+    """The host queues ten steps before the device finishes one; 400 tokens in 2 s are 200 per second."""
     log = new_log(device)
     results = [device.step() for _ in range(10)]
     log.add(10, results[-1])
-    assert device.reported == [], "its numbers have not come"
+    assert device.reported == [], "its loss is not ready"
     device.step()
     log.flush()
     assert device.reported == [(10, pytest.approx(200.0))]
-    assert device.now == 20.0, "the step after it was not waited for"
+    assert device.now == 20.0, "the next step was not waited for"
 
 
 def test_a_ready_step_is_reported_at_once(device: Device) -> None:

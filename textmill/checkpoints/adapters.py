@@ -1,4 +1,4 @@
-"""Adapter folders in PEFT's format: narrow matrices (LoRA) that change a base model, read separately or merged into it."""
+"""LoRA adapter folders in PEFT's format: read next to their base model or merged into it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 FP32_MAX = 1e38
 """About the largest fp32 number."""
 UNSUPPORTED = (
-    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
-    "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "kasa_config", "monteclora_config", "velora_config",
+    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
+    "trainable_token_indices", "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens",
+    "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
 """PEFT settings beyond plain LoRA, which change the meaning of the matrices."""
 
@@ -104,7 +105,8 @@ def merge_adapter(adapter: Adapter) -> Iterator[Named]:
         yield name, values + np.float32(adapter.scale) * change
     if remaining:
         raise TextmillError(
-            f"{adapter.base}: has no '{next(iter(remaining))}', which the adapter changes; the adapter belongs to another model"
+            f"{adapter.base}: has no '{next(iter(remaining))}', which the adapter changes; "
+            "the adapter belongs to another model"
         )
 
 
@@ -139,7 +141,8 @@ def find_base(folder: Path) -> Path:
         )
     if (folder / "progress.json").is_file() and _trained_on(folder / "progress.json") != fingerprint_weights(base):
         raise TextmillError(
-            f"{folder}: the weights of its base {base_name} have changed since the adapter was trained; put the old ones back"
+            f"{folder}: the weights of its base {base_name} have changed since the adapter was trained; "
+            "put the old ones back"
         )
     return base
 

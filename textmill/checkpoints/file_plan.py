@@ -69,7 +69,7 @@ def plan_files(stem: str, named: Iterable[Named], max_bytes: int = MAX_FILE_BYTE
 def write_planned_files(
     folder: Path, plan: FilePlan, named: Iterable[Named], report: Callable[[Iterable[Any]], Iterable[Any]] = iter
 ) -> dict[str, dict[str, Any]]:
-    """Write this rank's files one at a time; return their manifest entries. `report` wraps the blocks as they are written."""
+    """Write this rank's files; return their manifest entries. `report` wraps the blocks as they are written."""
     file_by_tensor = plan.file_by_tensor()
     files = itertools.groupby(named, lambda one: file_by_tensor[one[0]])
     entries = {name: write_bytes(folder / name, report(encode_safetensors(list(one)))) for name, one in files}

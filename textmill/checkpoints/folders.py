@@ -228,7 +228,8 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, entries: list[Any], r
     moments = {name: entry for _, moments in entries for name, entry in moments.items()}
     if damage := find_damage(folder, {**files, **moments}, deep=False):
         raise TextmillError(
-            f"{folder.parent}: {damage[0]}, although a rank wrote it; set train.folder to a folder that all machines share"
+            f"{folder.parent}: {damage[0]}, although a rank wrote it; "
+            "set train.folder to a folder that all machines share"
         )
     write_json(folder / OPTIMIZER_MANIFEST, {"files": moments})
     write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})

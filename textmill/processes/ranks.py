@@ -48,7 +48,7 @@ class Ranks(Protocol):
         ...
 
     def under_watchdog(self, on_end: Callable[[str], None]) -> AbstractContextManager[None]:
-        """While open, a rank that dies or hangs ends all ranks; each prints its stack and calls `on_end` with the reason."""
+        """While open, a rank that dies or hangs ends all; each prints its stack and calls `on_end` with the reason."""
         ...
 
     def close(self) -> None:

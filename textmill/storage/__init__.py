@@ -1,1 +1,1 @@
-"""Files on disk: atomic writes, checksums, stage folders, safetensors, the model hub, fault injection, progress bars."""
+"""Files on disk: atomic writes, checksums, stage folders, safetensors, model hub, fault injection, progress bars."""

@@ -32,7 +32,7 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
         from huggingface_hub import snapshot_download  # importing it takes a second
     except ImportError:
         raise TextmillError(
-            f"{name}: no such folder; to download it from the hub, install huggingface_hub; run: pip install 'textmill[hf]'"
+            f"{name}: no such folder; a download from the hub needs huggingface_hub; run: pip install 'textmill[hf]'"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))

@@ -75,7 +75,8 @@ class Stage:
         ours = (self.folder / MANIFEST).is_file() and open_manifest(self.folder).get("verb") == self.command
         if not ours:
             raise TextmillError(
-                f"{self.folder}: exists and was not made by 'textmill {self.command}'; move it away or set another folder"
+                f"{self.folder}: exists and was not made by 'textmill {self.command}'; "
+                "move it away or set another folder"
             )
 
     @contextmanager

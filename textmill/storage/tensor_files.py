@@ -69,7 +69,7 @@ def read_tensors(path: Path) -> Iterator[Named]:
     length = int.from_bytes(data[:8], "little")
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise TextmillError(
-            f"{path}: its header claims {length:,} bytes, the file has {len(data):,}; it is truncated or not safetensors"
+            f"{path}: its header claims {length:,} bytes of {len(data):,}; the file is truncated or not safetensors"
         )
     try:
         header = json.loads(data[8 : 8 + length])
