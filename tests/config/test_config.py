@@ -1,4 +1,4 @@
-"""The three doors into the config lead to the same tree, and paths mean what they say."""
+"""YAML, the command line and Python give the same config; paths, mistakes and help."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from textmill.errors import TextmillError
 from textmill.where import open_where
 
 
-def test_three_doors_give_the_same_tree(tmp_path: Path) -> None:
+def test_yaml_command_line_and_python_give_the_same_config(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("train: {learning_rate: 6e-4, batch: 8}\nengine: {micro_batch: 4}\n")
     tree, _ = read_yaml(file)
-    words = ["train.learning_rate=6e-4", "train.batch=8", "engine.micro_batch=4"]
+    arguments = ["train.learning_rate=6e-4", "train.batch=8", "engine.micro_batch=4"]
     python = RunConfig(train=TrainConfig(learning_rate=6e-4, batch=8), engine=TorchEngine(micro_batch=4))
-    assert build_config(tree) == build_config(parse_settings(words)) == python
+    assert build_config(tree) == build_config(parse_settings(arguments)) == python
 
 
-def test_words_stand_above_the_file() -> None:
+def test_the_command_line_overrides_the_file() -> None:
     tree = merge_trees({"train": {"batch": 8, "steps": 5}}, parse_settings(["train.batch=16"]))
     assert tree == {"train": {"batch": 16, "steps": 5}}
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
+    ("argument", "value"),
     [
         ("sample.prompt=KING: to be = or not", "KING: to be = or not"),
         ("sample.prompt=007", "007"),
@@ -49,15 +49,15 @@ def test_words_stand_above_the_file() -> None:
         ("engine.micro_batch=auto", "auto"),
     ],
 )
-def test_values_of_the_command_line(word: str, value: object) -> None:
-    config = build_config(parse_settings([word]))
-    section, key = word.partition("=")[0].split(".")
+def test_values_of_the_command_line(argument: str, value: object) -> None:
+    config = build_config(parse_settings([argument]))
+    section, key = argument.partition("=")[0].split(".")
     assert getattr(getattr(config, section), key) == value
 
 
-def test_keys_and_values_are_said_in_braces() -> None:
-    words = ["engine.kind=deepspeed", "engine.deepspeed_overrides={zero_optimization: {overlap_comm: false}}"]
-    assert build_config(parse_settings(words)).engine.deepspeed_overrides == {
+def test_a_mapping_is_written_in_braces() -> None:
+    arguments = ["engine.kind=deepspeed", "engine.deepspeed_overrides={zero_optimization: {overlap_comm: false}}"]
+    assert build_config(parse_settings(arguments)).engine.deepspeed_overrides == {
         "zero_optimization": {"overlap_comm": False}
     }  # type: ignore[union-attr]
 
@@ -101,7 +101,7 @@ def test_paths_are_relative_to_the_file_or_to_the_user(tmp_path: Path, monkeypat
     assert Path(open_where(str(project / "plain.yaml"), []).config.folder) == elsewhere / "runs" / "plain"
 
 
-def test_other_tools_words_lead_to_keys_that_exist() -> None:
+def test_names_of_other_tools_lead_to_keys_that_exist() -> None:
     known = {name for name, _ in all_fields()}
     assert set(OTHER_NAMES.values()) <= known
     assert suggest_key("train.per_device_train_batch_size") == "textmill calls it 'engine.micro_batch'"
@@ -130,7 +130,7 @@ def test_help_names_every_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runner", "said"),
+    ("runner", "message"),
     [
         ({"kind": "spark"}, r"runner\.kind: found 'spark'; choose one of local, beam"),
         (
@@ -147,13 +147,13 @@ def test_help_names_every_key() -> None:
         (3, r"runner: found 3; give keys such as kind"),
     ],
 )
-def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
-    with pytest.raises(TextmillError, match=said):
+def test_mistakes_of_a_section_with_kinds(runner: object, message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
         build_config({"runner": runner})
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
+    ("engine", "message"),
     [
         ({"kind": "tensorflow"}, r"engine\.kind: found 'tensorflow'; choose one of torch, jax"),
         ({"kind": "jax", "device": "mps"}, r"engine\.device: found 'mps'; give one of auto, cpu, cuda, tpu"),
@@ -183,13 +183,13 @@ def test_mistakes_of_a_section_with_kinds(runner: object, said: str) -> None:
         ("cuda", r"engine: found 'cuda'; give keys such as kind, micro_batch, recompute, timeout below it$"),
     ],
 )
-def test_mistakes_are_told_in_the_words_of_the_kind(engine: object, said: str) -> None:
-    with pytest.raises(TextmillError, match=said):
+def test_mistakes_name_the_keys_of_the_kind(engine: object, message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
         build_config({"engine": engine})
 
 
-def test_another_kind_takes_over_what_it_knows_too() -> None:
-    """A run's own YAML has every key of the kind it was trained with."""
+def test_another_kind_keeps_the_settings_it_knows() -> None:
+    """A run.yaml has every key of the kind it was trained with."""
     before = yaml.safe_load(RunConfig(engine=JaxEngine(micro_batch=4, recompute=1, mesh=JaxMesh(shard=2))).to_yaml())
     assert build_config(merge_trees(before, parse_settings(["engine.kind=torch"]))).engine == TorchEngine(
         micro_batch=4, recompute=1, mesh=MeshConfig(shard=2)
@@ -201,13 +201,13 @@ def test_another_kind_takes_over_what_it_knows_too() -> None:
         build_config(merge_trees(before, parse_settings(["engine.kind=caffe"])))
 
 
-def test_a_deepspeed_file_that_says_what_cannot_be_is_named() -> None:
+def test_a_deepspeed_file_with_an_impossible_value_is_named() -> None:
     with pytest.raises(TextmillError, match=r"ds\.json: what it says for engine\.zero is 5, which cannot be"):
         settled(DeepSpeedEngine(deepspeed_config="ds.json"), {"zero_optimization": {"stage": 5}})
 
 
-def test_a_kind_is_chosen_by_any_door() -> None:
-    word = build_config(parse_settings(["runner.kind=beam", "runner.options=--runner=FlinkRunner,--parallelism=4"]))
-    assert word.runner == BeamRunner(options=["--runner=FlinkRunner", "--parallelism=4"])
+def test_a_kind_is_chosen_by_yaml_command_line_or_python() -> None:
+    config = build_config(parse_settings(["runner.kind=beam", "runner.options=--runner=FlinkRunner,--parallelism=4"]))
+    assert config.runner == BeamRunner(options=["--runner=FlinkRunner", "--parallelism=4"])
     assert build_config({"runner": {"workers": 2}}).runner == LocalRunner(workers=2)
-    assert build_config(yaml.safe_load(word.to_yaml())) == word
+    assert build_config(yaml.safe_load(config.to_yaml())) == config

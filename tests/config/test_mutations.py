@@ -1,4 +1,4 @@
-"""150 broken configs: each refused in one line that names the field and the mend, before anything is written."""
+"""150 broken configs: each refused in one line that names the key and what to do, before anything is written."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_refused_in_one_line(
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(tree))
     monkeypatch.chdir(tmp_path)
     assert main(["run", "bad.yaml"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert said.err.startswith("textmill: bad.yaml:")
-    assert named in said.err
-    assert ";" in said.err, "the mend stands after a semicolon"
-    assert "Traceback" not in said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("textmill: bad.yaml:")
+    assert named in printed.err
+    assert ";" in printed.err, "what to do is after a semicolon"
+    assert "Traceback" not in printed.err
     assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
 
 

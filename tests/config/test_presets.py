@@ -1,4 +1,4 @@
-"""Presets: what they set, that explicit settings stand above them, and that a written config can change its preset."""
+"""Presets: what they set, that explicit settings override them, and that a written config can change its preset."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_web_is_megatrons_recipe() -> None:
     assert (web.languages, web.min_words) == (["en"], 128)
 
 
-def test_what_is_said_stands_above() -> None:
+def test_explicit_settings_override_the_preset() -> None:
     web = CorpusConfig(preset="web", languages=["ko", "en"], min_words=20)
     assert (web.languages, web.min_words, web.max_digits) == (["ko", "en"], 20, PRESETS["web"]["max_digits"])
 
@@ -86,12 +86,14 @@ def test_presets_of_training() -> None:
     )
     assert TrainConfig(preset="pretrain-adamw").optimizer == "adamw"
     assert TrainConfig(preset="none") == TrainConfig()
-    assert TrainConfig(preset="pretrain-muon", learning_rate=1e-3).learning_rate == 1e-3, "what is said stands above"
+    assert TrainConfig(preset="pretrain-muon", learning_rate=1e-3).learning_rate == 1e-3, (
+        "an explicit setting overrides the preset"
+    )
     for name, said in TRAIN_PRESETS.items():
         assert TrainConfig(**said).model_copy(update={"preset": name}) == TrainConfig(preset=name)
 
 
-def test_a_written_run_keeps_its_training_preset_and_what_was_said_beside_it() -> None:
+def test_a_written_run_keeps_its_training_preset_and_explicit_settings() -> None:
     config = RunConfig(train=TrainConfig(preset="pretrain-muon", batch=8, epochs=2.0))
     tree = yaml.safe_load(config.to_yaml())
     assert tree["train"]["preset"] == "pretrain-muon"

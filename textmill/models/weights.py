@@ -50,7 +50,7 @@ class Weight:
     by_position: bool = False
     """Whether its rows are positions."""
     decay: bool = False
-    """Whether weight decay applies unless `train.decayed` names others."""
+    """Whether weight decay applies unless `train.weight_decay_only` names others."""
     muon: bool = False
     """Whether `train.optimizer: muon` updates it; else AdamW does. For matrices only."""
     lora: bool = False
