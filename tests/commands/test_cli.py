@@ -254,7 +254,7 @@ def test_errors_in_training_settings_are_found_before_prepare(
     for word, wanted in (
         ("model.init_from=not/there/x", "no such folder"),
         ("model.shape=config.json", "5 heads do not divide the width 96"),
-        ("engine.device=cuda:9", "is not there"),
+        ("engine.device=cuda:9", "is not available"),
     ):
         code, out, err = run_cli(capsys, "run", "quickstart", word)
         assert code == 2
