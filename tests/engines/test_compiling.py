@@ -117,7 +117,7 @@ def test_what_nobody_asked_to_be_compiled_goes_on_without(backend: Any, monkeypa
     """By the same steps as what is not compiled."""
     config = config_of("torch", micro_batch=4)
     plain, engine = started(config), started(compiled_by(backend, config, monkeypatch))
-    engine.asked = False  # type: ignore[attr-defined]
+    engine.requested = False  # type: ignore[attr-defined]
     news = [engine.train_step(batch_of(step), step, 1e-2).news for step in range(3)]
     assert news[0] is not None
     assert news[0].startswith("torch cannot compile the net here, so it goes on without: ")
@@ -136,7 +136,7 @@ def test_an_error_of_what_runs_uncompiled_too_is_told_as_it_is(compiled: bool, m
     """Of a kernel of our own, say: not compiling would not help."""
     config = config_of("torch")
     engine: Any = started(compiled_by("aot_eager", config, monkeypatch) if compiled else config)
-    engine.asked = False
+    engine.requested = False
 
     def one_pass(*_: Any) -> Any:
         raise TritonError("out of resource: shared memory")

@@ -286,8 +286,8 @@ def test_a_failure_before_the_first_step_keeps_every_checkpoint(root: Path) -> N
     attempts: list[tuple[list[str], dict[str, object], str]] = [
         ([], {"step": 5}, "its optimizer state was pruned"),
         (["model.init_from=nowhere/at-all/x"], {"force": "yes"}, "no such folder"),
-        (["engine.device=cuda:7"], {"force": "yes"}, "is not there"),
-        (["engine.device=cuda:7", "train.steps=20"], {}, "is not there"),
+        (["engine.device=cuda:7"], {"force": "yes"}, "is not available"),
+        (["engine.device=cuda:7", "train.steps=20"], {}, "is not available"),
     ]
     for words, options, said in attempts:
         steps = 20 if options.get("step") else 12

@@ -140,7 +140,7 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
-    if model.family in SIZES:
+    if SIZES.get(model.family):
         shape_numbers(model)
     elif not model.family.endswith(".py"):
         known = ", ".join(SIZES)
@@ -157,7 +157,7 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         )
     if isinstance(model.shape, str) or model.init_from:
         return  # the numbers are in a file that the model's family reads
-    if model.family not in SIZES:
+    if not SIZES.get(model.family):
         return  # the user's own file checks them
     numbers = shape_numbers(model)
     if numbers["width"] % numbers["heads"]:
