@@ -20,6 +20,7 @@ from textmill.config.load import (
     read_recorded_config,
     read_user_config,
 )
+from textmill.config.model import is_family_file
 from textmill.config.paths import corpora_names, resolve_paths
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
@@ -105,7 +106,7 @@ def _config_of(
 def _refuse_recorded_code(over: Any, below: Any, file: Path | None) -> None:
     """A family's file is code: a run.yaml that names one must not make textmill run it; the user has to."""
     recorded = below.get("family") if isinstance(below, dict) and file is not None and file.name == "run.yaml" else None
-    if isinstance(recorded, str) and recorded.endswith(".py") and not (isinstance(over, dict) and "family" in over):
+    if isinstance(recorded, str) and is_family_file(recorded) and not (isinstance(over, dict) and "family" in over):
         raise TextmillError(
             f"{file}: was written with the model family in {recorded}; a file of code runs only if you name it: "
             f"add model.family={recorded}"

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
-from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig
+from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
 from textmill.config.section import Section, field_markers, path
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
@@ -130,7 +130,12 @@ def _check_micro_batch(micro: int | str, train: TrainConfig) -> None:
 
 def shape_numbers(model: ModelConfig) -> dict[str, Any]:
     """The numbers of the named size, overridden by those of `model.shape`."""
-    sizes = SIZES[model.family]
+    sizes = SIZES.get(model.family)
+    if sizes is None:
+        known = ", ".join(SIZES)
+        raise TextmillError(
+            f"model.family: no family '{model.family}'; choose {known}, or name your own file: ./mynet.py"
+        )
     if model.size not in sizes:
         raise TextmillError(f"model.size: no size '{model.size}'; choose one of {', '.join(sizes)}")
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {}
@@ -140,13 +145,9 @@ def shape_numbers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
-    if SIZES.get(model.family):
+    own_family = is_family_file(model.family)
+    if not own_family:
         shape_numbers(model)
-    elif not model.family.endswith(".py"):
-        known = ", ".join(SIZES)
-        raise TextmillError(
-            f"model.family: no family '{model.family}'; choose {known}, or name your own file: ./mynet.py"
-        )
     if model.lora and not model.init_from:
         raise TextmillError("model.lora: needs weights to adapt; set model.init_from")
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
@@ -155,10 +156,8 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         raise TextmillError(
             f"{key}: the weights of model.init_from have their own shape; remove {key} or model.init_from"
         )
-    if isinstance(model.shape, str) or model.init_from:
-        return  # the numbers are in a file that the model's family reads
-    if not SIZES.get(model.family):
-        return  # the user's own file checks them
+    if isinstance(model.shape, str) or model.init_from or own_family:
+        return  # the family checks numbers that are in a file, and a family in a file its own
     numbers = shape_numbers(model)
     if numbers["width"] % numbers["heads"]:
         near = [heads for heads in range(1, numbers["width"] + 1) if numbers["width"] % heads == 0]

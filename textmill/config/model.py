@@ -9,6 +9,11 @@ from pydantic import Field, field_validator
 from textmill.config.section import Section, source
 
 
+def is_family_file(family: str) -> bool:
+    """True if `model.family` names a file of the user's own instead of a family that comes with textmill."""
+    return family.endswith(".py")
+
+
 class ShapeConfig(Section):
     """Numbers that override those of the named size."""
 

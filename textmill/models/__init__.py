@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from textmill.checkpoints.adapters import config_path
 from textmill.checkpoints.folders import Checkpoint, StepChoice, find_model
 from textmill.config import SIZES, RunConfig
+from textmill.config.model import is_family_file
 from textmill.errors import TextmillError
 from textmill.models.family import Family, Shape
-from textmill.models.family_files import find_family_file, is_family_file, load_family_file
+from textmill.models.family_files import find_family_file, load_family_file
 from textmill.models.weights import Weight, sample_weights, to_checkpoint, to_memory
 from textmill.storage.files import read_json
 

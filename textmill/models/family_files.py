@@ -31,11 +31,6 @@ _loaded: dict[str, FamilyFile] = {}
 """The loaded files by the names of their families."""
 
 
-def is_family_file(name: str) -> bool:
-    """Whether `model.family` names a file."""
-    return name.endswith(".py")
-
-
 def load_family_file(name: str) -> FamilyFile:
     """Run the file, once for each content, and register its family under its own NAME."""
     path = Path(os.path.abspath(name))
