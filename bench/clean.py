@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from textmill.config import CorpusConfig
+from textmill.config.presets import PresetName
 from textmill.corpus.clean import RULES, Cleaner, clean
 from textmill.corpus.clean.filters import (
     character_fractions,
@@ -64,9 +65,13 @@ def rate(function: Callable[[str], Any], texts: list[str]) -> tuple[float, float
 
 def measured_functions() -> dict[str, Callable[[str], Any]]:
     """The measured functions, by name."""
-    basic, web = Cleaner(CorpusConfig()), Cleaner(CorpusConfig(preset="web"))
+    presets: dict[str, Callable[[str], Any]] = {
+        f"{name} preset": Cleaner(CorpusConfig(preset=name, languages=list(LANGUAGES) if name == "web" else [])).clean
+        for name in get_args(PresetName)
+        if name != "none"
+    }
     return {
-        "default rules": basic.clean, "web preset": web.clean, **RULES,
+        "default rules": Cleaner(CorpusConfig()).clean, **presets, **RULES,
         "symbols, digits": character_fractions, "words": split_words, "repeated lines": repeated_line_fraction,
         "repetition": lambda text: (repeated_line_fraction(text), repeated_ngram_fraction(split_words(text))),
         "language": detect_language, "sentences": split_sentences,

@@ -1,4 +1,4 @@
-"""The losses of runs as a picture: a panel for each, what was trained on as a thin line, the valid split as points.
+"""Plot the losses of runs as SVG: a panel per run, training loss as a thin line, valid loss with points.
 
 python bench/curves.py OUT.svg TITLE=RUN_FOLDER_OR_METRICS.jsonl ...
 """
@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 WIDE, HIGH, LEFT, RIGHT, TOP, BELOW = 420, 300, 46, 14, 34, 40
-"""Pixels of a panel and of what is around its drawing."""
+"""Pixels of a panel and of its margins."""
 Points = list[tuple[float, float]]
 
 
@@ -26,22 +26,24 @@ class Curves:
 
     @property
     def lowest(self) -> tuple[float, float]:
-        """Where the valid loss was least."""
+        """Step and value of the lowest valid loss."""
         return min(self.valid, key=lambda point: point[1])
 
 
-def read(title: str, where: Path) -> Curves:
-    """A run's curves from its metrics."""
+def read_curves(title: str, where: Path) -> Curves:
+    """Read a run's curves from its metrics."""
     lines = [
         json.loads(line)
         for line in (where / "metrics.jsonl" if where.is_dir() else where).read_text(encoding="utf-8").splitlines()
     ]
-    train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    return Curves(title, train, [(line["step"], line["valid_loss"]) for line in lines if "valid_loss" in line])
+    train, valid = (
+        [(line["step"], line[name]) for line in lines if line.get(name) is not None] for name in ("loss", "valid_loss")
+    )
+    return Curves(title, train, valid)
 
 
-def panel(curves: Curves, left: int) -> list[str]:
-    """The drawing of one run."""
+def draw_panel(curves: Curves, left: int) -> list[str]:
+    """Return the SVG elements of one run."""
     every = [*curves.train, *curves.valid]
     most_x, most_y = max(x for x, _ in every), max(y for _, y in every)
 
@@ -49,40 +51,44 @@ def panel(curves: Curves, left: int) -> list[str]:
         x = left + LEFT + (WIDE - LEFT - RIGHT) * point[0] / most_x
         return round(x, 1), round(TOP + (HIGH - TOP - BELOW) * (1 - point[1] / most_y), 1)
 
-    def line(points: Points, look: str) -> str:
-        return f'<polyline fill="none" {look} points="{" ".join(f"{x},{y}" for x, y in map(at, points))}"/>'
+    def line(points: Points, style: str) -> str:
+        return f'<polyline fill="none" {style} points="{" ".join(f"{x},{y}" for x, y in map(at, points))}"/>'
 
-    drawn = [f'<text x="{left + LEFT}" y="20" font-weight="bold">{escape(curves.title)}</text>']
+    elements = [f'<text x="{left + LEFT}" y="20" font-weight="bold">{escape(curves.title)}</text>']
     for number in range(5):
         (x, _), (_, y) = at((most_x * number / 4, 0)), at((0, most_y * number / 4))
-        drawn += [
+        elements += [
             f'<line x1="{left + LEFT}" x2="{left + WIDE - RIGHT}" y1="{y}" y2="{y}" stroke="#ddd"/>',
             f'<text x="{left + LEFT - 6}" y="{y + 4}" text-anchor="end">{most_y * number / 4:.1f}</text>',
             f'<text x="{x}" y="{HIGH - BELOW + 16}" text-anchor="middle">{most_x * number / 4:,.0f}</text>',
         ]
     x, y = at(curves.lowest)
-    drawn += [
+    elements += [
         line(curves.train, 'stroke="#9ab" stroke-width="1"'),
         line(curves.valid, 'stroke="#c40" stroke-width="2"'),
     ]
-    drawn += [f'<circle cx="{cx}" cy="{cy}" r="3" fill="#c40"/>' for cx, cy in map(at, curves.valid)]
-    drawn.append(f'<text x="{x}" y="{y - 9}" text-anchor="middle" fill="#c40">{curves.lowest[1]:.3f}</text>')
-    return drawn
+    elements += [f'<circle cx="{cx}" cy="{cy}" r="3" fill="#c40"/>' for cx, cy in map(at, curves.valid)]
+    elements.append(f'<text x="{x}" y="{y - 9}" text-anchor="middle" fill="#c40">{curves.lowest[1]:.3f}</text>')
+    return elements
 
 
-def picture(runs: list[Curves]) -> str:
-    """All panels side by side, on white: a page may be dark."""
+def draw(runs: list[Curves]) -> str:
+    """Return all panels side by side as SVG, on white because the page may be dark."""
     wide = WIDE * len(runs)
-    told = f'<text x="{LEFT}" y="{HIGH - 6}">steps; <tspan fill="#789">loss in training</tspan>, <tspan fill="#c40">valid loss</tspan></text>'
-    panels = [part for number, curves in enumerate(runs) for part in panel(curves, number * WIDE)]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {HIGH}" width="{wide}" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, f'<rect width="{wide}" height="{HIGH}" fill="white"/>', *panels, told, "</svg>"]) + "\n"
+    names = '<tspan fill="#789">loss in training</tspan>, <tspan fill="#c40">valid loss</tspan>'
+    legend = f'<text x="{LEFT}" y="{HIGH - 6}">steps; {names}</text>'
+    panels = [part for number, curves in enumerate(runs) for part in draw_panel(curves, number * WIDE)]
+    size = f'viewBox="0 0 {wide} {HIGH}" width="{wide}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([head, f'<rect width="{wide}" height="{HIGH}" fill="white"/>', *panels, legend, "</svg>"]) + "\n"
 
 
-def main(words: list[str]) -> None:
-    """Draw what is named."""
-    runs = [read(title, Path(where)) for title, _, where in (word.partition("=") for word in words[1:])]
-    Path(words[0]).write_text(picture(runs), encoding="utf-8")
+def main(arguments: list[str]) -> None:
+    """Draw the named runs."""
+    runs = [
+        read_curves(title, Path(where)) for title, _, where in (argument.partition("=") for argument in arguments[1:])
+    ]
+    Path(arguments[0]).write_text(draw(runs), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Tokens a second of the torch engine and of transformers' own GPT-2 on the same batches, in one run.
+"""Tokens/s of the torch engine and of transformers' GPT-2 on the same batches, in one run.
 
-    python bench/first_step.py [size] [batch] [length] [steps] [1 to compile ours]
+    python bench/first_step.py [size] [batch] [length] [steps] [1 to compile textmill's net]
 
-The peer is GPT2LMHeadModel with the same weights, precision and fused AdamW, uncompiled, as most scripts have it.
+The transformers model is GPT2LMHeadModel with the same weights, precision and fused AdamW, not compiled, as in most
+scripts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ VOCAB = 50257
 
 
 def rate(step: Callable[[int], float], steps: int, tokens: int) -> float:
-    """Tokens a second after three steps that do not count; reading the last loss waits for the device."""
+    """Return the tokens/s after three warm-up steps; reading the last loss waits for the device."""
     for number in range(3):
         step(number)
     start = time.perf_counter()
@@ -44,14 +45,14 @@ def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10,
     ids = np.random.default_rng(0).integers(0, VOCAB, (batch, length + 1), dtype=np.int32)
     ours = open_engine(config, shape)
     ours.load(initial_weights(shape, 1), [], 0, "start")
-    made = Batch(ids[:, :-1], ids[:, 1:], np.arange(batch))
-    results = [ours.train_step(made, 0, 1e-4)]
+    tokens = Batch(ids[:, :-1], ids[:, 1:], np.arange(batch))
+    results = [ours.train_step(tokens, 0, 1e-4)]
 
     def our_step(number: int) -> float:
-        results[0] = ours.train_step(made, number, 1e-4)
+        results[0] = ours.train_step(tokens, number, 1e-4)
         return results[0].loss if number == steps - 1 else 0.0
 
-    mine = rate(our_step, steps, batch * length)
+    our_rate = rate(our_step, steps, batch * length)
     theirs = GPT2LMHeadModel(GPT2Config(**family.hf_config_of(shape))).to(device).train()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
     inputs = torch.from_numpy(ids[:, :-1]).long().to(device)
@@ -66,10 +67,12 @@ def main(size: str = "nano", batch: int = 8, length: int = 256, steps: int = 10,
         optimizer.zero_grad(set_to_none=True)
         return float(loss) if number == steps - 1 else 0.0
 
-    peer = rate(their_step, steps, batch * length)
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{size} {batch} x {length} {precision}{' compiled' * compiled} on {card}, torch {torch.__version__}")
-    print(f"textmill {mine:,.0f} tokens/s, transformers {peer:,.0f} tokens/s, ratio {mine / peer:.2f}")
+    their_rate = rate(their_step, steps, batch * length)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{size} {batch} x {length} {precision}{' compiled' * compiled} on {name}, torch {torch.__version__}")
+    print(
+        f"textmill {our_rate:,.0f} tokens/s, transformers {their_rate:,.0f} tokens/s, ratio {our_rate / their_rate:.2f}"
+    )
 
 
 if __name__ == "__main__":

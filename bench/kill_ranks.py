@@ -1,4 +1,4 @@
-"""Kill, stop and hang one process of several at seeded steps; see that the job ends, that the right one is named, and that the run goes on.
+"""Kill, stop or hang one rank at random steps; check that the job ends, names the right rank, and resumes.
 
 python bench/kill_ranks.py [times] [seed]
 """
@@ -17,12 +17,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.kill_train import numbers_of, prepared, trained
+from bench.kill_train import prepare_tokens, read_metrics, train_arguments
 
 STEPS, TIMEOUT = 12, 4
 KINDS = {"kill": "no heartbeat", "stop": "no heartbeat", "hang": "the other ranks wait for"}
-"""What is done to a process, and what the others say of it."""
+"""The fault of a rank, and how the other ranks report it."""
 LONGEST = 300
+"""Seconds after which a job counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +32,27 @@ class Ending:
 
     code: int
     seconds: float
-    said: str
+    output: str
 
     def names(self, kind: str, rank: int) -> bool:
-        """Whether the process to blame is named."""
-        return re.search(rf"{KINDS[kind]}[^\n]*rank {rank} ", self.said) is not None
+        """True if the output names the faulty rank."""
+        return re.search(rf"{KINDS[kind]}[^\n]*rank {rank} ", self.output) is not None
 
     @property
-    def told(self) -> set[int]:
-        """The processes that told where they were, with their stacks."""
+    def ranks_with_stacks(self) -> set[int]:
+        """The ranks that reported where they were, with their stacks."""
         return {
             int(rank)
             for rank in re.findall(
-                r"textmill: rank (\d+): in [^\n]*\n(?:[^\n]*\n)*?[^\n]*most recent call first", self.said
+                r"textmill: rank (\d+): in [^\n]*\n(?:[^\n]*\n)*?[^\n]*most recent call first", self.output
             )
         }
 
 
-def words_of(root: Path, run: Path, *more: str) -> list[str]:
-    """The words that train one small run on several processes."""
+def rank_arguments(root: Path, run: Path, *more: str) -> list[str]:
+    """Return the command-line arguments that train a small run on several ranks."""
     return [
-        *trained(root, run, STEPS),
+        *train_arguments(root, run, STEPS),
         "train.save_every=4",
         "train.evaluate_every=1000",
         f"engine.timeout={TIMEOUT}",
@@ -59,8 +60,8 @@ def words_of(root: Path, run: Path, *more: str) -> list[str]:
     ]
 
 
-def launched(words: list[str], *, ranks: int = 2, fault: str = "") -> Ending:
-    """One job under torchrun, to its end; a job that never ends is an error."""
+def run_torchrun(arguments: list[str], *, ranks: int = 2, fault: str = "") -> Ending:
+    """Run a job under torchrun to its end; a job that hangs is an error."""
     command = [
         sys.executable,
         "-m",
@@ -71,34 +72,40 @@ def launched(words: list[str], *, ranks: int = 2, fault: str = "") -> Ending:
         "-m",
         "textmill",
     ]
-    began = time.monotonic()
+    started = time.monotonic()
     done = subprocess.run(
-        [*command, *words], env={**os.environ, "TEXTMILL_FAULT": fault}, capture_output=True, text=True, timeout=LONGEST
+        [*command, *arguments],
+        env={**os.environ, "TEXTMILL_FAULT": fault},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
     )
-    return Ending(done.returncode, time.monotonic() - began, done.stderr + done.stdout)
+    return Ending(done.returncode, time.monotonic() - started, done.stderr + done.stdout)
 
 
-def started(words: list[str], *, ranks: int, fault: str, waits_for: list[int], before: str = "") -> dict[int, Ending]:
-    """One job without a launcher, as srun would start it; how the processes that are waited for ended. What is left is killed.
+def run_ranks(
+    arguments: list[str], *, ranks: int, fault: str, waits_for: list[int], before: str = ""
+) -> dict[int, Ending]:
+    """Run a job without a launcher, as srun would; return how the ranks in `waits_for` ended, and kill the others.
 
-    `before` is Python for each process to do first.
+    `before` is Python code that each process runs first.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        meet = {
+        common = {
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(free.getsockname()[1]),
             "WORLD_SIZE": str(ranks),
             "TEXTMILL_FAULT": fault,
         }
-    began, processes = time.monotonic(), []
+    started, processes = time.monotonic(), []
     for rank in range(ranks):
-        environment = {**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [
             sys.executable,
             "-c",
             f"{before}\nimport sys; from textmill.cli import main; sys.exit(main())",
-            *words,
+            *arguments,
         ]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -106,8 +113,8 @@ def started(words: list[str], *, ranks: int, fault: str, waits_for: list[int], b
     try:
         endings = {}
         for rank in waits_for:
-            said, _ = processes[rank].communicate(timeout=LONGEST)
-            endings[rank] = Ending(processes[rank].returncode, time.monotonic() - began, said)
+            output, _ = processes[rank].communicate(timeout=LONGEST)
+            endings[rank] = Ending(processes[rank].returncode, time.monotonic() - started, output)
         return endings
     finally:
         for process in processes:
@@ -116,34 +123,37 @@ def started(words: list[str], *, ranks: int, fault: str, waits_for: list[int], b
 
 
 def main(times: int = 20, seed: int = 1) -> int:
-    """The campaign; its figures go to docs/faults.md."""
-    dice, longest, named, went_on, tried = random.Random(seed), 0.0, 0, 0, 0
+    """Run the campaign; its results go to docs/faults.md."""
+    dice, longest, named, resumed, tried = random.Random(seed), 0.0, 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        root, alone = Path(folder), Path(folder) / "alone"
-        prepared(root)
-        first = launched(words_of(root, alone))
-        assert first.code == 0, first.said
+        root, undisturbed = Path(folder), Path(folder) / "undisturbed"
+        prepare_tokens(root)
+        first = run_torchrun(rank_arguments(root, undisturbed))
+        assert first.code == 0, first.output
         print(f"undisturbed: {first.seconds:.1f} s", flush=True)
         for number in range(times):
             kind, step, rank = list(KINDS)[number % 3], dice.randrange(1, STEPS), dice.randrange(2)
             run = root / f"run-{number}"
-            ending = launched(words_of(root, run), fault=f"{kind}@step:{step}:{rank}")
+            ending = run_torchrun(rank_arguments(root, run), fault=f"{kind}@step:{step}:{rank}")
             right = (
                 ending.code != 0 and ending.names(kind, rank) and json.loads((run / "stopped.json").read_text())["why"]
             )
             named, longest = named + bool(right), max(longest, ending.seconds - first.seconds)
             print(
-                f"{kind} rank {rank} at step {step}: over after {ending.seconds:.1f} s, named: {bool(right)}",
+                f"{kind} rank {rank} at step {step}: ended after {ending.seconds:.1f} s, named: {bool(right)}",
                 flush=True,
             )
             if number % 4 == 0:
-                again, tried = launched(words_of(root, run)), tried + 1
-                went_on += again.code == 0 and numbers_of(run) == numbers_of(alone)
+                again, tried = run_torchrun(rank_arguments(root, run)), tried + 1
+                resumed += again.code == 0 and read_metrics(run) == read_metrics(undisturbed)
             if not right:
-                print(ending.said)
-        print(f"{times} dead, stopped or hanging processes: 0 jobs that never ended, {named} named; {went_on} of {tried} that were started "
-              f"again gave the same bits; at most {longest:.1f} s more than an undisturbed run, with engine.timeout={TIMEOUT}")  # fmt: skip
-    return 0 if named == times and went_on == tried else 1
+                print(ending.output)
+        print(
+            f"{times} killed, stopped or hanging ranks: 0 jobs hang, {named} ranks named; {resumed} of {tried} resumed "
+            f"jobs are bitwise equal; at most {longest:.1f} s longer than an undisturbed job, "
+            f"with engine.timeout={TIMEOUT}"
+        )
+    return 0 if named == times and resumed == tried else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cut a save short at every write, fsync, rename and removal in it, by death and by a full disk; look at what is found afterwards.
+"""Interrupt a save at every write, fsync, rename and removal, by SIGKILL or a full disk; check what remains.
 
 python bench/kill_saves.py [kilobytes]
 """
@@ -26,20 +26,19 @@ from textmill.checkpoints.folders import (
     find_checkpoint,
     find_checkpoint_damage,
     list_checkpoints,
-    prune,
-    remove_leftovers,
     write_checkpoint,
 )
+from textmill.checkpoints.pruning import prune, remove_leftovers
 from textmill.storage import faults
 
 RULES: dict[str, dict[str, int | None]] = {
-    "the old one goes": {"keep": 1, "keep_every": None},
-    "its optimizer goes": {"keep": 1, "keep_every": 5},
+    "the old checkpoint is removed": {"keep": 1, "keep_every": None},
+    "its optimizer state is removed": {"keep": 1, "keep_every": 5},
 }
 
 
 def snapshot(step: int, kilobytes: int = 1) -> Snapshot:
-    """A small checkpoint whose every number depends on its step."""
+    """Return a small checkpoint whose numbers all depend on its step."""
     values = np.random.default_rng(step).normal(size=(kilobytes * 64, 4)).astype(np.float32)
     progress = {"step": step, "updates": step, "valid_loss": (1 / step).hex()}
     files = {"config.json": b"{}", "run.yaml": b"step: %d\n" % step}
@@ -57,7 +56,7 @@ def _save(run: Path, kilobytes: int, rule: dict[str, int | None]) -> None:
 
 
 def killed_at(point: int, work: Callable[[], None]) -> bool:
-    """Do the work in a process that dies at its n-th touch of the disk; whether it died."""
+    """Do the work in a process that is killed at its n-th disk access; return whether it was killed."""
     child = os.fork()
     if child == 0:
         faults.arm(f"kill@disk:{point}")
@@ -73,7 +72,7 @@ def killed_at(point: int, work: Callable[[], None]) -> bool:
 
 
 def full_at(point: int, work: Callable[[], None]) -> bool:
-    """Do the work on a disk that is full from its n-th touch on; whether that was noticed."""
+    """Do the work on a disk that is full from its n-th access on; return whether that raised an error."""
     faults.arm(f"full@disk:{point}")
     try:
         work()
@@ -84,60 +83,61 @@ def full_at(point: int, work: Callable[[], None]) -> bool:
     return False
 
 
-def found_in(run: Path, kilobytes: int) -> int:
-    """The step of the checkpoint that is found; an error if it is not exactly what was saved, or if something half made stays."""
+def check_run(run: Path, kilobytes: int) -> int:
+    """Return the step of the checkpoint found; fail if it differs from what was saved, or if leftovers remain."""
     found, best = find_checkpoint(run), find_checkpoint(run, "best")
-    assert found is not None, f"{run}: nothing found"
-    assert best is not None, f"{run}: the best one is not found"
+    assert found is not None, f"{run}: no checkpoint found"
+    assert best is not None, f"{run}: no best checkpoint found"
     _assert_same(found, snapshot(found.step, kilobytes))
     remove_leftovers(run)
     assert all(STEP_NAME.match(path.name) or path.name == BEST_LINK for path in run.iterdir()), (
-        f"{run}: something half made is left"
+        f"{run}: leftovers remain"
     )
     assert not (run / BEST_LINK).is_symlink() or not find_checkpoint_damage((run / BEST_LINK).resolve()), (
-        f"{run}: {BEST_LINK} leads to nothing whole"
+        f"{run}: {BEST_LINK} is not a complete checkpoint"
     )
     assert not [fault for folder in list_checkpoints(run).values() for fault in find_checkpoint_damage(folder)]
     return found.step
 
 
-def _assert_same(found: Checkpoint, wanted: Snapshot) -> None:
-    assert found.progress == wanted.progress
-    for now, before in ((found.weights(), wanted.weights), (found.moments(), wanted.moments)):
+def _assert_same(found: Checkpoint, expected: Snapshot) -> None:
+    assert found.progress == expected.progress
+    for now, before in ((found.weights(), expected.weights), (found.moments(), expected.moments)):
         for (name, values), (named, others) in zip(sorted(now), sorted(before), strict=True):
             assert name == named
             assert np.array_equal(values, others), f"{found.folder}: {name} is mixed"
-    assert all((found.folder / name).read_bytes() == data for name, data in wanted.files.items())
+    assert all((found.folder / name).read_bytes() == data for name, data in expected.files.items())
 
 
-def walk(
-    folder: Path, cut: Callable[[int, Callable[[], None]], bool], rule: dict[str, int | None], kilobytes: int
+def interrupt_everywhere(
+    folder: Path, interrupt: Callable[[int, Callable[[], None]], bool], rule: dict[str, int | None], kilobytes: int
 ) -> Counter[int]:
-    """Cut one save short at its first touch of the disk, its second, and so on to its end; how often which step was found."""
+    """Interrupt a save at its first disk access, its second, and so on; count which step was found."""
     seen: Counter[int] = Counter()
-    first = folder / f"{cut.__name__}-{rule['keep_every']}"
+    first = folder / f"{interrupt.__name__}-{rule['keep_every']}"
     write_checkpoint(first, snapshot(5, kilobytes))
     for point in itertools.count(1):
         run = folder / f"{first.name}-{point}"
         shutil.copytree(first, run)
-        was_cut = cut(point, lambda run=run: _save(run, kilobytes, rule))  # type: ignore[misc]
-        seen[found_in(run, kilobytes)] += 1
+        interrupted = interrupt(point, lambda run=run: _save(run, kilobytes, rule))  # type: ignore[misc]
+        seen[check_run(run, kilobytes)] += 1
         _save(run, kilobytes, rule)
-        assert found_in(run, kilobytes) == 10, f"{run}: it could not go on"
+        assert check_run(run, kilobytes) == 10, f"{run}: it could not resume"
         shutil.rmtree(run)
-        if not was_cut:
+        if not interrupted:
             return seen
     raise AssertionError
 
 
 def main(kilobytes: int = 1) -> int:
-    """Every point of a save, both ways to cut it, both ways to prune."""
+    """Check every point of a save, with both faults and both rules for old checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
-        for cut, said in ((killed_at, "SIGKILL"), (full_at, "disk full")):
+        for interrupt, fault in ((killed_at, "SIGKILL"), (full_at, "disk full")):
             for name, rule in RULES.items():
-                seen = walk(Path(folder), cut, rule, kilobytes)
+                seen = interrupt_everywhere(Path(folder), interrupt, rule, kilobytes)
                 print(
-                    f"{said} at {seen.total() - 1} points, {name}: the old one found {seen[5]} times, the new one {seen[10]}, 0 bad states"
+                    f"{fault} at {seen.total() - 1} points, {name}: the old checkpoint was found {seen[5]} times, "
+                    f"the new one {seen[10]} times, 0 damaged states"
                 )
     return 0
 

@@ -114,7 +114,7 @@ async def call(port: int, method: str, path: str, body: bytes = b"") -> tuple[st
 
 async def send_request(port: int, tokens: int, results: Results) -> None:
     """Send one generation request and record the result."""
-    body = {"prompt": "The king said that", "max_tokens": tokens, "min_tokens": tokens, "temperature": 1.0}
+    body = {"prompt": "The king of the", "max_tokens": tokens, "min_tokens": tokens, "temperature": 1.0}
     started = time.monotonic()
     try:
         head, _ = await call(port, "POST", "/v1/completions", json.dumps(body).encode())

@@ -1,4 +1,4 @@
-"""How long training stands still for a save: the copy to host memory; and how much slower steps are while the files are written.
+"""Measure how long a save blocks training (the copy to host memory), and how much it slows the steps that follow.
 
 python bench/save_stall.py [size] [batch] [length] [steps between saves]
 """
@@ -23,15 +23,15 @@ from textmill.training.saving import Saver
 VOCAB, SAVES = 50257, 3
 
 
-def seconds_of_step(engine: Engine, batch: Batch, step: int) -> float:
-    """One step, waited for."""
-    began = time.perf_counter()
+def time_step(engine: Engine, batch: Batch, step: int) -> float:
+    """Return the seconds of one step."""
+    started = time.perf_counter()
     assert np.isfinite(engine.train_step(batch, step, 1e-4).loss)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def main(size: str = "nano", batch: int = 2, length: int = 64, save_every: int = 500) -> int:
-    """Steps alone, then saves with steps beside them."""
+    """Measure steps without a save, then saves and the steps that run during them."""
     config = RunConfig(model=ModelConfig(size=size), train=TrainConfig(batch=batch, length=length))
     family = open_family(config.model.family)
     shape = family.shape_of(config.model, vocab=VOCAB, end=0, length=length)
@@ -39,24 +39,26 @@ def main(size: str = "nano", batch: int = 2, length: int = 64, save_every: int =
     engine.load(initial_weights(shape, 1), [], 0, "the first weights")
     ids = np.random.default_rng(1).integers(0, VOCAB, (batch, length + 1)).astype(np.int32)
     tokens = Batch(inputs=ids[:, :-1], labels=ids[:, 1:], samples=np.arange(batch))
-    alone = [seconds_of_step(engine, tokens, step) for step in range(12)][2:]
-    stalls, beside = [], []
+    without_save = [time_step(engine, tokens, step) for step in range(12)][2:]
+    stalls, during_save = [], []
     with tempfile.TemporaryDirectory() as folder:
         saver = Saver(Path(folder), keep=1, keep_every=None)
         for number in range(1, SAVES + 1):
-            began = time.perf_counter()
+            started = time.perf_counter()
             saver.save(Snapshot(number, list(engine.weights()), list(engine.moments()), {"step": number}, {}))
-            stalls.append(time.perf_counter() - began)
-            beside += [seconds_of_step(engine, tokens, 100 + step) for step in range(3)]
+            stalls.append(time.perf_counter() - started)
+            during_save += [time_step(engine, tokens, 100 + step) for step in range(3)]
             saver.wait()
-    step, stall = statistics.median(alone), statistics.median(stalls)
-    facts, share = engine.facts(), stall / (step * save_every)
-    print(f"{size}, {facts['parameters']:,} parameters on {facts['device']}: a step {1000 * step:.1f} ms, "
-          f"{1000 * statistics.median(beside):.1f} ms beside a save; stall of a save {1000 * stall:.1f} ms, the first "
-          f"{1000 * stalls[0]:.1f} ms; {share:.3%} of the time with a save every {save_every} steps")  # fmt: skip
+    step, stall = statistics.median(without_save), statistics.median(stalls)
+    facts, fraction = engine.facts(), stall / (step * save_every)
+    print(
+        f"{size}, {facts['parameters']:,} parameters on {facts['device']}: {1000 * step:.1f} ms per step, "
+        f"{1000 * statistics.median(during_save):.1f} ms during a save; a save stalls training for "
+        f"{1000 * stall:.1f} ms, the first one for {1000 * stalls[0]:.1f} ms; {fraction:.3%} of the time "
+        f"with a save every {save_every} steps"
+    )
     return 0
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    sys.exit(main(*words[:1], *map(int, words[1:])))
+    sys.exit(main(*sys.argv[1:2], *map(int, sys.argv[2:])))

@@ -1,9 +1,9 @@
-"""What a process holds under each stage of ZeRO, against ZeRO-0: two processes on this machine, GPT-2 in fp32, two steps each.
+"""Memory per process in each ZeRO stage, compared with ZeRO-0: two processes on this machine, GPT-2 in fp32, two steps.
 
-    python bench/zero_memory.py [SIZE]      (small, 124M weights, if not said; about 5 GB at most)
+    python bench/zero_memory.py [SIZE]      (default: small, 124M parameters, about 5 GB at most)
 
-Peak: the most memory a process took beyond what it had before the engine was opened, a sample's states (32 tokens) among it.
-Held: the tensors that are there between two steps, every one counted once.
+Peak: the most memory of a process in addition to what it had before the engine was opened, with the activations of one
+sample of 32 tokens. Held: the tensors that exist between two steps, each counted once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 LENGTH, PROCESSES = 32, 2
 
 
-def held() -> int:
-    """Bytes of all tensors, each memory counted once."""
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors; shared memory counts once."""
     import torch
 
     storages = {}
@@ -34,7 +34,7 @@ def held() -> int:
 
 
 def measure(size: str, zero: int, path: Path) -> None:
-    """What one process of the launched ones does."""
+    """Train two steps in one of the launched processes, and write the memory of all of them."""
     import numpy as np
 
     from textmill.config import ModelConfig, RunConfig, TrainConfig
@@ -58,13 +58,13 @@ def measure(size: str, zero: int, path: Path) -> None:
                 engine.train_step(Batch(ids[:, :-1], ids[:, 1:], np.array([step])), step, 1e-4)
             gc.collect()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-            found = ranks.all_gather({"peak": peak * 1024, "held": held()})
+            found = ranks.all_gather({"peak": peak * 1024, "held": tensor_bytes()})
         if ranks.first:
             path.write_text(json.dumps(found))
 
 
 def main() -> None:
-    """A launch for each stage, so that no peak hides another; then the table."""
+    """Launch each stage in new processes, so that peaks are independent; then print the table."""
     size = sys.argv[1] if len(sys.argv) > 1 else "small"
     rows = {}
     for zero in (0, 1, 2, 3):
@@ -87,7 +87,9 @@ def main() -> None:
                 raise SystemExit(done.stderr[-3000:])
             rows[zero] = json.loads(path.read_text())
     most = {zero: {key: max(one[key] for one in found) for key in ("peak", "held")} for zero, found in rows.items()}
-    print(f"GPT-2 {size}, fp32, {PROCESSES} processes; the process that holds most, in MB, and as a share of ZeRO-0's")
+    print(
+        f"GPT-2 {size}, fp32, {PROCESSES} processes; the process with the most memory, in MB, and its ratio to ZeRO-0"
+    )
     for zero, values in most.items():
         columns = [f"{key} {value / 1e6:7.0f} ({value / most[0][key]:.2f})" for key, value in values.items()]
         print(f"ZeRO-{zero}   {'   '.join(columns)}")

@@ -1,32 +1,33 @@
-"""What several tests need: the shared data, three small texts, and one thread a worker."""
+"""Fixtures for all tests: shared data, three small texts, and one thread per worker."""
 
 from __future__ import annotations
 
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from bench.kill_train import prepared
+from bench.kill_train import prepare_tokens
 
 pytest_plugins = ["tests.support.report"]
 
-# A check on a change must say the same of the same code; at a desk every run looks at new examples.
+# In CI the same code must give the same result; elsewhere every run tries new examples.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("desk", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
-# Two workers on two cores: a second thread each would only make them wait for one another.
+# Two workers run on two cores; a second thread each would only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What runs keep for later ones is not to outlive the tests.
+# Caches of runs are deleted after the tests.
 kept = tempfile.TemporaryDirectory(prefix="textmill-cache-")
 os.environ["XDG_CACHE_HOME"] = kept.name
 
-# XLA makes many small programs here, each used a few times: made quickly, and once by any process that a test starts.
+# XLA compiles many small programs, each used a few times: compile quickly, and share them between processes.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     programs = tempfile.TemporaryDirectory(prefix="textmill-xla-")
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -34,24 +35,29 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FIRST = ("engines/test_layouts.py", "engines/test_on_deepspeed.py", "engines/test_contract.py", "verification/test_verify.py",
-        "training/test_loop.py", "engines/test_on_jax.py", "project/test_launch_recipes.py", "training/test_ranks.py", "project/test_recipes.py",
+FIRST = ("engines/test_layouts.py", "engines/test_on_deepspeed.py", "engines/test_contract.py",
+         "verification/test_verify.py",
+        "training/test_loop.py", "engines/test_on_jax.py", "project/test_launch_recipes.py", "training/test_ranks.py",
+        "project/test_recipes.py",
         "training/test_engine_changes.py", "corpus/test_mongo_delivery.py", "commands/test_cli.py")  # fmt: skip
-"""They come first, since a file goes to one worker, and the other would wait for a costly one that came last."""
+"""Slow files run first: a file goes to one worker, and the other would wait for a slow one at the end."""
 
 SENTENCES = {
-    "english": ["The mill stands by the river.", "Every morning the wheel begins to turn.", "Who brought the grain last night?",
-                "A child counts the sacks and forgets the number.", "In winter the water is slow, but it never stops."],
-    "korean": ["물레방아는 강가에 서 있다.", "아침마다 바퀴가 천천히 돌기 시작한다.", "어젯밤에 누가 곡식을 가져왔을까?",
+    "english": ["The mill stands by the river.", "Every morning the wheel begins to turn.",
+                "Who brought the grain last night?", "A child counts the sacks and forgets the number.",
+                "In winter the water is slow, but it never stops."],
+    "korean": ["물레방아는 강가에 서 있다.", "아침마다 바퀴가 천천히 돌기 시작한다.",
+               "어젯밤에 누가 곡식을 가져왔을까?",
                "아이는 자루를 세다가 숫자를 잊어버린다.", "겨울에는 물이 느리지만 멈추지 않는다."],
-    "turkish": ["Değirmen ırmağın kıyısında duruyor.", "Her sabah çark ağır ağır dönmeye başlar.", "Dün gece buğdayı kim getirdi?",
-                "Çocuk çuvalları sayar, sonra sayıyı unutur.", "Kışın su yavaştır, ama hiç durmaz."],
+    "turkish": ["Değirmen ırmağın kıyısında duruyor.", "Her sabah çark ağır ağır dönmeye başlar.",
+                "Dün gece buğdayı kim getirdi?", "Çocuk çuvalları sayar, sonra sayıyı unutur.",
+                "Kışın su yavaştır, ama hiç durmaz."],
 }  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Costly files first, the rest in the order of their names; a test is long with some values of its parameters."""
+    """Sort slow files first; mark tests as long for the parameters named by `long_with`."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     for item in items:
@@ -59,6 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("long_with"):
             if any(type(value) is type(arg) and value == arg for value in values for arg in mark.args):
                 item.add_marker("long")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_worker() -> Iterator[None]:
+    """`runner.workers: auto` is one, in this process: starting others would be most of the work on texts this small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("textmill.runners.on_local.usable_cores", lambda: 1)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -69,16 +83,16 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The large texts that stand beside the repository; tests that need them are skipped without."""
+    """The large texts in ../shared/data; tests that need them are skipped without them."""
     folder = ROOT.parent / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip("no shared data: the folder ../shared/data does not stand beside the repository")
+        pytest.skip("no shared data: the folder ../shared/data does not exist")
     return folder
 
 
 @pytest.fixture
 def tiny_texts(tmp_path: Path) -> Path:
-    """A folder with a few KB of English, Korean and Turkish, the same in every run."""
+    """A folder with a few KB of English, Korean and Turkish text, the same in every run."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for language, sentences in SENTENCES.items():
@@ -90,7 +104,7 @@ def tiny_texts(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the quickstart's corpus, tokenizer and tokens; who trains on it takes a copy."""
+    """A folder with the quickstart's corpus, tokenizer and tokens; copy it to train on it."""
     folder = tmp_path_factory.mktemp("tokenized")
-    prepared(folder)
+    prepare_tokens(folder)
     return folder

@@ -1,4 +1,5 @@
-"""textmill COMMAND WHERE [section.key=value ...]: parses the command line, calls the command, prints errors in one line."""
+"""textmill COMMAND WHERE [section.key=value ...]: parses the command line, calls the command, prints errors in one
+line."""
 
 from __future__ import annotations
 
@@ -10,54 +11,64 @@ import sys
 from typing import Any, NoReturn
 
 from textmill.commands.table import COMMANDS, Command, Flag
-from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError
+from textmill.errors import EXIT_DONE, EXIT_STOPPED, TextmillError, explain_os_error
+from textmill.processes.command_time import CommandTime
 from textmill.processes.exits import run_and_exit
+from textmill.processes.output import OutputLost, exit_code_of, protect_output
 
 USAGE = "textmill COMMAND WHERE [section.key=value ...] [--flag]"
 WHERE_HELP = "WHERE is a YAML file, a folder that textmill wrote, a Hugging Face model folder, or the name of a recipe."
 
 
 def command() -> NoReturn:
-    """The program `textmill`."""
-    run_and_exit(main)
+    """The program `textmill`. Only a command whose result is its output ends when nobody reads that."""
+    row = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 and not {"-h", "--help"} & set(sys.argv) else None
+    output = protect_output(result_is_output=row is None or row.result_is_output)
+    run_and_exit(lambda: exit_code_of(main(), output))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    command_time = CommandTime()
     try:
         try:
-            code = _run(sys.argv[1:] if argv is None else argv)
+            code = _run(sys.argv[1:] if argv is None else argv, command_time)
             print(end="", flush=True)
             return code
         except TextmillError as error:
             return _report(error)
+        except OutputLost:
+            return EXIT_DONE  # `command` makes another exit code of it
+        except OSError as error:
+            if (explained := explain_os_error(error)) is None:
+                raise
+            return _report(explained)
     except KeyboardInterrupt as interrupt:
         if failure := _error_before(interrupt):
             return _report(failure)
         print("textmill: stopped; finished work is saved, the same command resumes from there", file=sys.stderr)
         return EXIT_STOPPED
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has exited
-        return EXIT_DONE
 
 
 def _report(error: TextmillError) -> int:
-    """Print the error, even if SIGTERM arrives meanwhile; return its exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    """Print the error, even if a signal arrives meanwhile; return its exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     if str(error):
         print("textmill: " + " ".join(str(error).split()), file=sys.stderr)
     return error.exit_code
 
 
 def _error_before(interrupt: BaseException) -> TextmillError | None:
-    """The error that was being handled when a signal arrived: a launcher ends all processes as soon as one has failed."""
+    """The error that was being handled when a signal arrived: a launcher ends all processes as soon as one has
+    failed."""
     context = interrupt.__context__
     while context is not None and not isinstance(context, TextmillError):
         context = context.__context__
     return context
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], command_time: CommandTime) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return EXIT_DONE
@@ -74,8 +85,14 @@ def _run(argv: list[str]) -> int:
     if "--help" in rest or "-h" in rest:
         print(command_help(name))
         return EXIT_DONE
-    signal.signal(signal.SIGTERM, _interrupt)
-    _call(name, COMMANDS[name], *_parse(rest, name, COMMANDS[name]))
+    from textmill.processes.signals import handled_signals
+
+    for number in {signal.SIGTERM, signal.SIGHUP} & set(handled_signals()):
+        signal.signal(number, _interrupt)
+    arguments, settings, options = _parse(rest, name, COMMANDS[name])
+    if COMMANDS[name].timed:
+        options["command"] = command_time
+    _call(name, COMMANDS[name], arguments, settings, options)
     return EXIT_DONE
 
 
@@ -86,7 +103,9 @@ def _interrupt(*_: Any) -> None:
 def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[str], dict[str, Any]]:
     """The positional arguments, the settings, and the parameters that flags set."""
     known = {flag.name: flag for flag in row.flags}
-    arguments, settings, given = [], [], {}
+    arguments: list[str] = []
+    settings: list[str] = []
+    given: dict[str, list[str]] = {}
     rest = iter(argv)
     for argument in rest:
         if argument.startswith("-"):
@@ -101,7 +120,7 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
                     )
             elif not (value := value if equals else next(rest, "")):
                 raise TextmillError(f"{flag.name}: needs a value: {flag.summary}")
-            given[flag.name] = value
+            given.setdefault(flag.name, []).append(value)
         elif re.match(r"^[A-Za-z_][\w.]*=", argument) and not os.path.exists(argument):
             settings.append(argument)
         else:
@@ -111,23 +130,34 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
             raise TextmillError(f"{flag.name}: cannot be used together with {flag.excludes}; use one of them")
         if flag.example and flag.name not in given:
             raise TextmillError(f"{name}: needs {flag.name}; write: {_usage(name)}")
-    return arguments, settings, {known[flag].parameter: _value(known[flag], text) for flag, text in given.items()}
+    return arguments, settings, {known[flag].parameter: _value(known[flag], texts) for flag, texts in given.items()}
 
 
 def _flag_advice(name_given: str, name: str, row: Command) -> str:
     from textmill.config.keys import OTHER_NAMES, suggest_key
 
+    flags = [*(flag.name for flag in row.flags), "--help"]
     if any(flag.name == name_given for one in COMMANDS.values() for flag in one.flags):
-        return f"{name_given}: '{name}' does not take it; it takes {', '.join([flag.name for flag in row.flags] + ['--help'])}"
+        return f"{name_given}: '{name}' does not take it; it takes {', '.join(flags)}"
     key_given = name_given.lstrip("-").replace("-", "_")
     key = OTHER_NAMES.get(key_given)
+    if key is None and (near := difflib.get_close_matches(name_given, flags, n=1, cutoff=0.7)):
+        return f"{name_given}: unknown flag; did you mean '{near[0]}'?"
     advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {suggest_key(key_given)}"
     return f"{name_given}: unknown flag; {advice}"
 
 
-def _value(flag: Flag, text: str) -> object:
+def _value(flag: Flag, texts: list[str]) -> object:
+    text = texts[-1]
     if flag.kind == "switch":
         return flag.value
+    if flag.kind == "texts":
+        return texts
+    if flag.kind == "minutes":
+        try:
+            return float(text)
+        except ValueError:
+            raise TextmillError(f"{flag.name}: found '{text}'; give a number of minutes, such as 10") from None
     if flag.kind == "text" or (flag.kind == "step" and text in ("latest", "best")):
         return text
     if not text.isdigit():

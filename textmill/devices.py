@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +13,8 @@ from textmill.errors import TextmillError
 # Dense bf16 FLOP/s from the data sheets, for MFU; other GPUs show no MFU.
 PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
-    "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A10": 125e12, "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
     "RTX 5090": 210e12,
 }  # fmt: skip
 
@@ -78,3 +80,31 @@ def peak_flops_of(device: torch.device) -> float | None:
 def peak_flops_by_name(gpu: str) -> float | None:
     """The peak FLOP/s of a GPU by its product name, if known."""
     return next((rate for name, rate in PEAK_FLOPS.items() if name in gpu), None)
+
+
+def name_of(device: torch.device) -> str:
+    """The product name of a GPU, or the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the device's memory; of a CPU, the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def measure_matmul(device: torch.device) -> float:
+    """FLOP/s of a large matmul in the precision that training uses, the best of a few measurements."""
+    size, dtype = 8192, torch_dtype("auto", device)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(4):
+            left @ right
+        end.record()
+        torch.cuda.synchronize(device)
+        best = max(best, 4 * 2 * size**3 / (start.elapsed_time(end) / 1000))
+    return best

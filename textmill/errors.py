@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+from contextlib import suppress
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FORBIDDEN = {
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USER = 2
 EXIT_STOPPED = 75
+EXIT_PIPE = 141
+"""As of a program that SIGPIPE ended: the reader of its output has exited."""
 
 
 class TextmillError(Exception):
@@ -30,6 +39,18 @@ class AlreadyReported(TextmillError):
         self.exit_code = exit_code
 
 
+def explain_os_error(error: OSError) -> TextmillError | None:
+    """The message for an error of the machine, such as a full or read-only disk; None for one that may be a bug."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in FULL:
+        advice = "free some disk space and run the command again; finished work is kept"
+        return Interrupted(f"{where}cannot be written ({error.strerror}); {advice}")
+    if error.errno in FORBIDDEN:
+        return TextmillError(f"{where}cannot be used ({error.strerror}); change its rights, or set another folder")
+    return None
+
+
 def warn(message: str) -> None:
-    """Print a warning on stderr."""
-    print(f"textmill: {message}", file=sys.stderr, flush=True)
+    """Print a warning on stderr; if that is closed, do nothing."""
+    with suppress(OSError, ValueError):
+        print(f"textmill: {message}", file=sys.stderr, flush=True)

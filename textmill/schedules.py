@@ -13,8 +13,11 @@ def warmup_steps(train: TrainConfig) -> int:
     return round(train.warmup * train.steps) if train.warmup < 1 else int(train.warmup)
 
 
-def lr_at(step: int, train: TrainConfig) -> float:
-    """The learning rate of step `step`, counted from 0: warm-up to the maximum, then the decay of the schedule."""
+def lr_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
+    """The learning rate of step `step`, counted from 0: warm-up to the maximum, then the decay of the schedule.
+
+    A decay that ends with the run does not start before the step `decay_from`.
+    """
     warmup, low, high = warmup_steps(train), train.min_learning_rate, train.learning_rate
     if train.schedule == "range_test":
         return _range_test(step, train)
@@ -26,9 +29,10 @@ def lr_at(step: int, train: TrainConfig) -> float:
         )
     if train.schedule == "inverse_sqrt":
         return max(low, high * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
-    return low + (high - low) * DECAYS[train.schedule](
-        step - warmup, (train.decay_steps or train.steps) - warmup, train
-    )
+    start = warmup if train.decay_steps else max(warmup, decay_from)
+    if step < start:
+        return high
+    return low + (high - low) * DECAYS[train.schedule](step - start, (train.decay_steps or train.steps) - start, train)
 
 
 def _log_rise(step: int, warmup: int) -> float:

@@ -14,7 +14,7 @@ from textmill.config import STAGE_FOLDERS, RunConfig, StageName
 from textmill.config.load import (
     Tree,
     build_config,
-    drop_run_length,
+    drop_replaced,
     merge_trees,
     parse_settings,
     read_recorded_config,
@@ -98,9 +98,10 @@ def _config_of(
         and isinstance(below.get("shape"), str)
     ):
         raise TextmillError(
-            f"model.shape: is a path in {file}, so single numbers cannot override it; set model.shape=PATH, or edit the file"
+            f"model.shape: is a path in {file}, so single numbers cannot override it; set model.shape=PATH, or edit "
+            "the file"
         )
-    return build_config(merge_trees(drop_run_length(tree, given), given), file=file, lines=lines)
+    return build_config(merge_trees(drop_replaced(tree, given), given), file=file, lines=lines, over=given)
 
 
 def _refuse_recorded_code(over: Any, below: Any, file: Path | None) -> None:
@@ -164,6 +165,7 @@ def _stage_of(folder: Path) -> StageName:
     command = read_json(folder / MANIFEST).get("verb")
     if command not in stages:
         raise TextmillError(
-            f"{folder / MANIFEST}: names the command {command!r}, which writes no stage; it is damaged, or not from textmill"
+            f"{folder / MANIFEST}: names the command {command!r}, which writes no stage; it is damaged, or not from "
+            "textmill"
         )
     return stages[command]

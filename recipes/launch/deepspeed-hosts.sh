@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# One run over several machines by DeepSpeed's launcher: it reaches each host by ssh, with the same folder and Python on all of them.
+# One run on several machines with DeepSpeed's launcher, which uses ssh; all need the same folder and Python.
 #
 #   bash deepspeed-hosts.sh HOSTFILE CONFIG.yaml [section.key=value ...]
 #
-# A hostfile has a line a machine, with its number of GPUs:
+# The hostfile has one line per machine, with its number of GPUs:
 #
 #   worker-1 slots=8
 #   worker-2 slots=8
 #
-# Prepare and tokenize first, on one machine: textmill run CONFIG.yaml train.steps=1, or the commands one by one.
+# Prepare and tokenize first on one machine, for example with: textmill run CONFIG.yaml train.steps=1
 set -uo pipefail
 [ $# -gt 1 ] || {
   echo "usage: bash deepspeed-hosts.sh HOSTFILE CONFIG.yaml [section.key=value ...]" >&2

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Several machines, all their GPUs; the same line on each of them, within a few minutes:
+# Several machines with all their GPUs; start the same line on each of them within a few minutes:
 #   NODES=4 HEAD=first-machine bash many-nodes.sh CONFIG.yaml [section.key=value ...]
-# HEAD is a machine that all others reach, PORT a free port on it. The folders of the run and of the tokens are the same on all.
-# Where a machine is lost the others say which process they wait for and end; the same line goes on from the newest checkpoint.
+# HEAD is a machine that all others can reach, PORT a free port on it. All need the same folders of run and tokens.
+# If a machine is lost, the others report the missing rank and exit; the same line resumes from the newest checkpoint.
 set -uo pipefail
 [ $# -gt 0 ] && [ -n "${NODES:-}" ] && [ -n "${HEAD:-}" ] || {
   echo "usage: NODES=4 HEAD=first-machine bash many-nodes.sh CONFIG.yaml [section.key=value ...]" >&2

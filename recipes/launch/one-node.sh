@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One machine, all its GPUs:
+# One machine with all its GPUs:
 #   bash one-node.sh CONFIG.yaml [section.key=value ...]
-# RANKS=2 starts two processes instead; with engine.device=cpu that is the way to try it without a GPU.
-# The same command goes on from the newest checkpoint. Exit code 75 says that there is more to do, and that it may.
+# RANKS=2 starts two processes instead; with engine.device=cpu this works without a GPU.
+# The same command resumes from the newest checkpoint. Exit code 75: stopped before the end, safe to resume.
 set -uo pipefail
 [ $# -gt 0 ] || { echo "usage: bash one-node.sh CONFIG.yaml [section.key=value ...]" >&2; exit 2; }
 
@@ -11,6 +11,6 @@ run=$(python -c "$where" "$@") || exit 2
 
 torchrun --standalone --nproc-per-node "${RANKS:-gpu}" -m textmill train "$@"
 code=$?
-# torchrun makes 1 of every other code; what the run says of itself stands in its folder.
+# torchrun exits with 1 for any error; stopped.json shows that the run can be resumed.
 [ $code -ne 0 ] && [ -f "$run/stopped.json" ] && exit 75
 exit $code

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# SLURM, one task a GPU, queued again as long as the run says that it may go on:
+# SLURM with one task per GPU; the job is requeued as long as the run can be resumed:
 #   sbatch slurm.sh CONFIG.yaml [section.key=value ...]
-# Two minutes before its time is over the job is told (SIGUSR1): it saves, stops and goes back into the queue.
+# Two minutes before its time limit the job gets SIGUSR1: it saves, stops and is requeued.
 #SBATCH --job-name=textmill
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -18,12 +18,13 @@ set -uo pipefail
 where='import sys; from textmill.where import open_where; print(open_where(sys.argv[1], sys.argv[2:]).config.folder_of("train"))'
 run=$(python -c "$where" "$@") || exit 2
 
-# The processes find each other by what srun tells them. One that fails ends the others a minute later: they tell first what they wait for.
+# The processes find each other through srun's variables. If one fails, the others have a minute to report what they
+# wait for.
 srun --kill-on-bad-exit=0 --wait=60 python -m textmill train "$@"
 code=$?
-# A run that stops at the same place again and again is for a person to look at.
+# A run that stops again and again needs attention.
 if [ $code -ne 0 ] && [ -f "$run/stopped.json" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-20}" ]; then
-  echo "slurm.sh: goes back into the queue: $(tr -d '\n' < "$run/stopped.json")"
+  echo "slurm.sh: requeued: $(tr -d '\n' < "$run/stopped.json")"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code

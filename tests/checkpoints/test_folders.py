@@ -19,11 +19,13 @@ from textmill.checkpoints.folders import (
     Snapshot,
     find_checkpoint,
     find_checkpoint_damage,
+    find_model,
     list_checkpoints,
     open_checkpoint,
-    prune,
+    rank_checkpoints,
     write_checkpoint,
 )
+from textmill.checkpoints.pruning import prune
 from textmill.errors import AlreadyReported, Interrupted, TextmillError
 from textmill.processes.ranks import Ranks
 from textmill.storage import faults
@@ -153,9 +155,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     found = find_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 5
-    said = capsys.readouterr().err
-    assert str(last) in said
-    assert name in said or name == "manifest.json"
+    warning = capsys.readouterr().err
+    assert str(last) in warning
+    assert name in warning or name == "manifest.json"
     with pytest.raises(TextmillError, match="damaged"):
         open_checkpoint(last)
 
@@ -177,6 +179,46 @@ def test_a_nan_loss_is_never_the_best(tmp_path: Path) -> None:
     assert best.step == 2
 
 
+def test_a_model_is_the_best_checkpoint_and_the_latest_without_valid_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, loss in ((1, 2.0), (2, 1.5), (3, 9.75), (4, None)):
+        write_checkpoint(tmp_path, snapshot(step, valid_loss=loss))
+    assert find_model(tmp_path, None).step == 2
+    best, latest = tmp_path / "step-0000002", tmp_path / "step-0000004"
+    line = f"textmill: using {best}, valid loss 1.5000, the best checkpoint; --step latest uses step 4\n"
+    assert capsys.readouterr().err == line
+    assert find_model(tmp_path, None, "latest").step == 4
+    assert capsys.readouterr().err == f"textmill: using {latest}\n"
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 4, "train resumes from the latest"
+    (best / "config.json").write_bytes(b"")
+    assert find_model(tmp_path, None).step == 1
+    for folder in list_checkpoints(tmp_path).values():
+        (folder / "progress.json").write_text(json.dumps({"step": 1, "valid_loss": None}))
+    assert rank_checkpoints(tmp_path, None)[0] == latest
+
+
+def test_a_run_resumes_from_a_checkpoint_with_an_optimizer_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, last = (write_checkpoint(tmp_path, snapshot(step, valid_loss=1 / step)) for step in (5, 10))
+    (last / "optimizer.manifest.json").unlink()
+    found = find_checkpoint(tmp_path, to_resume=True)
+    assert found is not None
+    assert found.step == 5
+    assert f"{last} is damaged, skipping it: optimizer.manifest.json is missing" in capsys.readouterr().err
+    best = find_checkpoint(tmp_path, "best")
+    assert best is not None
+    assert best.step == 10, "its weights are intact"
+    with pytest.raises(TextmillError, match=r"resume from a step that has one \(--step 5\), or start a new run"):
+        list(best.moments())
+    (first / "optimizer.manifest.json").unlink()
+    with pytest.raises(TextmillError, match=f"is lost; start a new run from its weights: model.init_from={last}"):
+        find_checkpoint(tmp_path, to_resume=True)
+
+
 def test_retention(tmp_path: Path) -> None:
     for step in range(10, 80, 10):
         write_checkpoint(tmp_path, snapshot(step, valid_loss=abs(step - 30.0)))
@@ -195,7 +237,7 @@ def test_retention(tmp_path: Path) -> None:
     assert best is not None
     assert best.step == 30
     assert by_number is not None
-    with pytest.raises(TextmillError, match="its optimizer state was pruned"):
+    with pytest.raises(TextmillError, match=r"has no optimizer state: it was pruned, .* \(--step 60 or 70\)"):
         list(by_number.moments())
     with pytest.raises(TextmillError, match="no checkpoint of step 50; found 30, 40, 60, 70"):
         find_checkpoint(tmp_path, 50)
@@ -307,15 +349,15 @@ def test_every_rank_writes_its_files_and_a_failing_rank_ends_all(tmp_path: Path)
             return {name for name, _ in own}, error
         return {name for name, _ in own}, None
 
-    told = in_threads(3, lambda ranks: work(ranks, 1))
-    assert [fault for _, fault in told] == [None] * 3
-    assert [sorted(names) for names, _ in told] == [["a", "b", "g"], ["c", "d"], ["e", "f"]]
+    outcomes = in_threads(3, lambda ranks: work(ranks, 1))
+    assert [fault for _, fault in outcomes] == [None] * 3
+    assert [sorted(names) for names, _ in outcomes] == [["a", "b", "g"], ["c", "d"], ["e", "f"]]
     found = find_checkpoint(tmp_path)
     assert found is not None
     assert equal(found.weights(), list(values.items()))
     assert equal(found.moments(), list(moments.items()))
-    told = in_threads(3, lambda ranks: work(ranks, 2))
-    assert [type(fault) for _, fault in told] == [AlreadyReported, KeyError, AlreadyReported]
+    outcomes = in_threads(3, lambda ranks: work(ranks, 2))
+    assert [type(fault) for _, fault in outcomes] == [AlreadyReported, KeyError, AlreadyReported]
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
 
 
@@ -323,9 +365,9 @@ def test_a_folder_that_machines_do_not_share_is_reported_at_the_first_save(tmp_p
     def work(ranks: Ranks) -> str:
         model, state = (FilePlan(stem, lambda _: 4, 4, ranks.rank, 2) for stem in ("model", "optimizer"))
         own = [(name, np.zeros(1, np.float32)) for name in "ab" if model.add(name)]
-        with pytest.raises(TextmillError) as told:
+        with pytest.raises(TextmillError) as error:
             write_checkpoint(tmp_path / str(ranks.rank), Snapshot(1, own, [], {"step": 1}, {}, (model, state)), ranks)
-        return str(told.value)
+        return str(error.value)
 
     first, second = in_threads(2, work)
     assert (

@@ -1,4 +1,4 @@
-"""The command check finds every flipped bit of a corpus and of token stores; the index alone would miss those in ids."""
+"""The command check finds every flipped bit of a corpus and of token stores, also inside token ids."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 from textmill.cli import main
 from textmill.commands.check import check
 from textmill.errors import TextmillError
-from textmill.storage.files import format_path
+from textmill.storage.files import format_path, write_json
+from textmill.storage.stages import Stage, add_yaml_checksum, find_stage_damage
 from textmill.tokens.index_formats import find_index_errors
 from textmill.tokens.store import open_store
 
-FLIPS = 1000
 
-
-def test_a_thousand_flipped_bits(
-    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.long_with(1000)
+@pytest.mark.parametrize("flips", [60, 1000])
+def test_every_flipped_bit_is_found(
+    tiny_texts: Path, flips: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tiny_texts.parent)
     assert main(["new", "mine", "--text", "texts"]) == 0
@@ -37,7 +38,7 @@ def test_a_thousand_flipped_bits(
     check("mine/corpus")
     check("mine/tokens")
     dice, found, found_by_index = random.Random(11), 0, 0
-    for number in range(FLIPS):
+    for number in range(flips):
         path = paths[number % len(paths)]
         content = path.read_bytes()
         place = dice.randrange(len(content))
@@ -49,9 +50,68 @@ def test_a_thousand_flipped_bits(
             with suppress(TextmillError):
                 found_by_index += bool(find_index_errors(open_store(path.with_suffix("")).index))
         path.write_bytes(content)
-    assert found == FLIPS
+    assert found == flips
     assert found_by_index == 0, "the format itself has no checksums; the manifest has"
     capsys.readouterr()
+
+
+def test_run_yaml_and_the_ends_of_manifests_are_checked(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    assert main(["new", "mine", "--text", "texts"]) == 0
+    assert main(["prepare", "mine"]) == 0
+    folder, dice = tiny_texts.parent / "mine" / "corpus", random.Random(7)
+    check("mine/corpus")
+    manifest, run_yaml = (folder / "manifest.json").read_bytes(), (folder / "run.yaml").read_bytes()
+    for _ in range(60):
+        place = dice.randrange(len(run_yaml))
+        flipped = bytes([run_yaml[place] ^ (1 << dice.randrange(8))])
+        (folder / "run.yaml").write_bytes(run_yaml[:place] + flipped + run_yaml[place + 1 :])
+        with pytest.raises(TextmillError, match=r"run\.yaml (does not match its own checksum|cannot be read)"):
+            check("mine/corpus")
+    (folder / "run.yaml").unlink()
+    with pytest.raises(TextmillError, match=r"run\.yaml is missing"):
+        check("mine/corpus")
+    (folder / "run.yaml").write_bytes(run_yaml)
+    for changed in (manifest + b" ", manifest + b"\n", manifest[:-1]):
+        (folder / "manifest.json").write_bytes(changed)
+        with pytest.raises(TextmillError, match=r"manifest\.json has other bytes"):
+            check("mine/corpus")
+    (folder / "manifest.json").write_bytes(manifest)
+    check("mine/corpus")
+    capsys.readouterr()
+
+
+def test_run_yaml_and_manifests_of_a_run_are_checked(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step-0000001"
+    checkpoint.mkdir()
+    write_json(checkpoint / "manifest.json", {"step": 1, "files": {}})
+    write_json(checkpoint / "progress.json", {})
+    with pytest.raises(TextmillError, match=r"run\.yaml is missing"):
+        check(str(tmp_path))
+    text = add_yaml_checksum("folder: .\n")
+    for damaged in (text.replace("folder", "golder"), text.replace("SHA", "SHB"), text.replace("#", "c"), text[:-9]):
+        (tmp_path / "run.yaml").write_text(damaged, encoding="utf-8")
+        with pytest.raises(TextmillError, match=r"run\.yaml does not match"):
+            check(str(tmp_path))
+    for intact in (text, "folder: .\n"):  # an older version wrote no checksum
+        (tmp_path / "run.yaml").write_text(intact, encoding="utf-8")
+        assert check(str(tmp_path)) == [checkpoint]
+    with open(checkpoint / "manifest.json", "a", encoding="utf-8") as stream:
+        stream.write(" ")
+    with pytest.raises(TextmillError, match=r"manifest\.json has other bytes"):
+        check(str(tmp_path))
+
+
+def test_a_folder_of_before_the_checksum_of_run_yaml_is_intact(tmp_path: Path) -> None:
+    stage = Stage(
+        "prepare", tmp_path / "corpus", {}, None
+    )  # without run.yaml, its manifest is that of an older version
+    with stage.unfinished_folder() as part:
+        (part / "run.yaml").write_text("folder: .\n", encoding="utf-8")
+        stage.write_manifest(part, {}, {})
+    assert find_stage_damage(tmp_path / "corpus") == []
 
 
 def test_a_path_is_printed_in_full_when_the_current_folder_is_gone(

@@ -1,4 +1,4 @@
-"""The command show prints what the folders hold."""
+"""The command show prints the content of folders."""
 
 from __future__ import annotations
 

@@ -9,12 +9,21 @@ import pytest
 import yaml
 
 from textmill.commands.table import COMMANDS
-from textmill.config import BeamRunner, JaxEngine, JaxMesh, LocalRunner, RunConfig, TorchEngine, TrainConfig
+from textmill.config import (
+    BeamRunner,
+    JaxEngine,
+    JaxMesh,
+    LocalRunner,
+    RunConfig,
+    SampleConfig,
+    TorchEngine,
+    TrainConfig,
+)
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.config.help import MOST_USED, all_help, settings_help
 from textmill.config.keys import OTHER_NAMES, all_fields, section_types, suggest_key
-from textmill.config.load import build_config, merge_trees, parse_settings, read_yaml
-from textmill.engines.deepspeed_config import settled
+from textmill.config.load import build_config, merge_trees, parse_settings, read_recorded_config, read_yaml
+from textmill.engines.deepspeed_config import fill_unset
 from textmill.errors import TextmillError
 from textmill.where import open_where
 
@@ -64,11 +73,50 @@ def test_a_mapping_is_written_in_braces() -> None:
 
 def test_config_is_frozen_and_reads_back_from_its_own_yaml() -> None:
     config = build_config(
-        parse_settings(["train.learning_rate=1e-05", 'sample.prompt=한국어: "x"\n', "model.shape.heads=6"])
+        parse_settings(["train.learning_rate=1e-05", 'sample.stop=한국어: "x"\n', "model.shape.heads=6"])
     )
     with pytest.raises(Exception, match="frozen"):
         config.train.batch = 3  # type: ignore[misc]
     assert build_config(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_settings_of_one_call_are_not_recorded(tmp_path: Path) -> None:
+    once = ["sample.prompt=Once", "sample.min_tokens=150", "sample.count=3", "sample.max_tokens=160"]
+    config = build_config(parse_settings(once))
+    assert build_config(yaml.safe_load(config.to_yaml())).sample == SampleConfig(max_tokens=160)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    assert build_config(read_recorded_config(tmp_path / "run.yaml")).sample == SampleConfig(max_tokens=160), (
+        "an old run"
+    )
+
+
+def test_given_weights_replace_the_shape_of_a_file(tmp_path: Path) -> None:
+    file, weights = tmp_path / "textmill.yaml", tmp_path / "weights"
+    weights.mkdir()
+    file.write_text("model: {size: nano, shape: {layers: 3, heads: 2, width: 64, dropout: 0.1}}\n", encoding="utf-8")
+    assert open_where(str(tmp_path), []).config.model.shape.layers == 3
+    model = open_where(str(tmp_path), [f"model.init_from={weights}"]).config.model
+    assert (model.shape.layers, model.shape.dropout) == (None, 0.1)
+    with pytest.raises(TextmillError, match="have their own shape"):
+        open_where(str(tmp_path), [f"model.init_from={weights}", "model.shape.layers=2"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ('sample.stop=[""]', "sample.stop: has an empty text"),
+        ("sample.stop=", "sample.stop: has an empty text"),
+        ('sample.stop=["a", ""]', "sample.stop: has an empty text"),
+    ],
+)
+def test_an_empty_stop_string_is_refused(argument: str, message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
+        build_config(parse_settings([argument]))
+
+
+def test_more_texts_than_beams_are_refused() -> None:
+    with pytest.raises(TextmillError, match=r"sample\.count: 3 is above sample\.beams=2"):
+        build_config(parse_settings(["sample.beams=2", "sample.count=3"]))
 
 
 def test_mistakes_name_file_and_line(tmp_path: Path) -> None:
@@ -99,6 +147,32 @@ def test_paths_are_relative_to_the_file_or_to_the_user(tmp_path: Path, monkeypat
     assert config.folder_of("train") == elsewhere / "mine"
     (project / "plain.yaml").write_text("train: {steps: 3}\n")
     assert Path(open_where(str(project / "plain.yaml"), []).config.folder) == elsewhere / "runs" / "plain"
+
+
+def test_a_path_with_a_variable_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEXTMILL_TEST_FOLDER", str(tmp_path / "there"))
+    monkeypatch.delenv("TEXTMILL_TEST_UNSET", raising=False)
+    (tmp_path / "my.yaml").write_text(
+        "folder: $TEXTMILL_TEST_FOLDER/x\ncorpus: {sources: ['${TEXTMILL_TEST_FOLDER}/*.txt']}\n"
+    )
+    config = open_where(str(tmp_path / "my.yaml"), []).config
+    assert config.folder == str(tmp_path / "there" / "x")
+    assert config.corpus.sources == [str(tmp_path / "there" / "*.txt")]
+    with pytest.raises(TextmillError, match=r"the environment variable \$TEXTMILL_TEST_UNSET is not set"):
+        open_where(str(tmp_path / "my.yaml"), ["train.folder=$TEXTMILL_TEST_UNSET/run"])
+    (tmp_path / "$TEXTMILL_TEST_UNSET").mkdir()
+    config = open_where(str(tmp_path / "my.yaml"), [f"train.folder={tmp_path}/$TEXTMILL_TEST_UNSET"]).config
+    assert config.train.folder == str(tmp_path / "$TEXTMILL_TEST_UNSET"), "a folder of this name exists"
+
+
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("train:\n  batch: 8\n  warmup: 20\n")
+    with pytest.raises(TextmillError, match=r"^train\.batch: found 0; "):
+        open_where(str(tmp_path / "my.yaml"), ["train.batch=0"])
+    with pytest.raises(TextmillError, match=r"my\.yaml:3: train\.warmup: 20 is above train\.steps=10; "):
+        open_where(str(tmp_path / "my.yaml"), ["train.steps=10"])
+    with pytest.raises(TextmillError, match=r"^train\.min_learning_rate: 1\.0 is above "):
+        open_where(str(tmp_path / "my.yaml"), ["train.min_learning_rate=1.0"])
 
 
 def test_names_of_other_tools_lead_to_keys_that_exist() -> None:
@@ -202,8 +276,8 @@ def test_another_kind_keeps_the_settings_it_knows() -> None:
 
 
 def test_a_deepspeed_file_with_an_impossible_value_is_named() -> None:
-    with pytest.raises(TextmillError, match=r"ds\.json: what it says for engine\.zero is 5, which cannot be"):
-        settled(DeepSpeedEngine(deepspeed_config="ds.json"), {"zero_optimization": {"stage": 5}})
+    with pytest.raises(TextmillError, match=r"ds\.json: its value for engine\.zero is 5, which is not allowed"):
+        fill_unset(DeepSpeedEngine(deepspeed_config="ds.json"), {"zero_optimization": {"stage": 5}})
 
 
 def test_a_kind_is_chosen_by_yaml_command_line_or_python() -> None:

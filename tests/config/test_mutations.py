@@ -21,10 +21,14 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
     ("train.length", 100_000), ("train.length", 1), ("train.steps", 0), ("train.steps", -5), ("train.batch", 0),
     ("engine.micro_batch", 5), ("engine.micro_batch", 0), ("train.learning_rate", 0), ("train.learning_rate", -1.0),
     ("train.learning_rate", float("nan")), ("train.learning_rate", float("inf")), ("train.min_learning_rate", 1.0),
-    ("train.warmup", 5000), ("train.warmup", -1), ("train.betas", [0.9]), ("train.betas", [0.9, 1.0]), ("train.clip", -1),
-    ("train.weight_decay", -0.1), ("train.seed", -1), ("train.checkpoints.keep", 0), ("tokenizer.vocab", 10), ("corpus.split", "a,b"),
-    ("corpus.split", [0, 1, 1]), ("corpus.split", [1, 2, 3, 4]), ("corpus.split", [90, -5, 5]), ("corpus.section_chars", 1),
-    ("corpus.max_unreadable", 2), ("sample.temperature", -1), ("sample.top_p", 0), ("sample.top_p", 1.5), ("sample.top_k", -1),
+    ("train.warmup", 5000), ("train.warmup", -1), ("train.betas", [0.9]), ("train.betas", [0.9, 1.0]),
+    ("train.clip", -1),
+    ("train.weight_decay", -0.1), ("train.seed", -1), ("train.checkpoints.keep", 0), ("tokenizer.vocab", 10),
+    ("corpus.split", "a,b"),
+    ("corpus.split", [0, 1, 1]), ("corpus.split", [1, 2, 3, 4]), ("corpus.split", [90, -5, 5]),
+    ("corpus.section_chars", 1),
+    ("corpus.max_unreadable", 2), ("sample.temperature", -1), ("sample.top_p", 0), ("sample.top_p", 1.5),
+    ("sample.top_k", -1),
     ("sample.max_tokens", 0), ("sample.min_tokens", 500), ("sample.repetition_penalty", 0), ("engine.device", "tpu"),
     ("engine.device", "cuda:x"), ("engine.precision", "fp4"), ("engine.kind", "tensorflow"), ("runner.workers", 0),
     ("runner.kind", "spark"), ("evaluate.tasks", ["glue"]), ("model.family", "llama"), ("train.schedule", "cosin"),
@@ -66,7 +70,7 @@ CASES: list[tuple[str, str, Any, str]] = (
 )
 
 
-def test_there_are_150() -> None:
+def test_there_are_150_broken_configs() -> None:
     assert len(CASES) >= 150
     assert len(IMPOSSIBLE) == 50
 
@@ -74,7 +78,7 @@ def test_there_are_150() -> None:
 @pytest.mark.parametrize(
     ("kind", "key", "value", "named"), CASES, ids=[f"{kind}-{key}-{i}" for i, (kind, key, _, _) in enumerate(CASES)]
 )
-def test_refused_in_one_line(
+def test_a_broken_config_is_refused_in_one_line(
     kind: str,
     key: str,
     value: Any,
@@ -101,7 +105,7 @@ def test_refused_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
 
 
-def test_the_good_one_is_not_refused(tmp_path: Path) -> None:
+def test_the_unbroken_config_is_accepted(tmp_path: Path) -> None:
     from textmill.where import open_where
 
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(GOOD))

@@ -13,7 +13,7 @@ from textmill.corpus.clean import RULES
 from textmill.errors import TextmillError
 
 
-def test_names() -> None:
+def test_preset_names() -> None:
     assert set(PRESETS) == set(get_args(PresetName))
     assert set(get_args(RuleName)) == set(RULES)
     assert set(TRAIN_PRESETS) == set(get_args(TrainPresetName))
@@ -22,7 +22,7 @@ def test_names() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_what_its_settings_are(preset: Any) -> None:
     config = CorpusConfig(preset=preset)
-    assert {key: getattr(config, key) for key in NONE} == PRESETS[preset]
+    assert {key: getattr(config, key) for key in PRESETS[preset]} == PRESETS[preset]
     assert CorpusConfig(**PRESETS[preset]).model_copy(update={"preset": preset}) == config
 
 
@@ -62,12 +62,12 @@ def test_a_written_config_reads_back_and_can_change_its_preset() -> None:
         ({"block_extensions": [" "]}, "corpus.block_extensions: found"),
     ],
 )
-def test_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_presets_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TextmillError, match=message.replace(".", r"\.").replace("?", r"\?")):
         CorpusConfig(**settings)
 
 
-def test_presets_of_training() -> None:
+def test_training_presets() -> None:
     muon = TrainConfig(preset="pretrain-muon")
     assert (muon.optimizer, muon.learning_rate, muon.muon.momentum, muon.batch, muon.warmup) == (
         "muon",
@@ -89,8 +89,8 @@ def test_presets_of_training() -> None:
     assert TrainConfig(preset="pretrain-muon", learning_rate=1e-3).learning_rate == 1e-3, (
         "an explicit setting overrides the preset"
     )
-    for name, said in TRAIN_PRESETS.items():
-        assert TrainConfig(**said).model_copy(update={"preset": name}) == TrainConfig(preset=name)
+    for name, settings in TRAIN_PRESETS.items():
+        assert TrainConfig(**settings).model_copy(update={"preset": name}) == TrainConfig(preset=name)
 
 
 def test_a_written_run_keeps_its_training_preset_and_explicit_settings() -> None:

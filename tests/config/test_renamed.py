@@ -13,6 +13,7 @@ from textmill.config import RunConfig
 from textmill.config.keys import OTHER_NAMES, all_fields, suggest_key
 from textmill.config.load import build_config, parse_settings, read_recorded_config, read_user_config
 from textmill.config.renamed import (
+    ADDED,
     RENAMED,
     RENAMED_VALUES,
     original_settings,
@@ -39,7 +40,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def test_the_table_leads_from_keys_that_are_gone_to_keys_that_exist() -> None:
+def test_the_table_maps_old_keys_to_existing_keys() -> None:
     known = {name for name, _ in all_fields()}
     assert set(RENAMED.values()) | set(RENAMED_VALUES) <= known
     assert not set(RENAMED) & known
@@ -105,7 +106,7 @@ def test_an_old_run_yaml_keeps_every_setting(project: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("project", PROJECTS)
-def test_stages_and_runs_of_before_count_as_done(project: str) -> None:
+def test_old_stages_and_runs_count_as_done(project: str) -> None:
     config = build_config(read_recorded_config(OLD / project / "run.yaml"))
     recorded = json.loads((OLD / project / "made_from.json").read_text(encoding="utf-8"))
     for stage, before in recorded.items():
@@ -141,10 +142,11 @@ def test_hashes_over_settings_use_the_first_names() -> None:
     first = original_settings(results)
     assert "corpus.section" in first
     assert "corpus.section_chars" not in first
-    assert rename_settings(first) == results
+    assert rename_settings(first) | ADDED == results
+    assert original_settings({"corpus.encoding": "cp949"}) == {"corpus.encoding": "cp949"}
     assert original_settings({"train.padded.long_documents": "truncate"}) == {"train.long": "cut"}
 
 
-def test_renaming_leaves_what_is_no_tree_to_the_checks() -> None:
+def test_renaming_ignores_values_that_are_no_sections() -> None:
     tree = {"train": 3, "tokens": {"features": [1]}, "engine": None}
     assert rename_tree(tree) == (tree, {})

@@ -43,7 +43,8 @@ def saved(folder: Path, zero: int, half: bool) -> Any:
     started(config_of("deepspeed"))  # opens the group of one process
     model = net()
     settings = {
-        "train_batch_size": 2, "zero_optimization": {"stage": zero}, "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": half},
+        "train_batch_size": 2, "zero_optimization": {"stage": zero}, "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": half},
     }  # fmt: skip
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
@@ -85,9 +86,9 @@ def test_parts_of_several_ranks_are_joined(tmp_path: Path) -> None:
     even = [[part.clone()] for part in padded.chunk(3)]
     rows: list[list[torch.Tensor]] = [[], [], []]
     for value in state.values():
-        room = -(-value.numel() // 3)
-        full = torch.cat([value.flatten(), torch.zeros(room * 3 - value.numel())])
-        for row, part in zip(rows, full.split(room), strict=True):
+        size = -(-value.numel() // 3)
+        full = torch.cat([value.flatten(), torch.zeros(size * 3 - value.numel())])
+        for row, part in zip(rows, full.split(size), strict=True):
             row.append(part.clone())
     layouts = {
         "two": ("mp_rank_00_model_states.pt", [{"single_partition_of_fp32_groups": part} for part in even]),
@@ -124,7 +125,8 @@ class Hostile:
 def test_a_hostile_file_runs_nothing(tmp_path: Path, old: bool) -> None:
     canary = tmp_path / "canary"
     calls = [
-        Hostile(os.system, f"touch {canary}"), Hostile(exec, f"open({str(canary)!r}, 'w').close()"), Hostile(open, str(canary), "w"),
+        Hostile(os.system, f"touch {canary}"), Hostile(exec, f"open({str(canary)!r}, 'w').close()"),
+        Hostile(open, str(canary), "w"),
         Hostile(getattr, Hostile(__import__, "os"), "system"), Hostile(torch.save, {}, str(canary)),
     ]  # fmt: skip
     given = {"module": {"transformer.wte.weight": torch.ones(2)}, "epoch": 3, "calls": calls}

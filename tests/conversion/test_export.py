@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.weights import shaken
+from tests.support.weights import noisy_weights
 from textmill.checkpoints.folders import Snapshot, write_checkpoint
 from textmill.cli import main
 from textmill.config import ModelConfig, ShapeConfig, TokenizerConfig
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **tokenizer.files(shape.positions),
     }
     files = {name: text.encode() for name, text in texts.items()}
-    return write_checkpoint(tmp_path_factory.mktemp("run"), Snapshot(7, shaken(shape), [], {"step": 7}, files))
+    return write_checkpoint(tmp_path_factory.mktemp("run"), Snapshot(7, noisy_weights(shape), [], {"step": 7}, files))
 
 
 def export(source: Path, out: Path, *arguments: str) -> int:

@@ -25,8 +25,10 @@ TEXTS = [
     GOOD * 40, GOOD + " Write to a@b.com or 010-1234-5678.",
 ]  # fmt: skip
 EVERYTHING = {
-    "rules": sorted(set(RULES) - {"dsgpt2"}), "min_chars": 2, "max_chars": 3000, "min_words": 3, "max_words": 900, "max_symbols": 0.5,
-    "max_digits": 0.5, "max_repeated_lines": 0.5, "max_repeated_words": 0.5, "languages": ["en", "ko"], "sentences": "split",
+    "rules": sorted(set(RULES) - {"dsgpt2"}), "min_chars": 2, "max_chars": 3000, "min_words": 3, "max_words": 900,
+    "max_symbols": 0.5,
+    "max_digits": 0.5, "max_repeated_lines": 0.5, "max_repeated_words": 0.5, "languages": ["en", "ko"],
+    "sentences": "split",
 }  # fmt: skip
 
 

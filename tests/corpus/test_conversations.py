@@ -20,27 +20,27 @@ from textmill.corpus.shards import list_shards, read_documents, read_texts
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 
-ASKED = (("user", "안녕?"), ("assistant", "반가워요."))
+TURNS = (("user", "안녕?"), ("assistant", "반가워요."))
 SHAPED: list[tuple[str, dict[str, Any], tuple[tuple[str, str], ...]]] = [
     (
         "messages",
         {"messages": [{"role": "user", "content": "안녕?"}, {"role": "assistant", "content": "반가워요."}]},
-        ASKED,
+        TURNS,
     ),
     (
         "sharegpt",
         {"conversations": [{"from": "human", "value": "안녕?"}, {"from": "gpt", "value": "반가워요."}]},
-        ASKED,
+        TURNS,
     ),
     (
         "sharegpt",
         {"conversations": [{"from": "human", "value": "q"}], "system": "Be brief."},
         (("system", "Be brief."), ("user", "q")),
     ),
-    ("alpaca", {"instruction": "안녕?", "input": "", "output": "반가워요."}, ASKED),
+    ("alpaca", {"instruction": "안녕?", "input": "", "output": "반가워요."}, TURNS),
     ("alpaca", {"instruction": "Add.", "input": "1 2", "output": "3"}, (("user", "Add.\n\n1 2"), ("assistant", "3"))),
-    ("pairs", {"Q": "안녕?", "A": "반가워요.", "label": "0"}, ASKED),
-    ("pairs", {"question": "안녕?", "answer": "반가워요."}, ASKED),
+    ("pairs", {"Q": "안녕?", "A": "반가워요.", "label": "0"}, TURNS),
+    ("pairs", {"question": "안녕?", "answer": "반가워요."}, TURNS),
 ]
 
 

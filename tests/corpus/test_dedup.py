@@ -89,6 +89,7 @@ def peak_memory(function: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_clusters_need_a_few_bytes_per_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every document has a duplicate: at most 24 bytes each, plus a block."""
     count, chunks = 300_000, 15
@@ -106,6 +107,7 @@ def test_clusters_need_a_few_bytes_per_document(monkeypatch: pytest.MonkeyPatch)
     assert peak_memory(task) < 24 * count
 
 
+@pytest.mark.long
 def test_memory_of_reading_is_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be split is one chunk, however long it is."""
     monkeypatch.setattr(passes, "BUFFER_CHARACTERS", 1 << 14)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from textmill.config import CorpusConfig, RunConfig
-from textmill.corpus.clean import Cleaner
+from textmill.corpus.clean import Cleaner, languages
 from textmill.corpus.clean.cleaner import check_packages
 from textmill.corpus.clean.filters import (
     character_fractions,
@@ -27,9 +27,12 @@ from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 TEXTS = {
-    "en": "The mill by the river had been silent for years when the two brothers came back to open its heavy doors again.",
-    "ko": "강가의 방앗간은 두 형제가 돌아와 무거운 문을 다시 열 때까지 여러 해 동안 조용히 서 있었다고 마을 사람들이 말했다.",
-    "tr": "Irmağın kıyısındaki değirmen, iki kardeş ağır kapılarını yeniden açmak için geri dönünceye kadar yıllarca sessiz kalmıştı.",
+    "en": "The mill by the river had been silent for years when the two brothers came back to open its heavy doors "
+    "again.",
+    "ko": "강가의 방앗간은 두 형제가 돌아와 무거운 문을 다시 열 때까지 "
+    "여러 해 동안 조용히 서 있었다고 마을 사람들이 말했다.",
+    "tr": "Irmağın kıyısındaki değirmen, iki kardeş ağır kapılarını yeniden açmak için geri dönünceye kadar "
+    "yıllarca sessiz kalmıştı.",
     "zh": "河边的磨坊沉寂了许多年，直到两兄弟回来重新打开它沉重的大门，村里的人们才又听见了水车转动的声音。",
 }
 
@@ -113,7 +116,8 @@ def test_repetition_fractions() -> None:
         ("https://www.example.co.uk/a.html", True), ("http://example.org", True), ("https://example.news.com/", False),
         ("https://blog.site.io/x", True), ("https://site.io:8080", True),
         ("https://othersite.io/x", False), ("https://a.io/b.PDF?x=1", True),
-        ("https://a.io/b?x=1.pdf", False), ("http://localhost/x", True), ("not an address", True), ("ftp://a.io/x", True), ("", True),
+        ("https://a.io/b?x=1.pdf", False), ("http://localhost/x", True), ("not an address", True),
+        ("ftp://a.io/x", True), ("", True),
         ("http://10.0.0.1/x", False), ("https://한국.kr/글", False),
     ],
 )  # fmt: skip
@@ -184,3 +188,14 @@ def test_missing_package_is_reported_at_start(
     with pytest.raises(TextmillError, match=message):
         check_packages(CorpusConfig(**settings))
     check_packages(CorpusConfig())
+
+
+@pytest.mark.parametrize(("language", "text"), [("ko", TEXTS["ko"]), ("th", "โรงสีริมแม่น้ำเงียบงันมานานหลายปี")])
+def test_a_script_of_one_language_needs_no_model(language: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(languages, "_detector", lambda: pytest.fail("the model was used"))
+    assert detect_language(text * 20) == (language, 1.0)
+
+
+def test_a_text_with_some_korean_is_judged_by_the_model() -> None:
+    assert detect_language(f"{TEXTS['en']} 방앗간 {TEXTS['en']}")[0] == "en"
+    assert detect_language("2024. 1. 1. -- 12:00")[1] < 1.0

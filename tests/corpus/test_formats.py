@@ -151,8 +151,10 @@ def test_scanner_reads_what_json_reads(values: list[Any], block: int, ascii: boo
         ("\ufeff[]", []),
         ('{"text": "one"}', [("value 1", "one")]),
         ('{\n"text": "a"\n}\n{\n"text": "b"\n}', [("value 1", "a"), ("value 2", "b")]),
-        ('\ufeff{"text": "a"}\nbroken\n{"text": "b"}\n', [("line 1", "a"), ("line 2", "! not JSON: Expecting value"), ("line 3", "b")]),
-        ('[{"text": "a"}, 3, {"x": 1}]', [("item 0", "a"), ("item 1", "! found a JSON number"), ("item 2", "! no field 'text'")]),
+        ('\ufeff{"text": "a"}\nbroken\n{"text": "b"}\n',
+         [("line 1", "a"), ("line 2", "! not JSON: Expecting value"), ("line 3", "b")]),
+        ('[{"text": "a"}, 3, {"x": 1}]', [("item 0", "a"), ("item 1", "! found a JSON number"),
+                                          ("item 2", "! no field 'text'")]),
         ('[{"text": "a"}, {"text": "b"', [("item 0", "a"), ("item 0", "! not JSON: Expecting ',' delimiter")]),
         ('[{"text": "a"} {"text": "b"}]', [("item 0", "a"), ("item 0", "! not JSON: found '{'; expected one of")]),
         ('[{"text": "a"},', [("item 0", "a"), ("item 0", "! unexpected end of file")]),
@@ -210,8 +212,9 @@ def test_csv_damage(tmp_path: Path) -> None:
     data = b'text,n\r\ngood,1\r\nmore,2,3\r\nfew\r\n\r\n\xff,4\r\n"a"b,5\r\nend,6\r\n"open,7\r\nnever closed,8\r\n'
     found = summarise(read(tmp_path / "a.csv", data))
     assert [(place, text[:11]) for place, text in found] == [
-        ("line 2", "good"), ("line 3", "! found 3 f"), ("line 4", "! found 1 f"), ("line 6", "! not UTF-8"), ("line 7", "! not CSV: "),
-        ("line 8", "end"), ("line 9", "! not CSV: "),
+        ("line 2", "good"), ("line 3", "! found 3 f"), ("line 4", "! found 1 f"), ("line 6", "! not UTF-8"),
+        ("line 7", "! not CSV: "),
+        ("line 8", "end"), ("line 9", "! not CSV: "), ("line 10", "never close"),
     ]  # fmt: skip
 
 
@@ -226,7 +229,8 @@ def test_csv_wrong_column(tmp_path: Path) -> None:
 
 
 def table(count: int = 1000) -> pa.Table:
-    return pa.table({"text": [f"satır {number}" for number in range(count)], "url": [f"u{number}" for number in range(count)],
+    return pa.table({"text": [f"satır {number}" for number in range(count)],
+                     "url": [f"u{number}" for number in range(count)],
                      "inner": [{"form": [f"f{number}", "g"]} for number in range(count)]})  # fmt: skip
 
 
@@ -319,7 +323,8 @@ def test_wikiextractor(tmp_path: Path) -> None:
 def dump(pages: list[tuple[int, int, str, str, bool]]) -> str:
     head = (
         '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="tr"><siteinfo><namespaces>'
-        '<namespace key="0" /><namespace key="6">Dosya</namespace><namespace key="14">Kategori</namespace></namespaces></siteinfo>\n'
+        '<namespace key="0" /><namespace key="6">Dosya</namespace><namespace key="14">Kategori</namespace>'
+        "</namespaces></siteinfo>\n"
     )
     body = ""
     for number, space, title, text, redirect in pages:
@@ -362,6 +367,7 @@ def test_truncated_mediawiki_dump(tmp_path: Path) -> None:
     assert (place, text[:9]) == ("beginning", "! invalid")
 
 
+@pytest.mark.long
 def test_mediawiki_needs_constant_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.xml"
     path.write_text(dump([(number, 0, f"T{number}", "word " * 300, False) for number in range(3000)]))
@@ -380,8 +386,10 @@ def test_damaged_files_never_crash(tmp_path: Path) -> None:
     rng = random.Random(5)
     pq.write_table(table(50), tmp_path / "seed.parquet")
     seeds = {
-        "a.parquet": (tmp_path / "seed.parquet").read_bytes(), "a.json": json.dumps(NIKL).encode(), "a.xml": dump(PAGES).encode(),
-        "a.csv": b'text,n\n"a\nb",1\nc,2\n', "wiki_00": b'<doc id="1" title="x">\nx\n</doc>\n', "a.jsonl": b'{"text": "x"}\n' * 5,
+        "a.parquet": (tmp_path / "seed.parquet").read_bytes(), "a.json": json.dumps(NIKL).encode(),
+        "a.xml": dump(PAGES).encode(),
+        "a.csv": b'text,n\n"a\nb",1\nc,2\n', "wiki_00": b'<doc id="1" title="x">\nx\n</doc>\n',
+        "a.jsonl": b'{"text": "x"}\n' * 5,
     }  # fmt: skip
     for name, data in seeds.items():
         for _ in range(25):

@@ -95,6 +95,7 @@ def test_ranges_cover_every_document_once(database: MongoDatabase) -> None:
     assert found[3000].id == f"books 0 {first['_id']}"
 
 
+@pytest.mark.long
 def test_server_killed_in_the_middle_of_a_scan(database: MongoDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     if not (process := database.process):
         pytest.skip("a named server is not ours to kill")
@@ -125,7 +126,20 @@ def test_irregularities_are_reported(database: MongoDatabase, capsys: pytest.Cap
     assert [row["idx"] for row in index] == [idx for idx in range(20) if idx not in (3, 4, 11)]
     database.db["unnumbered"].insert_many([{"idx": 0, "form": "a"}, {"form": "b"}, {"form": "c"}])
     open_index(database.write_config("unnumbered.json", COLLECTIONS=["unnumbered"]))
-    assert "2 of 3 documents have no unique idx" in capsys.readouterr().err
+    assert "2 of 3 documents have no idx; they are not read" in capsys.readouterr().err
+    rows = [
+        {"idx": 0, "form": "a"},
+        {"form": "b"},
+        {"idx": 2, "form": "c"},
+        {"idx": 4, "form": "d"},
+        {"idx": 4, "form": "e"},
+    ]
+    database.db["mixed"].insert_many(rows)  # as many documents as positions
+    open_index(database.write_config("mixed.json", COLLECTIONS=["mixed"]))
+    message = capsys.readouterr().err
+    assert "mixed: 2 of 5 positions have no document" in message
+    assert "mixed: 1 of 5 documents have no idx" in message
+    assert "mixed: 1 of 5 documents have an idx that another one has too" in message
     mongo_write.create_idx_indexes(path)
     assert mongo_write.fix_meta_info(path) == {"odd": 17}
     capsys.readouterr()
@@ -135,7 +149,8 @@ def test_irregularities_are_reported(database: MongoDatabase, capsys: pytest.Cap
 
 def test_text_fields(database: MongoDatabase) -> None:
     rows: list[dict[str, Any]] = [
-        {"form": "raw", "filt_text": "clean"}, {"form": "raw"}, {"form": "raw", "filt_text": None}, {"q": "hi", "a": "ho"}, {"form": 3},
+        {"form": "raw", "filt_text": "clean"}, {"form": "raw"}, {"form": "raw", "filt_text": None},
+        {"q": "hi", "a": "ho"}, {"form": 3},
         {"filt_text": "", "form": "raw"}, {"body": "other"},
     ]  # fmt: skip
     database.db["kinds"].create_index("idx", unique=True)
@@ -238,7 +253,10 @@ def test_error_names_an_unknown_collection(database: MongoDatabase) -> None:
         open_index(database.write_config("wrong.json", COLLECTIONS=["boks"]))
 
 
-SECRET = "mongodb://mill%40er:s3cr%2Ft@nowhere.invalid:27999,127.0.0.1:1/admin?authSource=hidden&serverSelectionTimeoutMS=300"
+SECRET = (
+    "mongodb://mill%40er:s3cr%2Ft@nowhere.invalid:27999,127.0.0.1:1/admin"
+    "?authSource=hidden&serverSelectionTimeoutMS=300"
+)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +285,8 @@ def test_no_part_of_the_connection_string_is_printed(
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [([], "found a list"), ({}, "MONGO_CONNECTION_DB is missing"), ({"MONGO_CONNECTION_DB": "x"}, "COLLECTIONS must be a list"),
+    [([], "found a list"), ({}, "MONGO_CONNECTION_DB is missing"),
+     ({"MONGO_CONNECTION_DB": "x"}, "COLLECTIONS must be a list"),
      ({"MONGO_CONNECTION_DB": "x", "COLLECTIONS": ["a", "a"]}, "twice")],
 )  # fmt: skip
 def test_error_names_a_wrong_setting(settings: Any, message: str, tmp_path: Path) -> None:
@@ -281,6 +300,18 @@ def test_missing_package_is_reported_at_start(root: Path) -> None:
     script = "import sys; sys.modules['pymongo'] = None; import textmill.corpus.mongo.collections"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert "a MongoDB corpus needs pymongo; run: pip install 'textmill[mongo]'" in done.stderr
+
+
+def test_prepare_reads_conversations(database: MongoDatabase, tmp_path: Path) -> None:
+    database.db["chat"].create_index("idx", unique=True)
+    database.db["chat"].insert_many([{"idx": idx, "Q": f"question {idx}", "A": f"answer {idx}"} for idx in range(20)])
+    source = f"mongo:{database.write_config('chat.json', COLLECTIONS=['chat'])}"
+    corpus = CorpusConfig(sources=[source], split=[1.0], chat="pairs")
+    folder = prepare(RunConfig(folder=str(tmp_path), corpus=corpus, runner=LocalRunner(workers=1)))
+    found = [document.turns for path in list_shards(folder, "train") for document in read_documents(path)]
+    assert sorted(found) == sorted((("user", f"question {idx}"), ("assistant", f"answer {idx}")) for idx in range(20))
+    with pytest.raises(TextmillError, match=r"corpus\.chat=pairs reads conversations"):
+        prepare(RunConfig(folder=str(tmp_path / "back"), corpus=corpus.model_copy(update={"mongo_write_back": True})))
 
 
 def test_prepare_reads_collections_and_writes_no_address(database: MongoDatabase, tmp_path: Path) -> None:

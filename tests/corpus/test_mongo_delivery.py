@@ -55,7 +55,8 @@ def new_corpus(database: MongoDatabase, tmp_path: Path, name: str) -> list[str]:
         f"{name}_to.json", COLLECTIONS=["other", f"{name}_clean"], MONGO_CONNECTION_STRING=None
     )
     return [
-        "prepare", "quickstart", f"folder={tmp_path / name}", f"corpus.sources=mongo:{source}", "runner.workers=1", "corpus.split=8,1,1",
+        "prepare", "quickstart", f"folder={tmp_path / name}", f"corpus.sources=mongo:{source}", "runner.workers=1",
+        "corpus.split=8,1,1",
         "corpus.mongo_write_back=true", f"corpus.mongo_load={name}_clean", f"corpus.mongo_config={target}",
     ]  # fmt: skip
 
@@ -67,6 +68,7 @@ def read_rows(database: MongoDatabase, name: str) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: int(row["idx"]))
 
 
+@pytest.mark.long
 def test_written_back_and_loaded_once(
     database: MongoDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,8 @@ def silent_server(closes: bool) -> Iterator[int]:
 def test_silent_server_ends_in_one_line(closes: bool, tmp_path: Path, root: Path) -> None:
     config = tmp_path / "db_config.json"
     with silent_server(closes) as port:
-        address = f"mongodb://millername:s3cretword@127.0.0.1:{port}/?authSource=hidden&serverSelectionTimeoutMS=400&connectTimeoutMS=300"
+        options = "authSource=hidden&serverSelectionTimeoutMS=400&connectTimeoutMS=300"
+        address = f"mongodb://millername:s3cretword@127.0.0.1:{port}/?{options}"
         settings = {"MONGO_CONNECTION_DB": "korpus", "COLLECTIONS": ["web"], "MONGO_PATIENCE": 1}
         config.write_text(json.dumps({**settings, "MONGO_CONNECTION_STRING": address}))
         words = ["prepare", "quickstart", f"folder={tmp_path / 'out'}", f"corpus.sources=mongo:{config}"]

@@ -87,12 +87,14 @@ def test_prepare_ignores_documents_added_later(
         prepare(config)
 
 
-@pytest.mark.parametrize("change", ["first", "last", "deleted", "another _id", "no idx"])
+@pytest.mark.parametrize("change", ["first", "last", "deleted", "another _id", "no idx", "deleted and no idx"])
 def test_fingerprint_notices(change: str, database: MongoDatabase) -> None:
     source = source_of(database)
     before, two = source_state(source).fingerprint, database.db["two"]
-    if change == "deleted":
+    if change.startswith("deleted"):
         two.delete_one({"idx": 41})
+        if change != "deleted":
+            two.insert_one({"form": "nowhere"})
     elif change == "no idx":
         two.insert_one({"form": "nowhere"})
     elif change == "another _id":

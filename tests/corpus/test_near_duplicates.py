@@ -221,6 +221,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "run.yaml"}
 
 
+@pytest.mark.long_with(0.6)
 @pytest.mark.parametrize("threshold", [0.8, 0.6])
 def test_truth_set(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
     """The check of bench/near_duplicates.py on fewer documents."""
@@ -307,6 +308,7 @@ class Crash(BaseException):
     """Raised to simulate the end of the process."""
 
 
+@pytest.mark.long
 def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = synthetic_texts(18, random.Random(4))
     monkeypatch.setattr(os, "fsync", lambda handle: None)
@@ -337,6 +339,7 @@ def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert point > 40
 
 
+@pytest.mark.long
 def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(6)
     expected = content(prepare_near(synthetic_texts(600, rng), tmp_path, monkeypatch, folder="whole"))

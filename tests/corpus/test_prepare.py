@@ -22,7 +22,8 @@ from textmill.corpus.shards import list_shards, read_documents
 from textmill.errors import TextmillError
 
 LINES = [
-    {"text": "bir metin"}, {"text": "bir  metin\n"}, {"text": ""}, {"text": "x"}, {"body": "no text"}, {"text": "한국어 문장"},
+    {"text": "bir metin"}, {"text": "bir  metin\n"}, {"text": ""}, {"text": "x"}, {"body": "no text"},
+    {"text": "한국어 문장"},
 ]  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def test_account(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     account = json.loads((folder / "account.json").read_text())
     lines = account["by_source"]["texts/lines.jsonl"]
     assert lines.pop("changed") == {"spaces": 1}
+    assert lines.pop("quarantined_bytes") == len('{"body": "no text"}\n') + len(b"\xff\xff\n")
     assert lines == {"records": 8, "kept": 2, "dropped": {"duplicate": 1, "empty": 2, "short": 1}, "quarantined": 2}
     assert account["records"] == account["kept"] + sum(account["dropped"].values()) + account["quarantined"]
     found = documents(folder)
@@ -69,7 +71,7 @@ def test_account(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert amounts["characters"] == sum(len(row.text) for row in found[split])
     assert sum(map(len, found.values())) == account["kept"]
     printed = capsys.readouterr()
-    assert "quarantined              2  see out/corpus/quarantine.jsonl" in printed.out
+    assert "quarantined              2  23 bytes; see out/corpus/quarantine.jsonl" in printed.out
     assert "duplicate" in printed.out
     assert "prepare: read and clean: " in printed.err
 
@@ -78,10 +80,11 @@ def test_quarantine_and_origins(workspace: Path) -> None:
     folder = prepare(config_of())
     rows = [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
     assert rows == [
-        {"file": "texts/lines.jsonl", "place": "line 5", "reason": "no field 'text'; found ['body']; set corpus.text_key=body",
+        {"file": "texts/lines.jsonl", "place": "line 5",
+         "reason": "no field 'text'; found ['body']; set corpus.text_key=body",
          "raw": '{"body": "no text"}\n'},
         {"file": "texts/lines.jsonl", "place": "line 7", "raw": "\\xff\\xff\n",
-         "reason": "not UTF-8: byte 0xff at 0; if the file has another encoding, convert it to UTF-8 (for example with iconv)"},
+         "reason": "not UTF-8: byte 0xff at 0; if the file has another encoding, name it with corpus.encoding"},
     ]  # fmt: skip
     everything = [row for split in documents(folder).values() for row in split]
     assert {(row.text, row.id) for row in everything if row.source == "texts/lines.jsonl"} == {

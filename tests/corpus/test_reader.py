@@ -39,5 +39,5 @@ def test_a_split_may_be_empty(folder: Path) -> None:
     for path in list_shards(folder, "test"):
         path.unlink()
     assert len(open_corpus(folder, "test")) == 0
-    with pytest.raises(TextmillError, match="the previous stage has not been run"):
+    with pytest.raises(TextmillError, match="run textmill prepare first"):
         open_corpus(folder / "elsewhere")

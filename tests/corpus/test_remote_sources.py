@@ -243,7 +243,8 @@ def test_named_corpora(corpora: str) -> None:
     ("text", "message"),
     [
         ("[", "not readable"), ("- a", "found a list"), ("a: {source: x}", "found \\['source'\\]; expected 'sources'"),
-        ("a: {sources: [1]}", "a list of strings"), ("a: 3", "found 3"), ("a: {sources: x, text_key: 3}", "'text_key' a string"),
+        ("a: {sources: [1]}", "a list of strings"), ("a: 3", "found 3"),
+        ("a: {sources: x, text_key: 3}", "'text_key' a string"),
     ],
 )  # fmt: skip
 def test_wrong_corpora_file(corpora: str, text: str, message: str) -> None:

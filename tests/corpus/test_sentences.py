@@ -77,9 +77,13 @@ def test_lines() -> None:
 
 
 def test_wrapped_lines_are_joined() -> None:
-    text = "It was the best of times, it was the worst of times, it was the age of\nWisdom, and the age\nof foolishness.\n\nChapter 2\nNext."
+    text = (
+        "It was the best of times, it was the worst of times, it was the age of\n"
+        "Wisdom, and the age\nof foolishness.\n\nChapter 2\nNext."
+    )
     assert split_sentences(text).split("\n") == [
-        "It was the best of times, it was the worst of times, it was the age of Wisdom, and the age of foolishness.", "Chapter 2", "Next.",
+        "It was the best of times, it was the worst of times, it was the age of Wisdom, and the age of foolishness.",
+        "Chapter 2", "Next.",
     ]  # fmt: skip
 
 

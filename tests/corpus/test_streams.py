@@ -24,7 +24,8 @@ from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.sources import find_sources, split_into_chunks
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress, "bz2": bz2.compress, "xz": partial(lzma.compress, preset=0), "zst": zstandard.ZstdCompressor().compress,
+    "gz": gzip.compress, "bz2": bz2.compress, "xz": partial(lzma.compress, preset=0),
+    "zst": zstandard.ZstdCompressor().compress,
 }  # fmt: skip
 LINES = [f"{number} satır, 줄 {number * 7919 % 1000}" for number in range(3000)]
 DATA = "".join(json.dumps({"text": line}) + "\n" for line in LINES).encode()
@@ -36,7 +37,7 @@ def read(path: Path, data: bytes, **settings: Any) -> list[Document | BadRecord]
     config = CorpusConfig(**settings)
     return [
         record
-        for chunk in split_into_chunks(find_sources([str(path)]), config.documents)
+        for chunk in split_into_chunks(find_sources([str(path)], encoding=config.encoding), config.documents)
         for record in read_records(chunk, config)
     ]
 
@@ -117,6 +118,7 @@ def test_sections_and_files(tmp_path: Path, kind: str) -> None:
     assert texts(before) == texts(plain)[: len(before)]
 
 
+@pytest.mark.long_with("xz")
 @KINDS
 def test_memory_is_constant(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
@@ -150,11 +152,21 @@ def test_truncated_utf_16(tmp_path: Path) -> None:
     assert str(bad).startswith(f"{tmp_path / 'a.txt'}, after line 2: the stream is damaged")
 
 
-def test_utf_32_and_other_encodings_are_reported(tmp_path: Path) -> None:
-    (bad,) = read(tmp_path / "a.txt", "\ufeffkelime".encode("utf-32-le"))
-    assert "UTF-32" in str(bad)
-    (bad,) = read(tmp_path / "b.txt", "한국어".encode("cp949"))
-    assert "another encoding" in str(bad)
+def test_utf_32_and_unmarked_utf_16_are_read(tmp_path: Path) -> None:
+    assert texts(read(tmp_path / "a.txt", "\ufeffkelime".encode("utf-32-le"))) == ["kelime"]
+    for number, text in enumerate(("Several words of plain English text.", "짧은 한국어 문장. 다시 한국어 문장.")):
+        for encoding in ("utf-16-le", "utf-16-be"):
+            path = tmp_path / f"{number}{encoding}.txt"
+            assert texts(read(path, (text + "\n").encode(encoding), documents="line")) == [text]
+
+
+def test_older_encodings_are_suggested_and_read(tmp_path: Path) -> None:
+    data = "짧은 한국어 문장\n".encode("cp949")
+    (bad,) = read(tmp_path / "b.txt", data, documents="line")
+    assert str(bad).endswith("it looks like cp949: set corpus.encoding=cp949")
+    good, spoilt = read(tmp_path / "b.txt", data + b"\xc7\xff\n", documents="line", encoding="euc-kr")
+    assert texts([good]) == ["짧은 한국어 문장"]
+    assert isinstance(spoilt, BadRecord)
 
 
 def test_a_line_of_100_mb(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, wikitext_to_plain
+from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, is_redirect, wikitext_to_plain
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,27 @@ from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, wikitext_to_plain
         ("name ({{lang|x}}, ) is", "name is"),
         ("-{zh-hans:简体;zh-hant:繁體}-字", "简体字"),
         ("한국어 [[위키백과|백과]]", "한국어 백과"),
+        ("It weighs {{convert|4|kg|lb}}.", "It weighs 4 kg."),
+        ("It is {{Convert|4|to|6.5|ft|m|abbr=on}} long.", "It is 4 to 6.5 ft long."),
+        ("from {{cvt|1,000|-|2,000|km2}}", "from 1,000–2,000 km2"),
+        ("{{lang|fr|chat}}, {{lang-de|Katze}}, {{nowrap|10 {{abbr|kg|kilogram}}}}", "chat, Katze, 10 kg"),
+        ("{{circa|1900}}{{snd}}{{frac|1|2}} of {{nowrap|[[a|b]]}}", "c. 1900 – 1/2 of b"),
+        ("{{Infobox|weight={{convert|4|kg|lb}}}}text", "text"),
+        ("{{convert|kg}}text{{convert}}", "text"),
     ],
 )
 def test_plain_text(wikitext: str, plain: str) -> None:
     assert wikitext_to_plain(wikitext) == plain
+
+
+@pytest.mark.parametrize(
+    "page", ["#REDIRECT [[A]]", "#weiterleitung [[A b#c]]\n\n[[Kategorie:X]]", "#넘겨주기 [[가]] {{t}}"]
+)
+def test_redirects(page: str) -> None:
+    hidden = {*HIDDEN_PREFIXES, "kategorie"}
+    assert is_redirect(page, hidden)
+    assert not is_redirect(page + " and much more text")
+    assert not is_redirect("# [[A]] is first in a list")
 
 
 def test_namespace_names_of_a_language() -> None:

@@ -1,4 +1,5 @@
-"""AdamW moves parameters as torch's own does in double precision, by torch's fused kernel and by ours where there is a GPU."""
+"""AdamW moves parameters as torch's own does in double precision, by torch's fused kernel and by ours where there is
+a GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ SIZES = ((3,), (70, 130), (5000,), (2, 4096))
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)], ids=str)
-def test_updates_are_torchs(betas: tuple[float, float], device: str) -> None:
-    """Groups with rates and decays of their own, gradients that are too large by a scale, an update that is skipped, and going on."""
+def test_updates_match_torch(betas: tuple[float, float], device: str) -> None:
+    """Groups with rates and decays of their own, gradients that are too large by a scale, an update that is skipped,
+    and going on."""
     dice, train = torch.Generator().manual_seed(1), TrainConfig(betas=list(betas), epsilon=1e-8)
     exact = [nn.Parameter(torch.randn(size, generator=dice, dtype=torch.float64)) for size in SIZES]
     ours = [nn.Parameter(parameter.detach().float().to(device)) for parameter in exact]
@@ -45,13 +47,13 @@ def test_updates_are_torchs(betas: tuple[float, float], device: str) -> None:
             other = Adam(zip(ours, rules, strict=True), train)
             for parameter in ours:
                 for kind, name in (("m", "exp_avg"), ("v", "exp_avg_sq")):
-                    other.take(kind, parameter, adam.state[parameter][name])
+                    other.load_state(kind, parameter, adam.state[parameter][name])
             adam = other
     for parameter, right in zip(ours, exact, strict=True):
         torch.testing.assert_close(parameter.detach().cpu().double(), right.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_to_move_is_no_mistake(device: str) -> None:
+def test_adam_without_parameters_does_nothing(device: str) -> None:
     """As where Muon has all that is trained."""
     Adam([], TrainConfig()).step(0.1, torch.ones((), device=device), *torch.zeros(2, device=device))

@@ -1,4 +1,4 @@
-"""When a net is compiled, and what a person hears of it."""
+"""When a net is compiled, and what the log reports of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch._dynamo.exc import ShortenTraceback
 
 from tests.support.engine_runs import batch_of, config_of, run, started
 from textmill.config import RunConfig, TorchEngine, TrainConfig
-from textmill.engines import compile_torch as compiling_torch
-from textmill.engines.compile_torch import compiling
+from textmill.engines import compile_torch
+from textmill.engines.compile_torch import decide_compile
 from textmill.errors import TextmillError
 from textmill.training.run_folder import describe_engine
 
@@ -23,7 +23,7 @@ LONG = TrainConfig(steps=2000, batch=64, length=1024)
 
 @dataclass
 class Net:
-    """As much of a shape as is asked for: GPT-2 small's."""
+    """The attributes of a shape that are needed, of GPT-2 small."""
 
     parameters: int = 124_439_808
     positions: int = 1024
@@ -31,9 +31,9 @@ class Net:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card whose maker says 989 TFLOP/s, on a machine with all that compiling needs."""
-    monkeypatch.setattr(compiling_torch, "peak_flops_of", lambda device: 989e12)
-    monkeypatch.setattr(compiling_torch, "lacking", lambda: "")
+    """A GPU with a peak of 989 TFLOP/s, on a machine that can compile."""
+    monkeypatch.setattr(compile_torch, "peak_flops_of", lambda device: 989e12)
+    monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "")
 
 
 @pytest.mark.usefixtures("h200")
@@ -49,25 +49,25 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
         (TorchEngine(compile=False), LONG, GPU, 1, False),
         (TorchEngine(compile=True), LONG.model_copy(update={"steps": 1}), torch.device("cpu"), 2, True),
     ],
-    ids=["long", "short", "of the net's own length", "no GPU", "two processes", "bit for bit", "said no", "said yes"],
+    ids=["long", "short", "default length", "no GPU", "two processes", "deterministic", "set to false", "set to true"],
 )
-def test_what_is_compiled(
+def test_when_a_net_is_compiled(
     engine: TorchEngine, train: TrainConfig, device: torch.device, world: int, compiled: bool
 ) -> None:
-    found, words = compiling(engine, train, Net(), device, world)
+    found, note = decide_compile(engine, train, Net(), device, world)
     assert found == compiled
-    assert words.startswith("compiled at the first step") == compiled
+    assert note.startswith("compiles in the first step") == compiled
 
 
 @pytest.mark.usefixtures("h200")
-def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling_torch, "lacking", lambda: "C compiler (install gcc)")
-    found = compiling(TorchEngine(), LONG, Net(), GPU, 1)
-    assert found == (False, "not compiled, though that would be faster: there is no C compiler (install gcc)")
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_torch, "missing_requirement", lambda: "C compiler (install gcc)")
+    found = decide_compile(TorchEngine(), LONG, Net(), GPU, 1)
+    assert found == (False, "not compiled, although it would be faster: no C compiler (install gcc) found")
 
 
 def compiled_by(backend: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """The same, compiled by another part than the one that makes kernels."""
+    """The config with compilation by another backend than inductor."""
     compile_ = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda *given, **settings: compile_(*given, **{**settings, "backend": backend})
@@ -75,28 +75,25 @@ def compiled_by(backend: Any, config: RunConfig, monkeypatch: pytest.MonkeyPatch
     return config.model_copy(update={"engine": config.engine.model_copy(update={"compile": True})})
 
 
+@pytest.mark.long_with("jax")
 @pytest.mark.parametrize("kind", ["torch", "jax"])
-def test_a_step_says_that_something_was_compiled_for_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one, and one on a batch of another shape; none in between."""
+def test_a_step_reports_its_compile_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step does, and one with a batch of another shape; the steps in between do not."""
     if kind == "jax":
         pytest.importorskip("jax")
     engine = started(compiled_by("aot_eager", config_of(kind), monkeypatch) if kind == "torch" else config_of(kind))
-    whole = batch_of(0)
-    half = type(whole)(whole.inputs[:2], whole.labels[:2], whole.samples[:2])
-    news = [engine.train_step(batch, 0, 1e-3).news for batch in (whole, whole, half, whole)]
-    assert [one is not None and one.endswith(" s to begin, with compiling") for one in news] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    full = batch_of(0)
+    half = type(full)(full.inputs[:2], full.labels[:2], full.samples[:2])
+    notes = [engine.train_step(batch, 0, 1e-3).note for batch in (full, full, half, full)]
+    compiled = [note is not None and note.endswith(" s to start, including compilation") for note in notes]
+    assert compiled == [True, False, True, False]
 
 
 def fails(*_: Any) -> Any:
     raise ValueError("no such instruction")
 
 
-def test_what_was_to_be_compiled_and_cannot_be_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_error_is_a_user_error_if_compiling_was_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(compiled_by(fails, config_of("torch"), monkeypatch))
     with pytest.raises(
         TextmillError, match=r"^engine\.compile: torch cannot .*no such instruction.*; set engine\.compile=false$"
@@ -105,7 +102,7 @@ def test_what_was_to_be_compiled_and_cannot_be_is_a_clear_error(monkeypatch: pyt
 
 
 def too_old(*_: Any) -> Any:
-    """As inductor says it of a card that Triton does not know; torch passes that on as it is."""
+    """Inductor's error for a GPU that Triton does not support, which torch does not wrap."""
 
     class GPUTooOldForTriton(ShortenTraceback): ...
 
@@ -113,41 +110,41 @@ def too_old(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", [fails, too_old])
-def test_what_nobody_asked_to_be_compiled_goes_on_without(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the same steps as what is not compiled."""
+def test_a_compile_error_falls_back_to_eager_under_auto(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps are those of an engine that never compiled."""
     config = config_of("torch", micro_batch=4)
     plain, engine = started(config), started(compiled_by(backend, config, monkeypatch))
     engine.requested = False  # type: ignore[attr-defined]
-    news = [engine.train_step(batch_of(step), step, 1e-2).news for step in range(3)]
-    assert news[0] is not None
-    assert news[0].startswith("torch cannot compile the net here, so it goes on without: ")
-    assert news[1:] == [None, None]
+    notes = [engine.train_step(batch_of(step), step, 1e-2).note for step in range(3)]
+    assert notes[0] is not None
+    assert notes[0].startswith("torch cannot compile the net here, so it runs eagerly: ")
+    assert notes[1:] == [None, None]
     run(plain, range(3))
     for (name, one), (_, other) in zip(engine.weights(), plain.weights(), strict=True):
         np.testing.assert_array_equal(one, other, name)
 
 
 class TritonError(Exception):
-    """As Triton names its own."""
+    """Has the name of Triton's own error."""
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_error_of_what_runs_uncompiled_too_is_told_as_it_is(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a kernel of our own, say: not compiling would not help."""
+def test_an_error_that_eager_mode_raises_too_is_not_hidden(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example in a Triton kernel of ours: running eagerly would not help."""
     config = config_of("torch")
     engine: Any = started(compiled_by("aot_eager", config, monkeypatch) if compiled else config)
     engine.requested = False
 
-    def one_pass(*_: Any) -> Any:
+    def run_pass(*_: Any) -> Any:
         raise TritonError("out of resource: shared memory")
 
-    engine.one_pass = engine._pass = one_pass
+    engine.run_pass = engine._pass = run_pass
     with pytest.raises(TritonError):
         engine.train_step(batch_of(0), 0, 1e-3)
 
 
-def test_a_batch_that_grows_is_compiled_for_one_size() -> None:
-    """The automatic micro-batch divides what the batch begins with and grows by, where it is compiled."""
+def test_a_batch_ramp_up_is_compiled_for_one_size() -> None:
+    """In a compiled net, the automatic micro-batch divides the first batch size and its increments."""
     for compiled, size in ((True, 4), (False, 8)):
         config = config_of("torch").model_copy(
             update={"train": TrainConfig(batch=8, batch_rampup=[4, 4, 100], length=8)}
@@ -156,7 +153,7 @@ def test_a_batch_that_grows_is_compiled_for_one_size() -> None:
         assert started(config.model_copy(update={"engine": engine})).facts()["micro_batch"] == size
 
 
-def test_it_is_said_before_the_first_step() -> None:
+def test_the_first_log_line_reports_compiling() -> None:
     facts: dict[str, Any] = started(config_of("torch")).facts()
     assert describe_engine(facts).endswith(", micro-batch 8")
     assert describe_engine(facts | {"compiling": "compiled so"}).endswith(", micro-batch 8, compiled so")

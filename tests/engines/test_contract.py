@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from tests.support.engine_runs import LENGTH, LORA, ROWS, VOCAB, batch_of, config_of, first_of, rows_of, run, started
 from textmill.config import RunConfig
 from textmill.engines import Engine, open_engine
+from textmill.errors import TextmillError
 from textmill.models import open_family
 from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED, Batch
@@ -22,7 +25,8 @@ def test_the_loss_falls(kind: str) -> None:
 
 
 def logits_of(config: RunConfig, engine: Engine, ids: torch.Tensor) -> torch.Tensor:
-    """Of transformers' GPT-2; of a family outside the package, the net's own, which tests/models compares with Llama."""
+    """Of transformers' GPT-2; of a family outside the package, the net's own, which tests/models compares with
+    Llama."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     family = open_family(config.model.family)
@@ -40,20 +44,20 @@ def logits_of(config: RunConfig, engine: Engine, ids: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize("loss", ["token_mean", "sample_mean"])
-def test_the_first_loss_is_the_formulas(kind: str, loss: str) -> None:
+def test_the_first_loss_matches_the_formula(kind: str, loss: str) -> None:
     config = config_of(kind, loss=loss)
     engine, batch = started(config), batch_of(0)
     scores = torch.log_softmax(logits_of(config, engine, torch.from_numpy(batch.inputs).long()).double(), -1)
-    asked = batch.labels != IGNORED
+    labelled = batch.labels != IGNORED
     losses = [
-        -scores[row, asked[row]].gather(1, torch.from_numpy(batch.labels[row, asked[row]]).long()[:, None])
+        -scores[row, labelled[row]].gather(1, torch.from_numpy(batch.labels[row, labelled[row]]).long()[:, None])
         for row in range(ROWS)
     ]
     token_mean = float(torch.cat(losses).mean())
     sample_mean = float(np.mean([float(one.mean()) for one in losses if len(one)]))
     step = engine.train_step(batch, 0, 0.0)
     assert step.loss == pytest.approx({"token_mean": token_mean, "sample_mean": sample_mean}[loss], rel=1e-6)
-    assert step.asked == int(asked.sum())
+    assert step.loss_tokens == int(labelled.sum())
 
 
 @pytest.mark.long_with("jax")
@@ -67,7 +71,7 @@ def test_micro_batches_of_unequal_samples_equal_one_batch(kind: str, loss: str, 
 
 
 @pytest.mark.long_with("jax")
-def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
+def test_a_batch_ramp_up_gives_the_losses_of_torch(kind: str) -> None:
     ramp = [2, 6, 4]  # two sizes: JAX makes a program of each
     sizes = [BatchSizes(ROWS, ramp).size_at(step) for step in range(6)]
     assert sizes[0] == 2
@@ -76,7 +80,7 @@ def test_a_batch_that_grows_gives_torchs_losses(kind: str) -> None:
     def steps_of(kind: str, micro_batch: int) -> list[tuple[float, float, int]]:
         engine = started(config_of(kind, dropout=0.1, micro_batch=micro_batch, batch_rampup=ramp, clip=0.3))
         steps = [engine.train_step(rows_of(batch_of(step), slice(size)), step, 1e-2) for step, size in enumerate(sizes)]
-        return [(step.loss, step.norm, step.asked) for step in steps]
+        return [(step.loss, step.norm, step.loss_tokens) for step in steps]
 
     for found, wanted in zip(steps_of(kind, 2), steps_of("torch", 1), strict=True):
         assert found == (pytest.approx(wanted[0], rel=2e-6), pytest.approx(wanted[1], rel=2e-5), wanted[2])
@@ -91,7 +95,7 @@ def test_dropout_changes_training_and_not_evaluation(kind: str) -> None:
 
 @pytest.mark.long_with("jax")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_documents_kept_apart_give_the_losses_they_give_alone(kind: str, dropout: float) -> None:
+def test_isolated_documents_have_the_losses_of_separate_ones(kind: str, dropout: float) -> None:
     """Two documents in one window: each asks the same as in a window of its own, whatever stands beside it."""
     engine = started(config_of(kind, dropout=dropout))
     ids = batch_of(3, unequal=False).inputs
@@ -105,7 +109,7 @@ def test_documents_kept_apart_give_the_losses_they_give_alone(kind: str, dropout
         engine.eval_step(Batch(ids[:, part], labels[:, part], samples)) for part in (slice(0, cut), slice(cut, LENGTH))
     ]
     assert whole.loss == pytest.approx(sum(one.loss for one in alone), rel=1e-6)
-    assert whole.asked == sum(one.asked for one in alone)
+    assert whole.loss_tokens == sum(one.loss_tokens for one in alone)
     other = ids.copy()
     other[:, :cut] = (other[:, :cut] + 7) % VOCAB
     second = labels.copy()
@@ -118,7 +122,7 @@ def test_documents_kept_apart_give_the_losses_they_give_alone(kind: str, dropout
     assert joined[0] != joined[1], "without documents it does"
 
 
-def test_saved_and_loaded_it_goes_on_bit_for_bit(kind: str) -> None:
+def test_a_saved_engine_resumes_bitwise(kind: str) -> None:
     config = config_of(kind, dropout=0.1)
     straight = started(config)
     run(straight, range(4))
@@ -134,7 +138,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(kind: str) -> None:
         assert np.array_equal(one, other), name
 
 
-def test_adapters_learn_as_torchs_do(kind: str) -> None:
+def test_adapters_match_the_torch_engine(kind: str) -> None:
     # Epsilon is above what rounding leaves of a gradient that is none, which Adam would make as large as any other.
     config, theirs = (
         config_of(of, dropout=0.1, micro_batch=2, lora=LORA, clip=0.3, epsilon=1e-6) for of in (kind, "torch")
@@ -164,18 +168,19 @@ def test_adapters_learn_as_torchs_do(kind: str) -> None:
 
 
 @pytest.mark.long_with("jax")
-def test_adapters_learn_in_half_precision_too(kind: str) -> None:
-    """As in fp32 but for rounding; what is saved is fp32, and a base that stays in bf16 loses no more than its rounding."""
+def test_adapters_train_in_half_precision(kind: str) -> None:
+    """As in fp32 but for rounding; what is saved is fp32, and a base that stays in bf16 loses no more than its
+    rounding."""
     config = config_of(kind, micro_batch=4, lora=LORA)
     half = started(config.model_copy(update={"engine": config.engine.model_copy(update={"precision": "bf16"})}))
     wanted = run(started(config_of("torch", micro_batch=4, lora=LORA)), range(6))
-    # A CPU without bf16 makes torch switch mkldnn off for the whole process; the other tests want it as it was.
+    # A CPU without bf16 makes torch switch mkldnn off for the whole process; the other tests need it on.
     with torch.backends.mkldnn.flags(enabled=True):
         assert run(half, range(6)) == pytest.approx(wanted, rel=2e-2)
     assert all(values.dtype == np.float32 and values.any() for _, values in half.weights())
 
 
-def test_copies_do_not_follow_the_net(kind: str) -> None:
+def test_host_copies_do_not_change_with_the_net(kind: str) -> None:
     engine = started(config_of(kind))
     before = list(engine.weights())
     kept = [values.copy() for _, values in before]
@@ -187,7 +192,7 @@ def test_copies_do_not_follow_the_net(kind: str) -> None:
 def test_clipping_bounds_the_update(kind: str) -> None:
     free, clipped = started(config_of(kind, clip=0.0)), started(config_of(kind, clip=1e-3))
     one, other = free.train_step(batch_of(0), 0, 1e-2), clipped.train_step(batch_of(0), 0, 1e-2)
-    assert one.norm == pytest.approx(other.norm, rel=1e-6), "the norm is told before clipping"
+    assert one.norm == pytest.approx(other.norm, rel=1e-6), "the norm is that before clipping"
     first = {name.removeprefix("m/"): values for name, values in clipped.moments() if name.startswith("m/")}
     norm = np.sqrt(sum(float((values.astype(np.float64) ** 2).sum()) for values in first.values())) / (1 - 0.9)
     assert norm == pytest.approx(1e-3, rel=1e-3)
@@ -203,7 +208,7 @@ def test_only_matrices_decay(kind: str) -> None:
         np.testing.assert_allclose(values, before[name] * np.float32(factor), rtol=1e-6, atol=1e-8, err_msg=name)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(kind: str) -> None:
+def test_a_non_finite_gradient_skips_the_update(kind: str) -> None:
     engine = started(config_of(kind))
     run(engine, range(2))
     weights = [(name, values.copy()) for name, values in engine.weights()]
@@ -225,12 +230,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind: str) -> None:
 def test_evaluation_sums(kind: str) -> None:
     engine = started(config_of(kind, micro_batch=4))
     sums = engine.eval_step(batch_of(0))
-    assert sums.asked == int((batch_of(0).labels != IGNORED).sum())
-    assert sums.loss / sums.asked == pytest.approx(engine.train_step(batch_of(0), 0, 0.0).loss, rel=1e-6)
-    assert 0 <= sums.correct <= sums.asked
+    assert sums.loss_tokens == int((batch_of(0).labels != IGNORED).sum())
+    assert sums.loss / sums.loss_tokens == pytest.approx(engine.train_step(batch_of(0), 0, 0.0).loss, rel=1e-6)
+    assert 0 <= sums.correct <= sums.loss_tokens
     run(engine, range(60), unequal=False)
     learnt = engine.eval_step(batch_of(59, unequal=False))
     assert learnt.correct > sums.correct
+
+
+def test_a_field_that_the_family_does_not_use_raises_an_error(kind: str) -> None:
+    engine = started(config_of(kind))
+    batch = replace(batch_of(0), types=np.zeros((ROWS, LENGTH), np.int32))
+    with pytest.raises(TextmillError, match=r"the batches have types, which the model family \w+ does not use"):
+        engine.train_step(batch, 0, 0.0)
+    with pytest.raises(TextmillError, match="types"):
+        engine.eval_step(batch)
 
 
 def test_one_process_takes_every_sample(kind: str) -> None:

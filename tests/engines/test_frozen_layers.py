@@ -24,17 +24,17 @@ def weights_of(engine: Engine) -> dict[str, Any]:
 
 @pytest.mark.parametrize("freeze", [[], FROZEN])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_state_that_there_will_be_is_known_before_the_first_step(optimizer: str, freeze: list[str]) -> None:
+def test_the_optimizer_state_is_known_before_the_first_step(optimizer: str, freeze: list[str]) -> None:
     """Memory for the copies that a save takes is had then."""
     engine: Any = started(config_of("torch", optimizer=optimizer, freeze=freeze))
-    stated = sorted(math.prod(weight.shape) for weight in engine.optimizer.stated())
+    stated = sorted(math.prod(weight.shape) for weight in engine.optimizer.state_weights())
     assert not list(engine.moments())
     run(engine, range(1))
     assert sorted(values.size for _, values in engine.moments()) == stated
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_frozen_weights_stay_and_the_rest_goes_on_bit_for_bit(optimizer: str) -> None:
+def test_frozen_weights_stay_and_a_resume_is_bitwise(optimizer: str) -> None:
     config = config_of("torch", dropout=0.1, optimizer=optimizer, freeze=FROZEN, layer_decay=0.7)
     straight = started(config)
     first = weights_of(straight)
@@ -65,7 +65,7 @@ def test_only_matrices_under_muon() -> None:
     assert losses[2] != losses[0]
 
 
-def test_rates_and_decay_are_torchs_own_groups() -> None:
+def test_learning_rates_and_decay_match_torchs_parameter_groups() -> None:
     """The same groups given to torch's AdamW by hand, on transformers' net, lead to the same weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -109,7 +109,7 @@ def test_rates_and_decay_are_torchs_own_groups() -> None:
         assert np.abs(values - wanted[name]).max() < 1e-5, name
 
 
-def test_adapters_are_kept_whether_they_are_trained_or_not() -> None:
+def test_adapters_are_saved_even_if_frozen() -> None:
     config, lora = config_of("torch", freeze=["h.0"]), LoraConfig(rank=2)
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora, "init_from": "given"})})

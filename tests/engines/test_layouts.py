@@ -1,4 +1,5 @@
-"""Every layout against one process, with dropout, samples of unequal length, documents kept apart and batches in several passes."""
+"""Every layout against one process, with dropout, samples of unequal length, isolated documents and gradient
+accumulation."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.support.layout_process import (
     resumed,
     stepped,
 )
-from tests.support.together import ended_together
+from tests.support.together import run_together
 from textmill.config import RunConfig
 from textmill.engines.meshes import Mesh, mesh_of
 from textmill.errors import TextmillError
@@ -46,7 +47,7 @@ def launched(folder: Path, alone: Measured, names: Iterable[str]) -> Path:
     np.savez(folder / "one.state.npz", **alone[2])
     for world in (2, 4):
         if here := [name for name in names if processes_of(name) == world]:
-            assert ended_together([sys.executable, layout_process.__file__, str(folder), *here], world) == "well"
+            assert run_together([sys.executable, layout_process.__file__, str(folder), *here], world) == "ok"
     return folder
 
 
@@ -97,15 +98,15 @@ def test_evaluation_sums_over_every_part(layout: str, folder: Path, alone: Measu
         assert ours == [pytest.approx(wanted[0], rel=1e-6), wanted[1], wanted[2]]
 
 
-def test_a_process_holds_its_part_alone(layout: str, folder: Path, alone: Measured) -> None:
+def test_a_process_holds_only_its_shard(layout: str, folder: Path, alone: Measured) -> None:
     mesh, whole = LAYOUTS[layout], alone[0]["parameters"]
     held = json.loads((folder / f"{layout}.json").read_text())["parameters"]
     assert whole / 8 < held <= 1.05 * whole / (mesh.get("shard", 1) * mesh.get("tensor", 1)), (
-        "what tensor peers all hold is little"
+        "few weights are replicated in a tensor-parallel group"
     )
 
 
-def test_saved_and_loaded_it_goes_on(layout: str, folder: Path, alone: Measured) -> None:
+def test_a_saved_engine_resumes(layout: str, folder: Path, alone: Measured) -> None:
     """Bit for bit on the same layout; within the bound from another, and from this one on one process."""
     next_ones = slice(SAVED - 1, SAVED - 1 + MORE)
     ours, wanted = json.loads((folder / f"{layout}.json").read_text()), losses(alone[0]["losses"][next_ones])
@@ -115,22 +116,22 @@ def test_saved_and_loaded_it_goes_on(layout: str, folder: Path, alone: Measured)
     assert losses([list(one) for one in stepped(engine, range(SAVED, SAVED + MORE))]) == pytest.approx(wanted, rel=1e-6)
 
 
-def test_muon_makes_whole_steps_of_shared_matrices(layout: str, folder: Path, alone: Measured) -> None:
+def test_sharded_muon_matches_one_process(layout: str, folder: Path, alone: Measured) -> None:
     """Its products are fp32 on a CPU; what it goes on from was gathered and cut again."""
     ours, wanted = json.loads((folder / f"{layout}.json").read_text())["muon"], alone[0]["muon"]
     assert losses(ours) == pytest.approx(losses(wanted), rel=5e-5)
     assert ours[-2:] == ours[-4:-2], "bit for bit after a resume"
 
 
-def test_adapters_learn_as_on_one_process(layout: str, folder: Path, alone: Measured) -> None:
-    """Loss and norm; what tensor peers hold in common has its gradient from all of them."""
+def test_adapters_on_a_mesh_match_one_process(layout: str, folder: Path, alone: Measured) -> None:
+    """Loss and norm; weights that tensor-parallel ranks replicate get gradients from all of them."""
     ours, wanted = json.loads((folder / f"{layout}.json").read_text())["lora"], alone[0]["lora"]
     assert losses(ours) == pytest.approx(losses(wanted), rel=1e-6)
     assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in wanted], rel=1e-4)
     assert ours[-2:] == ours[-4:-2], "bit for bit after a resume"
 
 
-def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: Measured) -> None:
+def test_checkpoints_of_all_meshes_are_equal(layout: str, folder: Path, alone: Measured) -> None:
     ours = dict(np.load(folder / f"{layout}.state.npz"))
     assert {name: values.shape for name, values in ours.items()} == {
         name: values.shape for name, values in alone[2].items()
@@ -138,11 +139,11 @@ def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: 
 
 
 @pytest.mark.parametrize(
-    ("mesh", "world", "settings", "said"),
+    ("mesh", "world", "settings", "message"),
     [
-        ({"replicate": 3}, 4, {}, "is for 3 processes, found 4; start 3"),
-        ({"shard": 4}, 6, {}, "is for 4 processes, found 6; start 4 or 8"),
-        ({"shard": 4, "tensor": 2}, 2, {}, "is for 8 processes, found 2; start 8"),
+        ({"replicate": 3}, 4, {}, "needs 3 processes, found 4; start 3"),
+        ({"shard": 4}, 6, {}, "needs 4 processes, found 6; start 4 or 8"),
+        ({"shard": 4, "tensor": 2}, 2, {}, "needs 8 processes, found 2; start 8"),
         ({}, 3, {}, "train.batch: 8 samples cannot be divided evenly by 3 processes; 6 or 9 can"),
         (
             {"shard": 4},
@@ -154,8 +155,8 @@ def test_checkpoints_of_all_layouts_are_alike(layout: str, folder: Path, alone: 
         ({"tensor": 4}, 4, {"train.length": 22}, "set train.length=20 or 24, or engine.mesh.sequence_parallel=false"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_does(
-    mesh: dict[str, Any], world: int, settings: dict[str, Any], said: str
+def test_a_mesh_that_does_not_divide_is_refused_with_sizes_that_do(
+    mesh: dict[str, Any], world: int, settings: dict[str, Any], message: str
 ) -> None:
     tree = config_of({}).model_dump()
     tree["engine"] |= {"mesh": mesh, "micro_batch": "auto"}
@@ -163,11 +164,11 @@ def test_what_does_not_divide_is_refused_with_what_does(
         section, _, name = key.partition(".")
         tree[section][name] = value
     config = RunConfig(**tree)
-    with pytest.raises(TextmillError, match=said):
+    with pytest.raises(TextmillError, match=message):
         mesh_of(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0), world)
 
 
-def test_processes_that_no_axis_asks_for_hold_copies() -> None:
+def test_replicate_defaults_to_the_remaining_processes() -> None:
     config = config_of({"shard": 2, "tensor": 2})
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
     assert mesh_of(config, shape, 8) == Mesh(2, 2, 2, sequence=True)

@@ -12,9 +12,9 @@ import torch
 from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, run, started
 from textmill.config import RunConfig
 from textmill.devices import torch_dtype
-from textmill.engines import loss_scale_torch as scaling_torch
 from textmill.engines import open_engine
-from textmill.engines.loss_scale_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, Scaler
+from textmill.engines.optimizers import loss_scale_torch as scaling_torch
+from textmill.engines.optimizers.loss_scale_torch import FIRST, HYSTERESIS, LOWEST, WINDOW, LossScaler
 from textmill.models import open_family
 
 
@@ -31,7 +31,8 @@ def in_fp16(**options: object) -> RunConfig:
 
 
 def scales_by_the_formula(overflows: list[bool], window: int) -> list[float]:
-    """On overflow: counter 0, hysteresis less one, from 0 on halve, not below 1. On success: counter up; at the window all anew, double."""
+    """On overflow: counter 0, hysteresis less one, from 0 on halve, not below 1. On success: counter up; at the
+    window all anew, double."""
     scale, counter, hysteresis, seen = 2.0**32, 0, 2, []
     for overflow in overflows:
         if overflow:
@@ -53,22 +54,22 @@ def test_the_scale_follows_the_formula(window: int, share: float, steps: int, mo
     monkeypatch.setattr(scaling_torch, "WINDOW", window)
     dice = random.Random(window)
     overflows = [dice.random() < share for _ in range(steps)]
-    scaler, seen = Scaler(torch.device("cpu")), []
+    scaler, seen = LossScaler(torch.device("cpu")), []
     for number, overflow in enumerate(overflows):
         if number % 100 == 50:  # saved and restored, nothing changes
-            state, scaler = scaler.state(), Scaler(torch.device("cpu"))
-            scaler.take(state)
-        scaler.move(torch.tensor(not overflow))
+            state, scaler = scaler.state(), LossScaler(torch.device("cpu"))
+            scaler.load_state(state)
+        scaler.update(torch.tensor(not overflow))
         seen.append(float(scaler.scale))
     assert seen == scales_by_the_formula(overflows, window)
 
 
-def test_the_numbers_are_megatrons() -> None:
+def test_constants_are_those_of_megatron() -> None:
     assert (FIRST, LOWEST, WINDOW, HYSTERESIS) == (2**32, 1, 1000, 2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_near_fp32_once_the_scale_fits(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_is_close_to_fp32_once_the_scale_fits(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started(in_fp16(optimizer=optimizer, micro_batch=4))
     steps = [engine.train_step(batch_of(number), number, 1e-2) for number in range(24)]
     early = [step.skipped for step in steps].index(False)
@@ -84,11 +85,11 @@ def test_near_fp32_once_the_scale_fits(optimizer: str, monkeypatch: pytest.Monke
     ]
     assert not any(other.skipped for _, other in pairs)
     assert [other.loss for _, other in pairs] == pytest.approx([one.loss for one, _ in pairs], rel=1e-2)
-    assert pairs[0][1].norm == pytest.approx(pairs[0][0].norm, rel=2e-3), "the norm is told without the scale"
+    assert pairs[0][1].norm == pytest.approx(pairs[0][0].norm, rel=2e-3), "the norm is that of the unscaled gradients"
     assert pairs[0][1].loss == pytest.approx(pairs[0][0].loss, rel=1e-4)
 
 
-def test_the_scale_lifts_what_fp16_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_prevents_underflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of a loss spread over many tokens are below fp16's smallest number; with a scale they are there."""
     norms = {}
     for scale in (1.0, 2.0**12):
@@ -103,7 +104,7 @@ def test_the_scale_lifts_what_fp16_would_lose(monkeypatch: pytest.MonkeyPatch) -
     assert norms[1.0] < 0.8 * exact
 
 
-def test_saved_and_loaded_it_goes_on_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_engine_resumes_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through overflows, a doubling, and a save between them."""
     monkeypatch.setattr(scaling_torch, "WINDOW", 4)
     config = in_fp16(dropout=0.1)
@@ -125,7 +126,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(monkeypatch: pytest.MonkeyPatch
         assert np.array_equal(one, other), name
 
 
-def test_other_arithmetic_has_no_scale() -> None:
+def test_other_precisions_have_no_loss_scale() -> None:
     engine = started(config_of("torch"))
     engine.load(engine.weights(), [], 0, "itself", {"scale": 8.0, "good": 1, "left": 2})
     assert engine.scaling() == {}
@@ -136,7 +137,7 @@ def test_other_arithmetic_has_no_scale() -> None:
     ("capability", "bf16", "wanted"),
     [((9, 0), True, "bfloat16"), ((7, 0), False, "float16"), ((6, 1), False, "float32")],
 )
-def test_auto_goes_by_the_chip(
+def test_auto_precision_depends_on_the_device(
     capability: tuple[int, int], bf16: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)

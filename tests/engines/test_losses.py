@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.loss_oracle import PADDED, VOCAB, apart, exact, given
+from tests.support.loss_oracle import PADDED, VOCAB, exact, given, relative_difference
 from textmill.engines import losses_torch
-from textmill.engines.losses_torch import scored, summed_loss
+from textmill.engines.losses_torch import loss_and_correct, summed_loss
 from textmill.tokens.batches.batch import IGNORED
 
 DEVICES = [
@@ -28,27 +28,28 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 def test_loss_and_gradients(
     device: str, dtype: torch.dtype, smoothing: float, z: float, lean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a lean some tokens have a denominator whose log is far below zero: there the square's slope outweighs the loss's own."""
+    """With a lean some tokens have a denominator whose log is far below zero: there the square's grad outweighs the
+    loss's own."""
     monkeypatch.setattr(losses_torch, "CPU_LOGITS", 20 * PADDED)
-    monkeypatch.setattr(losses_torch, "GPU_ROWS", 20)
-    x, head, labels, shares = given(73, dtype, device, lean)
+    monkeypatch.setattr(losses_torch, "GPU_TOKENS", 20)
+    x, head, labels, weights = given(73, dtype, device, lean)
     x.requires_grad_()
     head.requires_grad_()
-    loss = summed_loss(x, head, labels, shares, VOCAB, smoothing, z)
+    loss = summed_loss(x, head, labels, weights, VOCAB, smoothing, z)
     (3 * loss).backward()  # type: ignore[no-untyped-call]
-    wanted, slope_x, slope_head = exact(x.detach(), head.detach(), labels, shares, smoothing, z)
+    wanted, grad_x, grad_head = exact(x.detach(), head.detach(), labels, weights, smoothing, z)
     assert x.grad is not None
     assert head.grad is not None
     assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-6 if dtype == torch.float32 else 1e-3)
-    bound = BOUNDS[dtype] * (1 + lean / 4)  # scores are rounded by as much as they are large
-    assert apart(x.grad, 3 * slope_x) < bound
-    assert apart(head.grad, 3 * slope_head) < bound
-    assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no part"
-    assert x.grad[::5].abs().max() == 0, "what asks nothing has no gradient"
+    bound = BOUNDS[dtype] * (1 + lean / 4)  # rounding errors grow with the logits
+    assert relative_difference(x.grad, 3 * grad_x) < bound
+    assert relative_difference(head.grad, 3 * grad_head) < bound
+    assert head.grad[VOCAB:].abs().max() == 0, "padding rows have no gradient"
+    assert x.grad[::5].abs().max() == 0, "tokens without a label have no gradient"
     x.grad = head.grad = None
-    summed_loss(x, head, labels, shares, VOCAB, smoothing, z, ends=True).backward()  # type: ignore[no-untyped-call]
-    assert apart(x.grad, slope_x) < bound
-    assert apart(head.grad, slope_head) < bound
+    summed_loss(x, head, labels, weights, VOCAB, smoothing, z, ends=True).backward()  # type: ignore[no-untyped-call]
+    assert relative_difference(x.grad, grad_x) < bound
+    assert relative_difference(head.grad, grad_head) < bound
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -63,25 +64,25 @@ def test_any_vocabulary(device: str, vocab: int) -> None:
     (gradient,) = torch.autograd.grad(loss, head)
     head64 = head.detach().double().requires_grad_()
     wanted = F.cross_entropy((x.double() @ head64.T)[:, :vocab], labels.long(), ignore_index=IGNORED, reduction="sum")
-    (slope,) = torch.autograd.grad(wanted, head64)
+    (grad,) = torch.autograd.grad(wanted, head64)
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
-    assert apart(gradient, slope) < 2e-6
+    assert relative_difference(gradient, grad) < 2e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_scores_count_what_is_right(device: str) -> None:
+def test_correct_predictions_are_counted(device: str) -> None:
     x, head, labels, _ = given(200, torch.float32, device)
     scores = (x.double() @ head.double().T)[:, :VOCAB]
     labels[1::3] = scores.argmax(1).int()[1::3]
     labels[::5] = IGNORED
-    losses, right = scored(x, head, labels, VOCAB)
+    losses, right = loss_and_correct(x, head, labels, VOCAB)
     wanted = F.cross_entropy(scores, labels.long(), ignore_index=IGNORED, reduction="none")
-    assert apart(losses, wanted) < 1e-6
+    assert relative_difference(losses, wanted) < 1e-6
     assert int(right.sum()) == int((scores.argmax(1) == labels).sum()) > 50
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_of_equal_scores_the_first_counts(device: str) -> None:
+def test_of_equal_logits_the_first_counts(device: str) -> None:
     x, head = torch.ones(2, 8, device=device), torch.ones(256, 8, device=device)
-    _, right = scored(x, head, torch.tensor([0, 1], dtype=torch.int32, device=device), 200)
+    _, right = loss_and_correct(x, head, torch.tensor([0, 1], dtype=torch.int32, device=device), 200)
     assert [bool(one) for one in right] == [True, False]

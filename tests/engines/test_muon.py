@@ -15,8 +15,8 @@ from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from textmill.config import TorchEngine
 from textmill.engines import open_engine
 from textmill.engines.optimizers.muon_torch import (
-    LIKE_ADAM,
-    TINY,
+    ADAM_SCALE,
+    MIN_NORM,
     Member,
     Muon,
     Stack,
@@ -56,7 +56,7 @@ def parts_of(weight: Weight, values: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("momentum", [0.95, 0.8, 0.0])
-def test_updates_are_torchs(momentum: float) -> None:
+def test_updates_match_torch(momentum: float) -> None:
     given = weights_and_values()
     ours = [(weight, nn.Parameter(values.clone())) for weight, values in given]
     theirs = [[nn.Parameter(part) for part in parts_of(weight, values)] for weight, values in given]
@@ -89,7 +89,7 @@ def test_updates_are_torchs(momentum: float) -> None:
             assert (mine - part.detach()).norm() < 0.02 * moved, weight.name
 
 
-def test_singular_values_come_near_one() -> None:
+def test_singular_values_are_close_to_one() -> None:
     x = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(orthogonalise(divide_by_norm(x)))
     assert values.min() > 0.6
@@ -101,7 +101,7 @@ def test_the_loss_falls() -> None:
     assert losses[-1] < 3.0
 
 
-def test_saved_and_loaded_it_goes_on_bit_for_bit() -> None:
+def test_a_saved_engine_resumes_bitwise() -> None:
     config = config_of("torch", dropout=0.1, optimizer="muon")
     straight = started(config)
     run(straight, range(4))
@@ -121,7 +121,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit() -> None:
         assert np.array_equal(one, other), name
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+def test_a_non_finite_gradient_skips_the_update() -> None:
     engine = started(config_of("torch", optimizer="muon"))
     run(engine, range(2))
     weights, moments = [(name, values.copy()) for name, values in engine.weights()], list(engine.moments())
@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_micro_batches_come_near_one_batch(micro_batch: int) -> None:
+def test_micro_batches_are_close_to_one_batch(micro_batch: int) -> None:
     whole = run(started(config_of("torch", optimizer="muon")), range(5))
     assert run(started(config_of("torch", optimizer="muon", micro_batch=micro_batch)), range(5)) == pytest.approx(
         whole, rel=5e-3
@@ -143,7 +143,8 @@ def test_micro_batches_come_near_one_batch(micro_batch: int) -> None:
 
 
 SIZES = [(2, 12, 24, 96), (3, 16, 40, 70), (2, 16, 50, 33), (3, 64, 192, 768)]
-"""Heads, their width, the net's width and the MLP's: a query's matrix is square, tall, wide, and square in several tiles."""
+"""Heads, their width, the net's width and the MLP's: a query's matrix is square, tall, wide, and square in several
+tiles."""
 
 
 def two_layers(heads: int, D: int, width: int, inner: int, device: str) -> list[Member]:
@@ -184,7 +185,7 @@ def momentum_of(stack: Any) -> dict[nn.Parameter, Tensor]:
 
 @on_a_gpu
 @pytest.mark.parametrize("sizes", SIZES)
-def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
+def test_muon_kernels_match_torch(sizes: tuple[int, ...]) -> None:
     """The same gradients through both, and the same steps back, thrice; and again, to the same bits."""
     fused = pytest.importorskip("textmill.engines.optimizers.muon_triton")
     heads, D, width, inner = sizes
@@ -194,7 +195,7 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
         old = Stack([matrix for member in groups[0] for matrix in matrices_of(*member)], MOMENTUM, compiled=False)
         old.precision = torch.bfloat16
         shape = tuple(old.momenta.shape[1:])
-        new, twin = (fused.FusedStack(group, shape, MOMENTUM, TINY) for group in groups[1:])
+        new, twin = (fused.FusedStack(group, shape, MOMENTUM, MIN_NORM) for group in groups[1:])
         for clip, finite in gradients(groups, [1.0, 0.3, math.nan]):
             with torch.no_grad():
                 before = [values.clone() for values in (*new.parameters, *new.momenta.values())]
@@ -204,7 +205,7 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
                 torch.testing.assert_close(found, wanted, rtol=2**-6, atol=1e-6)
                 steps = orthogonalise(wanted)
                 for stack in (old, new, twin):
-                    stack.apply(steps, 0.02, 0.02 * LIKE_ADAM * math.sqrt(shape[1]), finite)
+                    stack.apply(steps, 0.02, 0.02 * ADAM_SCALE * math.sqrt(shape[1]), finite)
             moved = [
                 not torch.equal(one, other)
                 for one, other in zip((*new.parameters, *new.momenta.values()), before, strict=True)
@@ -221,8 +222,8 @@ def test_kernels_do_what_the_passes_of_torch_do(sizes: tuple[int, ...]) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("clips", [[1.0], [1.0, math.nan, 0.3, 0.7]])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_gpu_moves_weights_as_the_cpu_does(sizes: tuple[int, ...], clips: list[float]) -> None:
-    """Products are bf16 there and fp32 here."""
+def test_updates_on_a_gpu_equal_those_on_the_cpu(sizes: tuple[int, ...], clips: list[float]) -> None:
+    """Products are bf16 there and fp32 here: fifteen in a row, each rounded by up to 2^-9, are 0.03."""
     heads, D, width, inner = sizes
     here, there = (two_layers(heads, D, width, inner, device) for device in ("cpu", GPU))
     first = [parameter.detach().clone() for _, parameter, _ in here]
@@ -231,13 +232,13 @@ def test_a_gpu_moves_weights_as_the_cpu_does(sizes: tuple[int, ...], clips: list
         muons[0].step(0.02, clip.cpu(), finite.cpu())
         muons[1].step(0.02, clip, finite)
     for (weight, one, _), (_, other, _), before in zip(here, there, first, strict=True):
-        assert (other.detach().cpu() - one.detach()).norm() < 0.02 * (one.detach() - before).norm(), weight.name
+        assert (other.detach().cpu() - one.detach()).norm() < 0.03 * (one.detach() - before).norm(), weight.name
         torch.testing.assert_close(muons[1].momentum()[other].cpu(), muons[0].momentum()[one], rtol=1e-5, atol=1e-6)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("micro_batch", [4, 8])
-def test_recorded_gradients_move_a_net_as_the_cpus_do(micro_batch: int) -> None:
+def test_cuda_graphs_train_like_the_cpu(micro_batch: int) -> None:
     """One pass a step leaves gradients where the recording has them, two sum them elsewhere."""
     config = config_of("torch", optimizer="muon")
     engine = TorchEngine(device=GPU, precision="fp32", micro_batch=micro_batch, compile=True)

@@ -11,7 +11,7 @@ import torch
 from tests.support.engine_runs import VOCAB, adapting, batch_of, config_of, run, started
 from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
-from textmill.kernels import matmul_torch as products_torch
+from textmill.kernels import matmul_torch
 from textmill.models import open_family
 from textmill.tokens.batches.batch import Batch
 
@@ -46,7 +46,7 @@ def test_compiled_equals_eager() -> None:
     assert run(started(compiled), range(6)) == pytest.approx(run(started(config), range(6)), rel=1e-5)
 
 
-def test_documents_kept_apart_in_a_compiled_net_are_kept_apart_as_in_an_eager_one() -> None:
+def test_isolated_documents_give_the_same_loss_compiled_and_eager() -> None:
     """Compiled, the mask is in blocks; shapes that fill them are needed."""
     shape = ShapeConfig(layers=2, heads=2, width=64, positions=256)
     train = TrainConfig(batch=4, length=256, learning_rate=1e-2)
@@ -61,7 +61,7 @@ def test_documents_kept_apart_in_a_compiled_net_are_kept_apart_as_in_an_eager_on
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-ASKED: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "nothing more": {},
     "dropout": {"shape": {"dropout": 0.1}},
     "adapters": {"lora": LoraConfig(rank=4)},
@@ -73,11 +73,12 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_what_a_run_may_ask_for_is_compiled_as_it_is_written(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With products chosen and kernels of our own, as if the net were large; at a rate that does not make much of a rounding."""
-    monkeypatch.setattr(products_torch, "SMALL", 0)
-    more = ASKED[asked]
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_give_the_same_loss_compiled_and_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With products chosen and kernels of our own, as if the net were large; at a rate that does not make much of a
+    rounding."""
+    monkeypatch.setattr(matmul_torch, "MIN_FLOPS", 0)
+    more = SETTINGS[name]
     shape = ShapeConfig(layers=2, heads=2, width=128, positions=128, **more.get("shape", {}))
     train = TrainConfig(batch=4, length=128, learning_rate=3e-3, **more.get("train", {}))
     ids = np.random.default_rng(1).integers(0, VOCAB, (4, 129), dtype=np.int32)
@@ -93,7 +94,7 @@ def test_what_a_run_may_ask_for_is_compiled_as_it_is_written(asked: str, monkeyp
     assert losses[1][-1] < losses[1][0]
 
 
-def test_fp16_is_near_once_its_scale_fits() -> None:
+def test_fp16_is_close_to_fp32_once_the_scale_fits() -> None:
     exact, engine = run(started(on_gpu()), range(1)), started(on_gpu("fp16"))
     steps = [engine.train_step(batch_of(0), 0, 0.0) for _ in range(30)]
     assert steps[0].skipped
@@ -121,7 +122,7 @@ def test_auto_takes_the_gpu_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resumed_it_goes_on_bit_for_bit(precision: str) -> None:
+def test_a_resume_is_bitwise(precision: str) -> None:
     config = on_gpu(precision, deterministic=True, dropout=0.1)
     try:
         straight = started(config)
@@ -136,7 +137,7 @@ def test_resumed_it_goes_on_bit_for_bit(precision: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+def test_a_non_finite_gradient_skips_the_update() -> None:
     engine = started(on_gpu())
     run(engine, range(2))
     weights, moments = list(engine.weights()), list(engine.moments())
@@ -151,10 +152,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_save_takes_no_memory_on_the_host_that_was_not_there(optimizer: str) -> None:
+def test_a_save_allocates_no_host_memory(optimizer: str) -> None:
     engine: Any = started(on_gpu(optimizer=optimizer))
     run(engine, range(1))
-    engine.room.close()
+    engine.pinned_buffers.close()
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
     held = [*engine.weights(), *engine.moments()]
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before

@@ -1,4 +1,5 @@
-"""DeepSpeed against PyTorch: the same losses at every stage of ZeRO, on one process and on several, and one state handed back and forth."""
+"""DeepSpeed against PyTorch: the same losses at every stage of ZeRO, on one process and on several, and one state
+handed back and forth."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
 
 import deepspeed
 
-from tests.support.deepspeed_job import done
+from tests.support.deepspeed_job import do_run
 from tests.support.engine_runs import LORA, batch_of, config_of, run, started
-from tests.support.together import ended_together
+from tests.support.together import run_together
 from textmill.errors import TextmillError
 from textmill.processes.ranks import SingleProcess
 
@@ -43,15 +44,15 @@ def launched(job: list[dict[str, Any]], processes: int, folder: Path) -> list[di
     """What came of a job on so many processes; none of them is left over."""
     path = folder / f"job-{processes}-{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(job))
-    assert ended_together([sys.executable, "-m", "tests.support.deepspeed_job", str(path)], processes) == "well"
+    assert run_together([sys.executable, "-m", "tests.support.deepspeed_job", str(path)], processes) == "ok"
     found: list[dict[str, Any]] = json.loads(path.with_suffix(".out").read_text())
     return found
 
 
 @pytest.mark.long_with(0, 2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_one_process_has_torchs_losses(zero: int, straight: list[float]) -> None:
-    found = done({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, SingleProcess())
+def test_one_process_matches_the_torch_engine(zero: int, straight: list[float]) -> None:
+    found = do_run({"engine": {"zero": zero, "micro_batch": 4}, "steps": [0, STEPS]}, SingleProcess())
     assert worst(found["losses"], straight[:STEPS]) <= FP32
     assert found["updates"] == STEPS
 
@@ -61,6 +62,7 @@ def has_fp16() -> bool:
     return bool(deepspeed.get_accelerator().is_fp16_supported())
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one(tmp_path: Path, straight: list[float]) -> None:
     [found] = launched([{"engine": {"zero": 3, "micro_batch": 2}, "steps": [0, 6]}], 2, tmp_path)
     assert worst(found["losses"], straight[:6]) <= FP32
@@ -68,7 +70,7 @@ def test_two_processes_train_as_one(tmp_path: Path, straight: list[float]) -> No
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """All that is asked of two processes, in one launch: a run of each name."""
+    """All runs on two processes, by name, in one launch."""
     folder = tmp_path_factory.mktemp("two")
     saved = str(folder / "zero3.npz")
     runs = {f"zero{zero}": {"engine": {"zero": zero, "micro_batch": 2}, "steps": [0, STEPS]} for zero in (0, 1, 2, 3)}
@@ -94,31 +96,33 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_two_processes_have_torchs_losses(zero: int, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
+def test_two_processes_match_the_torch_engine(zero: int, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
     assert worst(two[f"zero{zero}"]["losses"], straight[:STEPS]) <= FP32
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bf16-0", "bf16-1", "bf16-2", "bf16-3", "fp16"])
-def test_in_half_precision_they_are_near(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
+def test_meshes_in_half_precision_are_close_to_one_process(
+    name: str, two: dict[str, dict[str, Any]], straight: list[float]
+) -> None:
     if name == "fp16" and not has_fp16():
         pytest.skip("DeepSpeed has no fp16 on this CPU")
     difference = worst(two[name]["losses"], straight[:10])
     assert 0 < difference <= BF16
 
 
-def test_fp16_is_refused_where_deepspeed_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_is_refused_if_deepspeed_does_not_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(deepspeed.get_accelerator()), "is_fp16_supported", lambda _: None)
     with pytest.raises(
         TextmillError,
-        match=r"engine\.precision: DeepSpeed has no fp16 on this cpu; set bf16 or fp32, or engine\.kind=torch",
+        match=r"engine\.precision: DeepSpeed does not support fp16 on cpu; set bf16, fp32, or engine\.kind=torch",
     ):
-        done({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, SingleProcess())
+        do_run({"engine": {"zero": 2, "micro_batch": 2, "precision": "fp16"}, "steps": [0, 1]}, SingleProcess())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["recompute", "offload"])
-def test_saving_memory_changes_no_loss(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
+def test_recompute_changes_no_loss(name: str, two: dict[str, dict[str, Any]], straight: list[float]) -> None:
     assert worst(two[name]["losses"], straight[:5]) <= FP32
 
 
@@ -128,8 +132,8 @@ def test_dropout_is_the_same_on_two_processes(two: dict[str, dict[str, Any]]) ->
 
 
 @pytest.mark.long
-def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, Any]]) -> None:
-    torch = done(
+def test_two_processes_divide_a_batch_ramp_up(two: dict[str, dict[str, Any]]) -> None:
+    torch = do_run(
         {"engine": {"kind": "torch", "micro_batch": 2}, "steps": [0, 8], "train": {"batch_rampup": RAMP}},
         SingleProcess(),
     )
@@ -138,39 +142,39 @@ def test_a_batch_that_grows_is_shared_by_two_processes(two: dict[str, dict[str, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_adapters_learn_on_two_processes_as_torchs_do(zero: int, two: dict[str, dict[str, Any]]) -> None:
+def test_adapters_on_two_processes_match_the_torch_engine(zero: int, two: dict[str, dict[str, Any]]) -> None:
     assert worst(two[f"lora-{zero}"]["losses"], run(started(config_of("torch", lora=LORA)), range(5))) <= FP32
 
 
 @pytest.mark.long
-def test_an_evaluation_is_of_the_whole_batch(two: dict[str, dict[str, Any]]) -> None:
+def test_an_evaluation_covers_the_full_batch(two: dict[str, dict[str, Any]]) -> None:
     engine = started(config_of("torch"))
     run(engine, range(STEPS))
     sums = engine.eval_step(batch_of(99))
     for name in ("zero1", "zero3"):
-        loss, asked, correct = two[name]["valid"]
-        assert (asked, correct) == (sums.asked, sums.correct)
+        loss, tokens, correct = two[name]["valid"]
+        assert (tokens, correct) == (sums.loss_tokens, sums.correct)
         assert loss == pytest.approx(sums.loss, rel=1e-5)
 
 
 @pytest.mark.long
-def test_two_processes_state_goes_on_on_one_and_on_three(two: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_processes_resumes_on_one_and_three(two: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     saved = two["saved"]["at"]
     assert np.load(saved)["updates"] == STEPS
     again = {"engine": {"zero": 3, "micro_batch": 1}, "steps": [STEPS, STEPS + 6], "start": saved, "rows": 6}
-    torch = done({**again, "engine": {"kind": "torch", "micro_batch": 6}}, SingleProcess())
-    for found in (done(again, SingleProcess()), *launched([again], 3, tmp_path)):
+    torch = do_run({**again, "engine": {"kind": "torch", "micro_batch": 6}}, SingleProcess())
+    for found in (do_run(again, SingleProcess()), *launched([again], 3, tmp_path)):
         assert found["same"], "weights and moments by name, bit for bit"
         assert found["updates"] == STEPS + 6
         assert worst(found["losses"], torch["losses"]) <= FP32
 
 
-def test_a_run_goes_from_torch_to_deepspeed_and_back(tmp_path: Path, straight: list[float]) -> None:
+def test_a_run_resumes_on_deepspeed_and_back_on_torch(tmp_path: Path, straight: list[float]) -> None:
     losses, start = [], None
     for number, kind in enumerate(["torch", "deepspeed", "torch", "deepspeed"]):
         save = str(tmp_path / f"{number}.npz")
         engine = {"kind": kind, "micro_batch": 4, **({"zero": 3} if kind == "deepspeed" else {})}
-        found = done(
+        found = do_run(
             {"engine": engine, "steps": [10 * number, 10 * number + 10], "start": start, "save": save}, SingleProcess()
         )
         assert found["same"], "weights and moments by name, bit for bit"
@@ -180,14 +184,14 @@ def test_a_run_goes_from_torch_to_deepspeed_and_back(tmp_path: Path, straight: l
 
 @pytest.mark.long_with(1)
 @pytest.mark.parametrize("zero", [1, 3])
-def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path: Path) -> None:
+def test_frozen_weights_are_saved_unrounded_in_bf16(zero: int, tmp_path: Path) -> None:
     rules = {"freeze": ["wte", "h.0"], "layer_decay": 0.7}
     runs = {"bf16": {"zero": zero, "precision": "bf16"}, "torch": {"kind": "torch"}, "fp32": {"zero": zero}}
     first = dict(started(config_of("torch")).weights())
     states, losses = {}, {}
     for name, engine in runs.items():
         save = str(tmp_path / f"{name}.npz")
-        losses[name] = done(
+        losses[name] = do_run(
             {"engine": {"micro_batch": 8, **engine}, "steps": [0, 5], "save": save, "train": rules}, SingleProcess()
         )["losses"]
         states[name] = np.load(save)
@@ -208,18 +212,18 @@ def test_frozen_weights_stay_as_they_were_given_in_bf16_too(zero: int, tmp_path:
         (0, {"tensorboard": {"enabled": "maybe"}}),
     ],
 )
-def test_what_deepspeed_does_not_take_is_told_in_a_sentence(zero: int, tree: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_that_deepspeed_rejects_are_a_one_line_error(zero: int, tree: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(tree))
     for engine in ({"deepspeed_config": str(tmp_path / "ds_config.json")}, {"deepspeed_overrides": tree}):
         with pytest.raises(
             TextmillError,
-            match=r"(ds_config.json|engine.deepspeed_overrides): DeepSpeed does not take these settings \(.*\); mend them",
-        ) as told:
-            done({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, SingleProcess())
-        assert "\n" not in str(told.value)
+            match=r"(ds_config.json|engine.deepspeed_overrides): DeepSpeed rejects these settings \(.*\); fix them",
+        ) as refused:
+            do_run({"engine": {"zero": zero, "micro_batch": 4, **engine}, "steps": [0, 1]}, SingleProcess())
+        assert "\n" not in str(refused.value)
 
 
-def test_the_extra_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_deepspeed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(TextmillError, match=r"needs DeepSpeed; run: pip install .*textmill\[deepspeed\]"):
         started(config_of("deepspeed"))

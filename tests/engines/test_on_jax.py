@@ -78,7 +78,7 @@ def losses_of(engine: Engine, steps: range, lr: float = 1e-2, **options: Any) ->
     return [step.loss for step in [engine.train_step(batch_of(step, **options), step, lr) for step in steps]]
 
 
-def test_fifty_steps_are_those_of_torch_and_a_checkpoint_goes_from_hand_to_hand() -> None:
+def test_fifty_steps_match_torch_and_checkpoints_are_interchangeable() -> None:
     torch, jax = engine_of("torch"), engine_of("jax")
     wanted = losses_of(torch, range(50))
     assert wanted[-1] < 0.8 * wanted[0]
@@ -104,7 +104,8 @@ def test_fifty_steps_are_those_of_torch_and_a_checkpoint_goes_from_hand_to_hand(
     ]
 
 
-def test_dropout_documents_and_every_part_of_the_loss_are_those_of_torch() -> None:
+@pytest.mark.long
+def test_dropout_documents_and_losses_match_the_torch_engine() -> None:
     train = {
         "loss": "sample_mean",
         "label_smoothing": 0.1,
@@ -119,7 +120,7 @@ def test_dropout_documents_and_every_part_of_the_loss_are_those_of_torch() -> No
     assert losses_of(engine_of("torch", train=train), range(1), documents=True) != wanted[:1], "dropout is on"
     assert {name for name, _ in jax.moments()} == {name for name, _ in torch.moments()}
     one, other = torch.eval_step(batch_of(99, documents=True)), jax.eval_step(batch_of(99, documents=True))
-    assert (other.asked, other.correct) == (one.asked, one.correct)
+    assert (other.loss_tokens, other.correct) == (one.loss_tokens, one.correct)
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
 
 
@@ -135,7 +136,7 @@ def test_bf16_is_near_fp32_and_near_torch() -> None:
 
 
 @pytest.mark.long
-def test_muon_is_torchs() -> None:
+def test_muon_matches_torch() -> None:
     train = {"optimizer": "muon", "muon": {"adamw_rate_factor": 0.5, "momentum": 0.8}}
     torch, jax = (engine_of(kind, train=train) for kind in KINDS)
     assert losses_of(jax, range(15)) == pytest.approx(losses_of(torch, range(15)), rel=5e-3)
@@ -146,8 +147,9 @@ def test_muon_is_torchs() -> None:
             assert np.abs(values - first[name]).max() < 5e-2 * np.abs(first[name]).max(), name
 
 
-def test_what_deterministic_means_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU is so anyway; that XLA knows the option, and is told it where asked alone, is what can be seen there."""
+@pytest.mark.long
+def test_deterministic_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU is deterministic anyway; the test checks that XLA knows the option and gets it only if it is set."""
     from textmill.engines import on_jax
 
     wanted = losses_of(engine_of("jax", micro_batch=8), range(2))
@@ -158,22 +160,22 @@ def test_what_deterministic_means_reaches_the_compiler(monkeypatch: pytest.Monke
         losses_of(engine_of("jax", micro_batch=8, deterministic=True), range(1))
 
 
-def test_pieces_of_the_loss_are_the_whole() -> None:
+def test_a_loss_in_chunks_equals_the_full_loss() -> None:
     """Against the formula, written out in double precision."""
     import jax
     import jax.numpy as jnp
 
-    from textmill.engines.losses_jax import scored, summed_loss
+    from textmill.engines.losses_jax import loss_and_correct, summed_loss
 
     dice = np.random.default_rng(1)
     x, head = dice.standard_normal((4, 7, 16)).astype(np.float32), dice.standard_normal((128, 16)).astype(np.float32)
     labels, shares = batch_of(0).labels[:4, :7], dice.random((4, 7)).astype(np.float32)
     scores = (x.astype(np.float64) @ head.astype(np.float64).T)[..., :VOCAB][..., :100]
     spread = np.log(np.exp(scores).sum(-1))
-    asked = labels != IGNORED
-    labels = np.where(asked, labels % 100, IGNORED).astype(np.int32)
-    picked = np.take_along_axis(scores, np.where(asked, labels, 0)[..., None], -1)[..., 0]
-    wanted = np.where(asked, spread - 0.8 * picked - 0.2 * scores.mean(-1) + 0.01 * spread**2, 0)
+    labelled = labels != IGNORED
+    labels = np.where(labelled, labels % 100, IGNORED).astype(np.int32)
+    picked = np.take_along_axis(scores, np.where(labelled, labels, 0)[..., None], -1)[..., 0]
+    wanted = np.where(labelled, spread - 0.8 * picked - 0.2 * scores.mean(-1) + 0.01 * spread**2, 0)
     for tokens in (1000, 12, 4):
         loss = jax.jit(lambda x, head, tokens=tokens: summed_loss(x, head, labels, shares, 100, tokens, 0.2, 0.01))
         assert float(loss(x, head)) == pytest.approx((wanted * shares).sum(), rel=1e-6)
@@ -183,9 +185,11 @@ def test_pieces_of_the_loss_are_the_whole() -> None:
             float(loss(x + bump, head) - loss(x - bump, head)) / 2e-2, rel=2e-3, abs=1e-4
         )
         assert not np.asarray(slope_head)[100:].any(), "padding rows learn nothing"
-        sums, right = scored(jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels), 100, tokens)
-        np.testing.assert_allclose(np.asarray(sums), np.where(asked, spread - picked, 0).sum(1), rtol=1e-5, atol=1e-5)
-        assert (np.asarray(right) == ((scores.argmax(-1) == labels) & asked).sum(1)).all()
+        sums, right = loss_and_correct(jnp.asarray(x), jnp.asarray(head), jnp.asarray(labels), 100, tokens)
+        np.testing.assert_allclose(
+            np.asarray(sums), np.where(labelled, spread - picked, 0).sum(1), rtol=1e-5, atol=1e-5
+        )
+        assert (np.asarray(right) == ((scores.argmax(-1) == labels) & labelled).sum(1)).all()
 
 
 @pytest.mark.long
@@ -205,21 +209,23 @@ def test_a_mesh_of_four_devices_gives_the_losses_of_one() -> None:
     for mesh, losses in found["losses"].items():
         assert losses == pytest.approx(wanted, rel=1e-6), mesh
     assert found["parts"] == {"replicate": 1.0, "shard": 0.25, "both": 0.25}, (
-        "the share of a matrix that one device holds"
+        "the fraction of a matrix that one device holds"
     )
-    assert found["again"] == found["losses"]["both"][10:], "a checkpoint goes on bit for bit on the same mesh"
+    assert found["again"] == found["losses"]["both"][10:], "a resume on the same mesh is bitwise"
     one = dict(engine_of("torch").weights())
     assert found["names"] == sorted(one)
     adapted = engine_of("torch", micro_batch=1, train={"clip": 0.5}, lora=LORA)
     assert found["adapted"] == pytest.approx(losses_of(adapted, range(5)), rel=1e-6)
     assert found["adapters"] == sorted(name for name, _ in adapted.weights())
-    told = (
+    messages = (
         "need 3 devices, found 4",
         "does not divide the net's 2 heads; 2 does",
         "6 samples cannot be divided evenly by 4 devices; 4 or 8",
     )
-    assert len(found["refused"]) == len(told)
-    assert all(part in said for part, said in zip(told, found["refused"], strict=True)), found["refused"]
+    assert len(found["refused"]) == len(messages)
+    assert all(part in found_message for part, found_message in zip(messages, found["refused"], strict=True)), found[
+        "refused"
+    ]
 
 
 def on_four_devices() -> None:
@@ -232,7 +238,7 @@ def on_four_devices() -> None:
         first = losses_of(engine, range(10))
         held, moments = list(engine.weights()), list(engine.moments())
         found["losses"][name] = first + losses_of(engine, range(10, 20))
-        matrix = engine.held["transformer.h.0.mlp.c_fc.weight"]
+        matrix = engine.params["transformer.h.0.mlp.c_fc.weight"]
         found["parts"][name] = matrix.addressable_shards[0].data.size / matrix.size
         if name == "both":
             again = engine_of("jax", **options)
@@ -251,29 +257,33 @@ def on_four_devices() -> None:
     print(json.dumps(found))
 
 
+@pytest.mark.long
 def test_two_processes_give_the_losses_of_one() -> None:
     """Weights in parts over both, so that saving gathers what lies with the other."""
     here = Path(__file__)
     common = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parent)]), "WORLD_SIZE": "2"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
-    code = "from test_on_jax import as_one_of_two; from textmill.processes.exits import run_and_exit; run_and_exit(as_one_of_two)"
+    code = "from test_on_jax import as_one_of_two; from textmill.processes.exits import run_and_exit; "
+    code += "run_and_exit(as_one_of_two)"
     child = [sys.executable, "-c", code]
     both = [
         subprocess.Popen(child, env={**common, "RANK": rank}, stdout=subprocess.PIPE, text=True) for rank in ("0", "1")
     ]
-    said = [json.loads(process.communicate(timeout=900)[0].splitlines()[-1]) for process in both]
+    outputs = [json.loads(process.communicate(timeout=900)[0].splitlines()[-1]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     torch = engine_of("torch", micro_batch=4)
     wanted = losses_of(torch, range(5))
     sums = torch.eval_step(batch_of(7))
-    for one in said:
+    for one in outputs:
         assert one["losses"] == pytest.approx(wanted, rel=1e-6)
-        assert one["asked"] == sums.asked
+        assert one["loss_tokens"] == sums.loss_tokens
         assert one["loss"] == pytest.approx(sums.loss, rel=1e-5)
     names = sorted(name for name, _ in [*torch.weights(), *torch.moments()])
-    assert sorted(said[0]["names"] + said[1]["names"]) == names, "each keeps its own half, and both together have all"
+    assert sorted(outputs[0]["names"] + outputs[1]["names"]) == names, (
+        "each keeps its own half, and both together have all"
+    )
     norms = {name: float(np.abs(values).sum()) for name, values in torch.weights()}
-    for name, norm in {**said[0]["norms"], **said[1]["norms"]}.items():
+    for name, norm in {**outputs[0]["norms"], **outputs[1]["norms"]}.items():
         assert "c_attn.bias" in name or norm == pytest.approx(norms[name], rel=1e-4, abs=1e-4), name
 
 
@@ -296,7 +306,9 @@ def as_one_of_two() -> int:
     names = [name for name, _ in [*kept, *engine.moments(lambda name: len(name) % 2 == ranks.rank)]]
     norms = {name: float(np.abs(values).sum()) for name, values in kept}
     print(
-        json.dumps({"losses": losses, "asked": sums.asked, "loss": sums.loss, "names": names, "norms": norms}),
+        json.dumps(
+            {"losses": losses, "loss_tokens": sums.loss_tokens, "loss": sums.loss, "names": names, "norms": norms}
+        ),
         flush=True,
     )
     engine.close()
@@ -304,7 +316,8 @@ def as_one_of_two() -> int:
     return 0
 
 
-def test_the_door_says_what_is_missing() -> None:
+@pytest.mark.long
+def test_a_missing_package_is_named() -> None:
     script = "import sys; sys.modules['jax'] = None; import textmill.engines.on_jax"
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith(
@@ -312,7 +325,7 @@ def test_the_door_says_what_is_missing() -> None:
     )
 
 
-def test_a_device_that_is_not_there_is_said() -> None:
+def test_a_missing_device_is_an_error() -> None:
     with pytest.raises(
         TextmillError, match=r"engine\.device: 'tpu' is not available; found cpu; set engine\.device=auto"
     ):

@@ -24,7 +24,7 @@ def deep(recompute: int, **options: Any) -> RunConfig:
 
 
 def kept(recompute: int) -> int:
-    """Bytes that one step keeps for backward, parameters apart."""
+    """Bytes that one step keeps for backward, without parameters."""
     engine: Any = started(deep(recompute))
     own = {parameter.data_ptr() for parameter in engine.net.parameters()}
     sizes: dict[int, int] = {}
@@ -41,14 +41,14 @@ def kept(recompute: int) -> int:
 
 
 @pytest.mark.parametrize("recompute", [1, 2, 5, 9])
-def test_the_same_numbers(recompute: int) -> None:
+def test_recompute_gives_the_same_numbers(recompute: int) -> None:
     one, other = started(deep(0, dropout=0.2)), started(deep(recompute, dropout=0.2))
     assert [loss.hex() for loss in run(one, range(4))] == [loss.hex() for loss in run(other, range(4))]
     for (name, values), (_, again) in zip(one.weights(), other.weights(), strict=True):
         assert np.array_equal(values, again), name
 
 
-def test_less_is_kept() -> None:
+def test_recompute_keeps_less_memory() -> None:
     assert kept(2) < kept(0) / 3
 
 

@@ -39,7 +39,7 @@ def by_the_formula(losses: list[float], deviations: float, window: int) -> list[
 
 @pytest.mark.parametrize("window", [5, 8])
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax.numpy"])
-def test_the_rule_is_the_formulas(name: str, window: int) -> None:
+def test_spikes_match_the_formula(name: str, window: int) -> None:
     xp: Any = pytest.importorskip(name)
     put = torch.tensor if xp is torch else xp.asarray
     dice = np.random.default_rng(3)
@@ -50,8 +50,8 @@ def test_the_rule_is_the_formulas(name: str, window: int) -> None:
     found = []
     for step, loss in enumerate(losses.astype(np.float32)):
         value = put(loss)
-        spike = guard.judged(guard.state, value)
-        guard.state = guard.after(guard.state, value, spike, xp.isfinite(value), step + 1)
+        spike = guard.is_spike(guard.state, value)
+        guard.state = guard.next_state(guard.state, value, spike, xp.isfinite(value), step + 1)
         found += [step] if bool(spike) else []
     expected = by_the_formula(losses.astype(np.float32).tolist(), 4.0, window)
     assert found == expected
@@ -60,12 +60,12 @@ def test_the_rule_is_the_formulas(name: str, window: int) -> None:
     assert guard.counts() == {"left": len(expected), "streak": 0, "last": expected[-1] + 1}
 
 
-def test_a_streak_ends_with_an_update_and_not_with_a_loss_that_is_none() -> None:
+def test_an_update_ends_a_streak_and_a_nan_loss_does_not() -> None:
     guard = Guard(np, 3.0, 3, np.asarray)
     streaks = []
     for step, loss in enumerate(np.float32([1, 2, 3, 50, 50, np.nan, 50, 2, 50])):
-        spike = guard.judged(guard.state, loss)
-        guard.state = guard.after(guard.state, loss, spike, np.isfinite(loss), step + 1)
+        spike = guard.is_spike(guard.state, loss)
+        guard.state = guard.next_state(guard.state, loss, spike, np.isfinite(loss), step + 1)
         streaks.append(guard.counts()["streak"])
     assert streaks == [0, 0, 0, 1, 2, 2, 3, 0, 1]
 
@@ -78,8 +78,10 @@ def losses_of(engine: Engine, steps: range) -> list[str]:
     return [engine.train_step(given(step), step, 1e-2).loss.hex() for step in steps]
 
 
-def test_a_spike_changes_nothing_and_is_remembered(kind: str) -> None:
-    """The curve after it is that of a run which never saw the step; one that stops before it and goes on has the same bits."""
+@pytest.mark.long_with("jax")
+def test_a_spike_skips_the_update_and_is_saved(kind: str) -> None:
+    """The curve after it is that of a run which never saw the step; one that stops before it and goes on has the same
+    bits."""
     config = config_of(kind, dropout=0.1, micro_batch=4, **SETTINGS)
     guarded = started(config)
     first = losses_of(guarded, range(BAD))
@@ -90,9 +92,9 @@ def test_a_spike_changes_nothing_and_is_remembered(kind: str) -> None:
         "saved",
     )
     assert guarded.guard is not None
-    state = json.loads(json.dumps(guarded.guard.saved()))
+    state = json.loads(json.dumps(guarded.guard.save_state()))
     spike = guarded.train_step(given(BAD), BAD, 1e-2)
-    assert spike.loss > float.fromhex(first[-1]) + 1, "garbage, and told as it was"
+    assert spike.loss > float.fromhex(first[-1]) + 1, "the loss of garbage, reported unchanged"
     assert guarded.guard.counts() == {"left": 1, "streak": 1, "last": BAD + 1}
     assert guarded.updates() == BAD
     after = losses_of(guarded, range(BAD + 1, BAD + 8))
@@ -100,16 +102,14 @@ def test_a_spike_changes_nothing_and_is_remembered(kind: str) -> None:
     assert other.guard is not None
     for steps, expected in ((range(BAD + 1, BAD + 8), after), (range(BAD, BAD + 8), [spike.loss.hex(), *after])):
         other.load(*saved)
-        other.guard.take(state)
+        other.guard.load_state(state)
         assert losses_of(other, steps) == expected
-    assert other.guard.saved() == guarded.guard.saved()
+    assert other.guard.save_state() == guarded.guard.save_state()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_muon_and_fp16_leave_a_spike_out_too(
-    precision: Literal["fp32", "fp16"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("textmill.engines.loss_scale_torch.FIRST", 256.0)
+def test_muon_and_fp16_skip_spikes_too(precision: Literal["fp32", "fp16"], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.engines.optimizers.loss_scale_torch.FIRST", 256.0)
     section = TorchEngine(device="cpu", precision=precision)
     with torch.backends.mkldnn.flags(enabled=False):  # it is slow in fp16 on a CPU without it
         engine = started(config_of("torch", optimizer="muon", **SETTINGS).model_copy(update={"engine": section}))
@@ -122,6 +122,7 @@ def test_muon_and_fp16_leave_a_spike_out_too(
         assert np.array_equal(values, weights[name]), name
 
 
+@pytest.mark.long_with(3)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_every_stage_of_zero(zero: int) -> None:
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
@@ -138,7 +139,7 @@ def test_every_stage_of_zero(zero: int) -> None:
     engine.close()
 
 
-def test_where_deepspeed_cannot_it_says_so() -> None:
+def test_unsupported_deepspeed_settings_are_refused() -> None:
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     section = DeepSpeedEngine(device="cpu", zero=1, precision="fp16")
     with pytest.raises(TextmillError, match=r"train\.spikes\.threshold: in fp16 .* set engine\.precision=bf16"):

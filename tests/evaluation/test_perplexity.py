@@ -86,7 +86,7 @@ class UniformNet(nn.Module):
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
-        self.shape, self.weight = SimpleNamespace(vocab=vocab, padded_vocab=vocab), nn.Parameter(torch.zeros(1))
+        self.shape, self.head = SimpleNamespace(vocab=vocab, padded_vocab=vocab), nn.Parameter(torch.zeros(1))
 
     def forward(self, ids_NT: torch.Tensor, keys_N: Any = None, cache: Any = None) -> torch.Tensor:
         return torch.zeros(*ids_NT.shape, 1)
@@ -108,7 +108,7 @@ def test_every_token_counts_once(tokens: int, length: int, data: st.DataObject) 
     ids = np.arange(1, tokens + 1)
     index = Index(Path("some"), np.dtype(np.int64), np.array([tokens]), np.zeros(1, np.int64), 1, np.array([0, 1]))
     store = TokenStore(Path("some"), ids, index, 0, 1)
-    batches = window_batches(store, length=length, stride=stride, batch=batch, first=0)
+    batches = window_batches(store, length=length, stride=stride, batch=batch, first_input=0)
     predicted = np.concatenate([windows.labels[windows.labels != IGNORED] for windows in batches])
     assert sorted(predicted.tolist()) == ids.tolist()
     found = uniform_scorer(64, batch).sum_losses(store, length=length, stride=stride)

@@ -61,7 +61,7 @@ def greedy_continuation(model: Any, context: list[int], count: int) -> list[int]
 
 
 def test_scores_equal_those_of_transformers(scorer: TorchScorer, model: Any) -> None:
-    """Different lengths in one batch, empty contexts, contexts longer than the model, greedy and other continuations."""
+    """Different lengths in one batch, empty and too long contexts, greedy and other continuations."""
     pairs = random_pairs(30, scorer.vocab)
     for context in ([3, 1, 4], [1, 5, 9, 2, 6, 5, 3]):
         likeliest = greedy_continuation(model, context, 4)

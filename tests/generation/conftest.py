@@ -1,4 +1,4 @@
-"""A small checkpoint of ours with its tokenizer, as training would leave it."""
+"""A small checkpoint with its tokenizer, and generators that produce a fixed text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 
 class Parrot(nn.Module):
-    """A net that has a shape and no thought."""
+    """A net with a shape and no computation."""
 
     def __init__(self, shape: gpt2.Shape) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Parrot(nn.Module):
 
 
 class ParrotSlots:
-    """Slots in which the token at a place decides nothing: what is said next depends on the place alone."""
+    """Slots whose next token depends on the position only."""
 
     def __init__(self, net: Parrot, ids: list[int], slots: int, length: int) -> None:
         self.net, self.ids, self.slots, self.length, self.device = net, ids, slots, length, torch.device("cpu")
@@ -43,19 +43,19 @@ class ParrotSlots:
 
 
 class ParrotGenerator(Generator):
-    """Says a given text whatever it is asked, from the second position on, and then ends."""
+    """Generates a fixed text for any prompt, from the second position on, then ends."""
 
     def __init__(self, shape: gpt2.Shape, tokenizer: TextTokenizer, text: str) -> None:
-        self.told = tokenizer.encode(text)
-        super().__init__(Parrot(dataclasses.replace(shape, positions=len(self.told) + 8)), tokenizer)
+        self.text_ids = tokenizer.encode(text)
+        super().__init__(Parrot(dataclasses.replace(shape, positions=len(self.text_ids) + 8)), tokenizer)
 
     def new_slots(self, slots: int, length: int) -> ParrotSlots:
-        return ParrotSlots(self.net, [*self.told, *[self.tokenizer.end] * 8], slots, length)
+        return ParrotSlots(self.net, [*self.text_ids, *[self.tokenizer.end] * 8], slots, length)
 
 
 @pytest.fixture(scope="session")
 def parrot_of(shape: gpt2.Shape, tokenizer: TextTokenizer) -> Callable[[str], Generator]:
-    """A generator that says a text."""
+    """Return a function that makes a generator of a fixed text."""
     return lambda text: ParrotGenerator(shape, tokenizer, text)
 
 
@@ -67,29 +67,29 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.fixture(scope="session")
 def shape(tokenizer: TextTokenizer) -> gpt2.Shape:
-    """A net of two small blocks."""
+    """A net with two small blocks."""
     return gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.end)
 
 
 @pytest.fixture(scope="session")
 def engine() -> TorchEngine:
-    """The plainest engine."""
+    """The CPU in fp32."""
     return TorchEngine(device="cpu", precision="fp32")
 
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the checkpoint stands."""
+    """The folder of the checkpoint's run."""
     return tmp_path_factory.mktemp("generation") / "run"
 
 
 @pytest.fixture(scope="session")
 def checkpoint(run_folder: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
-    """The checkpoint on disk."""
+    """The checkpoint, written to disk."""
     return write_model(run_folder, tokenizer, shape)
 
 
 @pytest.fixture(scope="session")
 def generator(checkpoint: Checkpoint, engine: TorchEngine) -> Generator:
-    """The checkpoint in memory."""
+    """The checkpoint, opened."""
     return open_generator(checkpoint, engine)

@@ -1,4 +1,4 @@
-"""Many prompts: greedy text is transformers', draws follow the probabilities, streams join to the whole, stops cut anywhere."""
+"""Many prompts: greedy text equals transformers', samples follow the probabilities, streams and stop strings work."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from textmill.generation.incremental_text import REPLACEMENT, StopStringFilter
 from textmill.generation.requests import Done, Request, Token
 
 LANGUAGES = {
-    "english": "the mill stands by river and its wheel begins to turn every morning before a child counts sacks of grain",
-    "korean": "물레방아는 강가에 서 있다 아침마다 바퀴가 천천히 돌기 시작한다 어젯밤에 누가 곡식을 가져왔을까 아이는 자루를 세다가",
-    "turkish": "değirmen ırmağın kıyısında duruyor her sabah çark ağır ağır dönmeye başlar dün gece buğdayı kim getirdi",
+    "english": "the mill stands by river and its wheel begins to turn every morning before a child counts sacks "
+    "of grain",
+    "korean": "물레방아는 강가에 서 있다 아침마다 바퀴가 천천히 돌기 시작한다 "
+    "어젯밤에 누가 곡식을 가져왔을까 아이는 자루를 세다가",
+    "turkish": "değirmen ırmağın kıyısında duruyor her sabah çark ağır ağır dönmeye başlar dün gece buğdayı kim "
+    "getirdi",
     "chinese": "磨坊 站在 河边 每天 早上 轮子 开始 转动 谁 昨晚 带来 了 谷物 孩子 数 着 袋子",
 }
-SIGNS = [*"🎡🏞👩‍👧🇰🇷👍🏽☺️물레방아강가에서있다ḉé漢字 aé", "The ", " mill", "\n"]
+CHARACTERS = [*"🎡🏞👩‍👧🇰🇷👍🏽☺️물레방아강가에서있다ḉé漢字 aé", "The ", " mill", "\n"]
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +43,14 @@ def prompts_of(language: str, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_greedy_text_is_that_of_transformers_for_fifty_prompts(
-    generator: Generator, theirs: Any, language: str
-) -> None:
+def test_greedy_text_equals_transformers_for_fifty_prompts(generator: Generator, theirs: Any, language: str) -> None:
     tokenizer, prompts = generator.tokenizer, prompts_of(language, 50)
     contexts = [tokenizer.encode(prompt)[:70] for prompt in prompts]
     longest = max(map(len, contexts))
     ids = torch.tensor([[tokenizer.end] * (longest - len(context)) + context for context in contexts])
     mask = torch.tensor([[0] * (longest - len(context)) + [1] * len(context) for context in contexts])
-    asked = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": tokenizer.end}
-    wanted = theirs.generate(ids, attention_mask=mask, **asked)[:, longest:].tolist()
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": tokenizer.end}
+    wanted = theirs.generate(ids, attention_mask=mask, **options)[:, longest:].tolist()
     wanted = [row[: row.index(tokenizer.end)] if tokenizer.end in row else row for row in wanted]
     sample = SampleConfig(temperature=0, max_tokens=24)
     found: list[list[int]] = [[] for _ in contexts]
@@ -60,20 +61,21 @@ def test_greedy_text_is_that_of_transformers_for_fifty_prompts(
     assert len({tuple(row) for row in wanted}) > 25
 
 
-WHOLE = SampleConfig(max_tokens=1000, temperature=0)
+ALL_TOKENS = SampleConfig(max_tokens=1000, temperature=0)
 DRAWS = 20_000
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {}, "temperature": {"temperature": 0.6}, "top_k": {"top_k": 7}, "top_p": {"temperature": 1.3, "top_p": 0.8},
+    "plain": {}, "temperature": {"temperature": 0.6}, "top_k": {"top_k": 7},
+    "top_p": {"temperature": 1.3, "top_p": 0.8},
     "min_p": {"min_p": 0.1}, "typical_p": {"typical_p": 0.6}, "repetition_penalty": {"repetition_penalty": 1.8},
     "presence_penalty": {"presence_penalty": 2.0}, "frequency_penalty": {"frequency_penalty": 1.0}, "bias": {},
     "min_tokens": {"min_tokens": 9},
 }  # fmt: skip
-SAID = [5, 9, 5]
-"""The new text before the draw."""
+NEW_IDS = [5, 9, 5]
+"""The new text before the sampled token."""
 
 
-def direct(scores: torch.Tensor, option: str, prompt: list[int], end: int) -> torch.Tensor:
-    """The probabilities by their definitions, one token after the other, in Python."""
+def reference_probabilities(scores: torch.Tensor, option: str, prompt: list[int], end: int) -> torch.Tensor:
+    """Return the probabilities by their definitions, token by token, in Python."""
     values = {"temperature": 1.0, **OPTIONS[option]}
     z = [float(score) for score in scores.double()]
     if option == "bias":
@@ -85,7 +87,7 @@ def direct(scores: torch.Tensor, option: str, prompt: list[int], end: int) -> to
         z[5], z[9] = z[5] - 2.0, z[9] - 1.0
     if option == "repetition_penalty":
         z = [
-            (score / 1.8 if score > 0 else score * 1.8) if id_ in (*prompt, *SAID) else score
+            (score / 1.8 if score > 0 else score * 1.8) if id_ in (*prompt, *NEW_IDS) else score
             for id_, score in enumerate(z)
         ]
     if option == "min_tokens":
@@ -109,8 +111,8 @@ def direct(scores: torch.Tensor, option: str, prompt: list[int], end: int) -> to
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_draws_follow_a_direct_computation(generator: Generator, theirs: Any, option: str) -> None:
-    """Pearson's chi-square of 20,000 draws, cells below 5 expected taken together, within five deviations of its mean."""
+def test_samples_follow_the_reference_probabilities(generator: Generator, theirs: Any, option: str) -> None:
+    """Pearson's chi-square of 20,000 samples, with small cells merged, is within five deviations of its mean."""
     tokenizer = generator.tokenizer
     prompt = tokenizer.encode("The mill stands by the")
     with torch.no_grad():
@@ -120,13 +122,13 @@ def test_draws_follow_a_direct_computation(generator: Generator, theirs: Any, op
     first = sampling.new_state(
         samples[0], prompt, ends=(tokenizer.end,), bias=bias, vocab=tokenizer.vocab, device=scores.device
     )
-    for id_ in SAID:
+    for id_ in NEW_IDS:
         first.add(id_)
         first.new_tokens += 1
     states = [dataclasses.replace(first, sample=one) for one in samples]
     found = sampling.choose_next_ids(scores.expand(DRAWS, -1), states, sampling.collect_rules(states, scores.device))
     counts = torch.bincount(found, minlength=tokenizer.vocab).double()
-    wanted = direct(scores, option, prompt, tokenizer.end) * DRAWS
+    wanted = reference_probabilities(scores, option, prompt, tokenizer.end) * DRAWS
     assert counts[wanted == 0].sum() == 0
     large = wanted >= 5
     cells = [(counts[large], wanted[large])]
@@ -138,57 +140,61 @@ def test_draws_follow_a_direct_computation(generator: Generator, theirs: Any, op
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_streams_join_to_the_whole_for_five_hundred_texts(parrot_of: Callable[[str], Generator]) -> None:
+@pytest.mark.long_with(500)
+@pytest.mark.parametrize("count", [50, 500])
+def test_streamed_chunks_join_to_the_full_text(parrot_of: Callable[[str], Generator], count: int) -> None:
     dice = random.Random(8)
-    for _ in range(500):
-        text = "".join(dice.choices(SIGNS, k=dice.randint(1, 9)))
+    for _ in range(count):
+        text = "".join(dice.choices(CHARACTERS, k=dice.randint(1, 9)))
         parrot = parrot_of(text)
-        pieces = list(parrot.stream("", WHOLE))
-        assert "".join(pieces) == text == parrot.sample("", WHOLE).text
-        assert not any(REPLACEMENT in piece for piece in pieces)
+        chunks = list(parrot.stream("", ALL_TOKENS))
+        assert "".join(chunks) == text == parrot.sample("", ALL_TOKENS).text
+        assert not any(REPLACEMENT in chunk for chunk in chunks)
 
 
-def test_five_hundred_prompts_stream_what_they_give_whole(generator: Generator) -> None:
+@pytest.mark.long_with(500)
+@pytest.mark.parametrize("count", [50, 500])
+def test_streaming_gives_the_same_texts_as_a_batch(generator: Generator, count: int) -> None:
     dice = random.Random(9)
-    prompts = ["".join(dice.choices(SIGNS, k=dice.randint(0, 8))) for _ in range(500)]
+    prompts = ["".join(dice.choices(CHARACTERS, k=dice.randint(0, 8))) for _ in range(count)]
     sample = SampleConfig(max_tokens=8, temperature=1.2, seed=77, batch=32)
-    whole = generator.texts(prompts, sample)
+    batched = generator.texts(prompts, sample)
     streamed = [
         "".join(generator.stream(prompt, sample.model_copy(update={"seed": 77 + number})))
         for number, prompt in enumerate(prompts)
     ]
-    assert streamed == whole
+    assert streamed == batched
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
-def test_a_stop_string_is_found_wherever_pieces_meet(pieces: list[str], stops: list[str]) -> None:
-    watch, said, given_ = StopStringFilter(stops), "", ""
-    for piece in pieces:
-        said += watch.add(piece)
-        given_ += piece
-        assert watch.hit == any(stop in given_ for stop in stops)
-        assert given_.startswith(said)
-        if watch.hit:
-            assert said == given_[: min(given_.index(stop) for stop in stops if stop in given_)]
+def test_stop_string_is_found_across_chunks(chunks: list[str], stops: list[str]) -> None:
+    stop_filter, passed, received = StopStringFilter(stops), "", ""
+    for chunk in chunks:
+        passed += stop_filter.add(chunk)
+        received += chunk
+        assert stop_filter.hit == any(stop in received for stop in stops)
+        assert received.startswith(passed)
+        if stop_filter.hit:
+            assert passed == received[: min(received.index(stop) for stop in stops if stop in received)]
             return
         # Held back is only what may yet become a stop string.
-        held = given_[len(said) :]
+        held = received[len(passed) :]
         assert not held or any(stop.startswith(held) for stop in stops)
-    assert said + watch.end() == given_
+    assert passed + stop_filter.end() == received
 
 
 @pytest.mark.parametrize(
     ("stop", "wanted"), [("는 강", "물레방아"), ("가", "물레방아는 강"), ("🎡x", "물레방아는 강가에 🎡"), ("물", "")]
 )
-def test_stop_strings_across_token_borders(parrot_of: Callable[[str], Generator], stop: str, wanted: str) -> None:
+def test_stop_string_is_found_across_tokens(parrot_of: Callable[[str], Generator], stop: str, wanted: str) -> None:
     text = "물레방아는 강가에 🎡"
     parrot = parrot_of(text)
     assert parrot.sample("", SampleConfig(max_tokens=1000, stop=[stop])).text == wanted
     assert "".join(parrot.stream("", SampleConfig(max_tokens=1000, stop=[stop, "zzz"]))) == wanted
 
 
-def test_stop_tokens_end_the_text_and_are_no_part_of_it(parrot_of: Callable[[str], Generator]) -> None:
+def test_stop_tokens_end_the_text_and_are_left_out(parrot_of: Callable[[str], Generator]) -> None:
     parrot = parrot_of("abcd")
     ids = parrot.tokenizer.encode("abcd")
     events = [event for _, event in parrot.run([Request((0,), SampleConfig(max_tokens=99), stop_ids=(ids[2],))], 1)]
@@ -196,13 +202,13 @@ def test_stop_tokens_end_the_text_and_are_no_part_of_it(parrot_of: Callable[[str
     assert events[-1] == Done("stop", 2, "")
 
 
-def test_log_probabilities_are_the_models_own(generator: Generator, theirs: Any) -> None:
+def test_log_probabilities_equal_transformers(generator: Generator, theirs: Any) -> None:
     tokenizer = generator.tokenizer
     prompt = tokenizer.encode("The mill stands")
     request = Request(
         tuple(prompt), SampleConfig(max_tokens=9, min_tokens=9, temperature=0.7, top_k=4), logprobs=3, echo=True
     )
-    # Beside others that ask for none.
+    # Next to a request without logprobs.
     events = [
         event for place, event in generator.run([Request((1, 2), SampleConfig(max_tokens=5)), request], 2) if place == 1
     ]
@@ -212,16 +218,19 @@ def test_log_probabilities_are_the_models_own(generator: Generator, theirs: Any)
         logs = theirs(torch.tensor([[*prompt, *new]])).logits[0, :, : tokenizer.vocab].log_softmax(1)
     assert isinstance(done, Done)
     assert done.prompt_logprobs[0] == (None, ())
-    told = [*done.prompt_logprobs[1:], *((token.logprob, token.top) for token in tokens if isinstance(token, Token))]
-    for place, (log, top) in enumerate(told):
+    logprobs = [
+        *done.prompt_logprobs[1:],
+        *((token.logprob, token.top) for token in tokens if isinstance(token, Token)),
+    ]
+    for place, (log, top) in enumerate(logprobs):
         assert log == pytest.approx(logs[place, [*prompt, *new][place + 1]].item(), abs=1e-4)
         values, ids = logs[place].topk(3)
         assert [id_ for id_, _ in top] == ids.tolist()
         assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-4)
-    assert len(told) == len(prompt) - 1 + 9
+    assert len(logprobs) == len(prompt) - 1 + 9
 
 
-def test_echo_alone_makes_no_new_token(generator: Generator) -> None:
+def test_echo_alone_generates_no_token(generator: Generator) -> None:
     ids = tuple(generator.tokenizer.encode("The mill stands" * 30)[:96])
     nothing = SampleConfig().model_copy(update={"max_tokens": 0})
     [(_, done)] = generator.run([Request(ids, nothing, logprobs=1, echo=True)], 1)

@@ -1,4 +1,4 @@
-"""A talk with a model, by its class and on a real terminal."""
+"""A conversation with a model, through its class and on a real terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
 class PlainTemplate:
-    """Turns between end-of-text tokens."""
+    """A template that separates turns by end-of-text tokens."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer, self.stop_ids = tokenizer, (tokenizer.end,)
@@ -45,40 +45,43 @@ class PlainTemplate:
 
 @pytest.fixture
 def model(checkpoint: Checkpoint, tmp_path: Path) -> Path:
-    """The model as a folder by itself."""
+    """A model folder."""
     shutil.copytree(checkpoint.folder, tmp_path / "model", ignore=lambda *_: ["progress.json"])
     return tmp_path / "model"
 
 
 @pytest.fixture
-def talk(generator: Generator, engine: TorchEngine) -> Iterator[Conversation]:
+def conversation(generator: Generator, engine: TorchEngine) -> Iterator[Conversation]:
     config = RunConfig(engine=engine, sample=SampleConfig(max_tokens=8, min_tokens=8, seed=3))
     with Terminal() as terminal:
         yield Conversation(generator, PlainTemplate(generator.tokenizer), config, terminal)
 
 
-def answer_to(talk: Conversation, messages: list[Message], seed: int) -> str:
-    """What the generator says to a talk as the template writes it."""
-    ids = talk.template.render(messages, add_generation_prompt=True)
-    request = Request(tuple(ids), talk.config.sample.model_copy(update={"seed": seed}))
-    return "".join(event.text for _, event in talk.generator.run([request], 1))
+def generate_answer(conversation: Conversation, messages: list[Message], seed: int) -> str:
+    """Return the generator's answer to messages rendered by the template."""
+    ids = conversation.template.render(messages, add_generation_prompt=True)
+    request = Request(tuple(ids), conversation.config.sample.model_copy(update={"seed": seed}))
+    return "".join(event.text for _, event in conversation.generator.run([request], 1))
 
 
-def test_the_talk_so_far_is_seen_and_reset_forgets_it(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
-    talk.handle_line("Hi")
+def test_earlier_turns_are_sent_and_reset_clears_them(
+    conversation: Conversation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation.handle_line("Hi")
     first = capsys.readouterr().out
-    talk.handle_line("And?")
-    said = [message["content"] for message in talk.messages]
-    assert said[::2] == ["Hi", "And?"]
-    assert first == said[1] + "\n"
-    assert said[1::2] == [answer_to(talk, talk.messages[:1], 3), answer_to(talk, talk.messages[:3], 4)]
-    talk.handle_line("/reset")
-    assert talk.messages == []
+    conversation.handle_line("And?")
+    contents = [message["content"] for message in conversation.messages]
+    assert contents[::2] == ["Hi", "And?"]
+    assert first == contents[1] + "\n"
+    answers = [generate_answer(conversation, conversation.messages[:count], seed) for count, seed in ((1, 3), (3, 4))]
+    assert contents[1::2] == answers
+    conversation.handle_line("/reset")
+    assert conversation.messages == []
 
 
-def test_settings_are_changed_whole_or_not_at_all(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
-    talk.handle_line("/set temperature=0.5 top_k=3")
-    assert (talk.sample.temperature, talk.sample.top_k) == (0.5, 3)
+def test_set_changes_all_settings_or_none(conversation: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation.handle_line("/set temperature=0.5 top_k=3")
+    assert (conversation.sample.temperature, conversation.sample.top_k) == (0.5, 3)
     assert "temperature=0.5" in capsys.readouterr().out
     for bad, match in [
         ("/set temperature=-1", "at least 0"),
@@ -86,31 +89,31 @@ def test_settings_are_changed_whole_or_not_at_all(talk: Conversation, capsys: py
         ("/set cold", "section.key=value"),
     ]:
         with pytest.raises(TextmillError, match=match):
-            talk.handle_line(bad)
-    assert (talk.sample.temperature, talk.sample.top_k) == (0.5, 3)
-    talk.handle_line("/what")
+            conversation.handle_line(bad)
+    assert (conversation.sample.temperature, conversation.sample.top_k) == (0.5, 3)
+    conversation.handle_line("/what")
     assert "/reset" in capsys.readouterr().out
-    talk.handle_line("   ")
-    assert talk.messages == []
+    conversation.handle_line("   ")
+    assert conversation.messages == []
 
 
-def test_the_oldest_turns_are_forgotten_when_the_model_sees_no_more(
-    talk: Conversation, capsys: pytest.CaptureFixture[str]
+def test_oldest_turns_are_dropped_when_the_context_is_full(
+    conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(6):
-        talk.handle_line(f"number {number} of several")
+        conversation.handle_line(f"number {number} of several")
     assert "dropped its oldest turns" in capsys.readouterr().err
-    assert talk.messages[-2]["content"] == "number 5 of several"
-    assert 2 <= len(talk.messages) < 12
+    assert conversation.messages[-2]["content"] == "number 5 of several"
+    assert 2 <= len(conversation.messages) < 12
     with pytest.raises(TextmillError, match="too long"):
-        talk.handle_line("물레방아 " * 60)
+        conversation.handle_line("물레방아 " * 60)
 
 
-def test_a_model_without_a_template_says_so(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_without_a_template_gives_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", str(model)]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "this model was not finetuned for chat; use textmill generate" in told
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "this model was not finetuned for chat; use textmill generate" in message
 
 
 PROGRAM = """
@@ -137,37 +140,39 @@ PROGRAM = """
     generator.Generator.run = slowly
     chat_answers.open_template = Template
     from textmill.cli import main
-    sys.exit(main(["chat", {folder!r}, "sample.max_tokens=6", "sample.min_tokens=6", "engine.device=cpu", "engine.precision=fp32"]))
+    settings = ["sample.max_tokens=6", "sample.min_tokens=6", "engine.device=cpu", "engine.precision=fp32"]
+    sys.exit(main(["chat", {folder!r}, *settings]))
 """
 
 
 class Screen:
-    """A program on a terminal of its own."""
+    """A program on its own pseudo-terminal."""
 
     def __init__(self, code: str, root: Path) -> None:
         self.master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": str(root)}
         self.program = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=root, start_new_session=True,
+            [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environment, cwd=root,
+            start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(slave)
         self.shown = ""
 
     def wait_for(self, pattern: str, typing: str = "") -> str:
-        """Read until something is shown after what was waited for before, typing so long as nothing is; that part.
+        """Read until the output matches a pattern; return the output up to there. Meanwhile type `typing` every second.
 
-        A key pressed between a prompt's last letter and the read behind it may be noticed only at the next key.
+        A key pressed between a prompt and the read after it may be noticed only at the next key.
         """
         until = time.monotonic() + 300
         while not (found := re.search(pattern, self.shown, re.DOTALL)):
             assert time.monotonic() < until, self.shown
-            assert self.goes_on(typing), self.shown
+            assert self.type_and_read(typing), self.shown
         part, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return part
 
-    def goes_on(self, typing: str) -> bool:
-        """Type something, and read what is shown within a second; whether the program still has the terminal."""
+    def type_and_read(self, typing: str) -> bool:
+        """Type something and read output for a second; return whether the program still has the terminal."""
         try:
             self.type(typing)
             if select.select([self.master], [], [], 1)[0]:
@@ -180,7 +185,7 @@ class Screen:
         os.write(self.master, text.encode())
 
 
-def test_a_talk_on_a_terminal(model: Path, root: Path) -> None:
+def test_conversation_on_a_terminal(model: Path, root: Path) -> None:
     screen = Screen(textwrap.dedent(PROGRAM).format(folder=str(model)), root)
     try:
         screen.wait_for("ctrl-D ends\r\n> ")
@@ -203,7 +208,7 @@ def test_a_talk_on_a_terminal(model: Path, root: Path) -> None:
         screen.wait_for("ctrl-D ends.*> ", typing="\x03" * 50)
         screen.wait_for("conversation cleared.*> ", typing="/reset\n")
         until = time.monotonic() + 300
-        while screen.goes_on("\x04"):
+        while screen.type_and_read("\x04"):
             assert time.monotonic() < until, screen.shown
         assert screen.program.wait(60) == 0, screen.shown
     finally:
@@ -212,23 +217,23 @@ def test_a_talk_on_a_terminal(model: Path, root: Path) -> None:
         os.close(screen.master)
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ctrl_c_stops_the_answer_but_not_the_program(
+    conversation: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(requests: list[object], together: int) -> object:
         try:
-            for event in Generator.run(talk.generator, requests, together):
+            for event in Generator.run(conversation.generator, requests, together):
                 yield event
                 if getattr(event[1], "text", ""):
                     signal.raise_signal(signal.SIGINT)
         finally:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(talk.generator, "run", run)
-    talk.handle_line("Hi")
-    said = talk.messages[-1]["content"]
-    assert said
-    assert capsys.readouterr().out == f"{said} [stopped]\n"
+    monkeypatch.setattr(conversation.generator, "run", run)
+    conversation.handle_line("Hi")
+    contents = conversation.messages[-1]["content"]
+    assert contents
+    assert capsys.readouterr().out == f"{contents} [stopped]\n"
     monkeypatch.undo()
-    talk.handle_line("More")
-    assert len(talk.messages) == 4
+    conversation.handle_line("More")
+    assert len(conversation.messages) == 4

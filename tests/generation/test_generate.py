@@ -1,9 +1,10 @@
-"""The command: what it prints to a pipe, a terminal and as JSON."""
+"""`textmill generate`: output to a pipe, to a terminal and as JSON."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ SAMPLE = SampleConfig(prompt="The mill", max_tokens=12, count=3, seed=21)
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -35,7 +36,7 @@ def config(checkpoint: Checkpoint, run_folder: Path, engine: TorchEngine) -> Run
     return config_of(run_folder, engine, SAMPLE)
 
 
-def test_samples_go_plain_to_a_pipe(
+def test_samples_are_plain_text_in_a_pipe(
     config: RunConfig, generator: Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = generate(config)
@@ -45,17 +46,17 @@ def test_samples_go_plain_to_a_pipe(
     )
 
 
-def test_json_has_a_line_a_sample(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_one_line_per_sample(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     texts = generate(config, 7, as_json=True)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["text"] for line in lines] == texts == generate(config)
     assert [line["seed"] for line in lines] == [21, 22, 23]
-    assert all(set(line) == {"prompt", "text", "seed", "tokens"} for line in lines)
+    assert all(set(line) == {"prompt", "text", "seed", "tokens", "finish_reason"} for line in lines)
     assert all(line["prompt"] == "The mill" and line["tokens"] <= 12 for line in lines)
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
-def test_a_file_of_prompts_gives_a_line_a_sample(
+def test_prompt_file_gives_one_line_per_sample(
     config: RunConfig, generator: Generator, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["The mill", "물레방아", "", "Değirmen"] * 12
@@ -63,11 +64,11 @@ def test_a_file_of_prompts_gives_a_line_a_sample(
     (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     sample = SampleConfig(prompts_file=str(tmp_path / name), max_tokens=6, count=2, seed=5, batch=4)
     texts = generate(config.model_copy(update={"sample": sample}))
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["prompt"] for line in told] == [prompt for prompt in prompts for _ in range(2)]
-    assert [line["seed"] for line in told] == list(range(5, 5 + 96))
-    alone = [generator.sample(line["prompt"], SampleConfig(max_tokens=6, seed=line["seed"])).text for line in told]
-    assert [line["text"] for line in told] == texts == alone
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in printed] == [prompt for prompt in prompts for _ in range(2)]
+    assert [line["seed"] for line in printed] == list(range(5, 5 + 96))
+    alone = [generator.sample(line["prompt"], SampleConfig(max_tokens=6, seed=line["seed"])).text for line in printed]
+    assert [line["text"] for line in printed] == texts == alone
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_file_of_prompts_gives_a_line_a_sample(
         ("a.txt", None, {}, "cannot be read"),
     ],
 )
-def test_a_file_that_holds_no_prompts_is_refused(
+def test_file_without_prompts_is_refused(
     config: RunConfig, tmp_path: Path, name: str, content: bytes | None, more: dict[str, str], match: str
 ) -> None:
     if content is not None:
@@ -90,15 +91,74 @@ def test_a_file_that_holds_no_prompts_is_refused(
         generate(config.model_copy(update={"sample": SampleConfig(prompts_file=str(tmp_path / name), **more)}))
 
 
-def test_no_prompt_and_no_terminal_starts_from_nothing(
-    config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch
+def test_json_says_why_a_text_ended(
+    config: RunConfig, generator: Generator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("not read"))
+    full = generator.sample("The mill", SAMPLE).text
+    for stop, reason in (([], "length"), ([full[4:6]], "stop")):
+        sample = SAMPLE.model_copy(update={"stop": stop, "count": 1})
+        generate(config.model_copy(update={"sample": sample}), as_json=True)
+        assert json.loads(capsys.readouterr().out)["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("stdin", [None, "/dev/null", ""], ids=["closed", "device", "empty"])
+def test_without_prompt_or_terminal_text_starts_from_nothing(
+    config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stdin: str | None
+) -> None:
+    (tmp_path / "empty").touch()
     bare = config.model_copy(update={"sample": SampleConfig(max_tokens=8)})
-    assert generate(bare) == generator.texts([""], SampleConfig(max_tokens=8))
+    with open(stdin or tmp_path / "empty", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdin", None if stdin is None else file)
+        assert generate(bare) == generator.texts([""], SampleConfig(max_tokens=8))
 
 
-def test_a_terminal_without_prompt_is_asked_line_by_line(
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_piped_lines_are_prompts(
+    config: RunConfig,
+    generator: Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    read, write = os.pipe()
+    os.write(write, "The mill\n물레방아\n".encode())
+    os.close(write)
+    sample = SampleConfig(max_tokens=8, seed=5, count=2)
+    with open(read, encoding="utf-8") as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        texts = generate(config.model_copy(update={"sample": sample}), as_json=as_json)
+    prompts = ["The mill", "The mill", "물레방아", "물레방아"]
+    assert texts == generator.texts(prompts, sample)
+    captured = capsys.readouterr()
+    assert "reading prompts from standard input" in captured.err
+    if as_json:
+        assert [json.loads(line)["prompt"] for line in captured.out.splitlines()] == prompts
+    else:
+        assert captured.out.count(SEPARATOR) == 3
+        assert f"{SEPARATOR}\n물레방아{texts[2]}" in captured.out
+
+
+def test_piped_bytes_that_are_no_text_are_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.write(write, b"\xff\xfe\n")
+    os.close(write)
+    with open(read, encoding="utf-8") as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        with pytest.raises(TextmillError, match="standard input: cannot be read as UTF-8"):
+            generate(config.model_copy(update={"sample": SampleConfig()}))
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_beams_give_different_texts(
+    config: RunConfig, generator: Generator, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    sample = SampleConfig(prompt="The mill", beams=4, count=2, max_tokens=12)
+    texts = generate(config.model_copy(update={"sample": sample}), as_json=as_json)
+    assert len(set(texts)) == 2
+    assert texts[0] == generator.sample("The mill", sample).text
+
+
+def test_prompts_are_read_from_a_terminal_line_by_line(
     config: RunConfig, generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, sample = Terminal(), SampleConfig(max_tokens=8, seed=5)
@@ -124,11 +184,11 @@ def test_fixed_prompts_of_a_checkpoint(checkpoint: Checkpoint, engine: TorchEngi
     assert [(line["prompt"], line["seed"]) for line in lines] == [("The mill", 21), ("물", 22)]
 
 
-def test_a_run_without_a_checkpoint_says_what_to_do(tmp_path: Path, engine: TorchEngine) -> None:
+def test_run_without_a_checkpoint_gives_a_hint(tmp_path: Path, engine: TorchEngine) -> None:
     with pytest.raises(TextmillError, match="textmill train"):
         generate(config_of(tmp_path, engine, SAMPLE))
 
 
-def test_the_room_is_light_to_enter() -> None:
+def test_importing_generation_loads_no_framework() -> None:
     code = "import sys, textmill.generation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Continuations equal transformers', stream whole characters, and depend on prompt and seed alone."""
+"""Continuations equal transformers', stream complete characters, and depend on prompt and seed only."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ ParrotOf = Callable[[str], Generator]
 
 @pytest.mark.parametrize("prompt", ["The mill", "물레방아는", "", "a"])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_the_greedy_continuation_is_that_of_transformers(
+def test_greedy_continuation_equals_transformers(
     generator: Generator, checkpoint: Checkpoint, prompt: str, penalty: float
 ) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
     start = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt")
-    asked = {
+    options = {
         "max_new_tokens": 64,
         "do_sample": False,
         "repetition_penalty": penalty,
         "pad_token_id": tokenizer.eos_token_id,
     }
-    found = model.generate(**start, **asked)[0, start["input_ids"].shape[1] :].tolist()
+    found = model.generate(**start, **options)[0, start["input_ids"].shape[1] :].tolist()
     if tokenizer.eos_token_id in found:
         found = found[: found.index(tokenizer.eos_token_id)]
     assert len(set(found)) > 3
@@ -54,25 +54,25 @@ def test_the_greedy_continuation_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("text", ["물레방아는 강가에 서 있다. 🎡🏞️ 끝", "👩‍👩‍👧‍👦 çığ ß 漢字", "plain", "끝"])
-def test_a_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:
-    pieces = list(parrot_of(text).stream("", SampleConfig(max_tokens=1000)))
-    assert "".join(pieces) == text
-    assert not any(REPLACEMENT in piece for piece in pieces)
-    assert len(tokenizer.encode(text)) > len(pieces) or text == "plain"
+def test_stream_never_splits_a_character(text: str, parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:
+    texts = list(parrot_of(text).stream("", SampleConfig(max_tokens=1000)))
+    assert "".join(texts) == text
+    assert not any(REPLACEMENT in text_part for text_part in texts)
+    assert len(tokenizer.encode(text)) > len(texts) or text == "plain"
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_any_text_streams_whole(tokenizer: TextTokenizer, text: str) -> None:
+def test_any_text_is_decoded_completely(tokenizer: TextTokenizer, text: str) -> None:
     for stream in (WindowTextDecoder(tokenizer, [tokenizer.end]), text_decoder_factory(tokenizer)([tokenizer.end])):
-        pieces = [stream.add(id_) for id_ in tokenizer.encode(text)]
-        assert "".join([*pieces, stream.end()]) == text
-        assert REPLACEMENT in text or not any(REPLACEMENT in piece for piece in pieces)
+        texts = [stream.add(id_) for id_ in tokenizer.encode(text)]
+        assert "".join([*texts, stream.end()]) == text
+        assert REPLACEMENT in text or not any(REPLACEMENT in text_part for text_part in texts)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 299), max_size=30))
-def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, ids: list[int]) -> None:
+def test_streamed_texts_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, ids: list[int]) -> None:
     ids = [id_ for id_ in ids if id_ < tokenizer.vocab]
     for stream in (
         WindowTextDecoder(tokenizer, tokenizer.encode("The")),
@@ -82,13 +82,13 @@ def test_the_pieces_of_any_ids_join_to_their_decoding(tokenizer: TextTokenizer, 
         assert joined == tokenizer.decode(ids)
 
 
-def test_the_bytes_of_every_token_are_those_that_the_library_decodes(tokenizer: TextTokenizer) -> None:
-    pieces = read_token_bytes(tokenizer)
-    assert pieces is not None
-    assert [piece.decode("utf-8", "replace") for piece in pieces] == [
+def test_bytes_of_every_token_equal_the_librarys(tokenizer: TextTokenizer) -> None:
+    token_bytes = read_token_bytes(tokenizer)
+    assert token_bytes is not None
+    assert [one.decode("utf-8", "replace") for one in token_bytes] == [
         tokenizer.decode([id_]) for id_ in range(tokenizer.vocab)
     ]
-    assert pieces[tokenizer.end] == b"<|endoftext|>"
+    assert token_bytes[tokenizer.end] == b"<|endoftext|>"
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
@@ -101,13 +101,13 @@ def test_other_tokenizers_are_decoded_by_the_library(kind: Any) -> None:
     assert "".join([*map(stream.add, ids), stream.end()]) == other.decode([*other.encode("the"), *ids])[3:]
 
 
-def test_a_prompt_that_ends_within_a_character_is_completed(tokenizer: TextTokenizer) -> None:
+def test_prompt_that_ends_within_a_character_is_completed(tokenizer: TextTokenizer) -> None:
     ids = tokenizer.encode("漢")
     stream = text_decoder_factory(tokenizer)(ids[:1])
     assert "".join(map(stream.add, ids[1:])) == "漢"
 
 
-def test_bytes_without_an_end_are_shown_when_the_text_is_over(parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:
+def test_incomplete_bytes_are_printed_at_the_end(parrot_of: ParrotOf, tokenizer: TextTokenizer) -> None:
     parrot = parrot_of("漢")
     cut = len(tokenizer.encode("漢")) - 1
     assert cut > 0
@@ -115,20 +115,20 @@ def test_bytes_without_an_end_are_shown_when_the_text_is_over(parrot_of: ParrotO
 
 
 @pytest.mark.parametrize("text", ["end", ""])
-def test_min_tokens_holds_off_the_end(parrot_of: ParrotOf, tokenizer: TextTokenizer, text: str) -> None:
+def test_min_tokens_prevents_an_early_end(parrot_of: ParrotOf, tokenizer: TextTokenizer, text: str) -> None:
     parrot = parrot_of(text)
-    told = len(tokenizer.encode(text))
-    assert parrot.sample("", SampleConfig(max_tokens=told + 1)).tokens == told
-    assert parrot.sample("", SampleConfig(max_tokens=told + 1, min_tokens=told + 1)).tokens == told + 1
+    count = len(tokenizer.encode(text))
+    assert parrot.sample("", SampleConfig(max_tokens=count + 1)).tokens == count
+    assert parrot.sample("", SampleConfig(max_tokens=count + 1, min_tokens=count + 1)).tokens == count + 1
 
 
-def test_the_same_seed_gives_the_same_text_and_another_another(generator: Generator) -> None:
+def test_seed_decides_the_text(generator: Generator) -> None:
     texts = ["".join(generator.stream("The", SampleConfig(seed=seed, max_tokens=30))) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_a_sample_alone_is_the_sample_among_many(generator: Generator, top_p: float) -> None:
+def test_sample_does_not_depend_on_other_samples(generator: Generator, top_p: float) -> None:
     sample = SampleConfig(seed=11, max_tokens=12, temperature=1.0, top_p=top_p, repetition_penalty=1.1)
     together = generator.texts(["The mill"] * 34, sample)
     alone = [
@@ -138,7 +138,7 @@ def test_a_sample_alone_is_the_sample_among_many(generator: Generator, top_p: fl
     assert len(set(together)) > 25
 
 
-def test_prompts_of_any_length_are_each_continued_as_if_alone(generator: Generator) -> None:
+def test_continuation_does_not_depend_on_other_prompts(generator: Generator) -> None:
     prompts = ["The mill", "물", "", "The wheel turns", "The mill"]
     sample = SampleConfig(seed=3, max_tokens=20)
     wanted = [
@@ -149,11 +149,11 @@ def test_prompts_of_any_length_are_each_continued_as_if_alone(generator: Generat
     assert generator.texts([], sample) == []
 
 
-def test_text_that_looks_like_a_special_token_is_plain_text(generator: Generator) -> None:
+def test_special_token_in_a_prompt_is_plain_text(generator: Generator) -> None:
     assert generator.tokenizer.end not in generator.encode_prompt("<|endoftext|>")
 
 
-def test_new_tokens_are_cut_to_the_positions_and_that_is_said_once(
+def test_new_tokens_are_limited_to_the_positions_with_one_warning(
     checkpoint: Checkpoint, engine: TorchEngine, tokenizer: TextTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generator = open_generator(checkpoint, engine)
@@ -165,7 +165,7 @@ def test_new_tokens_are_cut_to_the_positions_and_that_is_said_once(
     assert capsys.readouterr().err.count("sample.max_tokens=200") == 1
 
 
-def test_past_the_positions_the_last_half_stays_in_view(
+def test_sliding_context_keeps_the_last_half(
     checkpoint: Checkpoint, generator: Generator, tokenizer: TextTokenizer
 ) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint.folder).eval()
@@ -184,17 +184,17 @@ def test_past_the_positions_the_last_half_stays_in_view(
     assert generator.sample(prompt, sample).text == tokenizer.decode(wanted)
 
 
-def test_a_prompt_longer_than_the_model_sees_is_refused_before_the_first_piece(generator: Generator) -> None:
+def test_too_long_prompt_is_refused_before_the_first_token(generator: Generator) -> None:
     with pytest.raises(TextmillError, match="the model's context is 96"):
         generator.stream("x y z " * 100, GREEDY)
 
 
-def test_half_a_character_pair_is_refused(generator: Generator) -> None:
+def test_lone_surrogate_is_refused(generator: Generator) -> None:
     with pytest.raises(TextmillError, match=r"sample\.prompt"):
         generator.stream("a \ud83d", GREEDY)
 
 
-def test_an_unknown_family_is_refused_by_name(checkpoint: Checkpoint, engine: TorchEngine, tmp_path: Path) -> None:
+def test_unknown_family_is_named_in_the_error(checkpoint: Checkpoint, engine: TorchEngine, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(checkpoint.folder, folder, ignore=lambda *_: ["progress.json"])
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2_torch"}))
@@ -202,7 +202,7 @@ def test_an_unknown_family_is_refused_by_name(checkpoint: Checkpoint, engine: To
         open_generator(open_checkpoint(folder), engine)
 
 
-def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
+def test_missing_or_too_large_tokenizer_is_refused(
     checkpoint: Checkpoint,
     engine: TorchEngine,
     tokenizer: TextTokenizer,
@@ -218,7 +218,7 @@ def test_a_tokenizer_that_is_missing_or_too_large_is_refused(
         open_generator(open_checkpoint(folder), engine)
 
 
-def test_rows_without_text_are_never_chosen(
+def test_padding_rows_of_the_vocabulary_are_never_chosen(
     engine: TorchEngine, tokenizer: TextTokenizer, shape: gpt2.Shape, tmp_path: Path
 ) -> None:
     wide = open_generator(write_model(tmp_path, tokenizer, dataclasses.replace(shape, vocab=shape.vocab * 3)), engine)
@@ -226,25 +226,25 @@ def test_rows_without_text_are_never_chosen(
     assert sample.tokens == 60
 
 
-def test_bf16_holds_every_weight_in_bf16(checkpoint: Checkpoint) -> None:
+def test_bf16_stores_every_weight_in_bf16(checkpoint: Checkpoint) -> None:
     generator = open_generator(checkpoint, TorchEngine(device="cpu", precision="bf16"))
     assert {parameter.dtype for _, parameter in generator.net.named_parameters()} == {torch.bfloat16}
     assert generator.sample("The", SampleConfig(max_tokens=5)).tokens <= 5
 
 
-def test_fp16_says_what_fp32_says(checkpoint: Checkpoint, generator: Generator) -> None:
+def test_fp16_gives_the_text_of_fp32(checkpoint: Checkpoint, generator: Generator) -> None:
     half = open_generator(checkpoint, TorchEngine(device="cpu", precision="fp16"))
     assert {parameter.dtype for _, parameter in half.net.named_parameters()} == {torch.float16}
     # On a CPU without fp16 oneDNN takes a second for what plain loops do in milliseconds.
     with torch.backends.mkldnn.flags(enabled=False):
-        _say_the_same(half, generator)
+        assert_same_texts(half, generator)
 
 
-def _say_the_same(one: Generator, other: Generator) -> None:
+def assert_same_texts(one: Generator, other: Generator) -> None:
     for sample in (SampleConfig(max_tokens=12, temperature=0.0), SampleConfig(max_tokens=12, beams=2)):
         assert one.texts(["The mill", "물레", ""], sample) == other.texts(["The mill", "물레", ""], sample)
 
 
-def test_more_slots_than_memory_are_refused_with_the_number_that_fits(generator: Generator) -> None:
+def test_too_many_slots_are_refused_with_the_number_that_fits(generator: Generator) -> None:
     with pytest.raises(TextmillError, match=r"GiB are free; set sample.batch or serve.slots to \d+ or less"):
         generator.new_slots(10**9, 96)

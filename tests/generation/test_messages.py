@@ -1,4 +1,4 @@
-"""What travels between the front and the model: whole, in order, and without keeping anybody waiting."""
+"""Messages between HTTP process and model process arrive complete and in order, and never block the sender."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair
 
 
-def test_what_nobody_reads_yet_is_kept_in_order_and_holds_up_nobody() -> None:
-    """More than a socket takes at once: a `put` that waited for a reader would wait for ever here."""
+def test_unread_messages_are_kept_in_order_without_blocking() -> None:
+    """More than a socket buffers: a `put` that waits for a reader would deadlock here."""
     line, theirs = new_socket_pair()
     outbox, there = SendQueue(line), MessageSocket(theirs.detach())
     sent = [[number, "\N{GREEK SMALL LETTER MU}" * 50_000] for number in range(40)]
@@ -21,7 +21,7 @@ def test_what_nobody_reads_yet_is_kept_in_order_and_holds_up_nobody() -> None:
     outbox.close()
 
 
-def test_an_end_that_is_gone_is_found_by_the_reader() -> None:
+def test_reader_notices_a_closed_connection() -> None:
     line, theirs = new_socket_pair()
     theirs.close()
     outbox = SendQueue(line)

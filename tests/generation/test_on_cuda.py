@@ -1,4 +1,4 @@
-"""On a GPU the captured steps give the CPU's texts; skipped where there is none."""
+"""Captured steps on a GPU give the same texts as the CPU; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 PROMPTS = ["The mill", "물레방아는", "", "Değirmen köprünün üstünde", "a"] * 4
 SAMPLES = [
     SampleConfig(temperature=0, max_tokens=40), SampleConfig(max_tokens=40, seed=3),
-    SampleConfig(max_tokens=150, min_tokens=150, temperature=0), SampleConfig(max_tokens=60, min_tokens=20, temperature=0.7, top_k=9),
+    SampleConfig(max_tokens=150, min_tokens=150, temperature=0),
+    SampleConfig(max_tokens=60, min_tokens=20, temperature=0.7, top_k=9),
     SampleConfig(max_tokens=60, temperature=1.3, top_k=0, seed=11),
-    SampleConfig(max_tokens=30, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, stop=["e"]),
+    SampleConfig(max_tokens=30, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3,
+                 stop=["e"]),
     SampleConfig(max_tokens=12, beams=3),
 ]  # fmt: skip
 
@@ -31,13 +33,13 @@ def on_gpu(checkpoint: Checkpoint) -> Generator:
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES)))
-def test_texts_are_those_of_the_cpu(generator: Generator, on_gpu: Generator, number: int) -> None:
+def test_texts_equal_those_of_the_cpu(generator: Generator, on_gpu: Generator, number: int) -> None:
     sample = SAMPLES[number]
     assert on_gpu.texts(PROMPTS, sample) == generator.texts(PROMPTS, sample)
     assert on_gpu.sample(PROMPTS[0], sample) == generator.sample(PROMPTS[0], sample)
 
 
-def test_the_scheduler_gives_them_too(generator: Generator, on_gpu: Generator) -> None:
+def test_scheduler_gives_the_texts_of_the_cpu(generator: Generator, on_gpu: Generator) -> None:
     scheduler, found = Scheduler(on_gpu, slots=5, queue=100), queue.Queue()
     texts, left = [""] * len(PROMPTS), len(PROMPTS)
     for place, prompt in enumerate(PROMPTS):
@@ -57,10 +59,10 @@ def test_the_scheduler_gives_them_too(generator: Generator, on_gpu: Generator) -
 
 @pytest.mark.parametrize("texts", [3, 9])
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("fp16", 2e-2), ("bf16", 2e-1)])
-def test_fused_steps_give_the_scores_of_plain_ones(
+def test_fused_kernels_give_the_logits_of_plain_torch(
     checkpoint: Checkpoint, precision: str, bound: float, texts: int
 ) -> None:
-    """The same contexts and ids through the captured kernels, few texts and more, and through torch's own operations in fp32."""
+    """The same contexts and ids, with few and many texts: captured kernels against torch's operations in fp32."""
     kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="fp32"))
     plain = generator.new_slots(texts + 1, 96)
@@ -77,23 +79,23 @@ def test_fused_steps_give_the_scores_of_plain_ones(
         ids, places = wanted.argmax(1), [place + 1 for place in places]
 
 
-def test_the_likeliest_is_the_first_greatest_that_may_be() -> None:
-    """Two small kernels against torch's argmax: equal scores, barred ids, a score that is no number."""
-    from textmill.kernels.sampling_triton import likeliest
+def test_greedy_kernel_takes_the_first_largest_allowed_logit() -> None:
+    """Two kernels against torch's argmax: equal logits, disallowed ids, NaN."""
+    from textmill.kernels.sampling_triton import greedy_ids
 
     for rows, vocab in ((1, 50257), (5, 777), (64, 2000)):
         scores = torch.randn(rows, vocab + 47, device="cuda").bfloat16()[:, :vocab]
-        assert torch.equal(likeliest(scores, None), scores.float().argmax(1))
+        assert torch.equal(greedy_ids(scores, None), scores.float().argmax(1))
         barred = torch.stack([scores.float().argmax(1), torch.full((rows,), -1, device="cuda")], 1)
         left = scores.float().scatter(1, barred[:, :1], -torch.inf)
-        assert torch.equal(likeliest(scores, barred), left.argmax(1))
+        assert torch.equal(greedy_ids(scores, barred), left.argmax(1))
         for spoilt in (float("nan"), float("inf"), -float("inf")):
             scores[rows - 1, vocab - 1] = spoilt
-            assert likeliest(scores, barred)[-1] == -1
+            assert greedy_ids(scores, barred)[-1] == -1
 
 
-def test_workspaces_that_are_given_back_are_not_missed(checkpoint: Checkpoint) -> None:
-    """torch's compiler takes cuBLAS' workspaces away: captured steps go on in their own memory."""
+def test_captured_steps_keep_their_own_workspaces(checkpoint: Checkpoint) -> None:
+    """torch's compiler frees the workspaces of cuBLAS; captured steps must still work."""
     generator = open_generator(checkpoint, TorchEngine(device="cuda", precision="bf16"))
     sample = SampleConfig(max_tokens=20, min_tokens=20, temperature=0)
     before = generator.texts(PROMPTS, sample)

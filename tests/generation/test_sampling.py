@@ -1,4 +1,4 @@
-"""The rules equal transformers' processors, and the choice follows the probabilities."""
+"""Sampling rules equal transformers' logits processors, and choices follow the probabilities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def column(*values: float) -> torch.Tensor:
 def states_of(
     seen: torch.Tensor, *samples: SampleConfig, number: int = 0, bias: tuple[tuple[int, float], ...] = ()
 ) -> list[sampling.SamplingState]:
-    """A state for each row of ids, the last `number` of them new."""
+    """Return a state per row of ids, the last `number` of them new."""
     states = []
     for row, sample in zip(seen.tolist(), samples * (len(seen) // len(samples)), strict=True):
         prompt, new = row[: len(row) - number], row[len(row) - number :]
@@ -46,7 +46,7 @@ def states_of(
     return states
 
 
-def shaped(logits: torch.Tensor, states: list[sampling.SamplingState]) -> torch.Tensor:
+def apply_rules(logits: torch.Tensor, states: list[sampling.SamplingState]) -> torch.Tensor:
     return sampling.apply_rules(logits, states, sampling.collect_rules(states, logits.device))
 
 
@@ -55,8 +55,8 @@ def next_ids(logits: torch.Tensor, states: list[sampling.SamplingState]) -> list
     return [None if id_ < 0 else id_ for id_ in found]
 
 
-def same(ours: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal as distributions: moving all scores by one number changes nothing."""
+def assert_same(ours: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Compare as distributions: adding a constant to all logits changes nothing."""
     torch.testing.assert_close(ours.log_softmax(1), wanted.log_softmax(1), atol=1e-5, rtol=1e-5)
 
 
@@ -65,7 +65,7 @@ seeds = st.integers(0, 2**31)
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.floats(0.2, 5.0))
-def test_repetition_penalty_is_that_of_transformers(seed: int, penalty: float) -> None:
+def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> None:
     logits, seen = logits_of(seed)
     torch.testing.assert_close(
         sampling.apply_repetition_penalty(logits, seen_of(seen), column(penalty)),
@@ -75,9 +75,9 @@ def test_repetition_penalty_is_that_of_transformers(seed: int, penalty: float) -
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.floats(0.05, 10.0))
-def test_temperature_is_that_of_transformers(seed: int, temperature: float) -> None:
+def test_temperature_equals_transformers(seed: int, temperature: float) -> None:
     logits, seen = logits_of(seed)
-    same(
+    assert_same(
         sampling.apply_temperature(logits, column(temperature)),
         theirs.TemperatureLogitsWarper(temperature)(seen, logits),
     )
@@ -85,7 +85,7 @@ def test_temperature_is_that_of_transformers(seed: int, temperature: float) -> N
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, V + 5))
-def test_top_k_is_that_of_transformers(seed: int, k: int) -> None:
+def test_top_k_equals_transformers(seed: int, k: int) -> None:
     logits, seen = logits_of(seed)
     logits = logits.round()  # many ties
     torch.testing.assert_close(
@@ -95,7 +95,7 @@ def test_top_k_is_that_of_transformers(seed: int, k: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.floats(0.01, 0.999), st.floats(0.1, 6.0))
-def test_top_p_is_that_of_transformers(seed: int, p: float, spread: float) -> None:
+def test_top_p_equals_transformers(seed: int, p: float, spread: float) -> None:
     logits, seen = logits_of(seed, spread)
     sums = logits.sort(descending=True).values.softmax(1).cumsum(1)
     if (sums - p).abs().min() < 1e-5:
@@ -104,35 +104,36 @@ def test_top_p_is_that_of_transformers(seed: int, p: float, spread: float) -> No
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 9])
-def test_no_end_before_min_tokens_as_in_transformers(number: int) -> None:
+def test_min_tokens_equals_transformers(number: int) -> None:
     logits, seen = logits_of(1)
     wanted = theirs.MinNewTokensLengthLogitsProcessor(T - number, 3, END)(seen, logits)
-    ours = shaped(logits, states_of(seen, SampleConfig(min_tokens=3, temperature=0), number=number))
+    ours = apply_rules(logits, states_of(seen, SampleConfig(min_tokens=3, temperature=0), number=number))
     torch.testing.assert_close(ours, wanted)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seeds)
-def test_all_rules_together_in_the_order_of_transformers(seed: int) -> None:
+def test_rules_apply_in_the_order_of_transformers(seed: int) -> None:
     logits, seen = logits_of(seed)
     rules = theirs.LogitsProcessorList([
         theirs.SequenceBiasLogitsProcessor([[[7], 1.5], [[9], -2.0]]), theirs.RepetitionPenaltyLogitsProcessor(1.3),
-        theirs.MinNewTokensLengthLogitsProcessor(T - 1, 2, END), theirs.TemperatureLogitsWarper(0.7), theirs.TopKLogitsWarper(20),
+        theirs.MinNewTokensLengthLogitsProcessor(T - 1, 2, END), theirs.TemperatureLogitsWarper(0.7),
+        theirs.TopKLogitsWarper(20),
         theirs.TopPLogitsWarper(0.83), theirs.MinPLogitsWarper(0.02), theirs.TypicalLogitsWarper(0.9),
     ])  # fmt: skip
     sample = SampleConfig(
         repetition_penalty=1.3, min_tokens=2, temperature=0.7, top_k=20, top_p=0.83, min_p=0.02, typical_p=0.9
     )
-    same(shaped(logits, states_of(seen, sample, number=1, bias=((7, 1.5), (9, -2.0)))), rules(seen, logits))
+    assert_same(apply_rules(logits, states_of(seen, sample, number=1, bias=((7, 1.5), (9, -2.0)))), rules(seen, logits))
 
 
-def test_top_p_keeps_one_token_at_least() -> None:
+def test_top_p_keeps_at_least_one_token() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0]])
     assert sampling.keep_top_p(logits, column(1e-9)).isfinite().tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
-def test_a_temperature_near_zero_is_the_greedy_choice(temperature: float) -> None:
+def test_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits, seen = logits_of(5)
     sample = SampleConfig(temperature=temperature)
     ids = next_ids(logits, states_of(seen, sample))
@@ -140,7 +141,7 @@ def test_a_temperature_near_zero_is_the_greedy_choice(temperature: float) -> Non
 
 
 def test_choices_follow_the_probabilities() -> None:
-    """Pearson's chi-square over 20,000 draws stays below its 99.9% point."""
+    """Pearson's chi-square of 20,000 samples stays below its 99.9% quantile."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf"), 0.5, 3.0]])
     draws = 20_000
     chosen = sampling.sample_ids(
@@ -155,22 +156,24 @@ def test_choices_follow_the_probabilities() -> None:
     assert chi_square < 20.52  # five degrees of freedom
 
 
-def test_the_ends_of_the_line_are_possible_tokens() -> None:
+def test_random_numbers_near_0_and_1_give_possible_tokens() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
     assert sampling.sample_ids(logits, torch.zeros(1, dtype=torch.double)).tolist() == [1]
     assert sampling.sample_ids(logits, torch.tensor([1 - 2**-53], dtype=torch.double)).tolist() == [3]
 
 
 MANY = [
-    SampleConfig(temperature=0), SampleConfig(seed=5, top_p=0.9, repetition_penalty=1.2), SampleConfig(seed=6, top_k=5, min_p=0.1),
-    SampleConfig(seed=7, typical_p=0.5, temperature=2.0), SampleConfig(seed=8, presence_penalty=1.0, frequency_penalty=0.5, top_k=7),
+    SampleConfig(temperature=0), SampleConfig(seed=5, top_p=0.9, repetition_penalty=1.2),
+    SampleConfig(seed=6, top_k=5, min_p=0.1),
+    SampleConfig(seed=7, typical_p=0.5, temperature=2.0),
+    SampleConfig(seed=8, presence_penalty=1.0, frequency_penalty=0.5, top_k=7),
     SampleConfig(temperature=0, repetition_penalty=1.5, min_tokens=100),
 ]  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None)
 @given(seeds)
-def test_a_row_is_chosen_as_if_alone_whatever_the_others_ask(seed: int) -> None:
+def test_choice_in_a_row_does_not_depend_on_other_rows(seed: int) -> None:
     dice = torch.Generator().manual_seed(seed)
     logits, seen = torch.randn(len(MANY), V, generator=dice) * 3, torch.randint(0, V, (len(MANY), T), generator=dice)
     states = states_of(seen, *MANY, number=3)
@@ -180,23 +183,23 @@ def test_a_row_is_chosen_as_if_alone_whatever_the_others_ask(seed: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.floats(0.01, 0.99))
-def test_min_p_is_that_of_transformers(seed: int, p: float) -> None:
+def test_min_p_equals_transformers(seed: int, p: float) -> None:
     logits, seen = logits_of(seed)
     torch.testing.assert_close(sampling.keep_min_p(logits, column(p)), theirs.MinPLogitsWarper(p)(seen, logits))
 
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.floats(0.01, 0.99), st.floats(0.1, 6.0))
-def test_typical_p_is_that_of_transformers(seed: int, p: float, spread: float) -> None:
+def test_typical_p_equals_transformers(seed: int, p: float, spread: float) -> None:
     logits, seen = logits_of(seed, spread)
     torch.testing.assert_close(sampling.keep_typical(logits, column(p)), theirs.TypicalLogitsWarper(p)(seen, logits))
 
 
-def test_presence_and_frequency_count_the_new_text_only() -> None:
-    """The formula of the public completions API: score - count * frequency - (count > 0) * presence."""
+def test_presence_and_frequency_penalties_count_new_text_only() -> None:
+    """OpenAI's formula: logit - count * frequency - (count > 0) * presence."""
     logits, _ = logits_of(3)
     seen = torch.tensor([[1, 2, 3, 2, 2, 5]] * N)
-    ours = shaped(
+    ours = apply_rules(
         logits, states_of(seen, SampleConfig(temperature=0, presence_penalty=0.7, frequency_penalty=0.25), number=3)
     )
     wanted = logits.clone()
@@ -207,7 +210,7 @@ def test_presence_and_frequency_count_the_new_text_only() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 10**6)), min_size=1, max_size=5))
-def test_the_numbers_of_a_batch_are_those_of_its_rows(pairs: list[tuple[int, int]]) -> None:
+def test_random_numbers_of_a_batch_equal_those_of_its_rows(pairs: list[tuple[int, int]]) -> None:
     states = [sampling.SamplingState(SampleConfig(seed=seed), (END,), new_tokens=number) for seed, number in pairs]
     uniforms = sampling.UniformNumbers(states, torch.device("cpu"))
     for step in (0, 1, 15, 16, 40, 3):
@@ -217,18 +220,16 @@ def test_the_numbers_of_a_batch_are_those_of_its_rows(pairs: list[tuple[int, int
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_of_scores_that_are_no_numbers_gives_none_and_leaves_the_others_alone(
-    bad: float, temperature: float
-) -> None:
+def test_nan_logits_give_no_token_and_do_not_affect_other_rows(bad: float, temperature: float) -> None:
     logits, seen = logits_of(2)
     states = states_of(seen, SampleConfig(temperature=temperature))
-    whole = next_ids(logits, states)
+    full = next_ids(logits, states)
     logits[1, 3] = bad
-    assert next_ids(logits, states) == [whole[0], None, whole[2]]
+    assert next_ids(logits, states) == [full[0], None, full[2]]
 
 
-def test_the_kth_score_of_a_plain_draw_is_that_of_what_is_not_barred() -> None:
-    """What the kernels are told of top_k, against numpy's sort; a row that asks for none has no least score."""
+def test_top_k_threshold_ignores_disallowed_tokens() -> None:
+    """The top_k thresholds for the kernels, against numpy's sort; a row without top_k has none."""
     states = [sampling.SamplingState(SampleConfig(temperature=0.7, top_k=k, min_tokens=5), (3, 4)) for k in (5, 0, 40)]
     rules, scores = (
         sampling.collect_rules(states, torch.device("cpu")),

@@ -1,4 +1,4 @@
-"""Requests join, leave, are cancelled and time out; every one ends once, no slot is lost, and no text changes another."""
+"""Requests join, finish, are cancelled and time out; each ends once, no slot leaks, and texts are independent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 
 @dataclass
 class Reader:
-    """Takes what is delivered."""
+    """Collects delivered events."""
 
     events: queue.Queue[Token | Done] = field(default_factory=queue.Queue)
     seen: list[Token | Done] = field(default_factory=list)
@@ -58,7 +58,7 @@ def scheduler(generator: Generator) -> Iterator[Scheduler]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The scheduler's time, which goes on when it is told to."""
+    """The scheduler's clock, moved by the test."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("textmill.generation.scheduler.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
@@ -75,7 +75,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_text_is_the_same_alone_and_among_others_that_come_and_go(generator: Generator) -> None:
+def test_text_does_not_depend_on_other_requests(generator: Generator) -> None:
     dice, tokenizer = random.Random(4), generator.tokenizer
     prompts = [
         "The mill",
@@ -88,10 +88,12 @@ def test_a_text_is_the_same_alone_and_among_others_that_come_and_go(generator: G
     ]
     samples = [
         SampleConfig(
-            seed=number, max_tokens=dice.randint(1, 120), temperature=dice.choice([0.0, 0.8, 1.5]), top_k=dice.choice([0, 20]),
+            seed=number, max_tokens=dice.randint(1, 120), temperature=dice.choice([0.0, 0.8, 1.5]),
+            top_k=dice.choice([0, 20]),
             top_p=dice.choice([1.0, 0.9]),
             min_p=dice.choice([0.0, 0.1]), typical_p=dice.choice([1.0, 0.8]), min_tokens=dice.choice([0, 9]),
-            repetition_penalty=dice.choice([1.0, 1.2]), presence_penalty=dice.choice([0.0, 0.5]), frequency_penalty=dice.choice([0.0, 0.2]),
+            repetition_penalty=dice.choice([1.0, 1.2]), presence_penalty=dice.choice([0.0, 0.5]),
+            frequency_penalty=dice.choice([0.0, 0.2]),
             slide_context=dice.random() < 0.5,
         ).model_copy(update={"stop": dice.choice([[], ["e"], ["물", "th"]])})
         for number in range(40)
@@ -113,14 +115,15 @@ def test_a_text_is_the_same_alone_and_among_others_that_come_and_go(generator: G
     assert tokenizer.vocab == scheduler.vocab
 
 
-def test_asking_ahead_changes_no_text(generator: Generator) -> None:
-    """What a GPU does, on the CPU: the next token is asked for before the last one is read, while texts join, leave and are dropped."""
+def test_computing_ahead_changes_no_text(generator: Generator) -> None:
+    """As on a GPU: the next step starts before the last token is read, while requests come and go."""
     dice = random.Random(6)
     requests = [
         generator.new_request(
             dice.choice(["The mill", "물레방아는", "", "a"]),
             SampleConfig(
-                seed=number, max_tokens=dice.choice([1, 2, 7, 20, 99]), temperature=dice.choice([0.0, 0.9]), min_tokens=dice.choice([0, 5]),
+                seed=number, max_tokens=dice.choice([1, 2, 7, 20, 99]), temperature=dice.choice([0.0, 0.9]),
+                min_tokens=dice.choice([0, 5]),
                 repetition_penalty=dice.choice([1.0, 1.0, 1.0, 1.0, 1.3]), slide_context=dice.random() < 0.5,
             ),
         )
@@ -160,7 +163,7 @@ def test_asking_ahead_changes_no_text(generator: Generator) -> None:
     assert batch.free == 4
 
 
-def test_a_prompt_of_several_texts_is_read_once(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_with_several_samples_is_prefilled_once(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = generator.new_batch(9)
     prefill, read = batch.slots.prefill, []
     monkeypatch.setattr(
@@ -190,7 +193,7 @@ def test_a_prompt_of_several_texts_is_read_once(generator: Generator, monkeypatc
         assert logs[0] == pytest.approx(logs[1], abs=1e-5)
 
 
-def test_a_request_joins_while_others_are_at_work(generator: Generator, scheduler: Scheduler) -> None:
+def test_request_joins_while_others_run(generator: Generator, scheduler: Scheduler) -> None:
     first, second = Reader(), Reader()
     number = scheduler.submit(request(generator), first)
     assert isinstance(first.next(), Token)
@@ -201,10 +204,10 @@ def test_a_request_joins_while_others_are_at_work(generator: Generator, schedule
     assert first.done().reason == "cancelled"
 
 
-def test_beside_many_texts_newcomers_join_together(
+def test_new_requests_are_prefilled_together_while_many_run(
     generator: Generator, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait until all of them together have lost what their reading costs those at work; one alone does not wait for ever."""
+    """They wait until their waiting time adds up to what the prefill costs the running ones; one alone does join."""
     scheduler, readings = Scheduler(generator, slots=44, queue=9), []
     prefill = scheduler._batch.slots.prefill
     monkeypatch.setattr(
@@ -234,7 +237,7 @@ def test_beside_many_texts_newcomers_join_together(
     scheduler.close(0)
 
 
-def test_cancelling_frees_the_slot_at_the_next_step(generator: Generator) -> None:
+def test_cancel_frees_the_slot_at_the_next_step(generator: Generator) -> None:
     scheduler, first, second = Scheduler(generator, slots=1, queue=2), Reader(), Reader()
     number = scheduler.submit(request(generator), first)
     assert isinstance(first.next(), Token)
@@ -252,8 +255,8 @@ def test_cancelling_frees_the_slot_at_the_next_step(generator: Generator) -> Non
     assert scheduler.stats()["cancelled"] == 2
 
 
-def test_after_cancel_no_more_than_the_step_under_way_is_delivered(generator: Generator) -> None:
-    """Told from inside the scheduler's own thread, the next thing that comes is the end."""
+def test_after_cancel_only_the_current_step_is_delivered(generator: Generator) -> None:
+    """Cancelled from the scheduler's own thread, the next event is the end."""
     scheduler, seen, over = Scheduler(generator, slots=1, queue=1), [], threading.Event()
 
     def deliver(event: Token | Done) -> None:
@@ -270,7 +273,7 @@ def test_after_cancel_no_more_than_the_step_under_way_is_delivered(generator: Ge
     scheduler.close(0)
 
 
-def test_a_full_queue_is_said_and_everyone_taken_ends_once(generator: Generator, scheduler: Scheduler) -> None:
+def test_full_queue_is_reported_and_each_request_ends_once(generator: Generator, scheduler: Scheduler) -> None:
     readers = [Reader() for _ in range(7)]
     numbers = [scheduler.submit(request(generator), reader) for reader in readers]
     assert len(set(numbers)) == 7
@@ -289,7 +292,7 @@ def test_a_full_queue_is_said_and_everyone_taken_ends_once(generator: Generator,
     assert all(reader.events.empty() for reader in readers)
 
 
-def test_a_deadline_ends_those_at_work_and_those_that_wait(generator: Generator, clock: SimpleNamespace) -> None:
+def test_deadline_ends_running_and_waiting_requests(generator: Generator, clock: SimpleNamespace) -> None:
     scheduler = Scheduler(generator, slots=1, queue=1)
     readers = [Reader(), Reader()]
     for reader in readers:
@@ -302,7 +305,7 @@ def test_a_deadline_ends_those_at_work_and_those_that_wait(generator: Generator,
     scheduler.close(0)
 
 
-def test_closing_lets_work_finish_and_then_cancels(generator: Generator, clock: SimpleNamespace) -> None:
+def test_close_waits_for_running_requests_then_cancels(generator: Generator, clock: SimpleNamespace) -> None:
     scheduler = Scheduler(generator, slots=1, queue=3)
     short, queued, endless = Reader(), Reader(), Reader()
     brief = SampleConfig(max_tokens=5, min_tokens=5)
@@ -322,13 +325,13 @@ def test_closing_lets_work_finish_and_then_cancels(generator: Generator, clock: 
     assert not scheduler._thread.is_alive()
 
 
-def test_closing_an_idle_one_returns(generator: Generator) -> None:
+def test_close_of_an_idle_scheduler_returns(generator: Generator) -> None:
     scheduler = Scheduler(generator, slots=2, queue=1)
     scheduler.close(1000)
     assert not scheduler._thread.is_alive()
 
 
-def test_no_slot_is_lost_after_five_hundred_cancelled_requests(generator: Generator) -> None:
+def test_no_slot_leaks_after_five_hundred_cancelled_requests(generator: Generator) -> None:
     dice, scheduler = random.Random(1), Scheduler(generator, slots=5, queue=20)
     readers = []
     for _ in range(500):
@@ -358,7 +361,7 @@ def test_no_slot_is_lost_after_five_hundred_cancelled_requests(generator: Genera
     scheduler.close(0)
 
 
-def test_what_cannot_be_done_is_refused_at_once(generator: Generator, scheduler: Scheduler) -> None:
+def test_impossible_request_is_refused_at_once(generator: Generator, scheduler: Scheduler) -> None:
     for bad, match in [
         (Request((), LONG), "no tokens"),
         (Request((10**6,), LONG), "is not a token id"),
@@ -372,7 +375,7 @@ def test_what_cannot_be_done_is_refused_at_once(generator: Generator, scheduler:
     assert scheduler.stats()["requests"] == 0
 
 
-def test_a_reader_that_fails_is_cancelled_and_the_others_go_on(
+def test_failing_reader_is_cancelled_and_others_continue(
     generator: Generator, scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(event: Token | Done) -> None:
@@ -386,7 +389,7 @@ def test_a_reader_that_fails_is_cancelled_and_the_others_go_on(
     assert "delivering its text failed (OSError)" in capsys.readouterr().err
 
 
-def test_a_model_that_fails_is_said_and_works_again(
+def test_model_error_is_reported_and_later_requests_work(
     generator: Generator, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, reader = scheduler._batch.slots.decode, Reader()
@@ -399,7 +402,7 @@ def test_a_model_that_fails_is_said_and_works_again(
     assert again.done().reason == "length"
 
 
-def test_scores_that_are_no_numbers_end_their_own_text_only(
+def test_nan_logits_end_their_own_text_only(
     generator: Generator, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = scheduler._batch.slots.decode
@@ -419,7 +422,7 @@ def test_scores_that_are_no_numbers_end_their_own_text_only(
     assert readers[1].text == generator.sample("The mill", sample).text
 
 
-def test_a_model_that_hangs_or_dies_is_said(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_or_dead_model_is_reported(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, reader, hung = Scheduler(generator, slots=1, queue=2), Reader(), threading.Event()
     decode = scheduler._batch.slots.decode
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at a prompt, and a second one at every place where what answers the first may be."""
+"""Ctrl-C at a prompt, and a second one at every instruction of the handler of the first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from textmill.generation.terminal import Terminal
 
 
 class Second:
-    """Presses ctrl-C before one of the operations that this module's functions are made of."""
+    """Raises ctrl-C before one of the bytecode instructions of the module's functions."""
 
     def __init__(self, place: int) -> None:
         self.left, self.pressed = place, False
@@ -32,7 +32,7 @@ class Second:
 
 
 def first_line(second: Second, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What is typed after a first ctrl-C at the prompt, and one more while it is answered."""
+    """Return the line typed after ctrl-C at the prompt, and a second ctrl-C while it is handled."""
     keys = itertools.chain(["ctrl-C"], itertools.repeat("a line"))
 
     def pressed(prompt: str) -> str:
@@ -40,9 +40,9 @@ def first_line(second: Second, monkeypatch: pytest.MonkeyPatch) -> str | None:
             signal.raise_signal(signal.SIGINT)
         return key
 
-    def answered(*words: object, **how: Any) -> None:
+    def answered(*values: object, **options: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        print(*words, **how)
+        print(*values, **options)
 
     monkeypatch.setattr("builtins.input", pressed)
     monkeypatch.setattr(module, "print", answered, raising=False)
@@ -57,7 +57,7 @@ def first_line(second: Second, monkeypatch: pytest.MonkeyPatch) -> str | None:
             sys.settrace(before)
 
 
-def test_a_second_ctrl_c_finds_nothing_to_end(
+def test_second_ctrl_c_does_not_end_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for place in itertools.count():
@@ -69,7 +69,7 @@ def test_a_second_ctrl_c_finds_nothing_to_end(
     assert place > 50, "all operations of the prompt, of what breaks it off and of what hears"
 
 
-def test_a_line_is_read_and_the_signals_are_given_back(
+def test_line_is_read_and_signal_handlers_are_restored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -1,4 +1,4 @@
-"""Texts told in parts: nothing is lost or told twice, and a stream has one part for each moment that something came in."""
+"""Text chunks: nothing is lost or sent twice, and a stream sends at most one chunk per interval."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ TOKENS = [
 END = Done("length", 7, "e")
 
 
-@pytest.mark.parametrize("judged", [False, True])
-def test_a_text_that_is_not_streamed_comes_once(judged: bool) -> None:
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_text_without_streaming_is_one_chunk(logprobs: bool) -> None:
     parts: list[TextChunk] = []
-    gathering = ChunkCollector(parts.append, judged, streamed=False)
+    collector = ChunkCollector(parts.append, logprobs, streamed=False)
     for event in (*TOKENS, END):
-        gathering(event)
+        collector(event)
     assert parts == [
-        TextChunk("abcde", [(token.id, token.logprob, token.top) for token in TOKENS] if judged else [], END)
+        TextChunk("abcde", [(token.id, token.logprob, token.top) for token in TOKENS] if logprobs else [], END)
     ]
 
 
-def test_a_stream_comes_at_most_every_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_sends_a_chunk_at_most_every_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, parts = SimpleNamespace(now=0.0), list[TextChunk]()
     monkeypatch.setattr("textmill.generation.text_chunks.time", SimpleNamespace(monotonic=lambda: clock.now))
-    gathering = ChunkCollector(parts.append, False, streamed=True)
+    collector = ChunkCollector(parts.append, False, streamed=True)
     for event, clock.now in zip((*TOKENS, END), [1.001, 1.005, 1.01, 1.021, 1.025, 1.061, 1.07, 1.071], strict=True):
-        gathering(event)
+        collector(event)
     assert [(part.text, part.done) for part in parts] == [("a", None), ("bc", None), ("d", None), ("e", END)]

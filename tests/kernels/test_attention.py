@@ -1,4 +1,4 @@
-"""Attention whose gradients are written as one is torch's own; by cuDNN, and into our memory, where there is a GPU that it runs on."""
+"""Fused attention equals torch's own; on a GPU with cuDNN, also with gradients written into our memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from textmill.kernels import attention_torch
-from textmill.kernels.attention_torch import attend, attend_backward, attended
-from textmill.kernels.qkv_torch import split
+from textmill.kernels.attention_torch import attend, attend_backward, fused_attention
+from textmill.kernels.qkv_torch import split_qkv
 
 by_cudnn = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no such GPU here"
@@ -23,16 +23,16 @@ SHAPES = [(2, 128, 2, 64), (3, 1024, 12, 64), (1, 192, 5, 128), (2, 100, 3, 64),
 
 
 def plain(x: Tensor, layer: nn.Linear, D: int) -> Tensor:
-    found = F.scaled_dot_product_attention(*split(layer(x), D), is_causal=True)
+    found = F.scaled_dot_product_attention(*split_qkv(layer(x), D), is_causal=True)
     return found.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_values_and_gradients_are_torch_s_own(compiled: bool) -> None:
+def test_values_and_gradients_equal_torch(compiled: bool) -> None:
     torch.manual_seed(1)
     layer, x, slope = nn.Linear(24, 72), torch.randn(2, 7, 24), torch.randn(2, 7, 24)
     found = []
-    for way in (torch.compile(attended, backend="aot_eager") if compiled else attended, plain):
+    for way in (torch.compile(fused_attention, backend="aot_eager") if compiled else fused_attention, plain):
         leaves = [x.clone().requires_grad_(), *layer.parameters()]
         y = way(leaves[0], layer, 8)
         found.append([y, *torch.autograd.grad(y, leaves, slope)])
@@ -40,16 +40,16 @@ def test_values_and_gradients_are_torch_s_own(compiled: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_the_ops_keep_what_torch_asks_of_ops() -> None:
+def test_the_ops_pass_torchs_opcheck() -> None:
     qkv = torch.randn(2, 5, 36)
     torch.library.opcheck(attend, (qkv, 4))
     torch.library.opcheck(attend_backward, (torch.randn(2, 5, 12), qkv, *attend(qkv, 4), 4))
 
 
-def test_torch_is_given_our_memory_where_it_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two kernels, one that calls the other, that take memory as cuDNN's do, but on the CPU."""
-    monkeypatch.setattr(attention_torch, "ON_CUDA", torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
-    outer, inner = (getattr(torch.ops.aten, name).default for name in attention_torch.BACKWARDS)
+def test_torch_writes_into_our_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two fake CPU operators, one calling the other, that allocate memory as cuDNN's do."""
+    monkeypatch.setattr(attention_torch, "CUDA_KEY", torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
+    outer, inner = (getattr(torch.ops.aten, name).default for name in attention_torch.BACKWARD_OPERATORS)
     qkv = torch.randn(2, 5, 36)
 
     def makes(*given: Any) -> tuple[Tensor, ...]:
@@ -59,14 +59,14 @@ def test_torch_is_given_our_memory_where_it_takes_its_own(monkeypatch: pytest.Mo
         library.impl("_scaled_dot_product_cudnn_attention_backward", lambda *given: inner(*given), "CPU")
         library.impl("_cudnn_attention_backward", makes, "CPU")
         whole = torch.zeros_like(qkv)
-        parts, places = split(qkv, 4), split(whole, 4)
+        parts, places = split_qkv(qkv, 4), split_qkv(whole, 4)
         with attention_torch._AllocateInto(places):
             found = outer(parts[0], *parts, *[parts[0]] * 2, *[torch.zeros(())] * 2, *[None] * 3, 5, 5, -0.0, True)
     assert [one.data_ptr() for one in found] == [place.data_ptr() for place in places]
     assert torch.equal(whole, 2 * qkv)
 
 
-def test_what_is_constant_to_the_compiler_is_said_as_torch_says_it() -> None:
+def test_the_constant_marker_is_the_one_that_torch_sets() -> None:
     def constant() -> None: ...
 
     torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
@@ -74,16 +74,16 @@ def test_what_is_constant_to_the_compiler_is_said_as_torch_says_it() -> None:
     assert vars(constant).items() <= vars(attention_torch._cudnn_supports).items()
 
 
-def test_an_engine_alone_does_not_load_the_compiler() -> None:
-    """Which takes seconds, and fails where DeepSpeed has put its own in the place of tensors."""
+def test_importing_an_engine_does_not_load_the_compiler() -> None:
+    """Loading it takes seconds, and fails where DeepSpeed has replaced tensor classes."""
     code = "import sys, textmill.engines.on_torch; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @by_cudnn
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_gradients_are_written_where_they_are_wanted(kind: torch.dtype) -> None:
-    """Ours and torch's own in turns, for shapes that fill cuDNN's tiles and others; against attention written out in double precision."""
+def test_in_place_gradients_are_accurate(kind: torch.dtype) -> None:
+    """In-place and joined gradients in turn, with shapes that fill cuDNN's tiles and others, against fp64 attention."""
     assert attention_torch._in_place_works(torch.device("cuda", 0), kind)
     step = torch.finfo(kind).eps
     for N, T, H, D in SHAPES:
@@ -91,7 +91,7 @@ def test_gradients_are_written_where_they_are_wanted(kind: torch.dtype) -> None:
         qkv, dy = (torch.randn(N, T, parts * H * D, device="cuda", dtype=kind, generator=dice) for parts in (3, 1))
         y, logs = attend(qkv, D)
         exact = qkv.double().requires_grad_()
-        q, k, v = split(exact, D)
+        q, k, v = split_qkv(exact, D)
         scores = (q @ k.transpose(2, 3) / D**0.5).masked_fill(
             torch.ones(T, T, device="cuda").triu(1).bool(), float("-inf")
         )
@@ -113,8 +113,8 @@ def test_gradients_are_written_where_they_are_wanted(kind: torch.dtype) -> None:
 
 
 @by_cudnn
-def test_where_torch_does_not_let_us_they_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of its own that torch wrote to is noticed; of a shape that nothing else here has, since its plan is then torch's for good."""
+def test_gradients_are_joined_if_torch_allocates_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses a shape that no other test has, because torch caches its plan for the process."""
     monkeypatch.setattr(attention_torch, "_AllocateInto", lambda places: torch.no_grad())
     qkv, dy = (torch.randn(2, 320, width, device="cuda", dtype=torch.bfloat16) for width in (576, 192))
     given = dy, qkv, *attend(qkv, 64), 64

@@ -1,4 +1,4 @@
-"""Kernels of our own are taken where they can be built, and what is lacking elsewhere is named."""
+"""Triton kernels are used if they can be built; otherwise the missing requirement is named."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from textmill.kernels import availability as building
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """One with all that is needed, whatever this one has: the folder of Python's headers."""
+    """A fake machine that has everything; returns the folder of its Python headers."""
     (tmp_path / "Python.h").touch()
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(building, "find_spec", lambda name: name)
     monkeypatch.setattr(building.shutil, "which", lambda name: "a path" if name == "clang" else None)
     monkeypatch.setattr(building.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    building.lacking.cache_clear()
+    building.missing_requirement.cache_clear()
     yield tmp_path
-    building.lacking.cache_clear()
+    building.missing_requirement.cache_clear()
 
 
-def test_nothing_is_lacking() -> None:
-    assert building.lacking() == ""
+def test_nothing_is_missing() -> None:
+    assert building.missing_requirement() == ""
 
 
-def test_triton_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "find_spec", lambda name: None)
-    assert building.lacking().startswith("Triton")
+    assert building.missing_requirement().startswith("Triton")
 
 
-def test_a_compiler_is_lacking_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_is_missing_unless_cc_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
-    assert building.lacking() == "C compiler (install gcc)"
-    building.lacking.cache_clear()
+    assert building.missing_requirement() == "C compiler (install gcc)"
+    building.missing_requirement.cache_clear()
     monkeypatch.setenv("CC", "tcc")
-    assert building.lacking() == ""
+    assert building.missing_requirement() == ""
 
 
-def test_the_headers_are_lacking(machine: Path) -> None:
+def test_the_headers_are_missing(machine: Path) -> None:
     (machine / "Python.h").unlink()
-    assert building.lacking() == f"Python.h in {machine} (install python3-dev or similar)"
+    assert building.missing_requirement() == f"Python.h in {machine} (install python3-dev or similar)"
 
 
-def test_what_cannot_be_built_is_as_if_it_were_not_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where Triton is not installed: torch does the work."""
+def test_without_a_compiler_torch_is_the_fallback(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as if Triton was not installed."""
     (machine / "Python.h").unlink()
     monkeypatch.delitem(sys.modules, "textmill.kernels.require_triton", raising=False)
     with pytest.raises(ImportError, match=r"missing: Python\.h"):
         importlib.import_module("textmill.kernels.require_triton")
-    assert torch_parts.kernels("textmill.kernels.adam_triton") is None
+    assert torch_parts.load_kernels("textmill.kernels.adam_triton") is None

@@ -1,4 +1,4 @@
-"""Dropout is arithmetic: a share of zeros that depends on the counters and on nothing else."""
+"""Dropout is a hash of counters: the fraction of zeros, independence, and the same zeros in every slice."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from textmill.kernels.dropout_torch import drop, dropout_keys
 SAMPLES = np.arange(8)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
-def test_the_share_and_the_scale(share: float) -> None:
+@pytest.mark.parametrize("fraction", [0.1, 0.5])
+def test_the_fraction_and_the_scale(fraction: float) -> None:
     x = torch.ones(8, 64, 512)
-    dropped = drop(x, share, dropout_keys(1, 2, SAMPLES), 3)
+    dropped = drop(x, fraction, dropout_keys(1, 2, SAMPLES), 3)
     zeros = (dropped == 0).float()
-    spread = 4 * (share * (1 - share) / x.numel()) ** 0.5
-    assert abs(float(zeros.mean()) - share) < spread
-    assert dropped[dropped != 0].unique() == pytest.approx(1 / (1 - share))
+    spread = 4 * (fraction * (1 - fraction) / x.numel()) ** 0.5
+    assert abs(float(zeros.mean()) - fraction) < spread
+    assert dropped[dropped != 0].unique() == pytest.approx(1 / (1 - fraction))
     for axis in (0, 1, 2):
         others = tuple(set(range(3)) - {axis})
         assert (
-            float((zeros.mean(others) - share).abs().max())
-            < 6 * (share * (1 - share) * x.shape[axis] / x.numel()) ** 0.5
+            float((zeros.mean(others) - fraction).abs().max())
+            < 6 * (fraction * (1 - fraction) * x.shape[axis] / x.numel()) ** 0.5
         )
 
 
@@ -34,14 +34,14 @@ def test_neighbours_are_independent() -> None:
         assert abs(float(pairs.mean()) * 4) < 0.02
 
 
-def test_a_part_of_the_batch_drops_the_same() -> None:
+def test_a_slice_of_the_batch_drops_the_same() -> None:
     x, keys = torch.randn(8, 5, 6), dropout_keys(1, 2, SAMPLES)
     whole = drop(x, 0.3, keys, 1)
     assert torch.equal(drop(x[3:6], 0.3, keys[3:6], 1), whole[3:6])
     assert torch.equal(dropout_keys(1, 2, SAMPLES[3:6]), keys[3:6])
 
 
-def test_a_part_of_the_columns_drops_the_same() -> None:
+def test_a_slice_of_the_columns_drops_the_same() -> None:
     x, keys = torch.randn(8, 5, 6), dropout_keys(1, 2, SAMPLES)
     whole = drop(x, 0.3, keys, 1)
     for number, part in enumerate(x.chunk(3, -1)):

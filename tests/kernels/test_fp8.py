@@ -1,7 +1,4 @@
-"""Products in fp8 against fp64: errors of each product and gradient, rows that hold nothing or no number, and training with them.
-
-The kernels around an MLP's GELU where there is a GPU.
-"""
+"""fp8 matmuls against fp64: errors of results and gradients, rows of zeros or NaN, training; the kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -16,35 +13,35 @@ from torch import Tensor
 
 from tests.support.engine_runs import VOCAB, batch_of, config_of, run, started
 from tests.support.loss_oracle import VOCAB as SCORES
-from tests.support.loss_oracle import apart, exact, given
+from tests.support.loss_oracle import exact, given, relative_difference
 from textmill.config import LoraConfig, RunConfig
 from textmill.devices import check_fp8, torch_dtype
 from textmill.engines import open_engine
 from textmill.engines.losses_torch import summed_loss
 from textmill.errors import TextmillError
-from textmill.kernels.fp8_torch import KIND, bias_gelu8, bias_gelu8_backward, mlp8, product8, rows8
+from textmill.kernels.fp8_torch import FP8_DTYPE, bias_gelu8, bias_gelu8_backward, fp8_matmul, fp8_mlp, quantize_rows
 from textmill.models import open_family
 from textmill.models.nets_torch import new_net
 
 
-def _to_be_had() -> bool:
-    """Whether this torch makes such products on a CPU; not every one does."""
+def _cpu_supports_fp8() -> bool:
+    """True if this torch supports row-scaled fp8 matmuls on a CPU; not every version does."""
     try:
-        product8(rows8(torch.ones(16, 16)), rows8(torch.ones(16, 16)))
+        fp8_matmul(quantize_rows(torch.ones(16, 16)), quantize_rows(torch.ones(16, 16)))
     except RuntimeError:
         return False
     return True
 
 
-pytestmark = pytest.mark.skipif(not _to_be_had(), reason="this torch has no fp8 products of rows on a CPU")
+pytestmark = pytest.mark.skipif(not _cpu_supports_fp8(), reason="this torch has no row-scaled fp8 matmuls on a CPU")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 HALF_STEP = 2.0**-4
-"""Three bits of mantissa: a rounded number is at most this share of itself away."""
+"""Largest relative rounding error with three bits of mantissa."""
 
 
 @pytest.fixture(autouse=True)
-def plain_products() -> Iterator[None]:
-    """A CPU without bf16 makes torch switch oneDNN off for the whole process; the other tests want it as it was."""
+def without_onednn() -> Iterator[None]:
+    """On a CPU without bf16 torch switches oneDNN off for the entire process; restore it for the other tests."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
 
@@ -56,20 +53,20 @@ def numbers(rows: int, columns: int, seed: int, spread: float = 1.0) -> Tensor:
 
 def test_a_row_is_rounded_by_its_own_scale() -> None:
     x = numbers(40, 64, 1)
-    x8, scale = rows8(x)
-    assert x8.dtype == KIND
+    x8, scale = quantize_rows(x)
+    assert x8.dtype == FP8_DTYPE
     assert torch.equal(scale[:, 0], x.abs().amax(1) / 448), "the greatest number of e4m3"
     error = (x8.double() * scale.double() - x.double()).abs()
     smallest = 2.0**-10 * scale.double()  # half a step of the numbers next to 0
     assert bool((error <= (x.double().abs() * HALF_STEP).maximum(smallest) * (1 + 1e-6)).all())
 
 
-def test_a_product_is_that_of_the_rounded_rows() -> None:
-    a, b = rows8(numbers(24, 64, 2)), rows8(numbers(32, 64, 3))
+def test_a_matmul_uses_the_rounded_rows() -> None:
+    a, b = quantize_rows(numbers(24, 64, 2)), quantize_rows(numbers(32, 64, 3))
     wanted = (a[0].double() * a[1].double()) @ (b[0].double() * b[1].double()).T
-    found = product8(a, b)
+    found = fp8_matmul(a, b)
     assert found.dtype == torch.bfloat16
-    assert apart(found, wanted) < 4e-3, "bf16's rounding of the result"
+    assert relative_difference(found, wanted) < 4e-3, "bf16's rounding of the result"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +80,7 @@ def test_a_product_is_that_of_the_rounded_rows() -> None:
 )
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | None) -> None:
-    """All against fp64, two fp8 products away; weights' gradients are bf16's products of what the first fp8 product of each way made."""
+    """Everything against fp64, within the error of two fp8 matmuls; weight gradients also against their bf16 inputs."""
     dice = torch.Generator().manual_seed(4)
     x, fc, bias, proj, dy = (
         (torch.randn(size, generator=dice) * spread).to(device)
@@ -91,22 +88,24 @@ def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | 
     )
     x, dy = x.bfloat16(), dy.bfloat16()
     leaves = [tensor.requires_grad_() for tensor in (x, fc, bias, proj)]
-    made = mlp8 if backend is None else torch.compile(mlp8, backend=backend, fullgraph=True, dynamic=False)
+    made = fp8_mlp if backend is None else torch.compile(fp8_mlp, backend=backend, fullgraph=True, dynamic=False)
     y = made(*leaves, approximate == "tanh")
     y.backward(dy)
     exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
     x64, fc64, bias64, proj64 = exact
     wanted = F.gelu(x64 @ fc64.T + bias64, approximate=approximate) @ proj64.T
     wanted.backward(dy.double())
-    assert apart(y.detach(), wanted.detach()) < 7e-2
+    assert relative_difference(y.detach(), wanted.detach()) < 7e-2
     for leaf, right in zip(leaves, exact, strict=True):
         assert leaf.grad is not None
         assert leaf.grad.dtype == leaf.dtype
         assert right.grad is not None
-        assert apart(leaf.grad, right.grad) < 7e-2
-    h64 = (product8(rows8(x.detach()), rows8(fc.detach())).double() + bias64.detach()).requires_grad_()
+        assert relative_difference(leaf.grad, right.grad) < 7e-2
+    h64 = (
+        fp8_matmul(quantize_rows(x.detach()), quantize_rows(fc.detach())).double() + bias64.detach()
+    ).requires_grad_()
     y64 = F.gelu(h64, approximate=approximate)
-    y64.backward(product8(rows8(dy), rows8(proj.detach().T)).double())
+    y64.backward(fp8_matmul(quantize_rows(dy), quantize_rows(proj.detach().T)).double())
     assert h64.grad is not None
     near = (
         (fc, h64.grad.T @ x64.detach(), 6e-3),
@@ -115,22 +114,22 @@ def test_an_mlp_and_its_gradients(approximate: str, device: str, backend: str | 
     )
     for leaf, right, bound in near:
         assert leaf.grad is not None
-        assert apart(leaf.grad, right) < bound
+        assert relative_difference(leaf.grad, right) < bound
 
 
-def test_nothing_is_multiplied_for_weights_that_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.kernels.fp8_torch.times", None)
+def test_frozen_weights_need_no_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.kernels.fp8_torch.matmul_to_dtype", None)
     x, fc, bias, proj = torch.ones(16, 16, requires_grad=True), torch.ones(16, 16), torch.ones(16), torch.ones(16, 16)
-    mlp8(x, fc, bias, proj, True).sum().backward()  # type: ignore[no-untyped-call]
+    fp8_mlp(x, fc, bias, proj, True).sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(x.grad, torch.full((16, 16), 256.0)), "what is in fp32 has its gradient in fp32"  # type: ignore[arg-type]
 
 
-def test_nothing_stays_nothing_and_no_number_is_not_hidden() -> None:
+def test_zeros_stay_zero_and_infinities_stay_visible() -> None:
     x, weight, dy = torch.zeros(4, 16), torch.ones(16, 16), torch.ones(4, 16)
     x[1], x[2, 4] = 1.0, float("inf")
     dy[0], dy[3, 7] = 0.0, float("inf")
     x.requires_grad_()
-    y = mlp8(x, weight, torch.zeros(16), weight, True)
+    y = fp8_mlp(x, weight, torch.zeros(16), weight, True)
     y.backward(dy)  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert y[0].abs().max() == 0
@@ -143,8 +142,8 @@ def test_nothing_stays_nothing_and_no_number_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_one_bad_number_makes_its_row_s_scale_bad(bad: float, device: str) -> None:
-    """And no other's; the scale of a row that holds nothing is a number."""
+def test_one_nan_makes_only_its_rows_scale_nan(bad: float, device: str) -> None:
+    """The scale of a row of zeros is finite."""
     h, dy = torch.zeros(2, 3, 48, dtype=torch.bfloat16, device=device)
     bias = torch.zeros(48, device=device)
     h[1, 40], dy[1] = bad, 1.0
@@ -159,13 +158,13 @@ def test_one_bad_number_makes_its_row_s_scale_bad(bad: float, device: str) -> No
 
 
 def some(rows: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A gradient, what the first matrix has made, and its bias."""
+    """A gradient, the output of the first matrix, and its bias."""
     dice = torch.Generator().manual_seed(7)
     dy, h = (torch.randn(rows, width, generator=dice).bfloat16().to(device) for _ in range(2))
     return dy, h, torch.randn(width, generator=dice).to(device)
 
 
-def test_the_ops_keep_what_torch_asks_of_ops() -> None:
+def test_the_ops_pass_torchs_opcheck() -> None:
     dy, h, bias = some(5, 48, "cpu")
     torch.library.opcheck(bias_gelu8, (h, bias, True))
     torch.library.opcheck(bias_gelu8_backward, (dy, h, bias, False))
@@ -174,8 +173,8 @@ def test_the_ops_keep_what_torch_asks_of_ops() -> None:
 @on_gpu
 @pytest.mark.parametrize("tanh", [True, False])
 @pytest.mark.parametrize("shape", [(600, 3072), (530, 208), (37, 5120), (1, 6400), (7, 16)])
-def test_the_kernels_have_the_numbers_of_the_formulas(shape: tuple[int, int], tanh: bool) -> None:
-    """Those of the CPU to a step of bf16; in fp8 what rows8 makes of a kernel's own, but for ties; sums of fp64; and all of it repeats."""
+def test_the_kernels_match_the_formulas(shape: tuple[int, int], tanh: bool) -> None:
+    """The CPU's values within bf16 rounding; fp8 as by quantize_rows, except ties; fp64 sums; every run is the same."""
     given = some(*shape, "cuda")
     dy, h, bias = (tensor.cpu() for tensor in given)
     (y, *y8), (dx, *dx8, sums) = bias_gelu8(*given[1:], tanh), bias_gelu8_backward(*given, tanh)
@@ -184,7 +183,7 @@ def test_the_kernels_have_the_numbers_of_the_formulas(shape: tuple[int, int], ta
         (dx, bias_gelu8_backward(dy, h, bias, tanh)[0], dx8),
     ):
         torch.testing.assert_close(found.cpu(), wanted, rtol=2**-7, atol=1e-5)
-        right8, right = rows8(found)
+        right8, right = quantize_rows(found)
         torch.testing.assert_close(in8[1], right, rtol=1e-6, atol=0)
         step = (right8.float().abs() * 2.0**-3).clamp_min(2.0**-9)
         assert bool(((in8[0].float() - right8.float()).abs() <= step).all())
@@ -208,8 +207,8 @@ def test_the_loss_and_its_gradients(smoothing: float, z: float) -> None:
     assert x.grad is not None
     assert head.grad is not None
     assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-2)
-    assert apart(x.grad, slope_x) < 5e-2
-    assert apart(head.grad, slope_head) < 5e-2
+    assert relative_difference(x.grad, slope_x) < 5e-2
+    assert relative_difference(head.grad, slope_head) < 5e-2
 
 
 def in_fp8(recompute: int = 0, **options: Any) -> RunConfig:
@@ -219,8 +218,8 @@ def in_fp8(recompute: int = 0, **options: Any) -> RunConfig:
     )
 
 
-def test_training_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It learns as bf16 does, goes on bit for bit, and gives the same where states are made again."""
+def test_training_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns as well as bf16, resumes bitwise, and gives the same with activation checkpointing."""
     monkeypatch.setattr("textmill.engines.on_torch.check_fp8", lambda device: None)
     near = config_of("torch")
     near = near.model_copy(update={"engine": near.engine.model_copy(update={"precision": "bf16"})})
@@ -242,7 +241,7 @@ def test_training_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(one, other), name
 
 
-def test_refused_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         TextmillError,
         match=r"fp8 needs a GPU of compute capability 8\.9 or more, found cpu; set engine\.precision=auto",
@@ -260,11 +259,11 @@ def test_refused_where_there_is_no_such_product(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("width", "lora", "message"),
     [
-        (36, None, "fp8 needs widths that 16 divides, found 36 and 144"),
-        (32, LoraConfig(), "fp8 is not made for the narrow matrices of model.lora"),
+        (36, None, "fp8 needs widths that are multiples of 16, found 36 and 144"),
+        (32, LoraConfig(), "fp8 does not support model.lora"),
     ],
 )
-def test_nets_it_cannot_take_are_refused(width: int, lora: LoraConfig | None, message: str) -> None:
+def test_unsupported_nets_are_refused(width: int, lora: LoraConfig | None, message: str) -> None:
     config = config_of("torch")
     shape = config.model.shape.model_copy(update={"width": width})  # type: ignore[union-attr]
     model = config.model.model_copy(update={"shape": shape})

@@ -1,4 +1,4 @@
-"""The bias and GELU kernel against torch in fp64; skipped where there is no GPU."""
+"""The bias and GELU kernel against torch in fp64; skipped without a GPU."""
 
 from __future__ import annotations
 

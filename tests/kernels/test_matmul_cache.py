@@ -1,4 +1,4 @@
-"""What was chosen for products is kept for the next run, whatever has become of the file."""
+"""The chosen matmul algorithms are cached for later runs; a damaged or unwritable cache does no harm."""
 
 from __future__ import annotations
 
@@ -15,75 +15,76 @@ import pytest
 import torch
 
 from textmill.errors import TextmillError
-from textmill.kernels import matmul_cache as choices
-from textmill.kernels import matmul_torch as products_torch
-from textmill.kernels.cublaslt import Form
+from textmill.kernels import matmul_cache, matmul_torch
+from textmill.kernels.cublaslt import MatmulSpec
 from textmill.storage.files import file_lock
 
-CARD = "NVIDIA H200, cuBLAS 130200"
-FORM = Form(64, 32, 16, False, True, torch.bfloat16, torch.float32, True, False)
-PRODUCT: Any = SimpleNamespace(form=FORM, device="cuda:0", way_of={b"good": "good way", b"bad": None}.__getitem__)
+GPU = "NVIDIA H200, cuBLAS 130200"
+SPEC = MatmulSpec(64, 32, 16, False, True, torch.bfloat16, torch.float32, True, False)
+MATMUL: Any = SimpleNamespace(
+    spec=SPEC, device="cuda:0", restore_algorithm={b"good": "good algorithm", b"bad": None}.__getitem__
+)
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(products_torch, "card", lambda device: CARD)
+    monkeypatch.setattr(matmul_torch, "gpu_key", lambda device: GPU)
     return tmp_path
 
 
-def test_choices_of_several_cards_and_forms_stand_beside_each_other() -> None:
-    assert choices.kept(CARD, "a") is None
-    for card, form, way in ((CARD, "a", b"\x00\xff" * 32), (CARD, "b", b""), ("another", "a", b"1")):
-        choices.keep(card, form, way)
-    assert [choices.kept(CARD, form) for form in "abc"] == [b"\x00\xff" * 32, b"", None]
-    assert choices.kept("another", "a") == b"1"
+def test_several_gpus_and_matmuls_share_the_file() -> None:
+    assert matmul_cache.load_algorithm(GPU, "a") is None
+    for gpu, matmul, algorithm in ((GPU, "a", b"\x00\xff" * 32), (GPU, "b", b""), ("another", "a", b"1")):
+        matmul_cache.store_algorithm(gpu, matmul, algorithm)
+    assert [matmul_cache.load_algorithm(GPU, matmul) for matmul in "abc"] == [b"\x00\xff" * 32, b"", None]
+    assert matmul_cache.load_algorithm("another", "a") == b"1"
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"NVIDIA H200, cuBLAS 130200": 3}', '{"NVIDIA H200, cuBLAS 130200": {"a": "xy"}}', "\x00"]
 )
-def test_a_damaged_file_keeps_nothing_and_is_written_anew(text: str) -> None:
-    choices.place().parent.mkdir()
-    choices.place().write_text(text)
-    assert choices.kept(CARD, "a") is None
-    choices.keep(CARD, "a", b"way")
-    assert choices.kept(CARD, "a") == b"way"
-    assert set(json.loads(choices.place().read_text())) == {CARD}
+def test_a_damaged_file_counts_as_empty_and_is_rewritten(text: str) -> None:
+    matmul_cache.cache_path().parent.mkdir()
+    matmul_cache.cache_path().write_text(text)
+    assert matmul_cache.load_algorithm(GPU, "a") is None
+    matmul_cache.store_algorithm(GPU, "a", b"algorithm")
+    assert matmul_cache.load_algorithm(GPU, "a") == b"algorithm"
+    assert set(json.loads(matmul_cache.cache_path().read_text())) == {GPU}
 
 
-def test_where_nothing_can_be_written_nothing_is(folder: Path) -> None:
+def test_an_unwritable_cache_is_no_error(folder: Path) -> None:
     (folder / "textmill").write_text("a file where the folder would be")
-    choices.keep(CARD, "a", b"way")
-    assert choices.kept(CARD, "a") is None
+    matmul_cache.store_algorithm(GPU, "a", b"algorithm")
+    assert matmul_cache.load_algorithm(GPU, "a") is None
 
 
-def test_where_nothing_can_be_locked_nothing_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a Lustre that is mounted without locks."""
+def test_nothing_is_cached_without_file_locks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example on a Lustre file system mounted without locks."""
 
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    choices.keep(CARD, "a", b"way")
-    assert choices.kept(CARD, "a") is None
-    said = r"a\.lock: its file system does not support file locks \(Function not implemented\); "
-    with pytest.raises(TextmillError, match=said), file_lock(folder / "a.lock", "busy"):
+    matmul_cache.store_algorithm(GPU, "a", b"algorithm")
+    assert matmul_cache.load_algorithm(GPU, "a") is None
+    message = r"a\.lock: its file system does not support file locks \(Function not implemented\); "
+    with pytest.raises(TextmillError, match=message), file_lock(folder / "a.lock", "busy"):
         pass
 
 
 @pytest.mark.parametrize(
-    ("kept", "known"),
-    [(None, None), (b"", (None,)), (b"good", ((PRODUCT, "good way"),)), (b"bad", None)],
-    ids=["nothing", "torch's own", "a way", "a way that the library refuses"],
+    ("cached", "known"),
+    [(None, None), (b"", (None,)), (b"good", ((MATMUL, "good algorithm"),)), (b"bad", None)],
+    ids=["not measured", "torch's own", "an algorithm", "an algorithm that the library refuses"],
 )
-def test_what_a_run_knows_from_another(kept: bytes | None, known: Any) -> None:
-    if kept is not None:
-        choices.keep(CARD, str(FORM), kept)
-    assert products_torch._known(PRODUCT) == known
+def test_the_cached_choice_of_an_earlier_run(cached: bytes | None, known: Any) -> None:
+    if cached is not None:
+        matmul_cache.store_algorithm(GPU, str(SPEC), cached)
+    assert matmul_torch._cached_choice(MATMUL) == known
 
 
-def test_processes_that_choose_at_the_same_time_lose_nothing() -> None:
+def test_concurrent_writers_lose_nothing() -> None:
     with ThreadPoolExecutor(8) as many:
-        list(many.map(lambda number: choices.keep(CARD, str(number), b"way"), range(40)))
-    assert all(choices.kept(CARD, str(number)) == b"way" for number in range(40))
+        list(many.map(lambda number: matmul_cache.store_algorithm(GPU, str(number), b"algorithm"), range(40)))
+    assert all(matmul_cache.load_algorithm(GPU, str(number)) == b"algorithm" for number in range(40))

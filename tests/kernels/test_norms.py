@@ -1,4 +1,4 @@
-"""A norm with the stream beside it has the values and gradients of torch's LayerNorm; the kernel where there is a GPU."""
+"""LayerNorm with the residual stream equals torch's LayerNorm in values and gradients; the kernel if there is a GPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _norm(width: int) -> nn.LayerNorm:
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_norm_and_residual_has_the_gradients_of_torch_s_norm(biases: bool) -> None:
-    """A bias is added before, another after; the sum of both ways, and all gradients."""
+def test_norm_and_residual_has_the_gradients_of_torchs_norm(biases: bool) -> None:
+    """With a bias added before and another after the norm."""
     torch.manual_seed(1)
-    norm, x, slopes = _norm(12), torch.randn(2, 5, 12), torch.randn(2, 2, 5, 12)
+    norm, x, gradients = _norm(12), torch.randn(2, 5, 12), torch.randn(2, 2, 5, 12)
     before, after = torch.randn(12), torch.randn(12)
     results = []
     for ours in (True, False):
@@ -36,7 +36,7 @@ def test_norm_and_residual_has_the_gradients_of_torch_s_norm(biases: bool) -> No
             stream = leaves[0] + leaves[1]
             y, stream = norm_and_residual(stream, norm) if ours else (norm(stream), stream)
             stream = stream + leaves[2]
-        torch.autograd.backward([y, stream], list(slopes))
+        torch.autograd.backward([y, stream], list(gradients))
         results.append([y, stream, *(leaf.grad for leaf in leaves), norm.weight.grad, norm.bias.grad])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -46,11 +46,11 @@ def _given(rows: int, width: int, kind: torch.dtype, device: str) -> tuple[Tenso
     torch.manual_seed(2)
     dy, x, stream = (torch.randn(rows, width).to(device, kind) for _ in range(3))
     x = x * 3 + 1
-    spreads, means = torch.var_mean(x.float(), 1, correction=0)
-    return dy, x, means, (spreads + 1e-5).rsqrt(), torch.randn(width, device=device), stream
+    inverse_stds, means = torch.var_mean(x.float(), 1, correction=0)
+    return dy, x, means, (inverse_stds + 1e-5).rsqrt(), torch.randn(width, device=device), stream
 
 
-def test_the_op_keeps_what_torch_asks_of_ops() -> None:
+def test_the_op_passes_torchs_opcheck() -> None:
     for biases in (False, True):
         torch.library.opcheck(norm_backward, (*_given(5, 12, torch.float32, "cpu"), biases))
 
@@ -59,21 +59,19 @@ def test_the_op_keeps_what_torch_asks_of_ops() -> None:
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("kind", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(4096, 768), (1000, 1600), (7, 48), (1, 1024)])
-def test_the_kernel_has_the_gradients_of_fp64(
-    shape: tuple[int, int], kind: torch.dtype, bound: float, biases: bool
-) -> None:
-    """Against autograd through torch's LayerNorm in double precision; all of it repeats."""
-    dy, x, means, spreads, weight, stream = _given(*shape, kind, "cuda")
+def test_the_kernel_matches_fp64(shape: tuple[int, int], kind: torch.dtype, bound: float, biases: bool) -> None:
+    """Against autograd through torch's LayerNorm in fp64; every run gives the same bits."""
+    dy, x, means, inverse_stds, weight, stream = _given(*shape, kind, "cuda")
     x64, weight64, shift64 = (tensor.double().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight)))
     F.layer_norm(x64, weight.shape, weight64, shift64).backward(dy.double())
     wanted = x64.grad + stream.double()
-    dx, sums = norm_backward(dy, x, means, spreads, weight, stream, biases)
+    dx, sums = norm_backward(dy, x, means, inverse_stds, weight, stream, biases)
     assert (dx.double() - wanted).norm() < bound * wanted.norm()
     exact = [weight64.grad, shift64.grad, wanted.sum(0), stream.double().sum(0)]
     assert len(sums) == (4 if biases else 2)
     for number, (found, right) in enumerate(zip(sums, exact, strict=False)):
         scale = (dy, dy, wanted, stream)[number].double().abs().sum(0).norm()
         assert (found.double() - right).norm() < bound * scale
-    again = norm_backward(dy, x, means, spreads, weight, stream, biases)
+    again = norm_backward(dy, x, means, inverse_stds, weight, stream, biases)
     assert torch.equal(dx, again[0])
     assert torch.equal(sums, again[1])

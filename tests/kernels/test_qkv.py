@@ -1,4 +1,4 @@
-"""The joined gradients of queries, keys and values are those of a plain linear layer that is split; the kernel where there is a GPU."""
+"""The fused QKV projection equals a plain linear layer that is split; the kernel if there is a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textmill.kernels.qkv_torch import join_heads, project
+from textmill.kernels.qkv_torch import join_heads, project_qkv
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 LAYOUTS = {
@@ -25,11 +25,11 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor, D: int) -> tuple[Tensor, ...
     return tuple(part.transpose(1, 2) for part in parts)
 
 
-def test_values_and_gradients_are_those_of_a_linear_layer_that_is_split() -> None:
+def test_values_and_gradients_equal_a_split_linear_layer() -> None:
     torch.manual_seed(1)
     given = torch.randn(2, 5, 12), torch.randn(36, 12), torch.randn(36)
     results = []
-    for way in (project, _plain):
+    for way in (project_qkv, _plain):
         leaves = [tensor.clone().requires_grad_() for tensor in given]
         parts = way(*leaves, 4)
         torch.manual_seed(2)
@@ -39,7 +39,7 @@ def test_values_and_gradients_are_those_of_a_linear_layer_that_is_split() -> Non
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_the_op_keeps_what_torch_asks_of_ops() -> None:
+def test_the_op_passes_torchs_opcheck() -> None:
     torch.library.opcheck(join_heads, tuple(lay(torch.randn, 2, 3, 5, 4) for lay in list(LAYOUTS.values())[:3]))
 
 
@@ -48,7 +48,7 @@ def test_the_op_keeps_what_torch_asks_of_ops() -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(3, 12, 1000, 64), (2, 3, 29, 32), (1, 5, 7, 80), (1, 1, 1, 16)])
 def test_the_kernel_joins_and_sums(layout: str, kind: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-    """What is joined is torch's to the bit, the sums are near those in fp64, and all of it repeats."""
+    """The joined gradient has torch's bits, the sums are close to fp64, and every run gives the same bits."""
     torch.manual_seed(4)
     parts = [LAYOUTS[layout](partial(torch.randn, device="cuda", dtype=kind), *shape) for _ in range(3)]
     joined, sums = join_heads(*parts)

@@ -1,4 +1,4 @@
-"""What a GPU captures before the first request is exactly what requests can need."""
+"""Warming up captures exactly the CUDA graphs that requests can need."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from textmill.models.gpt2.decode_torch import FastSlots, prefill_shapes, step_si
 
 
 class Needed(Exception):
-    """A captured shape was needed."""
+    """Raised when a shape is captured that was not captured in advance."""
 
 
 @pytest.mark.parametrize(("slots", "length"), [(1, 16), (3, 40), (6, 64), (8, 33), (70, 130), (5, 4200)])
-def test_everything_needed_is_captured_before(monkeypatch: pytest.MonkeyPatch, slots: int, length: int) -> None:
+def test_every_needed_shape_is_captured_in_advance(monkeypatch: pytest.MonkeyPatch, slots: int, length: int) -> None:
     net = gpt2_torch.Net(gpt2.Shape(layers=1, heads=1, width=4, inner=4, positions=length, vocab=8, end=0))
     on_cpu = open_slots(net, slots, length)
     assert type(on_cpu) is NetSlots
-    assert on_cpu.warm() == 0, "a CPU captures nothing"
+    assert on_cpu.warm_up() == 0, "a CPU captures nothing"
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     memory, steps, prefills = FastSlots(net, slots, length), set[int](), set[tuple[int, int]]()
 

@@ -1,4 +1,4 @@
-"""A net whose parts are compiled is the net as it is written, and its blocks are compiled once for all."""
+"""A compiled net gives the results of the eager one, and all blocks share one compilation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from textmill.config import LoraConfig
-from textmill.kernels import matmul_torch as products_torch
+from textmill.kernels import matmul_torch
 from textmill.kernels.dropout_torch import dropout_keys
 from textmill.models.execution_torch import EAGER, Execution, compiled_execution
 from textmill.models.gpt2 import facts as gpt2
@@ -21,14 +21,15 @@ SHAPE = {"layers": 4, "heads": 2, "width": 32, "inner": 24, "positions": 128, "v
 CASES: dict[str, tuple[dict[str, float], int, bool]] = {
     "as it is": ({}, 0, False),
     "with dropout": ({"embedding_dropout": 0.2, "attention_dropout": 0.3, "residual_dropout": 0.4}, 0, False),
-    "states made again": ({}, 3, False),
+    "activation checkpointing": ({}, 3, False),
     "with dropout, made again": ({"residual_dropout": 0.4}, 1, True),
-    "documents apart": ({}, 0, True),
+    "isolated documents": ({}, 0, True),
 }
 
 
-def test_adapters_with_dropout_compile_no_block_anew() -> None:
-    """Their sites are the same in every block, by keys that are the block's own."""
+@pytest.mark.long
+def test_adapters_with_dropout_share_one_compiled_block() -> None:
+    """Every block has its own dropout keys, so that the sites are the same in every block."""
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
     add_adapters(net, LoraConfig(rank=2, dropout=0.3))
@@ -43,27 +44,28 @@ def test_adapters_with_dropout_compile_no_block_anew() -> None:
 
 
 def _run(net: gpt2_torch.Net, execution: Execution, documents: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The states of a net and the gradients of its weights."""
+    """The hidden states of a net and the gradients of its weights."""
     torch.manual_seed(3)
-    ids, slope = torch.randint(0, 10, (2, 128)), torch.randn(2, 128, 32)
-    keys = dropout_keys(1, 2, np.arange(2)) if net.shape.drops else None
+    ids, dy = torch.randint(0, 10, (2, 128)), torch.randn(2, 128, 32)
+    keys = dropout_keys(1, 2, np.arange(2)) if net.shape.uses_dropout else None
     net.zero_grad()
     states = net(ids, keys, documents_NT=documents, execution=execution)
-    states.backward(slope)
+    states.backward(dy)
     return states.detach(), {
         name: parameter.grad.clone() for name, parameter in net.named_parameters() if parameter.grad is not None
     }
 
 
+@pytest.mark.long_with("as it is", "activation checkpointing", "isolated documents")
 @pytest.mark.parametrize("case", CASES)
-def test_a_compiled_net_is_the_net_and_no_block_is_compiled_twice(case: str) -> None:
-    dropout, recompute, apart = CASES[case]
+def test_a_compiled_net_matches_and_compiles_one_block(case: str) -> None:
+    dropout, recompute, isolated = CASES[case]
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE, **dropout))  # type: ignore[arg-type]
     net.recompute = recompute
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    documents = torch.arange(128).expand(2, 128) // 50 if apart else None
+    documents = torch.arange(128).expand(2, 128) // 50 if isolated else None
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     plain, ours = (
@@ -74,13 +76,14 @@ def test_a_compiled_net_is_the_net_and_no_block_is_compiled_twice(case: str) -> 
     assert ours[1].keys() == plain[1].keys()
     for name, gradient in plain[1].items():
         torch.testing.assert_close(
-            ours[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda told, name=name: f"{name}: {told}"
+            ours[1][name], gradient, rtol=1e-4, atol=1e-5, msg=lambda message, name=name: f"{name}: {message}"
         )
 
 
-def test_documents_in_blocks_reach_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with masks in blocks; another batch has other documents, and nothing is compiled anew for it."""
-    monkeypatch.setattr(gpt2_torch, "use_blocks", lambda documents, width: torch.compiler.is_compiling())
+@pytest.mark.long
+def test_a_compiled_block_uses_block_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with block masks; a batch with other documents does not compile again."""
+    monkeypatch.setattr(gpt2_torch, "use_block_mask", lambda documents, width: torch.compiler.is_compiling())
     torch.manual_seed(1)
     net = gpt2_torch.Net(gpt2.Shape(**SHAPE))  # type: ignore[arg-type]
     for parameter in net.parameters():
@@ -105,6 +108,7 @@ def _mlp(x: Tensor, fc: Tensor, bias: Tensor, proj: Tensor, tanh: bool) -> Tenso
     return F.linear(F.gelu(F.linear(x, fc, bias), approximate="tanh" if tanh else "none"), proj)
 
 
+@pytest.mark.long_with(1, True)
 @pytest.mark.parametrize(
     ("device", "backend", "recompute", "fp8"),
     [
@@ -120,30 +124,30 @@ def _mlp(x: Tensor, fc: Tensor, bias: Tensor, proj: Tensor, tanh: bool) -> Tenso
         ),
     ],
 )
-def test_a_net_whose_products_are_chosen_learns_the_same(
+def test_a_net_with_tuned_matmuls_has_the_same_gradients(
     device: str, backend: str, recompute: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU has it, with all sizes: one graph, and the gradients of the net as it is written; fp8's roundings would hide them."""
-    monkeypatch.setattr(gpt2_torch, "mlp8", _mlp)
+    """As on a GPU, for any size: one graph, and the eager gradients. fp8 is replaced: its rounding hides errors."""
+    monkeypatch.setattr(gpt2_torch, "fp8_mlp", _mlp)
     torch.manual_seed(3)
     net = gpt2_torch.Net(gpt2.Shape(layers=2, heads=2, width=32, inner=48, positions=16, vocab=10, end=0))
     net.recompute = recompute
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     net.use_fp8() if fp8 else None
-    net, ids, slope, gradients = (
+    net, ids, dy, gradients = (
         net.to(device),
         torch.randint(0, 10, (2, 16)).to(device),
         torch.randn(2, 16, 32).to(device),
         [],
     )
     for chosen in (False, True):
-        for place in (products_torch, gpt2_torch):
-            monkeypatch.setattr(place, "are_chosen", lambda x, weight, chosen=chosen: chosen)
+        for place in (matmul_torch, gpt2_torch):
+            monkeypatch.setattr(place, "use_tuned_matmul", lambda x, weight, chosen=chosen: chosen)
         net.zero_grad()
         run = torch.compile(net, dynamic=False, fullgraph=True, backend=backend) if chosen else net
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-            run(ids).backward(slope)
+            run(ids).backward(dy)
         for op in ("join_heads", "norm_backward"):
             assert any(event.key == f"textmill::{op}" for event in seen.key_averages()) == chosen
         gradients.append(
@@ -152,5 +156,5 @@ def test_a_net_whose_products_are_chosen_learns_the_same(
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(
-            gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda told, name=name: f"{name}: {told}"
+            gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}"
         )

@@ -1,4 +1,4 @@
-"""What every family promises: transformers' logits, exact layouts, first weights that depend on seed and name only."""
+"""What every family guarantees: transformers' logits, exact layouts, initial weights from seed and name only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.weights import shaken, shape_of
+from tests.support.weights import noisy_weights, shape_of
 from textmill.config import SIZES, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
-from textmill.models import initial_weights, open_family, shape_in
+from textmill.models import initial_weights, open_family, read_shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots, open_slots
-from textmill.models.nets_torch import fill, named_copies, new_net
+from textmill.models.nets_torch import checkpoint_tensors, fill, new_net
 
 CPU = torch.device("cpu")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -33,7 +33,7 @@ def test_logits_equal_transformers(size: str, numbers: dict[str, Any], vocab: in
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = shape_of(size, numbers, vocab)
-    named = shaken(shape)
+    named = noisy_weights(shape)
     theirs = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape))).eval()
     loaded = theirs.load_state_dict({name: torch.from_numpy(values) for name, values in named}, strict=False)
     assert loaded.missing_keys == ["lm_head.weight"]
@@ -51,10 +51,10 @@ def test_logits_equal_transformers(size: str, numbers: dict[str, Any], vocab: in
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_decoding_gives_the_logits_of_a_full_pass(device: str) -> None:
-    """Texts of different lengths in slots: prefilled, moved, decoded a token at a time; the family's own slots and generic ones."""
+    """Texts of different lengths in slots: prefilled, copied, decoded token by token; with fast and generic slots."""
     shape = shape_of("nano", {}, 300)
     net = new_net(shape, torch.device(device))
-    fill(net, shaken(shape), "test")
+    fill(net, noisy_weights(shape), "test")
     texts = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
     lengths = [9, 1, 20]
     for kind in (NetSlots, open_slots):
@@ -67,7 +67,7 @@ def test_decoding_gives_the_logits_of_a_full_pass(device: str) -> None:
             assert (found - wanted[row][:length]).abs().max() < 1e-4
         order = [2, 0, 1]
         slots.move(0, 3, lengths[0])
-        slots.take([2, 3, 1], max(lengths))
+        slots.reorder([2, 3, 1], max(lengths))
         for step in range(8):
             places = [lengths[text] + step for text in order]
             ids = torch.tensor([texts[text][place] for text, place in zip(order, places, strict=True)], device=device)
@@ -81,11 +81,11 @@ def logits_of(net: BaseNet, ids: list[int]) -> torch.Tensor:
         return net.logits(net(torch.tensor([ids], device=net.head.device)))[0]
 
 
-def test_padding_rows_have_no_part() -> None:
+def test_padding_rows_do_not_change_logits() -> None:
     shape = shape_of("nano", {"layers": 1}, 130)
     assert shape.padded_vocab == 256
     net = new_net(shape, CPU)
-    fill(net, shaken(shape), "test")
+    fill(net, noisy_weights(shape), "test")
     ids = torch.tensor([[1, 2, 3]])
     loss = torch.logsumexp(net.logits(net(ids)), -1).sum()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -95,17 +95,17 @@ def test_padding_rows_have_no_part() -> None:
 
 
 @pytest.mark.parametrize(("size", "numbers", "vocab"), SHAPES[:2])
-def test_weights_leave_the_net_as_they_came(size: str, numbers: dict[str, Any], vocab: int) -> None:
+def test_weights_read_back_exactly(size: str, numbers: dict[str, Any], vocab: int) -> None:
     shape = shape_of(size, numbers, vocab)
-    net, named = new_net(shape, CPU), shaken(shape)
+    net, named = new_net(shape, CPU), noisy_weights(shape)
     fill(net, named, "test")
-    back = dict(named_copies(net, {parameter: parameter for _, parameter in net.named_parameters()}))
+    back = dict(checkpoint_tensors(net, {parameter: parameter for _, parameter in net.named_parameters()}))
     assert list(back) == [name for name, _ in named]
     for name, values in named:
         assert np.array_equal(back[name], values), name
 
 
-def test_first_weights_depend_on_seed_and_name_only() -> None:
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
     shape = shape_of("nano", {}, 300)
     one, two = dict(initial_weights(shape, 1)), dict(initial_weights(shape, 2))
     deeper = dict(initial_weights(shape_of("nano", {"layers": 5}, 300), 1))
@@ -128,7 +128,7 @@ def test_named_sizes_are_gpt2s(size: str, parameters: int) -> None:
     assert shape_of(size, {}, 50257).parameters == parameters
 
 
-def test_every_named_size_makes_a_shape() -> None:
+def test_every_named_size_has_a_shape() -> None:
     for size in SIZES["gpt2"]:
         assert shape_of(size, {}, 1000).width % shape_of(size, {}, 1000).heads == 0
 
@@ -136,22 +136,22 @@ def test_every_named_size_makes_a_shape() -> None:
 def test_positions_follow_a_shorter_length() -> None:
     family = open_family("gpt2")
     assert family.shape_of(ModelConfig(size="nano"), vocab=300, end=0, length=64).positions == 64
-    asked = ModelConfig(size="nano", shape=ShapeConfig(positions=200))
-    assert family.shape_of(asked, vocab=300, end=0, length=64).positions == 200
+    config = ModelConfig(size="nano", shape=ShapeConfig(positions=200))
+    assert family.shape_of(config, vocab=300, end=0, length=64).positions == 200
 
 
 def test_weights_that_do_not_fit_are_named() -> None:
     shape = shape_of("nano", {"layers": 1}, 300)
-    net, named = new_net(shape, CPU), shaken(shape)
-    with pytest.raises(TextmillError, match=r"lacks 1 weights, 'transformer\.ln_f\.bias'"):
+    net, named = new_net(shape, CPU), noisy_weights(shape)
+    with pytest.raises(TextmillError, match=r"lacks 1 weights, such as 'transformer\.ln_f\.bias'"):
         fill(net, named[:-1], "here")
     with pytest.raises(TextmillError, match=r"'transformer\.wte\.weight' is \[299, 96\]; this model's is \[300, 96\]"):
         fill(net, [(named[0][0], named[0][1][:-1])], "here")
-    with pytest.raises(TextmillError, match=r"holds 'transformer\.h\.9\.ln_1\.weight'"):
+    with pytest.raises(TextmillError, match=r"has 'transformer\.h\.9\.ln_1\.weight'"):
         fill(net, [("h.9.ln_1.weight", named[2][1])], "here")
 
 
-def test_what_our_net_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_unsupported_configs_are_refused(tmp_path: Path) -> None:
     family = open_family("gpt2")
     hf = family.hf_config_of(shape_of("nano", {}, 300))
     with pytest.raises(TextmillError, match="scale_attn_by_inverse_layer_idx is True"):
@@ -160,4 +160,4 @@ def test_what_our_net_cannot_do_is_refused(tmp_path: Path) -> None:
         family.shape_of_hf({**hf, "activation_function": "relu"}, "config.json")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(TextmillError, match="model_type is 'llama'"):
-        shape_in(tmp_path)
+        read_shape(tmp_path)

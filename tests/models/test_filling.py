@@ -1,4 +1,4 @@
-"""A net is filled from its file without a second copy of it in memory."""
+"""A net is filled from its file without a second copy in memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from textmill.storage.tensor_files import encode_safetensors
 
 SHAPE = Shape(vocab=4096, positions=256, layers=8, heads=8, width=512, inner=2048, end=0)
 HELD, PEAK = 1.5, 2.6
-"""Copies of the weights: what the net may hold, and the most that may be in memory with the mapped pages of the file, which are another."""
+"""Most copies of the weights: in the net, and at the peak, including the mapped pages of the file."""
 FILL = """
 import re, sys
 from pathlib import Path
 from dataclasses import replace
 import torch
-from textmill.models import initial_weights, shape_in
+from textmill.models import initial_weights, read_shape
 from textmill.models.nets_torch import fill, new_net, open_net
 
 def held(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
-small = replace(shape_in(folder), layers=1, width=16, inner=32, heads=2, vocab=128)
-fill(new_net(small, torch.device("cpu")), initial_weights(small, 1), "what is loaded with the first net is not the weights'")
+small = replace(read_shape(folder), layers=1, width=16, inner=32, heads=2, vocab=128)
+where = "what is loaded with the first net is not the weights'"
+fill(new_net(small, torch.device("cpu")), initial_weights(small, 1), where)
 before, own = held("VmHWM"), held("RssAnon")
 net = open_net(folder, torch.device("cpu"))
 print((held("RssAnon") - own) / size, (held("VmHWM") - before) / size)
@@ -52,7 +53,8 @@ def test_one_copy_is_enough(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     held, peak = map(float, done.stdout.split())
     print(
-        f"a net of {SHAPE.parameters:,} parameters holds {held:.2f} copies of its file, at most {peak:.2f} with the file's own pages"
+        f"a net of {SHAPE.parameters:,} parameters holds {held:.2f} copies of its file, at most {peak:.2f} with the "
+        "file's own pages"
     )
     assert 0.9 < held < HELD
     assert peak < PEAK

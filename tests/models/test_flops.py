@@ -1,4 +1,4 @@
-"""What a step computes, by formula and by torch's own count of its products."""
+"""FLOPs of a step: our formula against torch's counter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from textmill.config import LoraConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines import open_engine
 from textmill.models import initial_weights, open_family
-from textmill.models.lora import initial_adapters, weights_with
+from textmill.models.lora import initial_adapters, weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.tokens.batches.batch import Batch
 
@@ -23,7 +23,7 @@ OURS = {
         dy, q, k, v
     ),
 }
-"""Operations that torch knows how to count under other names."""
+"""Operators that torch's counter knows under other names."""
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ OURS = {
     ],
     ids=["all", "the upper half", "embeddings alone", "the blocks", "adapters"],
 )
-def test_the_formula_counts_what_torch_computes(freeze: list[str], lora: LoraConfig | None) -> None:
+def test_the_formula_matches_torchs_counter(freeze: list[str], lora: LoraConfig | None) -> None:
     shape_config = ShapeConfig(layers=LAYERS, heads=2, width=WIDTH, positions=LENGTH, dropout=0.0)
     config = RunConfig(
         model=ModelConfig(size="nano", shape=shape_config), train=TrainConfig(batch=ROWS, length=LENGTH, freeze=freeze),
@@ -55,7 +55,7 @@ def test_the_formula_counts_what_torch_computes(freeze: list[str], lora: LoraCon
     with FlopCounterMode(display=False, custom_mapping=OURS) as counter:
         engine.train_step(Batch(ids[:, :-1], ids[:, 1:], np.arange(ROWS)), 0, 1e-3)
     rules = rules_of(shape, config.train, lora)
-    trained = [weight for weight in weights_with(shape, lora) if rules[weight.name].trained]
+    trained = [weight for weight in weights_with_adapters(shape, lora) if rules[weight.name].trained]
     found = counter.get_total_flops() / (ROWS * LENGTH)
     assert shape.flops_per_token(LENGTH, trained) == pytest.approx(found, rel=0.05)
     if not freeze and lora is None:

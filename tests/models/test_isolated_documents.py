@@ -1,4 +1,4 @@
-"""Documents kept apart by a mask in blocks, the GPU's way, against the mask written out: the mask, the net's states, the gradients."""
+"""Isolated documents with a block mask, as on a GPU, against the explicit mask: mask, hidden states, gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N, T = 2, 256
 
 
 def documents() -> Tensor:
-    """Documents that begin and end inside of blocks, one of a single token, and padding at an end."""
+    """Documents that start and end inside blocks, one of a single token, and padding at the end."""
     rows = [torch.repeat_interleave(torch.arange(1, 6), torch.tensor([37, 1, 100, 90, 28])), torch.arange(T) // 130 + 1]
     rows[1][240:] = 0
     return torch.stack(rows).int()
@@ -39,7 +39,7 @@ def states_and_gradients(net: Net, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     return x.detach(), list(torch.autograd.grad(x, list(net.parameters()), slope))
 
 
-def test_the_blocks_are_the_mask() -> None:
+def test_the_block_mask_equals_the_mask() -> None:
     mask = document_block_mask(documents())
     assert torch.equal(flex_attention.create_mask(mask.mask_mod, N, 1, T, T, device="cpu"), document_mask(documents()))
     assert mask.kv_num_blocks.sum() + (0 if mask.full_kv_num_blocks is None else mask.full_kv_num_blocks.sum()) < 2 * 4
@@ -49,7 +49,7 @@ def test_states_and_gradients_are_the_same(net: Net, monkeypatch: pytest.MonkeyP
     ids = torch.randint(0, 90, (N, T), generator=torch.Generator().manual_seed(1))
     wanted, slopes = states_and_gradients(net, ids)
     used = []
-    monkeypatch.setattr(gpt2_torch, "use_blocks", lambda documents_NT, width: used.append(width) or True)
+    monkeypatch.setattr(gpt2_torch, "use_block_mask", lambda documents_NT, width: used.append(width) or True)
     # On a CPU torch has the gradient and refuses it, since it is slow there.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *given: None)
     found, gradients = states_and_gradients(net, ids)
@@ -59,6 +59,6 @@ def test_states_and_gradients_are_the_same(net: Net, monkeypatch: pytest.MonkeyP
         assert float((one - other).norm()) <= 1e-5 * float(other.norm()) + 1e-6
 
 
-def test_on_a_cpu_the_mask_is_written_out(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_uses_the_explicit_mask(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2_torch, "document_block_mask", lambda documents_NT: pytest.fail("blocks do not pay here"))
     net(torch.zeros(N, T, dtype=torch.long), documents_NT=documents())

@@ -1,4 +1,4 @@
-"""LoRA against PEFT: its folders and ours, merged and apart."""
+"""LoRA against PEFT: its folders and ours, merged and as a separate branch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.damage import WRONG, mutated
-from tests.support.weights import shaken, shape_of
+from tests.support.weights import noisy_weights, shape_of
 from textmill.checkpoints.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -26,8 +26,8 @@ from textmill.config import LoraConfig
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import drop, dropout_keys
 from textmill.models import open_family
-from textmill.models.lora import adapters_of, initial_adapters, lora_of, peft_config_of, sites_of
-from textmill.models.nets_torch import fill, named_copies, new_net, open_net, parameters_of
+from textmill.models.lora import adapter_weights, dropout_sites, initial_adapters, lora_config_of, peft_config_of
+from textmill.models.nets_torch import checkpoint_tensors, fill, new_net, open_net, parameters_of
 from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
 
 CPU = torch.device("cpu")
@@ -47,10 +47,10 @@ def write(path: Path, named: list[Any]) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model whose every weight is something."""
+    """A small model without zero weights."""
     folder, shape = tmp_path_factory.mktemp("base"), shape_of("nano", NUMBERS, VOCAB)
     (folder / "config.json").write_text(json.dumps(open_family("gpt2").hf_config_of(shape)))
-    write(folder / "model.safetensors", shaken(shape))
+    write(folder / "model.safetensors", noisy_weights(shape))
     return folder
 
 
@@ -114,7 +114,9 @@ def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path
     theirs.save_pretrained(tmp_path)
     with torch.no_grad():
         wanted = theirs(IDS).logits
-    assert lora_of(open_adapter(tmp_path), shape_of("nano", NUMBERS, VOCAB)).dropout == options.get("lora_dropout", 0.0)
+    assert lora_config_of(open_adapter(tmp_path), shape_of("nano", NUMBERS, VOCAB)).dropout == options.get(
+        "lora_dropout", 0.0
+    )
     assert not near(logits_of(base), wanted)
     assert near(logits_of(tmp_path), wanted)
     assert near(logits_of(tmp_path, separate=True), wanted)
@@ -126,8 +128,8 @@ def test_peft_folders_open_here_and_give_their_logits(base: Path, tmp_path: Path
             assert np.abs(ours[name] - values.numpy()).max() < 1e-6, name
 
 
-class Told(torch.nn.Module):
-    """In place of PEFT's own dropout: drops where our counters say."""
+class FixedDropout(torch.nn.Module):
+    """Replaces PEFT's dropout: drops the elements that our hash chooses."""
 
     def __init__(self, share: float, keys: torch.Tensor, site: int) -> None:
         super().__init__()
@@ -140,15 +142,15 @@ class Told(torch.nn.Module):
 
 
 @pytest.mark.parametrize("lora", LORAS)
-def test_dropout_stands_where_pefts_does(base: Path, tmp_path: Path, lora: LoraConfig) -> None:
-    """PEFT's own forward in training, of which only the mask is ours; and without keys, as in an evaluation, nothing is dropped."""
+def test_dropout_is_applied_where_peft_applies_it(base: Path, tmp_path: Path, lora: LoraConfig) -> None:
+    """PEFT's own training forward with our dropout mask; without keys, as in evaluation, nothing is dropped."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
     from transformers import AutoModelForCausalLM
 
     folder = written(tmp_path / "ours", base, lora.model_copy(update={"dropout": 0.4}))
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
-    keys, sites = dropout_keys(3, 7, np.arange(len(IDS))), sites_of(shape_of("nano", NUMBERS, VOCAB))
+    keys, sites = dropout_keys(3, 7, np.arange(len(IDS))), dropout_sites(shape_of("nano", NUMBERS, VOCAB))
     layers = {
         name.removeprefix("base_model.model."): one
         for name, one in theirs.named_modules()
@@ -156,7 +158,7 @@ def test_dropout_stands_where_pefts_does(base: Path, tmp_path: Path, lora: LoraC
     }
     for name, layer in layers.items():
         assert layer.lora_dropout["default"].p == 0.4, "the share travels"
-        layer.lora_dropout["default"] = Told(0.4, keys, sites[name])
+        layer.lora_dropout["default"] = FixedDropout(0.4, keys, sites[name])
     assert len({sites[name] for name in layers}) == len(layers), "each has masks of its own"
     net = open_net(folder, CPU, separate=True)
     with torch.no_grad():
@@ -166,7 +168,7 @@ def test_dropout_stands_where_pefts_does(base: Path, tmp_path: Path, lora: LoraC
     assert (wanted - without).abs().max() > 0.01
 
 
-def test_new_adapters_change_nothing_and_start_as_wide_as_pefts(base: Path) -> None:
+def test_new_adapters_change_nothing_and_have_pefts_initial_scale(base: Path) -> None:
     shape, lora = shape_of("nano", {"layers": 1, "width": 96, "heads": 3}, VOCAB), LoraConfig(rank=16)
     first = dict(initial_adapters(shape, lora, 5))
     again = dict(initial_adapters(shape_of("nano", {"layers": 3, "width": 96, "heads": 3}, VOCAB), lora, 5))
@@ -179,13 +181,13 @@ def test_new_adapters_change_nothing_and_start_as_wide_as_pefts(base: Path) -> N
             assert values.std() == pytest.approx(float(wanted.std()), rel=0.1), name
 
 
-def test_adapters_leave_the_net_as_they_came(base: Path, tmp_path: Path) -> None:
-    """Queries, keys and values stand by head in memory, B's rows with them."""
+def test_adapters_read_back_exactly(base: Path, tmp_path: Path) -> None:
+    """In memory, queries, keys and values are grouped by head, and so are the rows of B."""
     lora = LORAS[0]
     adapter = open_adapter(written(tmp_path / "ours", base, lora))
     net = new_net(shape_of("nano", NUMBERS, VOCAB), CPU, lora)
     fill(net, read_base_and_adapter(adapter), "test")
-    back = dict(named_copies(net, {parameter: parameter for _, parameter in net.named_parameters()}))
+    back = dict(checkpoint_tensors(net, {parameter: parameter for _, parameter in net.named_parameters()}))
     assert len(back) == len(parameters_of(net)) == 2 * 12 + 4 + 2 * len(adapter.pairs)
     for name, values in read_base_and_adapter(adapter):
         assert np.array_equal(back[name], values), name
@@ -195,7 +197,7 @@ def test_targets_name_matrices_and_parts() -> None:
     shape = shape_of("nano", NUMBERS, VOCAB)
 
     def stems(*targets: str) -> set[str]:
-        weights = adapters_of(shape, LoraConfig(targets=list(targets)))
+        weights = adapter_weights(shape, LoraConfig(targets=list(targets)))
         return {weight.name.removeprefix("transformer.").rpartition(".lora_")[0] for weight in weights}
 
     blocks = ("h.0", "h.1")
@@ -211,7 +213,7 @@ def test_targets_name_matrices_and_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"use_dora": True}, "use_dora is True; textmill reads plain LoRA"),
         ({"rank_pattern": {"c_fc": 2}}, "rank_pattern is .*; textmill reads plain LoRA"),
@@ -231,25 +233,25 @@ def test_targets_name_matrices_and_parts() -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_a_sentence(
-    base: Path, tmp_path: Path, change: dict[str, Any], said: str
+def test_unreadable_adapters_are_refused_in_one_line(
+    base: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     folder = written(tmp_path / "ours", base, LORAS[0])
     settings = json.loads((folder / ADAPTER_CONFIG).read_text())
     (folder / ADAPTER_CONFIG).write_text(json.dumps({**settings, **change}))
-    with pytest.raises(TextmillError, match=said):
+    with pytest.raises(TextmillError, match=message):
         list(read_weights(folder))
 
 
-def test_damage_of_any_kind_is_one_sentence(base: Path, tmp_path: Path) -> None:
-    """Seeded places of adapter_config.json and progress.json: the folder opens still, or is refused in a sentence, merged and apart."""
-    folder, dice, said = written(tmp_path / "ours", base, LORAS[0]), random.Random(11), []
+def test_any_damage_is_reported_in_one_line(base: Path, tmp_path: Path) -> None:
+    """Random damage in adapter_config.json and progress.json: the folder opens, or is refused in one line."""
+    folder, dice, messages = written(tmp_path / "ours", base, LORAS[0]), random.Random(11), []
     settings = json.loads((folder / ADAPTER_CONFIG).read_text()) | {
         "use_rslora": False,
         "rank_pattern": {},
         "use_dora": False,
     }
-    wrong = tuple("./no such folder" if one == "wrong" else one for one in WRONG)  # no hub is asked
+    wrong = tuple("./no such folder" if one == "wrong" else one for one in WRONG)  # no download is tried
     progress = {"step": 3, "made_from": {"model.init_from": fingerprint_weights(base)}}
     for number in range(120):
         trees = [mutated(settings, dice, wrong), progress] if number % 4 else [settings, mutated(progress, dice, wrong)]
@@ -259,11 +261,11 @@ def test_damage_of_any_kind_is_one_sentence(base: Path, tmp_path: Path) -> None:
             with contextlib.suppress(TextmillError):
                 open_net(folder, CPU, separate=separate)
                 continue
-            with pytest.raises(TextmillError) as told:
+            with pytest.raises(TextmillError) as caught:
                 open_net(folder, CPU, separate=separate)
-            said.append(str(told.value))
-    assert len(set(said)) > 20
-    assert not any("\n" in one for one in said)
+            messages.append(str(caught.value))
+    assert len(set(messages)) > 20
+    assert not any("\n" in one for one in messages)
 
 
 def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:

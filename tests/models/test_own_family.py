@@ -1,4 +1,4 @@
-"""A family in a file of one's own: the logits of an independent implementation, decoding, weights, and what is refused."""
+"""A model family in the user's own file: logits of an independent implementation, decoding, weights, errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.weights import shaken
+from tests.support.weights import noisy_weights
 from textmill.config import LoraConfig, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
-from textmill.models import open_family, shape_in, weights_of
+from textmill.models import open_family, read_shape, weights_of
 from textmill.models.decode_torch import NetSlots
 from textmill.models.family_files import find_family_file, load_family_file
 from textmill.models.lora import target_weights
-from textmill.models.nets_torch import fill, named_copies, new_net
+from textmill.models.nets_torch import checkpoint_tensors, fill, new_net
 
 MYNET = str(Path(__file__).parents[1] / "support" / "mynet.py")
 CPU = torch.device("cpu")
@@ -37,10 +37,11 @@ def test_logits_equal_transformers_llama() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = shape_of()
-    named = shaken(shape)
+    named = noisy_weights(shape)
     theirs = LlamaForCausalLM(LlamaConfig(
         vocab_size=100, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=False,
+        num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-6, rope_theta=10000.0,
+        tie_word_embeddings=False,
     )).eval()  # fmt: skip
     theirs.load_state_dict(dict(llama_weights(named)))
     ids = torch.randint(0, 100, (3, 32), generator=torch.Generator().manual_seed(1))
@@ -52,7 +53,7 @@ def test_logits_equal_transformers_llama() -> None:
 
 
 def llama_weights(named: Any) -> Any:
-    """The weights under Llama's names: its queries, keys and values are apart."""
+    """The weights under Llama's names, with separate queries, keys and values."""
     names = {
         "embed": "model.embed_tokens", "norm": "model.norm", "unembed": "lm_head", "norm_1": "input_layernorm",
         "norm_2": "post_attention_layernorm", "out": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
@@ -70,7 +71,7 @@ def llama_weights(named: Any) -> Any:
 
 def test_decoding_gives_the_logits_of_a_full_pass() -> None:
     shape = shape_of()
-    net = filled(shape, shaken(shape))
+    net = filled(shape, noisy_weights(shape))
     texts = torch.randint(0, 100, (2, 30), generator=torch.Generator().manual_seed(1)).tolist()
     slots, lengths = NetSlots(net, 3, 32), [9, 4]
     slots.prefill(0, [text[:length] for text, length in zip(texts, lengths, strict=True)])
@@ -83,18 +84,18 @@ def test_decoding_gives_the_logits_of_a_full_pass() -> None:
             assert (found[row] - wanted[row][place]).abs().max() < 1e-4
 
 
-def test_weights_leave_the_net_as_they_came() -> None:
+def test_weights_read_back_exactly() -> None:
     shape = shape_of()
-    named = shaken(shape)
+    named = noisy_weights(shape)
     net = filled(shape, named)
-    back = dict(named_copies(net, {parameter: parameter for _, parameter in net.named_parameters()}))
+    back = dict(checkpoint_tensors(net, {parameter: parameter for _, parameter in net.named_parameters()}))
     for name, values in named:
         assert np.array_equal(back[name], values), name
     assert {weight.parameter for weight in weights_of(shape)} == {name for name, _ in net.named_parameters()}
 
 
-def test_a_part_of_a_grouped_matrix_has_whole_heads() -> None:
-    """Half of the rows in memory is a net of half the heads."""
+def test_a_slice_of_a_grouped_matrix_has_complete_heads() -> None:
+    """Half of the rows in memory are the weights of a net with half the heads."""
     shape = shape_of()
     (qkv,) = (weight for weight in weights_of(shape) if weight.name == "layers.0.attention.qkv.weight")
     assert qkv.memory_shape == (80, 48)
@@ -132,7 +133,7 @@ def test_a_family_may_not_take_the_name_of_another(tmp_path: Path) -> None:
 def test_a_model_folder_names_no_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "theirnet"}')
     with pytest.raises(TextmillError, match=r"name its file: model\.family=\./theirnet\.py"):
-        shape_in(tmp_path)
+        read_shape(tmp_path)
 
 
 def test_a_changed_file_is_loaded_again(tmp_path: Path) -> None:

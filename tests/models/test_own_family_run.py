@@ -1,4 +1,4 @@
-"""The life of a model of one's own family through the command line: train, resume, generate, evaluate, adapt, verify."""
+"""A model of the user's own family on the command line: train, resume, generate, evaluate, LoRA, verify."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from textmill.cli import main
 from textmill.config import SampleConfig
 from textmill.generation.requests import Request
 from textmill.generation.text_chunks import TextChunk
+from textmill.models import open_family
 from textmill.server.model_setup import open_service
 from textmill.where import open_where
 
 SMALL = [
-    "model.shape.layers=2", "model.shape.heads=4", "model.shape.width=32", "model.shape.inner=64", "model.shape.extra={kv_heads: 2}",
+    "model.shape.layers=2", "model.shape.heads=4", "model.shape.width=32", "model.shape.inner=64",
+    "model.shape.extra={kv_heads: 2}",
     "model.size=small", "train.length=32", "train.batch=8", "train.evaluate_every=3", "train.evaluate_batches=2",
     "train.log_every=1", "train.schedule=constant",
     "train.warmup=0", "engine.device=cpu",
@@ -50,7 +52,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_a_resumed_run_is_the_run_without_a_break(project: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(project: Path) -> None:
     train(project, "run", 6)
     train(project, "straight", 6)
     assert losses(project / "run") == losses(project / "straight")
@@ -72,6 +74,14 @@ def test_a_changed_file_blocks_a_resume(project: Path, tmp_path: Path, capsys: p
     refused = [f"train.folder={tmp_path / 'run'}", f"model.family={changed}"]
     assert main(words(project, "run", 9, *refused)) == 2
     assert f"{changed}: the file has changed since" in capsys.readouterr().err
+
+
+def test_a_family_with_another_objective_does_not_generate(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_family(str(project / "mynet.py")), "OBJECTIVE", "masked")
+    assert main(["generate", str(project / "run"), f"model.family={project / 'mynet.py'}", *GENERATE]) == 2
+    assert "is trained for masked, not for the next token" in capsys.readouterr().err
 
 
 def test_evaluate_export_and_bare_models(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +134,7 @@ def test_a_server_loads_the_file_in_its_model_process(project: Path) -> None:
     assert chunks[-1].done.reason in ("length", "stop")
 
 
-def test_no_jax_net_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_jax_net_is_reported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jax")
     assert main(words(project, "jax", 3, "engine.kind=jax")) == 2
     assert "the family mynet has no JAX net; set engine.kind=torch" in capsys.readouterr().err
@@ -139,9 +149,7 @@ def test_no_jax_net_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -
         ["engine.kind=deepspeed", "engine.zero=2", "train.optimizer=adamw", "train.learning_rate=1e-3"],
     ],
 )
-def test_many_processes_give_the_numbers_of_one(
-    project: Path, capsys: pytest.CaptureFixture[str], mesh: list[str]
-) -> None:
+def test_two_processes_match_one(project: Path, capsys: pytest.CaptureFixture[str], mesh: list[str]) -> None:
     """FSDP and tensor parallelism with Muon, and DeepSpeed with AdamW, on two processes each."""
     if "engine.kind=deepspeed" in mesh:
         pytest.importorskip("deepspeed")

@@ -1,4 +1,4 @@
-"""Which weights are trained, decayed and how fast: patterns by name, layer-wise rates by BEiT's and ELECTRA's formula."""
+"""Which weights are trained and decayed, and their learning rates: patterns, and layer-wise decay as in BEiT."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_matrices_and_embeddings_are_decayed() -> None:
         assert rule == Rule(trained=True, decay=0.3 if matrix else 0.0, rate=1.0), name
 
 
-def test_decay_goes_by_the_patterns() -> None:
+def test_decay_follows_the_patterns() -> None:
     assert {name for name, rule in rules(weight_decay_only=["*"]).items() if not rule.decay} == set()
     assert {
         name
@@ -69,7 +69,7 @@ def test_deeper_layers_learn_slower() -> None:
 
 
 @pytest.mark.parametrize("key", ["freeze", "weight_decay_only", "no_weight_decay"])
-def test_a_pattern_that_matches_nothing_is_refused_with_what_is_near(key: str) -> None:
+def test_a_pattern_that_matches_nothing_suggests_near_names(key: str) -> None:
     with pytest.raises(
         TextmillError,
         match=rf"train\.{key}: 'h\.0\.mlp\.c_fcc' matches no weight of this model; the nearest are .*c_fc",
@@ -78,5 +78,5 @@ def test_a_pattern_that_matches_nothing_is_refused_with_what_is_near(key: str) -
 
 
 def test_nothing_to_train_is_refused() -> None:
-    with pytest.raises(TextmillError, match=r"train\.freeze: leaves nothing to train"):
+    with pytest.raises(TextmillError, match=r"train\.freeze: matches every weight"):
         rules(freeze=["*"])

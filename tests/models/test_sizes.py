@@ -1,4 +1,4 @@
-"""Named sizes have the numbers of weights that were published, and the largest are made without memory for them."""
+"""Named sizes have the published parameter counts; the largest nets are built on the meta device."""
 
 from __future__ import annotations
 

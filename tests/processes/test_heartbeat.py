@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kill_ranks import started, words_of
+from bench.kill_ranks import rank_arguments, run_ranks
 from textmill.processes.heartbeat import Heartbeat, any_progress, diagnose, find_collective
 from textmill.training.replica_check import find_mismatch
 
@@ -21,23 +21,25 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
     return Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("watch") / "root"))
 
 
-@pytest.mark.long_with("stop")
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_a_dead_or_hung_rank_ends_the_job_and_is_named(root: Path, kind: str) -> None:
     run = root / kind
-    ending = started(words_of(root, run, "engine.timeout=10"), ranks=2, fault=f"{kind}@step:5:1", waits_for=[0])[0]
-    assert ending.code == 75, ending.said
-    assert ending.names(kind, 1), ending.said
-    assert ending.told == {0}, ending.said
-    assert "train_step" in ending.said, "the stack shows where it waited"
+    ending = run_ranks(
+        rank_arguments(root, run, "engine.timeout=10"), ranks=2, fault=f"{kind}@step:5:1", waits_for=[0]
+    )[0]
+    assert ending.code == 75, ending.output
+    assert ending.names(kind, 1), ending.output
+    assert ending.ranks_with_stacks == {0}, ending.output
+    assert "train_step" in ending.output, "the stack shows where it waited"
     assert "rank 1" in json.loads((run / "stopped.json").read_text())["why"]
 
 
 @pytest.mark.long
-def test_one_that_goes_wrong_alone(root: Path) -> None:
-    """A gradient that is not a number on one process of three is left out by all; a flipped bit is noticed and placed."""
+def test_fault_on_one_rank_affects_no_other(root: Path) -> None:
+    """All three ranks skip the update if one has a NaN gradient; a flipped bit is detected and its place reported."""
     run = root / "alone"
-    words = words_of(
+    arguments = rank_arguments(
         root,
         run,
         "train.batch=6",
@@ -46,16 +48,16 @@ def test_one_that_goes_wrong_alone(root: Path) -> None:
         "engine.check_replicas_every=3",
         "engine.timeout=300",
     )
-    endings = started(words, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
-    assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].said
-    assert "step 3: loss or gradient is not finite; skipped the update" in endings[0].said
+    endings = run_ranks(arguments, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
+    assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].output
+    assert "step 3: loss or gradient is not finite; skipped the update" in endings[0].output
     hashes = [_hash_of(run / f"step-{step:07d}") for step in (2, 3, 4)]
     assert hashes[0] == hashes[1] != hashes[2], "no weight changed on any rank, then training continued"
     assert json.loads((run / "step-0000004" / "progress.json").read_text())["updates"] == 3
-    told = [ending.said for ending in endings.values() if "are no longer the same" in ending.said]
-    assert len(told) == 1, "only one rank reports"
-    assert "step 9: the replicas of" in told[0]
-    assert "rank 1 differs from the other 2" in told[0]
+    reports = [ending.output for ending in endings.values() if "are no longer the same" in ending.output]
+    assert len(reports) == 1, "only one rank reports"
+    assert "step 9: the replicas of" in reports[0]
+    assert "rank 1 differs from the other 2" in reports[0]
 
 
 def _hash_of(folder: Path) -> str:
@@ -110,23 +112,23 @@ def test_any_progress() -> None:
 
 
 @pytest.mark.long
-def test_a_slow_disk_is_no_hang_and_a_hang_at_the_start_is_one(root: Path) -> None:
-    """One process writes for longer than the time-out, and the other waits for it; then one never gets to its first step."""
+def test_slow_disk_is_not_a_hang_but_a_hang_at_the_start_is(root: Path) -> None:
+    """A rank writes for longer than the timeout while the other waits; then a rank never reaches its first step."""
     run, short = root / "slow", "import textmill.processes.heartbeat; textmill.processes.heartbeat.START_SECONDS = 20"
-    words = words_of(root, run, "train.steps=4", "train.warmup=0", "engine.timeout=4")
-    slow = started(words, ranks=2, fault="slow@disk:1", waits_for=[0, 1])
-    assert [slow[rank].code for rank in range(2)] == [0, 0], slow[0].said
+    arguments = rank_arguments(root, run, "train.steps=4", "train.warmup=0", "engine.timeout=4")
+    slow = run_ranks(arguments, ranks=2, fault="slow@disk:1", waits_for=[0, 1])
+    assert [slow[rank].code for rank in range(2)] == [0, 0], slow[0].output
     assert json.loads((run / "step-0000004" / "progress.json").read_text())["step"] == 4
-    hung = started(
-        words_of(root, root / "hung", "engine.timeout=10"),
+    hung = run_ranks(
+        rank_arguments(root, root / "hung", "engine.timeout=10"),
         ranks=2,
         fault="hang@start:1",
         waits_for=[0, 1],
         before=short,
     )
-    assert [hung[rank].code for rank in range(2)] == [75, 75], hung[0].said
-    assert hung[0].names("hang", 1), hung[0].said
-    assert "in the start, waiting in all_gather" in hung[0].said
+    assert [hung[rank].code for rank in range(2)] == [75, 75], hung[0].output
+    assert hung[0].names("hang", 1), hung[0].output
+    assert "in the start, waiting in all_gather" in hung[0].output
     assert "rank 1" in json.loads((root / "hung" / "stopped.json").read_text())["why"]
 
 
@@ -161,12 +163,15 @@ def test_the_deviating_replica_is_named() -> None:
 
 
 @pytest.mark.long
-def test_an_error_that_nobody_foresaw_on_one_process_ends_all(root: Path) -> None:
-    broken = "import os, textmill.training.setup as setup\nif os.environ['RANK'] == '1': setup.open_splits = lambda _: open('/nowhere/at/all')"
-    endings = started(
-        words_of(root, root / "broken", "engine.timeout=300"), ranks=2, fault="", waits_for=[0, 1], before=broken
+def test_unexpected_error_on_one_rank_ends_all(root: Path) -> None:
+    broken = (
+        "import os, textmill.training.setup as setup\n"
+        "if os.environ['RANK'] == '1': setup.open_splits = lambda _: open('/nowhere/at/all')"
     )
-    assert [endings[rank].code for rank in range(2)] == [1, 1], endings[0].said
-    assert "FileNotFoundError" in endings[1].said
-    assert "this was rank 1 of 2; it ends the other ranks too" in endings[1].said
-    assert endings[0].said == "", "only one rank reports"
+    endings = run_ranks(
+        rank_arguments(root, root / "broken", "engine.timeout=300"), ranks=2, fault="", waits_for=[0, 1], before=broken
+    )
+    assert [endings[rank].code for rank in range(2)] == [1, 1], endings[0].output
+    assert "FileNotFoundError" in endings[1].output
+    assert "this was rank 1 of 2; it ends the other ranks too" in endings[1].output
+    assert endings[0].output == "", "only one rank reports"

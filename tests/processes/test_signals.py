@@ -41,6 +41,34 @@ def test_the_second_signal_exits_at_once(number: signal.Signals) -> None:
         process.kill()
 
 
+def test_the_end_of_a_terminal_is_one_request_however_often_it_is_signalled() -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "SIGHUP\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=LONGEST) == 75
+    finally:
+        process.kill()
+
+
+def test_sighup_stays_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stopping:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
+            assert wait_for(lambda: stopping.received) == "SIGUSR1"
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     threads = threading.active_count()

@@ -81,7 +81,7 @@ def test_add_an_evaluation_task(
     assert main(["evaluate", str(model), "evaluate.tasks=yes_no", *on_cpu]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"yes_no accuracy  {result['yes_no']['accuracy']:.1%}\n")
-    assert "3 questions; the answer with the higher likelihood counts." in out
+    assert "3 questions; the answer with the higher likelihood is the model's." in out
     monkeypatch.delitem(sys.modules, "textmill.evaluation.tasks.yes_no")
 
 

@@ -1,4 +1,4 @@
-"""The launch recipes: what they say is what a shell and torchrun understand, and they know when a run may go on."""
+"""The launch scripts: valid shell, options that torchrun knows, and a new job if the run can be resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kill_train import trained
+from bench.kill_train import train_arguments
 from textmill.verification.launcher import free_port
 from textmill.where import recipes_folder
 
@@ -22,7 +22,7 @@ SLURM_PROCID=0 SLURM_LOCALID=0 "$@"; code=$?
 wait $other
 exit $code
 """
-"""Two tasks on this machine, in place of a cluster."""
+"""An srun that starts two tasks on this machine."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A path on which this interpreter, its torchrun and a cluster of one machine are found."""
+    """An environment whose PATH has this interpreter, its torchrun and a fake cluster."""
     tools = tmp_path / "bin"
     tools.mkdir()
     scripts = {
@@ -54,14 +54,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def run(script: str, words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run(script: str, arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(LAUNCH / script), *words], env=environment, capture_output=True, text=True, timeout=300
+        ["bash", str(LAUNCH / script), *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
-def test_it_is_a_script_and_says_how_it_is_called(path: Path, environment: dict[str, str]) -> None:
+def test_script_prints_its_usage(path: Path, environment: dict[str, str]) -> None:
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
     bare = run(path.name, [], environment)
     assert bare.returncode == 2
@@ -76,35 +76,34 @@ def test_it_is_a_script_and_says_how_it_is_called(path: Path, environment: dict[
 def test_torchrun_knows_every_option() -> None:
     from torch.distributed.run import parse_args
 
-    words = (
+    command = (
         (LAUNCH / "many-nodes.sh").read_text(encoding="utf-8").partition("\ntorchrun ")[2].partition("-m textmill")[0]
     )
-    options = [word for word in words.split() if word.startswith("--")]
+    options = [word for word in command.split() if word.startswith("--")]
     assert len(options) == 5
-    parsed = parse_args(
-        "--nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint a:1 --rdzv-id b -m textmill train x".split()
-    )
+    example = "--nnodes 4 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint a:1 --rdzv-id b -m textmill train x"
+    parsed = parse_args(example.split())
     assert all(hasattr(parsed, option.removeprefix("--").replace("-", "_")) for option in options)
 
 
 @pytest.mark.long
 def test_one_node(root: Path, environment: dict[str, str]) -> None:
     folder = root / "one"
-    done = run("one-node.sh", [*trained(root, folder, 2)[1:], "train.warmup=0"], environment)
+    done = run("one-node.sh", [*train_arguments(root, folder, 2)[1:], "train.warmup=0"], environment)
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stdout
     assert (folder / "step-0000002" / "manifest.json").is_file()
 
 
 @pytest.mark.long
-def test_slurm_queues_again_what_may_go_on(root: Path, environment: dict[str, str], tmp_path: Path) -> None:
+def test_slurm_requeues_a_run_that_can_be_resumed(root: Path, environment: dict[str, str], tmp_path: Path) -> None:
     folder = root / "slurm"
-    words = [*trained(root, folder, 4)[1:], "train.warmup=0", "engine.timeout=60"]
+    arguments = [*train_arguments(root, folder, 4)[1:], "train.warmup=0", "engine.timeout=60"]
     job = {**environment, "SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
-    lost = run("slurm.sh", words, {**job, "TEXTMILL_FAULT": "kill@step:2:1"})
+    lost = run("slurm.sh", arguments, {**job, "TEXTMILL_FAULT": "kill@step:2:1"})
     assert lost.returncode == 75, lost.stderr
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
-    again = run("slurm.sh", words, {**job, "SLURM_RESTART_COUNT": "1"})
+    again = run("slurm.sh", arguments, {**job, "SLURM_RESTART_COUNT": "1"})
     assert again.returncode == 0, again.stderr
     assert (folder / "step-0000004" / "manifest.json").is_file()
-    assert (tmp_path / "scontrol").read_text() == "requeue 77\n", "what is done stays out of the queue"
+    assert (tmp_path / "scontrol").read_text() == "requeue 77\n", "a finished run is not queued again"

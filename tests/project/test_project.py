@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -34,13 +35,13 @@ def needs() -> list[Requirement]:
     return [Requirement(line) for lines in lists for line in lines]
 
 
-def test_one_version() -> None:
+def test_versions_agree() -> None:
     assert PROJECT["tool"]["hatch"]["version"]["path"] == "textmill/__init__.py"
     assert metadata.version("textmill") == textmill.__version__, "run make again: the installed version is an older one"
     assert f"## {textmill.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_every_need_is_pinned_within_its_range() -> None:
+def test_every_dependency_is_pinned_within_its_range() -> None:
     pinned = pins()
     for need in needs():
         name = canonicalize_name(need.name)
@@ -50,7 +51,7 @@ def test_every_need_is_pinned_within_its_range() -> None:
         )
 
 
-def test_pins_that_others_cap() -> None:
+def test_pins_stay_below_the_limits_of_other_packages() -> None:
     pinned = pins()
     assert pinned["torch"] == "2.13.0"
     assert int(pinned["pyarrow"].partition(".")[0]) < 26
@@ -58,7 +59,7 @@ def test_pins_that_others_cap() -> None:
 
 
 def readme_commands() -> list[str]:
-    """Lines of the README's sh blocks that call textmill or make."""
+    """Return the lines of the README's sh blocks that call textmill or make."""
     blocks = re.findall(
         r"^```(?:sh|bash|console)\n(.*?)^```",
         (ROOT / "README.md").read_text(encoding="utf-8"),
@@ -73,26 +74,52 @@ def test_readme_commands_exist() -> None:
     assert any(line.startswith("textmill ") for line in commands)
     assert "make demo" in {line.partition("#")[0].strip() for line in commands}
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    verbs = set()
+    subcommands = set()
     for line in commands:
         command, word = line.split()[:2]
         if command == "make":
             assert word in targets, f"README.md: '{line}': the Makefile has no target {word}"
         elif not word.startswith("-"):
-            verbs.add(word)
-    for verb in sorted(verbs):
-        done = subprocess.run([sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())", verb, "--help"],
+            subcommands.add(word)
+    for subcommand in sorted(subcommands):
+        done = subprocess.run([sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())",
+                               subcommand, "--help"],
                               capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, f"README.md: textmill {verb}: {done.stderr}"
+        assert done.returncode == 0, f"README.md: textmill {subcommand}: {done.stderr}"
 
 
-def test_there_are_recipes() -> None:
+PRETEND_PYTHON = """#!/bin/sh
+case "$*" in
+  -m\\ venv\\ *) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  *\\ -q*|*--quiet*) ;;
+  -m\\ pip\\ install*) echo "Downloading something" ;;
+esac
+"""
+"""A Python whose pip prints what it downloads, unless an option makes it quiet."""
+
+
+def test_installing_shows_progress(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "textmill").mkdir()
+    (tmp_path / "textmill" / "__init__.py").touch()
+    python = tmp_path / "python"
+    python.write_text(PRETEND_PYTHON, encoding="utf-8")
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "-C", str(tmp_path), f"PYTHON={python}", ".venv/core"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Downloading something") == 2, "one for the build tool, one for textmill"
+
+
+def test_recipes_exist() -> None:
     assert (ROOT / "recipes" / "quickstart.sh").is_file()
     assert {"quickstart.yaml", "own-text.yaml"} <= {path.name for path in RECIPES}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_recipe_is_a_config(path: Path) -> None:
+def test_recipe_is_a_valid_config(path: Path) -> None:
     from textmill.config.load import build_config, read_yaml
     from textmill.config.paths import resolve_paths
 
@@ -107,6 +134,6 @@ def test_ci_runs_the_tests() -> None:
     assert {"make test", "make test-long"} <= set(script.read_text(encoding="utf-8").splitlines())
 
 
-def test_no_script_is_named_like_a_module_of_python() -> None:
-    """Python puts a script's own folder before its library: a bench/tokenize.py would be taken for the module `tokenize`."""
+def test_no_script_has_the_name_of_a_standard_module() -> None:
+    """Python searches the script's folder first: bench/tokenize.py would hide the module `tokenize`."""
     assert {path.stem for path in (ROOT / "bench").glob("*.py")}.isdisjoint(sys.stdlib_module_names)

@@ -27,22 +27,21 @@ QUICK = [
     "train.length=32",
     "train.evaluate_batches=1",
     "sample.max_tokens=5",
-    "sample.min_tokens=0",
 ]
 
 
 SMALLER = {"gpt2-small": ["model.size=nano"]}
-"""What would take minutes without a GPU."""
+"""Settings for recipes that would take minutes without a GPU."""
 
 
 def _write_pairs(path: Path) -> None:
-    """A few questions and answers under the name and in the columns of songys/Chatbot_data."""
+    """Write a few questions and answers in the format of songys/Chatbot_data."""
     pairs = [(f"{number}시에 뭐 해?", f"{number}시에는 물레방아를 돌려요.") for number in range(60)]
     path.write_text("Q,A,label\n" + "".join(f"{question},{answer},0\n" for question, answer in pairs), encoding="utf-8")
 
 
 def _write_model(folder: Path, texts: Path) -> None:
-    """A model that transformers made, beside its tokenizer."""
+    """Write a transformers model and its tokenizer."""
     folder.mkdir()
     tokenizer = fit(iter([[path.read_text(encoding="utf-8")] for path in texts.iterdir()]), TokenizerConfig(vocab=300))
     tokenizer.save(folder)
@@ -62,23 +61,41 @@ def test_recipe(
     _write_pairs(folder / "ChatbotData.csv")
     _write_model(folder / "pretrained", tiny_texts)
     assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
-    assert f"All stages are done. The model is runs/{name}/run/step-0000002" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"All stages are done. The model is runs/{name}/run/step-0000002" in out
+    assert f"  textmill {'chat' if name == 'chat-ko' else 'generate'} runs/{name}" in out.partition("Next:")[2]
     if name == "chat-ko":
-        _answers_come_through_the_template(folder / "runs" / name / "run")
+        _check_chat_template_is_used(folder / "runs" / name / "run")
+    if name == "quickstart":
+        _check_run_has_no_settings_of_one_call(folder, capsys)
 
 
-def _answers_come_through_the_template(run: Path) -> None:
-    """Of the chain without a question, with one, and of the prompts of training."""
-    talks = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
-    assert len(talks) == 3
-    assert all(re.match(r"<\|user\|>\d+시에 뭐 해\?<\|endoftext\|><\|assistant\|>", talk) for talk in talks)
+def _check_run_has_no_settings_of_one_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check commands of docs/generate.md in the quickstart's run, whose recipe has a prompt."""
+    (folder / "prompts.txt").write_text("Once\nTwice\n", encoding="utf-8")
+    capsys.readouterr()
+    assert main(["generate", "runs/quickstart", "sample.prompts_file=prompts.txt", "sample.max_tokens=3"]) == 0
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["Once", "Twice"]
+    assert main(["generate", "quickstart", "sample.prompts_file=prompts.txt", "sample.max_tokens=50"]) == 0
+    for where in ("runs/quickstart", "runs/quickstart/run", "runs/quickstart/run/step-0000002"):
+        assert open_where(where, ["sample.max_tokens=3"]).config.sample.prompt is None, "generate asks for a text"
+
+
+def _check_chat_template_is_used(run: Path) -> None:
+    """Check texts of `run` without and with a prompt, and samples during training."""
+    conversations = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
+    assert len(conversations) == 3
+    assert all(
+        re.match(r"<\|user\|>\d+시에 뭐 해\?<\|endoftext\|><\|assistant\|>", conversation)
+        for conversation in conversations
+    )
     assert main(["run", "chat-ko.yaml", *QUICK, "sample.prompt=5시에 뭐 해?"]) == 0
-    (talk,) = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
+    (conversation,) = json.loads((run / "summary.json").read_text(encoding="utf-8"))["texts"]
     config = open_where("chat-ko.yaml", [*QUICK, "train.sample_prompts=5시에 뭐 해?"]).config
     (line,) = sample_prompts(
         open_checkpoint(run / "step-0000002"), config.train.sample_prompts, config.sample, config.engine
     )
-    assert talk == f"<|user|>5시에 뭐 해?<|endoftext|><|assistant|>{line['text']}"
+    assert conversation == f"<|user|>5시에 뭐 해?<|endoftext|><|assistant|>{line['text']}"
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import pytest
 from tests.support.waiting import LONGEST, wait_for
 from textmill.config import LocalRunner
 from textmill.errors import TextmillError
-from textmill.runners import Runner, open_runner
+from textmill.runners import Runner, on_local, open_runner
 from textmill.runners.on_local import SHARDS_PER_WORKER, usable_cores
 
 JOBS = Path(__file__).parent / "jobs"
@@ -86,7 +86,8 @@ def test_never_more_workers_than_shards(jobs: Any) -> None:
     assert os.getpid() not in used
 
 
-def test_auto_uses_the_cores_of_this_process() -> None:
+def test_auto_uses_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_local, "usable_cores", usable_cores)
     assert open_runner(LocalRunner()).workers == usable_cores() >= 1  # type: ignore[attr-defined]
 
 

@@ -54,6 +54,7 @@ def test_error_reaches_the_caller_unchanged(runner: Any, jobs: Any, tmp_path: Pa
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.long
 def test_failing_function_ends_the_pipeline_with_its_own_error(jobs: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^shard 2: the disk went away$"):
         list(open_runner(BeamRunner()).map(jobs.break_once, [(number, str(tmp_path)) for number in range(4)]))
@@ -91,6 +92,7 @@ def test_worker_killed_before_it_starts_is_replaced(jobs: Any, tmp_path: Path, m
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.long
 def test_shard_that_always_kills_is_named(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_beam, "MAX_PIPELINES", 1)
     with pytest.raises(TextmillError, match=r"runner: a worker died .*; \d is not finished"):
@@ -123,6 +125,7 @@ def test_worker_without_the_folder_is_reported(jobs: Any, tmp_path: Path) -> Non
         on_beam._ShardStep(jobs.double, str(tmp_path / "elsewhere")).process((0, on_beam.CODER.encode(1)))
 
 
+@pytest.mark.long
 def test_wrong_options_end_in_one_line(jobs: Any) -> None:
     with pytest.raises(TextmillError, match=r"runner: the Beam pipeline failed: .*NoSuchRunner"):
         list(open_runner(BeamRunner(options=["--runner=NoSuchRunner"])).map(jobs.double, [1]))
@@ -146,6 +149,7 @@ def test_prepare_gives_the_same_bytes(
     assert "train-00000.parquet" in local
 
 
+@pytest.mark.long
 def test_missing_package_is_reported_at_start(root: Path) -> None:
     script = "import sys; sys.modules['apache_beam'] = None; import textmill.runners.on_beam"
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)

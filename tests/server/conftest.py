@@ -1,4 +1,4 @@
-"""Live servers for tests, each a process of its own."""
+"""Live servers for tests, each in its own process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from textmill.tokens.vocabulary.tokenizer import fit
 
 @pytest.fixture(scope="module")
 def new_live() -> Iterator[Callable[..., Live]]:
-    """Starts servers, and ends them after the module's tests."""
+    """Return a function that starts servers; they are stopped after the module's tests."""
     started: list[Live] = []
 
-    def start(asked: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Live:
-        started.append(Live(asked or {}, env))
+    def start(options: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Live:
+        started.append(Live(options or {}, env))
         return started[-1]
 
     yield start
@@ -33,7 +33,7 @@ def new_live() -> Iterator[Callable[..., Live]]:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of random weights that sees 96 tokens."""
+    """A checkpoint with random weights and 96 positions."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(layers=2, heads=2, width=32, inner=128, positions=96, vocab=tokenizer.vocab, end=tokenizer.end)
     return write_model(tmp_path_factory.mktemp("small") / "run", tokenizer, shape).folder
@@ -41,5 +41,5 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(new_live: Callable[..., Live]) -> Live:
-    """A server of the echoing model, quick and without a key."""
+    """A server with the echo model, without delay or key."""
     return new_live({"serve": {"slots": 8, "queue": 64}})

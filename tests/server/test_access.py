@@ -1,7 +1,8 @@
-"""Who is let in: the key, the host's name, other sites' pages."""
+"""Access control: API key, Host header, CORS."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support import web
 from tests.support.live_server import Live
+from tests.support.waiting import LONGEST
 from textmill.config import ServeConfig
 from textmill.errors import TextmillError
 from textmill.server.middleware import PUBLIC_PATHS
@@ -18,8 +20,10 @@ from textmill.server.model_setup import read_api_key
 KEY = "a-long-secret"
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 GUARDED: list[tuple[str, str, Any]] = [
-    ("GET", "/v1/models", None), ("GET", "/v1/models/mill", None), ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}),
-    ("POST", "/v1/chat/completions", CHAT), ("POST", "/tokenize", {"text": "x"}), ("POST", "/detokenize", {"tokens": [1]}),
+    ("GET", "/v1/models", None), ("GET", "/v1/models/mill", None),
+    ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}),
+    ("POST", "/v1/chat/completions", CHAT), ("POST", "/tokenize", {"text": "x"}),
+    ("POST", "/detokenize", {"tokens": [1]}),
     ("GET", "/generate?sentence=x", None), ("GET", "/metrics", None), ("GET", "/tokenizer_info", None),
 ]  # fmt: skip
 
@@ -32,7 +36,7 @@ def guarded(new_live: Callable[..., Live], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("method", "path", "body"), GUARDED, ids=[path for _, path, _ in GUARDED])
-def test_no_wrong_and_right_key(guarded: Live, method: str, path: str, body: Any) -> None:
+def test_missing_wrong_and_right_key(guarded: Live, method: str, path: str, body: Any) -> None:
     for header in (
         None,
         "",
@@ -54,7 +58,7 @@ def test_no_wrong_and_right_key(guarded: Live, method: str, path: str, body: Any
     )
 
 
-def test_every_route_is_guarded_or_named_open(guarded: Live) -> None:
+def test_every_route_needs_the_key_or_is_listed_as_open(guarded: Live) -> None:
     api = web.get(f"{guarded.url}/openapi.json").json()
     covered = {path.partition("?")[0] for _, path, _ in GUARDED}
     assert {path.replace("{name}", "mill") for path in api["paths"]} - PUBLIC_PATHS == covered
@@ -65,7 +69,7 @@ def test_every_route_is_guarded_or_named_open(guarded: Live) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/nothing", "/Metrics", "//metrics", "/metrics/", "/health/../metrics", "/%6detrics", "/./metrics"]
 )
-def test_no_spelling_goes_round_the_guard(guarded: Live, path: str) -> None:
+def test_path_spelling_cannot_bypass_the_key(guarded: Live, path: str) -> None:
     import http.client
 
     line = http.client.HTTPConnection("127.0.0.1", guarded.port)
@@ -73,7 +77,7 @@ def test_no_spelling_goes_round_the_guard(guarded: Live, path: str) -> None:
     assert line.getresponse().status == 401
 
 
-def test_a_local_server_answers_to_local_names_only(live: Live, new_live: Callable[..., Live]) -> None:
+def test_local_server_accepts_local_host_names_only(live: Live, new_live: Callable[..., Live]) -> None:
     def status(server: Live, name: str) -> int:
         return web.get(f"{server.url}/v1/models", headers={"Host": name}).status_code
 
@@ -83,26 +87,63 @@ def test_a_local_server_answers_to_local_names_only(live: Live, new_live: Callab
         assert status(live, name) == 403
     named = new_live({"serve": {"allowed_hosts": ["mill.example"], "allowed_origins": ["https://app.example"]}})
     assert status(named, "mill.example") == 200
-    asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    headers = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
     assert (
-        web.options(f"{named.url}/v1/completions", headers=asked).headers["access-control-allow-origin"]
+        web.options(f"{named.url}/v1/completions", headers=headers).headers["access-control-allow-origin"]
         == "https://app.example"
     )
-    other = {**asked, "Origin": "https://evil.example"}
+    other = {**headers, "Origin": "https://evil.example"}
     assert "access-control-allow-origin" not in web.options(f"{named.url}/v1/completions", headers=other).headers
     for origin, wanted in (("https://app.example", 200), ("https://evil.example", 403)):
         crossing = {"Sec-Fetch-Site": "cross-site", "Origin": origin}
         assert web.get(f"{named.url}/generate?sentence=x", headers=crossing).status_code == wanted
 
 
-def test_cors_is_closed_unless_opened(live: Live) -> None:
+def test_cors_is_off_by_default(live: Live) -> None:
     reply = web.get(f"{live.url}/v1/models", headers={"Origin": "https://app.example"})
     assert not [name for name in reply.headers if name.startswith("access-control")]
     crossing = {"Sec-Fetch-Site": "cross-site", "Origin": "https://app.example"}
     assert web.get(f"{live.url}/generate?sentence=x", headers=crossing).status_code == 403
 
 
-def test_the_key_comes_from_the_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({}, 200),
+        ({"Origin": "http://127.0.0.1:{port}"}, 200),
+        ({"Origin": "http://127.0.0.1:3000"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:3000"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "https://name-of-a-proxy.example"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+    ],
+    ids=str,
+)
+def test_page_on_another_port_is_another_site(live: Live, headers: dict[str, str], wanted: int) -> None:
+    headers = {name: value.format(port=live.port) for name, value in headers.items()}
+    assert web.get(f"{live.url}/generate?sentence=x", headers=headers).status_code == wanted
+    assert web.get(f"{live.url}/health", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "wanted"),
+    [
+        ("GET /v1/models HTTP/1.1\r\nHost: localhost\r\n", 200),
+        ("GET /v1/models HTTP/1.1\r\n", 400),
+        ("GET /health HTTP/1.1\r\n", 400),
+        ("GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
+        ("GET /v1/models HTTP/1.0\r\n", 200),
+    ],
+)
+def test_http_1_1_needs_one_host_header(live: Live, head: str, wanted: int) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=LONGEST) as line:
+        line.sendall(f"{head}Connection: close\r\n\r\n".encode())
+        assert line.makefile("rb").readline().split()[1] == str(wanted).encode()
+
+
+def test_key_is_read_from_the_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEXTMILL_API_KEY", raising=False)
     assert read_api_key(ServeConfig()) is None
     monkeypatch.setenv("TEXTMILL_API_KEY", "from-the-environment")

@@ -1,4 +1,4 @@
-"""What the routes answer: shapes, limits, and one sentence for every mistake."""
+"""Replies of all routes: fields, limits, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def post(live: Live, path: str, body: Any, **headers: str) -> httpx.Response:
 
 
 def streamed(live: Live, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream, which must end with [DONE]."""
+    """Return the chunks of a stream, which must end with [DONE]."""
     with web.stream("POST", live.url + path, json={**body, "stream": True}) as reply:
         assert reply.status_code == 200
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -35,60 +35,60 @@ def ids_of(live: Live, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("text", ["The mill", HANGUL, "👩‍👩‍👧 çark", " "])
-def test_tokens_there_and_back(live: Live, text: str) -> None:
-    told = post(live, "/tokenize", {"text": text}).json()
-    assert told["count"] == len(told["tokens"]) == len(told["pieces"])
-    assert post(live, "/detokenize", {"tokens": told["tokens"]}).json() == {"text": text, "prompt": text}
+def test_tokenize_and_detokenize_round_trip(live: Live, text: str) -> None:
+    reply = post(live, "/tokenize", {"text": text}).json()
+    assert reply["count"] == len(reply["tokens"]) == len(reply["pieces"])
+    assert post(live, "/detokenize", {"tokens": reply["tokens"]}).json() == {"text": text, "prompt": text}
 
 
-def test_a_stream_is_the_whole_text_in_pieces(live: Live) -> None:
+def test_streamed_chunks_join_to_the_full_text(live: Live) -> None:
     body = {"prompt": HANGUL, "max_tokens": 40}
-    whole = post(live, "/v1/completions", body).json()
+    full = post(live, "/v1/completions", body).json()
     chunks = streamed(live, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
-    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == whole["choices"][0]["text"]
-    assert chunks[-1]["usage"] == whole["usage"] == {"prompt_tokens": len(ids_of(live, HANGUL)), "completion_tokens": 40,
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == full["choices"][0]["text"]
+    assert chunks[-1]["usage"] == full["usage"] == {"prompt_tokens": len(ids_of(live, HANGUL)), "completion_tokens": 40,
                                                      "total_tokens": len(ids_of(live, HANGUL)) + 40}  # fmt: skip
     assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-1] == "length"
-    assert whole["choices"][0]["text"].startswith(HANGUL), "the model echoes its prompt"
+    assert full["choices"][0]["text"].startswith(HANGUL), "the model echoes its prompt"
 
 
-def test_prompts_times_n_choices(live: Live) -> None:
-    told = post(live, "/v1/completions", {"prompt": ["one", "river"], "n": 2, "max_tokens": 3}).json()
-    assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
-    firsts = [choice["text"][:2] for choice in told["choices"]]
+def test_every_prompt_gets_n_choices(live: Live) -> None:
+    reply = post(live, "/v1/completions", {"prompt": ["one", "river"], "n": 2, "max_tokens": 3}).json()
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    firsts = [choice["text"][:2] for choice in reply["choices"]]
     assert firsts == ["on", "on", "ri", "ri"]
-    assert told["usage"]["completion_tokens"] == 12
+    assert reply["usage"]["completion_tokens"] == 12
 
 
-def test_token_ids_are_prompts_too(live: Live) -> None:
+def test_prompt_may_be_token_ids(live: Live) -> None:
     ids = ids_of(live, "The mill")
     one = post(live, "/v1/completions", {"prompt": ids, "max_tokens": len(ids)}).json()
     many = post(live, "/v1/completions", {"prompt": [ids, ids], "max_tokens": len(ids)}).json()
     assert [choice["text"] for choice in one["choices"] + many["choices"]] == ["The mill"] * 3
 
 
-def test_a_stop_string_ends_the_text(live: Live) -> None:
-    told = post(live, "/v1/completions", {"prompt": "The mill", "max_tokens": 50, "stop": ["il"]}).json()["choices"][0]
-    assert (told["text"], told["finish_reason"]) == ("The m", "stop")
+def test_stop_string_ends_the_text(live: Live) -> None:
+    reply = post(live, "/v1/completions", {"prompt": "The mill", "max_tokens": 50, "stop": ["il"]}).json()["choices"][0]
+    assert (reply["text"], reply["finish_reason"]) == ("The m", "stop")
 
 
-def test_logprobs_have_a_place_for_every_token(live: Live) -> None:
+def test_logprobs_have_an_entry_for_every_token(live: Live) -> None:
     body = {"prompt": HANGUL, "max_tokens": 6, "logprobs": 2, "echo": True}
     choice = post(live, "/v1/completions", body).json()["choices"][0]
-    told = choice["logprobs"]
+    reply = choice["logprobs"]
     count = len(ids_of(live, HANGUL))
     assert (
-        len(told["tokens"])
-        == len(told["token_logprobs"])
-        == len(told["top_logprobs"])
-        == len(told["text_offset"])
+        len(reply["tokens"])
+        == len(reply["token_logprobs"])
+        == len(reply["top_logprobs"])
+        == len(reply["text_offset"])
         == count + 6
     )
-    assert told["token_logprobs"][0] is None
-    assert told["text_offset"] == sorted(told["text_offset"])
-    assert told["text_offset"][count] == len(HANGUL)
+    assert reply["token_logprobs"][0] is None
+    assert reply["text_offset"] == sorted(reply["text_offset"])
+    assert reply["text_offset"][count] == len(HANGUL)
     assert choice["text"].startswith(HANGUL)
-    assert len(told["top_logprobs"][-1]) == 2
+    assert len(reply["top_logprobs"][-1]) == 2
 
 
 def test_chat_logprobs_have_bytes(live: Live) -> None:
@@ -101,14 +101,14 @@ def test_chat_logprobs_have_bytes(live: Live) -> None:
     assert all(len(token["top_logprobs"]) == 2 for token in content)
 
 
-def test_the_prompt_alone_is_judged(live: Live) -> None:
+def test_echo_gives_logprobs_of_the_prompt_alone(live: Live) -> None:
     choice = post(live, "/v1/completions", {"prompt": "The mill", "max_tokens": 0, "logprobs": 1, "echo": True}).json()
     assert choice["choices"][0]["text"] == "The mill"
     assert len(choice["choices"][0]["logprobs"]["tokens"]) == len(ids_of(live, "The mill"))
     assert choice["usage"]["completion_tokens"] == 0
 
 
-def test_generate_answers_as_the_original_did(new_live: Callable[..., Live]) -> None:
+def test_generate_route_has_the_original_format(new_live: Callable[..., Live]) -> None:
     plain = new_live({"chat": False, "sample": {"max_tokens": 12}})
     reply = web.get(f"{plain.url}/generate", params={"sentence": HANGUL})
     assert reply.headers["cache-control"] == "no-cache,no-store,must-revalidate"
@@ -125,22 +125,36 @@ def test_generate_answers_as_the_original_did(new_live: Callable[..., Live]) -> 
     assert chat.json()["error"]["message"] == "'mill' has no chat template; use /v1/completions to continue a text"
 
 
-def test_generate_of_a_chat_model_goes_through_the_template(live: Live) -> None:
-    told = web.get(f"{live.url}/generate", params={"sentence": "river"}).json()
-    assert told["input"] == "river"
-    assert told["response"].startswith("user: river\nassistant:"), "the model echoes what the template made"
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("sentence=x&temperature=0", "temperature"),
+        ("sentense=x", "sentense"),
+        ("sentence=x&sentence=y", "sentence: is given 2 times"),
+    ],
+)
+def test_generate_route_refuses_parameters_it_would_ignore(live: Live, query: str, message: str) -> None:
+    reply = web.get(f"{live.url}/generate?{query}")
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+
+
+def test_generate_route_uses_the_chat_template(live: Live) -> None:
+    reply = web.get(f"{live.url}/generate", params={"sentence": "river"}).json()
+    assert reply["input"] == "river"
+    assert reply["response"].startswith("user: river\nassistant:"), "the model echoes what the template made"
 
 
 def test_models_health_and_metrics(live: Live) -> None:
-    told = web.get(f"{live.url}/v1/models").json()["data"][0]
-    assert (told["id"], told["object"], told["step"], told["max_model_len"], told["chat"]) == (
+    reply = web.get(f"{live.url}/v1/models").json()["data"][0]
+    assert (reply["id"], reply["object"], reply["step"], reply["max_model_len"], reply["chat"]) == (
         "mill",
         "model",
         7,
         512,
         True,
     )
-    assert web.get(f"{live.url}/v1/models/mill").json() == told
+    assert web.get(f"{live.url}/v1/models/mill").json() == reply
     assert web.get(f"{live.url}/v1/models/none").status_code == 404
     assert web.get(f"{live.url}/health").json() == {"status": "ok"}
     assert web.get(f"{live.url}/ready").json() == {"status": "ready"}
@@ -151,7 +165,7 @@ def test_models_health_and_metrics(live: Live) -> None:
     assert (stats["slots"], stats["queue"]) == (8, 64)
 
 
-def test_the_description_and_its_page(live: Live) -> None:
+def test_openapi_description_and_docs_page(live: Live) -> None:
     api = web.get(f"{live.url}/openapi.json").json()
     wanted = {
         "/v1/completions",
@@ -181,7 +195,8 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/completions", {"prompt": [-1]}, 400, "prompt: -1 is not a token id"),
     ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt: must be a text"),
     ("/v1/completions", {"prompt": "a" * 5000}, 400, "tokens; the limit is 511; send a shorter one"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 99999}, 400, "max_tokens: 99999 is above the server's limit of 4096"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 99999}, 400,
+     "max_tokens: 99999 is above the server's limit of 4096"),
     ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens: must be at least 0; found -1"),
     ("/v1/completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens: must be a valid integer; found '5'"),
     ("/v1/completions", {"prompt": "x", "n": 17}, 400, "n: 17 texts in one request (prompts times n); the limit is 16"),
@@ -201,20 +216,28 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/completions", {"prompt": "x", "seed": 2**70}, 400, "seed: must be less than"),
     ("/v1/completions", {"prompt": "x", "max_token": 5}, 400, "max_token: unknown field; did you mean 'max_tokens'?"),
     ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "model: unknown model 'gpt-9'; this server has 'mill'"),
-    ("/v1/completions", {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, 400, "stream: log-probabilities of an echoed"),
+    ("/v1/completions", {"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, 400,
+     "stream: log-probabilities of an echoed"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
-    ("/v1/chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, 400, "messages.0.role: must be 'system'"),
+    ("/v1/chat/completions", {"messages": [{"role": "cook", "content": "x"}]}, 400,
+     "messages.0.role: must be 'system'"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "messages.0.content: is missing"),
     ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs: needs logprobs to be true"),
-    ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens: differs from max_completion_tokens"),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 3, "max_completion_tokens": 4}, 400,
+     "max_tokens: differs from max_completion_tokens"),
     ("/v1/chat/completions", {**CHAT, "tools": []}, 400, "tools: is not supported; remove it"),
     ("/v1/chat/completions", {**CHAT, "reasoning_effort": "low"}, 400, "reasoning_effort: is not supported; remove it"),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice: must be 'none' or 'auto'"),
-    ("/v1/chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities.1: must be 'text'; found 'audio'"),
-    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type: must be 'text'"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, 400, "messages.0.name: is not supported"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "messages.0.mood: unknown field"),
-    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: must be 'system'"),
+    ("/v1/chat/completions", {**CHAT, "modalities": ["text", "audio"]}, 400,
+     "modalities.1: must be 'text'; found 'audio'"),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400,
+     "response_format.type: must be 'text'"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, 400,
+     "messages.0.name: is not supported"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400,
+     "messages.0.mood: unknown field"),
+    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400,
+     "messages.0.role: must be 'system'"),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix: is not supported; remove it"),
     ("/v1/completions", {"prompt": "x", "tools": None}, 400, "tools: unknown field; remove it"),
     ("/detokenize", {"tokens": [9999]}, 400, "tokens: 9999 is not a token id"),
@@ -224,19 +247,21 @@ MISTAKES: list[tuple[str, dict[str, Any], int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "status", "said"), MISTAKES, ids=[said for *_, said in MISTAKES])
-def test_a_mistake_gets_one_sentence(live: Live, path: str, body: dict[str, Any], status: int, said: str) -> None:
+@pytest.mark.parametrize(("path", "body", "status", "message"), MISTAKES, ids=[message for *_, message in MISTAKES])
+def test_invalid_request_gets_a_one_sentence_error(
+    live: Live, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
     reply = post(live, path, body)
     assert reply.status_code == status
     error = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert said in error["message"]
+    assert message in error["message"]
     assert "\n" not in error["message"]
 
 
-def test_bodies_that_are_no_json(live: Live) -> None:
+def test_bodies_that_are_not_json(live: Live) -> None:
     json_type = {"content-type": "application/json"}
-    for content, headers, said in [
+    for content, headers, message in [
         (b"{", json_type, "the body is not JSON"),
         (b"[1]", json_type, "the body must be a JSON object"),
         (b"", json_type, "the body must be a JSON object"),
@@ -250,10 +275,10 @@ def test_bodies_that_are_no_json(live: Live) -> None:
     ]:
         reply = web.post(f"{live.url}/v1/completions", content=content, headers=headers)
         assert reply.status_code == 400, content[:40]
-        assert said in reply.json()["error"]["message"]
+        assert message in reply.json()["error"]["message"]
 
 
-def test_a_body_may_come_in_each_encoding_that_python_reads(live: Live) -> None:
+def test_body_may_use_any_unicode_encoding(live: Live) -> None:
     for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
         content = json.dumps({"text": "k\u00f6pr\u00fc"}, ensure_ascii=False).encode(encoding)
         reply = web.post(
@@ -262,19 +287,19 @@ def test_a_body_may_come_in_each_encoding_that_python_reads(live: Live) -> None:
         assert "".join(reply.json()["pieces"]) == "k\u00f6pr\u00fc"
 
 
-def test_a_body_is_limited_whether_or_not_its_length_is_told(new_live: Callable[..., Live]) -> None:
+def test_body_size_is_limited_with_and_without_content_length(new_live: Callable[..., Live]) -> None:
     small = new_live({"serve": {"max_body": 2000}})
-    told = post(small, "/tokenize", {"text": "a" * 3000})
-    untold = web.post(
+    announced = post(small, "/tokenize", {"text": "a" * 3000})
+    chunked = web.post(
         f"{small.url}/tokenize", content=(b"a" * 100 for _ in range(30)), headers={"content-type": "application/json"}
     )
-    for reply in (told, untold):
+    for reply in (announced, chunked):
         assert reply.status_code == 413
         assert "limit of 2,000 bytes" in reply.json()["error"]["message"]
     assert post(small, "/tokenize", {"text": "a" * 1500}).status_code == 200
 
 
-def test_a_full_server_says_when_to_come_again(new_live: Callable[..., Live]) -> None:
+def test_full_server_sends_retry_after(new_live: Callable[..., Live]) -> None:
     narrow = new_live({"serve": {"slots": 1, "queue": 0, "max_tokens": 10**9}})
     with web.stream(
         "POST", f"{narrow.url}/v1/completions", json={"prompt": "x", "max_tokens": 10**9, "stream": True}
@@ -289,7 +314,7 @@ def test_a_full_server_says_when_to_come_again(new_live: Callable[..., Live]) ->
     assert post(narrow, "/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_a_request_ends_at_its_time_limit(new_live: Callable[..., Live]) -> None:
+def test_request_ends_at_its_time_limit(new_live: Callable[..., Live]) -> None:
     slow = new_live({"serve": {"request_timeout": 0.5, "max_tokens": 10**9}})
     choice = post(slow, "/v1/completions", {"prompt": "x", "max_tokens": 10**9}).json()["choices"][0]
     assert (choice["finish_reason"], choice["ended"]) == ("length", "time limit")
@@ -297,18 +322,18 @@ def test_a_request_ends_at_its_time_limit(new_live: Callable[..., Live]) -> None
     assert slow.stats()["timeouts_total"] == 1
 
 
-def test_the_log_has_prompts_only_when_asked(new_live: Callable[..., Live]) -> None:
-    for asked in (False, True):
-        logging = new_live({"serve": {"log_prompts": asked}})
+def test_prompts_are_logged_only_if_enabled(new_live: Callable[..., Live]) -> None:
+    for enabled in (False, True):
+        logging = new_live({"serve": {"log_prompts": enabled}})
         post(logging, "/v1/completions", {"prompt": "a secret river", "max_tokens": 3})
         web.get(f"{logging.url}/generate", params={"sentence": "a secret river"})
         assert logging.stop() == 0
-        said = "".join(logging.said)
-        assert "new_tokens=3" in said
-        assert ("secret" in said) is asked
+        log = "".join(logging.output)
+        assert "new_tokens=3" in log
+        assert ("secret" in log) is enabled
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(live: Live) -> None:
+def test_too_long_text_is_refused_before_tokenizing(live: Live) -> None:
     long = "mill " * 100_000
     bodies = {
         "/v1/completions": {"prompt": long},

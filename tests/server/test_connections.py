@@ -1,4 +1,4 @@
-"""Connections are bounded in number and in time: slow clients go, good ones get in, and who is turned away is told."""
+"""Connections are limited in number and time: slow clients are closed, others get in, refused ones get an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def connect(live: Live) -> socket.socket:
 
 
 def rest(line: socket.socket) -> bytes:
-    """All that comes until the server hangs up."""
+    """Return all bytes until the server closes the connection."""
     got = b""
     try:
         while part := line.recv(65536):
@@ -45,7 +45,7 @@ def rest(line: socket.socket) -> bytes:
 
 
 def drip(line: socket.socket, byte: bytes) -> bytes:
-    """Send a byte now and then until the server hangs up; what it said."""
+    """Send a byte now and then until the server closes the connection; return its reply."""
     end = time.monotonic() + LONGEST
     line.settimeout(0.1)
     got = b""
@@ -59,7 +59,7 @@ def drip(line: socket.socket, byte: bytes) -> bytes:
             line.sendall(byte)
         except OSError:
             return got
-    raise AssertionError(f"the server waits for ever; it said {got!r}")
+    raise AssertionError(f"the server waits for ever; it sent {got!r}")
 
 
 @pytest.fixture(scope="module")
@@ -67,28 +67,28 @@ def hasty(new_live: Callable[..., Live]) -> Live:
     return new_live({"serve": {"read_timeout": 5.0, "max_body": 300_000}})
 
 
-def sent_slowly(live: Live, first: bytes, byte: bytes) -> bytes:
-    """What comes of a request that never ends."""
+def send_slowly(live: Live, first: bytes, byte: bytes) -> bytes:
+    """Return the reply to a request that is never complete."""
     with connect(live) as line:
         line.sendall(first)
         return drip(line, byte)
 
 
 @pytest.mark.long
-def test_slow_clients_are_told_and_let_go(hasty: Live) -> None:
+def test_slow_clients_get_an_error_and_are_closed(hasty: Live) -> None:
     before = hasty.stats()["connections_slow_total"]
     answered = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    begun = [
+    slow_requests = [
         (HEAD, b"x"),
         (HEAD + b"Content-Length: 500\r\n\r\n{", b"x"),
         (answered + b"GET /hea", b"x"),
         (answered, b"\r\n"),
     ]
     with ThreadPoolExecutor(8) as pool:
-        found = [pool.submit(sent_slowly, hasty, *one) for one in begun]
-        refused = pool.submit(sent_slowly, hasty, HEAD + b"Content-Length: 1000000\r\n\r\n", b"x")
+        found = [pool.submit(send_slowly, hasty, *one) for one in slow_requests]
+        refused = pool.submit(send_slowly, hasty, HEAD + b"Content-Length: 1000000\r\n\r\n", b"x")
         with connect(hasty) as line:
-            assert rest(line) == b"", "who never began gets no reply"
+            assert rest(line) == b"", "a connection without a request gets no reply"
     for one in found:
         status, _, body = one.result().rpartition(b"\r\n\r\n")
         assert b"HTTP/1.1 408" in status
@@ -106,13 +106,13 @@ def narrow(new_live: Callable[..., Live]) -> Live:
 
 
 @pytest.mark.long
-def test_a_header_has_an_end(narrow: Live) -> None:
+def test_header_size_is_limited(narrow: Live) -> None:
     for endless in (b"X: " + b"x" * 100, b"".join(b"X-%d: x\r\n" % number for number in range(20))):
         with connect(narrow) as line:
-            with suppress(OSError):  # the server has heard enough
+            with suppress(OSError):  # the server may close the connection
                 line.sendall(HEAD + endless * 3000)
             status, _, body = rest(line).partition(b"\r\n\r\n")
-        if status:  # lost where bytes met a closed door
+        if status:  # lost if the connection was closed while bytes were on the way
             assert status.startswith(b"HTTP/1.1 431")
             assert json.loads(body)["error"]["message"] == "the header is larger than 65,536 bytes; send a smaller one"
     with connect(narrow) as line:
@@ -124,12 +124,12 @@ def test_a_header_has_an_end(narrow: Live) -> None:
         assert line.recv(1000).startswith(b"HTTP/1.1 200")
         with suppress(OSError):
             line.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000)
-        assert b"[DONE]" not in rest(line), "nor behind a request that is being answered"
+        assert b"[DONE]" not in rest(line), "also after a request that is being answered"
     assert narrow.wait_idle()["cancelled_total"] == 1
 
 
 class FakeLoop:
-    """A clock that goes when it is told to, and the calls that are due by it."""
+    """An event loop whose clock moves only by `advance`."""
 
     def __init__(self) -> None:
         self.now, self.calls = 0.0, list[tuple[float, Callable[[], None]]]()
@@ -154,7 +154,7 @@ class FakeLoop:
 
 
 class FakeTransport:
-    """A line whose other end is the test."""
+    """A transport that records what is written."""
 
     def __init__(self) -> None:
         self.written, self.closed = b"", False
@@ -182,7 +182,7 @@ class FakeTransport:
     resume_reading = pause_reading
 
 
-def test_a_long_body_has_more_time() -> None:
+def test_long_body_gets_more_time() -> None:
     loop, line = FakeLoop(), FakeTransport()
     pool = ConnectionPool(10, 2.0, Metrics())
     config = Config(large, lifespan="off")
@@ -196,17 +196,17 @@ def test_a_long_body_has_more_time() -> None:
     assert not line.closed
     one.data_received(b"a")
     loop.advance(allowed)
-    assert not line.closed, "another byte has brought some more"
+    assert not line.closed, "another byte adds some time"
     loop.advance(allowed + 0.1)
     assert line.closed
     assert line.written.startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.long
-def test_who_waits_makes_room_and_who_works_does_not(narrow: Live) -> None:
+def test_idle_connections_are_closed_for_new_ones_and_active_ones_are_not(narrow: Live) -> None:
     idle = [connect(narrow) for _ in range(4)]
     assert web.get(f"{narrow.url}/health").status_code == 200
-    assert rest(idle[0]) == b"", "the one that had waited longest had begun nothing"
+    assert rest(idle[0]) == b"", "the longest idle connection is closed"
     body = json.dumps({"prompt": "The mill", "max_tokens": 10**9, "stream": True}).encode()
     working = [connect(narrow) for _ in range(4)]
     for line in working:
@@ -216,7 +216,7 @@ def test_who_waits_makes_room_and_who_works_does_not(narrow: Live) -> None:
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
     assert "reached its limit of connections" in reply.json()["error"]["message"]
     for line in working:
-        assert line.recv(1000), "texts go on"
+        assert line.recv(1000), "texts continue"
         line.close()
     wait_for(lambda: web.get(f"{narrow.url}/health").status_code == 200)
     stats = narrow.wait_idle()
@@ -225,39 +225,39 @@ def test_who_waits_makes_room_and_who_works_does_not(narrow: Live) -> None:
     for line in idle:
         line.close()
     assert narrow.stop() == 0
-    assert "Traceback" not in "".join(narrow.said)
+    assert "Traceback" not in "".join(narrow.output)
 
 
 async def large(scope: Any, receive: Any, send: Any) -> None:
-    """An application whose reply is larger than what the system keeps for a reader."""
+    """An application whose reply is larger than the socket buffers."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"x" * 50_000_000})
 
 
-async def unread(crowd: ConnectionPool) -> None:
-    """Asks for the large reply and reads nothing of it, until the server has had enough."""
+async def unread(pool: ConnectionPool) -> None:
+    """Request the large reply and read nothing, until the server closes the connection."""
     config, loop = Config(large, lifespan="off"), asyncio.get_running_loop()
     state = ServerState()
     server = await loop.create_server(
-        lambda: Connection(crowd, config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        lambda: Connection(pool, config=config, server_state=state, app_state={}), "127.0.0.1", 0
     )
     with socket.create_connection(server.sockets[0].getsockname()[:2]) as line:
         line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         end = loop.time() + LONGEST
-        while not crowd.metrics.slow or state.connections:
+        while not pool.metrics.slow or state.connections:
             assert loop.time() < end
             await asyncio.sleep(0.02)
     server.close()
 
 
-def test_a_reply_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_is_closed_if_the_reply_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
-    crowd = ConnectionPool(10, 60.0, Metrics())
-    asyncio.run(unread(crowd))
-    assert not crowd.waiting
+    pool = ConnectionPool(10, 60.0, Metrics())
+    asyncio.run(unread(pool))
+    assert not pool.waiting
 
 
-def test_connections_want_files() -> None:
+def test_file_limit_is_raised_for_connections() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, most))

@@ -1,4 +1,4 @@
-"""The examples of docs/serve.md, run as they stand against a live server."""
+"""The examples of docs/serve.md, run unchanged against a live server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 def example(kind: str, live: Live) -> str:
-    """The one example in a language, with the live server's address."""
+    """Return the example in a language, with the live server's address."""
     found: list[str] = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert len(found) == 1
     assert ADDRESS in found[0]
@@ -40,9 +40,9 @@ def test_curl(live: Live) -> None:
 def test_python(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openai", reason="the openai client is in the extra dev")
     exec(compile(example("python", live), "docs/serve.md", "exec"), {})
-    said = capsys.readouterr().out
-    assert said.count("Once upon a time") >= 2, "the model echoes its prompt, whole and streamed"
-    assert "user: Who are you?" in said
+    output = capsys.readouterr().out
+    assert output.count("Once upon a time") >= 2, "the model echoes its prompt, whole and streamed"
+    assert "user: Who are you?" in output
 
 
 def test_javascript(live: Live) -> None:
@@ -57,17 +57,17 @@ def test_javascript(live: Live) -> None:
     try:
         browser.open(live.url)
         script = script.replace("console.log(text)", "return text")
-        said = browser.ask(
+        output = browser.send(
             "execute/async",
             script=f"const done = arguments[0]; (async () => {{ {script} }})().then(done, (e) => done(String(e)))",
             args=[],
         )
-        assert said.startswith("Once upon a time")
+        assert output.startswith("Once upon a time")
     finally:
         browser.close()
 
 
-def test_every_setting_and_place_is_on_the_page(live: Live) -> None:
+def test_every_setting_and_route_is_on_the_page(live: Live) -> None:
 
     from textmill.config import ServeConfig
 

@@ -1,4 +1,4 @@
-"""A model that hangs, fails or is gone, and requests that take long to read: /health says so, and nobody waits for ever."""
+"""A model that hangs or fails, and slow tokenizing: /health reports it, and no request waits for ever."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from textmill.server.request_models import CompletionBody
 from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
-ASKED = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}
+BODY = {"prompt": "The mill", "max_tokens": 3, "min_tokens": 3}
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    """A real model; how long its steps take is for the tests to say."""
+    """A service with a real model, whose steps a test may slow down."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
     write_model(tmp_path / "run", tokenizer, shape)
@@ -43,28 +43,28 @@ def service(tmp_path: Path) -> Iterator[Service]:
     service.scheduler.close(0)
 
 
-async def seen(service: Service, hung: threading.Event) -> dict[str, Any]:
-    """What a server whose model hangs answers, and what it answers when the model is back."""
+async def requests_while_hung(service: Service, hung: threading.Event) -> dict[str, Any]:
+    """Return the replies while the model hangs, and after it continues."""
     transport = httpx.ASGITransport(app=new_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=LONGEST) as client:
         found: dict[str, Any] = {"before": (await client.get("/health")).status_code}
-        found["whole"], found["stream"] = await asyncio.gather(
-            client.post("/v1/completions", json=ASKED), client.post("/v1/completions", json={**ASKED, "stream": True})
+        found["complete"], found["stream"] = await asyncio.gather(
+            client.post("/v1/completions", json=BODY), client.post("/v1/completions", json={**BODY, "stream": True})
         )
         for path in ("/health", "/ready"):
             found[path] = await client.get(path)
-        found["next"] = await client.post("/v1/completions", json=ASKED)
+        found["next"] = await client.post("/v1/completions", json=BODY)
         hung.set()
         while service.problem():
             await asyncio.sleep(0.01)
         found["after"] = [
             (await client.get("/health")).status_code,
-            (await client.post("/v1/completions", json=ASKED)).status_code,
+            (await client.post("/v1/completions", json=BODY)).status_code,
         ]
     return found
 
 
-def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_model_is_reported_until_it_continues(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead, slots, hung = [0.0], service.scheduler.inner._batch.slots, threading.Event()  # type: ignore[attr-defined]
     decode = slots.decode
 
@@ -78,12 +78,12 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr("textmill.generation.scheduler.time", clock)
     monkeypatch.setattr("textmill.server.in_flight.QUIET_SECONDS", 0.05)
-    found = asyncio.run(seen(service, hung))
+    found = asyncio.run(requests_while_hung(service, hung))
     assert (found["before"], found["after"]) == (200, [200, 200])
     for path in ("/health", "/ready"):
         assert found[path].status_code == 503
         assert "has been in one step" in found[path].json()["status"]
-    for name in ("whole", "next"):
+    for name in ("complete", "next"):
         assert found[name].status_code == 503
         assert found[name].json()["error"]["code"] == "model_broken"
     lines = [line for line in found["stream"].text.splitlines() if line.startswith("data: ")]
@@ -91,7 +91,7 @@ def test_a_hung_model(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[-1] == "data: [DONE]"
 
 
-def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(
+def test_internal_error_gives_one_sentence_and_one_log_line(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service.token_texts = service.sample = None  # type: ignore[assignment]
@@ -104,46 +104,47 @@ def test_a_mistake_of_ours_is_one_sentence_and_a_line_of_the_log(
     for reply in asyncio.run(ask()):
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
         assert "internal server error" in reply.json()["error"]["message"]
-    told = capsys.readouterr().err
-    assert " POST /tokenize 500 " in told
-    assert " GET /v1/models 500 " in told
+    log = capsys.readouterr().err
+    assert " POST /tokenize 500 " in log
+    assert " GET /v1/models 500 " in log
 
 
-async def beside(
-    service: Service, path: str, body: dict[str, Any], begun: threading.Event, free: threading.Event
+async def health_during_request(
+    service: Service, path: str, body: dict[str, Any], started: threading.Event, free: threading.Event
 ) -> tuple[int, int]:
-    """Statuses of a long request, and of a look at the server while the tokenizer works for it."""
+    """Return the statuses of a long request, and of /health while the tokenizer works on it."""
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=new_app(service)), base_url="http://127.0.0.1", timeout=LONGEST
     ) as client:
-        asked = asyncio.create_task(client.post(path, json=body))
-        while not begun.is_set():
+        request = asyncio.create_task(client.post(path, json=body))
+        while not started.is_set():
             await asyncio.sleep(0.01)
-        looked = (await client.get("/health")).status_code
+        health = (await client.get("/health")).status_code
         free.set()
-        return (await asked).status_code, looked
+        return (await request).status_code, health
 
 
 @pytest.mark.parametrize(("path", "body", "work"), [
-    ("/tokenize", {"text": "The mill " * 3000}, "encode_many"), ("/detokenize", {"tokens": [100] * 30_000}, "decode_many"),
+    ("/tokenize", {"text": "The mill " * 3000}, "encode_many"),
+    ("/detokenize", {"tokens": [100] * 30_000}, "decode_many"),
 ])  # fmt: skip
-def test_long_texts_hold_nobody_up(
+def test_tokenizing_long_texts_does_not_block_the_server(
     service: Service, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str
 ) -> None:
-    begun, free, in_time = threading.Event(), threading.Event(), list[bool]()
+    started, free, in_time = threading.Event(), threading.Event(), list[bool]()
     real = getattr(TextTokenizer, work)
 
     def held(self: TextTokenizer, many: Any) -> Any:
-        begun.set()
+        started.set()
         in_time.append(free.wait(LONGEST))
         return real(self, many)
 
     monkeypatch.setattr(TextTokenizer, work, held)
-    assert asyncio.run(beside(service, path, body, begun, free)) == (200, 200)
+    assert asyncio.run(health_during_request(service, path, body, started, free)) == (200, 200)
     assert in_time == [True], "the server answered others meanwhile"
 
 
-def test_a_long_list_is_wrong_at_its_first_item() -> None:
+def test_long_invalid_list_gives_few_errors() -> None:
     for wrong in (
         {"prompt": [1] * 50_000 + ["x"]},
         {"prompt": ["x"] * 50_000 + [1]},

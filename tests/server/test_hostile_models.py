@@ -1,4 +1,4 @@
-"""Model folders that lie or bring code: each is refused in one sentence or served without what it brought; nothing of it runs."""
+"""Model folders with false data or code: refused in one sentence, or served without the code; the code never runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config
 
 
 class Bomb:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -36,7 +36,7 @@ class Bomb:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with nothing wrong, as one from elsewhere: no manifest beside it."""
+    """A valid model folder without a manifest, as from another program."""
     tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
     shape = gpt2.Shape(layers=1, heads=2, width=32, inner=64, positions=64, vocab=tokenizer.vocab, end=tokenizer.end)
     made = write_model(tmp_path_factory.mktemp("hostile") / "run", tokenizer, shape).folder
@@ -48,13 +48,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change(folder: Path, name: str, **fields: Any) -> None:
-    """Put fields into a JSON file."""
+    """Change fields of a JSON file."""
     tree = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps({**tree, **fields}))
 
 
-def header(folder: Path, bend: Callable[[dict[str, Any]], None]) -> None:
-    """Bend what a safetensors file says of itself."""
+def change_header(folder: Path, bend: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of the safetensors file."""
     data = (folder / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     tree = json.loads(data[8 : 8 + length])
@@ -64,8 +64,8 @@ def header(folder: Path, bend: Callable[[dict[str, Any]], None]) -> None:
 
 
 def claim(**fields: Any) -> Callable[[Path, Path], None]:
-    """A header that says something else of the embedding."""
-    return lambda folder, _: header(folder, lambda tree: tree["transformer.wte.weight"].update(fields))
+    """Return a function that changes the embedding's entry in the header."""
+    return lambda folder, _: change_header(folder, lambda tree: tree["transformer.wte.weight"].update(fields))
 
 
 def pickled(folder: Path, canary: Path) -> None:
@@ -120,32 +120,41 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         lambda folder, _: change(folder, "config.json", vocab_size=10**9),
         "config.json describes",
     ),
+    "a billion layers": (lambda folder, _: change(folder, "config.json", n_layer=10**9), "config.json describes"),
+    "a billion positions": (
+        lambda folder, _: change(folder, "config.json", n_positions=10**9),
+        "config.json describes",
+    ),
+    "a vocabulary of a trillion": (
+        lambda folder, _: change(folder, "config.json", vocab_size=10**12),
+        "config.json describes",
+    ),
     "a tokenizer too deep": (holding("tokenizer.json", DEEP), "tokenizer.json"),
     "a tokenizer of another kind": (holding("tokenizer.json", '{"model": {"type": "Exec"}}'), "tokenizer.json"),
     "a tokenizer's settings too deep": (holding("tokenizer_config.json", DEEP), "tokenizer_config.json"),
 }
 
 
-def opened(folder: Path, room: Path) -> Any:
-    """The model as the server opens it."""
-    tree = {"folder": str(room), "model": {"init_from": str(folder)}, "engine": {"device": "cpu", "precision": "fp32"}}
+def open_model(folder: Path, root: Path) -> Any:
+    """Open the model as the server does."""
+    tree = {"folder": str(root), "model": {"init_from": str(folder)}, "engine": {"device": "cpu", "precision": "fp32"}}
     return open_service(RunConfig.model_validate(tree), open_scheduler=in_process)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_lies_is_refused(good: Path, tmp_path: Path, kind: str) -> None:
-    bend, said = REFUSED[kind]
+def test_false_data_is_refused(good: Path, tmp_path: Path, kind: str) -> None:
+    bend, message = REFUSED[kind]
     folder, canary = shutil.copytree(good, tmp_path / "model"), tmp_path / "canary"
     bend(folder, canary)
     with pytest.raises(TextmillError) as caught:
-        opened(folder, tmp_path).scheduler.close(0)
-    assert said in str(caught.value)
+        open_model(folder, tmp_path).scheduler.close(0)
+    assert message in str(caught.value)
     assert len(str(caught.value)) < 400
     assert not canary.exists()
 
 
-def test_code_beside_a_model_never_runs(good: Path, tmp_path: Path) -> None:
-    """Python named in config.json, a pickle beside the weights, Jinja in the chat template: served without them."""
+def test_code_in_a_model_folder_never_runs(good: Path, tmp_path: Path) -> None:
+    """Python named in config.json, a pickle next to the weights, Jinja in the chat template: all are ignored."""
     folder, canary = shutil.copytree(good, tmp_path / "model"), tmp_path / "canary"
     (folder / "modeling_evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\n")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
@@ -156,7 +165,7 @@ def test_code_beside_a_model_never_runs(good: Path, tmp_path: Path) -> None:
     )
     change(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_evil.Tokens", None]})
     (folder / "chat_template.jinja").write_text(f"{{{{ cycler.__init__.__globals__.os.mkdir({str(canary)!r}) }}}}")
-    service = opened(folder, tmp_path)
+    service = open_model(folder, tmp_path)
     service.scheduler.close(0)
     assert service.template is None
     assert not canary.exists()

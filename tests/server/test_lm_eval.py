@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's requests to a live server of a real model, against transformers; the harness itself where it is installed."""
+"""lm-evaluation-harness's requests to a live server, compared with transformers; and the harness itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokenizer(small_model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def judge(small_model: Path) -> Callable[[list[int]], torch.Tensor]:
-    """Log-probabilities of every token after every token, by transformers."""
+    """Return a function for the log-probabilities of all next tokens, by transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(small_model).float().eval()
 
     def rows(ids: list[int]) -> torch.Tensor:
@@ -54,7 +54,7 @@ def judge(small_model: Path) -> Callable[[list[int]], torch.Tensor]:
     return rows
 
 
-def asked(live: Live, prompt: Any, **more: Any) -> list[dict[str, Any]]:
+def request_choices(live: Live, prompt: Any, **more: Any) -> list[dict[str, Any]]:
     body = {
         "model": "mill",
         "prompt": prompt,
@@ -72,31 +72,31 @@ def asked(live: Live, prompt: Any, **more: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("new", [1, 0])
-def test_the_likelihood_of_prompts_is_that_of_transformers(
+def test_prompt_logprobs_equal_transformers(
     served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor], new: int
 ) -> None:
     prompts = [tokenizer.encode(context + continuation) for context, continuation in PAIRS]
-    for ids, choice in zip(prompts, asked(served, prompts, max_tokens=new), strict=True):
-        rows, told = judge(ids), choice["logprobs"]
-        assert len(told["token_logprobs"]) == len(ids) + new
-        assert told["token_logprobs"][0] is None
+    for ids, choice in zip(prompts, request_choices(served, prompts, max_tokens=new), strict=True):
+        rows, logprobs = judge(ids), choice["logprobs"]
+        assert len(logprobs["token_logprobs"]) == len(ids) + new
+        assert logprobs["token_logprobs"][0] is None
         wanted = [float(rows[place, id_]) for place, id_ in enumerate(ids[1:])]
-        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(wanted, abs=CLOSE)
+        assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(wanted, abs=CLOSE)
         greedy = [
             max(top.values()) == chosen
-            for chosen, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True)
+            for chosen, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True)
         ]
         likeliest = [int(rows[place].argmax()) == id_ for place, id_ in enumerate(ids[1:])] + [True] * new
         assert greedy == likeliest
         if new:
-            assert told["token_logprobs"][-1] == pytest.approx(float(rows[-1].max()), abs=CLOSE)
+            assert logprobs["token_logprobs"][-1] == pytest.approx(float(rows[-1].max()), abs=CLOSE)
 
 
-def test_new_tokens_are_judged_as_by_transformers(
+def test_logprobs_of_new_tokens_equal_transformers(
     served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor]
 ) -> None:
     ids = tokenizer.encode("The mill")
-    choice = asked(served, ids, echo=False, logprobs=5, max_tokens=12)[0]
+    choice = request_choices(served, ids, echo=False, logprobs=5, max_tokens=12)[0]
     new = web.post(f"{served.url}/tokenize", json={"text": choice["text"]}).json()["tokens"]
     tops = choice["logprobs"]["top_logprobs"]
     context = list(ids)
@@ -109,31 +109,31 @@ def test_new_tokens_are_judged_as_by_transformers(
     assert new
 
 
-def test_a_stream_is_the_whole_text_for_many_prompts(served: Live) -> None:
+def test_streamed_chunks_join_to_the_full_texts_of_many_prompts(served: Live) -> None:
     dice = random.Random(5)
     signs = [*"🎡🏞👩‍👧🇰🇷👍🏽물레방아강가에 aé漢", "The ", " mill", "\n"]
     with httpx.Client(base_url=served.url, timeout=LONGEST) as client:
         for number in range(STREAMED):
             prompt = "".join(dice.choices(signs, k=dice.randint(1, 12)))
             body = {"prompt": prompt, "max_tokens": 24, "seed": number, "temperature": 1.5}
-            whole = client.post("/v1/completions", json=body).json()["choices"][0]
+            full = client.post("/v1/completions", json=body).json()["choices"][0]
             lines = client.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
             chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
-            assert "".join(chunk["text"] for chunk in chunks) == whole["text"], prompt
-            assert chunks[-1]["finish_reason"] == whole["finish_reason"]
+            assert "".join(chunk["text"] for chunk in chunks) == full["text"], prompt
+            assert chunks[-1]["finish_reason"] == full["finish_reason"]
 
 
-def test_until(served: Live, tokenizer: Any) -> None:
+def test_generate_until_a_stop_string(served: Live, tokenizer: Any) -> None:
     body = {"model": "mill", "prompt": ["The mill", "강가에"], "max_tokens": 20, "temperature": 0, "seed": 1234}
-    whole = [choice["text"] for choice in web.post(f"{served.url}/v1/completions", json=body).json()["choices"]]
-    stop = whole[0][3:5]
+    full = [choice["text"] for choice in web.post(f"{served.url}/v1/completions", json=body).json()["choices"]]
+    stop = full[0][3:5]
     cut = web.post(f"{served.url}/v1/completions", json={**body, "stop": [stop, "<|endoftext|>"]}).json()["choices"]
-    assert cut[0]["text"] == whole[0][: whole[0].index(stop)]
+    assert cut[0]["text"] == full[0][: full[0].index(stop)]
     assert cut[0]["finish_reason"] == "stop"
 
 
-def windows_of(ids: list[int], end: int, length: int) -> list[tuple[list[int], int]]:
-    """A long text as the harness asks for it: windows of so many tokens, every token judged once; how many of each are judged."""
+def split_windows(ids: list[int], end: int, length: int) -> list[tuple[list[int], int]]:
+    """Split a long text into windows as the harness does; return each with its number of scored tokens."""
     first = ([end, *ids[:length]], min(length, len(ids)))
     rest = [(ids[max(stop - length - 1, 0) : stop], stop - begin) for begin in range(length, len(ids), length)
             for stop in (min(begin + length, len(ids)),)]  # fmt: skip
@@ -141,41 +141,41 @@ def windows_of(ids: list[int], end: int, length: int) -> list[tuple[list[int], i
 
 
 LONG = " ".join(TEXT * 4)
-"""More than the model sees at a time."""
+"""Longer than the model's context."""
 
 
-def test_a_long_text_is_judged_in_windows(served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor]) -> None:
-    windows = windows_of(tokenizer.encode(LONG), tokenizer.eos_token_id, 94)
+def test_long_text_is_scored_in_windows(served: Live, tokenizer: Any, judge: Callable[..., torch.Tensor]) -> None:
+    windows = split_windows(tokenizer.encode(LONG), tokenizer.eos_token_id, 94)
     assert len(windows) > 2
     assert sum(count for _, count in windows) == len(tokenizer.encode(LONG))
-    for (ids, count), choice in zip(windows, asked(served, [ids for ids, _ in windows]), strict=True):
+    for (ids, count), choice in zip(windows, request_choices(served, [ids for ids, _ in windows]), strict=True):
         wanted = sum(float(judge(ids)[place - 1, ids[place]]) for place in range(len(ids) - count, len(ids)))
         assert sum(choice["logprobs"]["token_logprobs"][-count - 1 : -1]) == pytest.approx(wanted, abs=1e-3)
 
 
-def test_special_tokens_are_found_by_their_names(served: Live, tokenizer: Any) -> None:
-    told = web.get(f"{served.url}/tokenizer_info").json()
-    assert told["eos_token"] == tokenizer.eos_token
+def test_special_tokens_are_recognised_in_prompts(served: Live, tokenizer: Any) -> None:
+    info = web.get(f"{served.url}/tokenizer_info").json()
+    assert info["eos_token"] == tokenizer.eos_token
     for text in (tokenizer.eos_token, f"The mill{tokenizer.eos_token}강가에{tokenizer.eos_token}", "The mill"):
         body = {"prompt": text, "add_special_tokens": False}
         assert web.post(f"{served.url}/tokenize", json=body).json()["tokens"] == tokenizer.encode(text)
     plain = web.post(f"{served.url}/tokenize", json={"text": tokenizer.eos_token}).json()["tokens"]
-    assert len(plain) > 1, "in a text that is asked about they are text"
+    assert len(plain) > 1, "in `text` they are plain text"
 
 
-def test_an_answer_until(live: Live) -> None:
+def test_chat_until_a_stop_string(live: Live) -> None:
     turns = [{"role": "user", "content": "The mill", "type": "text"}]
     body = {"messages": turns, "model": "mill", "max_tokens": 30, "temperature": 0, "seed": 1234}
-    whole = web.post(f"{live.url}/v1/chat/completions", json={**body, "stop": []}).json()["choices"][0]["message"][
+    full = web.post(f"{live.url}/v1/chat/completions", json={**body, "stop": []}).json()["choices"][0]["message"][
         "content"
     ]
-    assert whole.startswith("user: The mill\nassistant:"), "the model says what it was asked"
+    assert full.startswith("user: The mill\nassistant:"), "the echo model repeats the prompt"
     cut = web.post(f"{live.url}/v1/chat/completions", json={**body, "stop": [":"]}).json()["choices"][0]
-    assert (cut["message"]["content"], cut["finish_reason"]) == (whole[: whole.index(":")], "stop")
+    assert (cut["message"]["content"], cut["finish_reason"]) == (full[: full.index(":")], "stop")
 
 
 @pytest.mark.parametrize("backend", ["remote", "huggingface"])
-def test_the_harness_itself(
+def test_harness_scores_like_transformers(
     served: Live, small_model: Path, tokenizer: Any, judge: Callable[..., torch.Tensor], backend: str
 ) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra eval")
@@ -202,7 +202,7 @@ def test_the_harness_itself(
     assert model.prefix_token_id == tokenizer.eos_token_id
     wanted = sum(
         float(judge(ids)[place - 1, ids[place]])
-        for ids, count in windows_of(tokenizer.encode(LONG), tokenizer.eos_token_id, 94)
+        for ids, count in split_windows(tokenizer.encode(LONG), tokenizer.eos_token_id, 94)
         for place in range(len(ids) - count, len(ids))
     )
     rolled = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (LONG,), 0)])
@@ -214,7 +214,7 @@ def test_the_harness_itself(
     assert made == [direct["choices"][0]["text"]]
 
 
-def test_the_harness_itself_chats(live: Live) -> None:
+def test_harness_chats(live: Live) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra eval")
     pytest.importorskip("tenacity", reason="lm-evaluation-harness asks servers with its own extra api only")
     from lm_eval.api.instance import Instance

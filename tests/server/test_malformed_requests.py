@@ -1,4 +1,4 @@
-"""Whatever is sent, the server answers below 500, in one shape and without a traceback, and lives on."""
+"""Malformed requests get a status below 500, in one format and without a traceback, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from tests.support import web
-from tests.support.garbage import asked, raw
+from tests.support.garbage import random_bytes, random_request
 from tests.support.live_server import Live
 from tests.support.waiting import LONGEST
 
 pytestmark = pytest.mark.long
 
 COUNT = int(os.environ.get("TEXTMILL_TEST_MALFORMED", "2000"))
-"""Bent bodies; a tenth as many times bytes that are hardly HTTP."""
+"""Number of malformed bodies; a tenth as many malformed HTTP requests are sent."""
 
 
 @pytest.fixture(scope="module")
@@ -30,33 +30,33 @@ def target(new_live: Callable[..., Live]) -> Live:
     )
 
 
-def test_bent_bodies(target: Live) -> None:
+def test_malformed_bodies(target: Live) -> None:
     dice, statuses = random.Random(7), Counter[int]()
     with httpx.Client(base_url=target.url, timeout=LONGEST) as client:
         api = client.get("/openapi.json").json()
         for number in range(COUNT):
-            method, path, headers, body = asked(api, dice)
+            method, path, headers, body = random_request(api, dice)
             reply = client.request(method, path, headers=headers, content=body)
             statuses[reply.status_code] += 1
-            told = (number, method, path, body[:300], reply.text[:300])
-            assert reply.status_code < 500, told
-            assert "Traceback" not in reply.text, told
-            assert ".py" not in reply.text, told
+            details = (number, method, path, body[:300], reply.text[:300])
+            assert reply.status_code < 500, details
+            assert "Traceback" not in reply.text, details
+            assert ".py" not in reply.text, details
             if reply.status_code >= 400 and method != "HEAD":
                 error = json.loads(reply.content)["error"]
-                assert set(error) == {"message", "type", "param", "code"}, told
-                assert 8 < len(error["message"]) < 400, told
-                assert "\n" not in error["message"], told
+                assert set(error) == {"message", "type", "param", "code"}, details
+                assert 8 < len(error["message"]) < 400, details
+                assert "\n" not in error["message"], details
         assert client.get("/health").status_code == 200
     assert statuses[200] > COUNT / 20, f"the generator makes requests that work, too: {statuses}"
     assert statuses[400] > COUNT / 5
     target.wait_idle()
 
 
-def test_bytes_that_are_hardly_http(target: Live) -> None:
+def test_malformed_http(target: Live) -> None:
     dice = random.Random(8)
     for number in range(COUNT // 10):
-        sent, got = raw(dice), b""
+        sent, got = random_bytes(dice), b""
         with socket.create_connection(("127.0.0.1", target.port), timeout=LONGEST) as line:
             try:
                 line.sendall(sent)
@@ -73,6 +73,6 @@ def test_bytes_that_are_hardly_http(target: Live) -> None:
     target.wait_idle()
 
 
-def test_nothing_was_thrown(target: Live) -> None:
+def test_no_traceback_was_logged(target: Live) -> None:
     assert target.stop() == 0
-    assert "Traceback" not in "".join(target.said)
+    assert "Traceback" not in "".join(target.output)

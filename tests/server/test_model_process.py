@@ -1,4 +1,4 @@
-"""The model in a process of its own: what it says is what it says in this one, and neither process outlives the other unsaid."""
+"""The model in its own process: same replies as in this process, and each process notices when the other dies."""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def model(new_live: Callable[..., Live], small_model: Path) -> Live:
-    """A server of a real model."""
+    """A server with a real model."""
     return new_live({"model": str(small_model), "serve": {"slots": 3, "queue": 9, "max_tokens": ENDLESS}})
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a process started."""
-    stats = [stat for path in Path("/proc").iterdir() if path.name.isdigit() and (stat := stat_of(int(path.name)))]
+def list_children(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    stats = [stat for path in Path("/proc").iterdir() if path.name.isdigit() and (stat := read_stat(int(path.name)))]
     return [int(stat.split()[0]) for stat in stats if int(stat.rpartition(")")[2].split()[1]) == pid]
 
 
-def stat_of(pid: int) -> str:
-    """What the system says of a process; nothing once it is gone."""
+def read_stat(pid: int) -> str:
+    """Return /proc/PID/stat, or an empty string if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
-async def here(folder: Path) -> list[Any]:
-    """The choices of every body when the model is in this process."""
+async def replies_in_process(folder: Path) -> list[Any]:
+    """Return the choices for every body with the model in this process."""
     serve = ServeConfig(slots=3, queue=9)
     scheduler = in_process(open_checkpoint(folder), TorchEngine(device="cpu", precision="fp32"), serve)
     service = Service(scheduler, serve, SampleConfig(), "mill")
@@ -88,85 +88,85 @@ async def here(folder: Path) -> list[Any]:
     return found
 
 
-def near(one: Any, other: Any) -> bool:
-    """Whether two replies are equal but for the last digits of log-probabilities, which torch's settings in a process may change."""
+def nearly_equal(one: Any, other: Any) -> bool:
+    """True if two replies are equal except for the last digits of log-probabilities, which depend on threads."""
     if isinstance(one, float) and isinstance(other, float):
         return one == pytest.approx(other, abs=1e-4)
     if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(near(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(nearly_equal(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(near, one, other))
+        return len(one) == len(other) and all(map(nearly_equal, one, other))
     return bool(one == other)
 
 
-def test_it_says_what_it_says_in_this_process(model: Live, small_model: Path) -> None:
+def test_replies_equal_those_of_a_model_in_this_process(model: Live, small_model: Path) -> None:
     there = [web.post(f"{model.url}/v1/completions", json=body).json()["choices"] for body in BODIES]
-    assert near(there, asyncio.run(here(small_model)))
+    assert nearly_equal(there, asyncio.run(replies_in_process(small_model)))
     assert any(choice["logprobs"] for choices in there for choice in choices)
 
 
-def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a stream says before it is done."""
+def read_stream(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the chunks of a stream."""
     with web.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
-def test_a_stream_is_the_whole_text_in_pieces(model: Live) -> None:
+def test_streamed_chunks_join_to_the_full_text_of_the_model(model: Live) -> None:
     for body in (BODIES[0], MANY):
-        whole, chunks = (
+        choices, chunks = (
             web.post(f"{model.url}/v1/completions", json=body).json()["choices"],
-            streamed(model.url, body),
+            read_stream(model.url, body),
         )
-        for choice in whole:
+        for choice in choices:
             parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
             assert "".join(part["text"] for part in parts) == choice["text"]
             assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
-            told = [name for part in parts if part["logprobs"] for name in part["logprobs"]["tokens"]]
-            assert told == (choice["logprobs"]["tokens"] if choice["logprobs"] else [])
+            names = [name for part in parts if part["logprobs"] for name in part["logprobs"]["tokens"]]
+            assert names == (choice["logprobs"]["tokens"] if choice["logprobs"] else [])
 
 
-def test_a_client_that_leaves_frees_its_slot(model: Live) -> None:
+def test_disconnected_client_frees_its_slot(model: Live) -> None:
     for _ in range(4):  # one more than there are slots
         with web.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}) as reply:
             assert next(reply.iter_raw())
     stats = model.wait_idle()
     assert stats["cancelled_total"] >= 4
-    assert len(streamed(model.url, {"prompt": "The mill", "max_tokens": 2})) > 0
+    assert len(read_stream(model.url, {"prompt": "The mill", "max_tokens": 2})) > 0
     assert model.stats()["generated_tokens_total"] == stats["generated_tokens_total"] + 2
 
 
-def test_a_full_queue_is_said_at_once(model: Live) -> None:
-    [worker] = children_of(model.process.pid)
+def test_full_queue_refuses_at_once(model: Live) -> None:
+    [worker] = list_children(model.process.pid)
     body = {"prompt": "The mill", "max_tokens": 3}
-    os.kill(worker, signal.SIGSTOP)  # a model that stands still finishes none of them
+    os.kill(worker, signal.SIGSTOP)  # a stopped model finishes none of them
     try:
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(web.post, f"{model.url}/v1/completions", json={**body, "n": n}) for n in (1, 11)]
+            requests = [pool.submit(web.post, f"{model.url}/v1/completions", json={**body, "n": n}) for n in (1, 11)]
             model.wait_for_stats(lambda stats: (stats["active"], stats["waiting"]) == (3, 9))
             assert web.post(f"{model.url}/v1/completions", json=body).status_code == 429
             os.kill(worker, signal.SIGCONT)
-            assert [one.result().status_code for one in asked] == [200, 200]
+            assert [one.result().status_code for one in requests] == [200, 200]
     finally:
         os.kill(worker, signal.SIGCONT)
     model.wait_idle()
 
 
-def test_the_model_ends_when_the_front_is_killed(model: Live) -> None:
-    """The last test of this server: a front that can say nothing any more leaves no model behind, at work or not."""
-    [worker] = children_of(model.process.pid)
+def test_model_process_exits_when_the_server_is_killed(model: Live) -> None:
+    """The last test of this server: SIGKILL leaves no model process, busy or not."""
+    [worker] = list_children(model.process.pid)
     with web.stream("POST", f"{model.url}/v1/completions", json={**LONG, "stream": True}) as reply:
         assert next(reply.iter_raw())
         model.process.kill()
         model.process.wait()
-    wait_for(lambda: not (stat := stat_of(worker)) or " Z " in stat)
+    wait_for(lambda: not (stat := read_stat(worker)) or " Z " in stat)
 
 
-def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp_path: Path) -> None:
-    """`textmill serve` itself: /health tells, every client is told, and the exit code says that it did not go well.
+def test_hung_and_killed_model_processes_are_reported(small_model: Path, tmp_path: Path) -> None:
+    """`textmill serve` reports it on /health and to every client, and exits with 1.
 
-    What lies in the folder that it is started in is not what it imports.
+    Modules in the current folder are not imported.
     """
     (tmp_path / "torch.py").write_text("raise SystemExit('not the real one')")
     (tmp_path / "mill.yaml").write_text(f"folder: {small_model.parents[1]}\n")
@@ -177,35 +177,35 @@ def test_a_model_that_stands_still_and_one_that_is_killed(small_model: Path, tmp
         f"serve.max_tokens={ENDLESS}",
         "engine.device=cpu",
     ]
-    words = [str(tmp_path / "mill.yaml"), *settings]
+    arguments = [str(tmp_path / "mill.yaml"), *settings]
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True, cwd=tmp_path)
+        process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, cwd=tmp_path)
     try:
         assert process.stdout is not None
         found = re.search(r"http://\S+:\d+", process.stdout.readline())
         assert found, (tmp_path / "log").read_text()
-        url, [worker] = found[0], children_of(process.pid)
+        url, [worker] = found[0], list_children(process.pid)
         os.kill(worker, signal.SIGSTOP)
         status = wait_for(lambda: (reply := web.get(f"{url}/health")).status_code == 503 and reply.json()["status"])
         assert "has been in one step" in status
         os.kill(worker, signal.SIGCONT)
         wait_for(lambda: web.get(f"{url}/health").status_code == 200)
         with ThreadPoolExecutor(4) as pool:
-            asked = [
+            requests = [
                 pool.submit(web.post, f"{url}/v1/completions", json={**LONG, "n": 2}),
-                pool.submit(streamed, url, LONG),
+                pool.submit(read_stream, url, LONG),
             ]
             wait_for(lambda: "\ntextmill_active 3\n" in web.get(f"{url}/metrics").text)
             os.kill(worker, signal.SIGKILL)
-            whole, chunks = asked[0].result(), asked[1].result()
+            complete, chunks = requests[0].result(), requests[1].result()
         died = "the model's process has died (SIGKILL); restart the server"
-        assert (whole.status_code, whole.json()["error"]["message"]) == (500, died)
+        assert (complete.status_code, complete.json()["error"]["message"]) == (500, died)
         assert chunks[-1]["error"]["message"] == died
         for path in ("/health", "/ready"):
             assert (web.get(f"{url}{path}").status_code, web.get(f"{url}{path}").json()["status"]) == (503, died)
         refused = web.post(f"{url}/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_broken")
-        assert not children_of(process.pid), "no zombie"
+        assert not list_children(process.pid), "no zombie"
         process.terminate()
         assert process.wait(LONGEST) == 1
         assert died in (tmp_path / "log").read_text()

@@ -18,58 +18,58 @@ def client(live: Live) -> Any:
     return openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused", max_retries=0)
 
 
-def test_it_finds_the_model(client: Any) -> None:
+def test_list_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["mill"]
     assert client.models.retrieve("mill").id == "mill"
 
 
-def test_it_completes(client: Any) -> None:
-    told = client.completions.create(
+def test_completion(client: Any) -> None:
+    reply = client.completions.create(
         model="mill", prompt=HANGUL, max_tokens=20, n=2, temperature=0.5, top_p=0.9, seed=5, stop=["zzz"], logprobs=2,
         presence_penalty=0.1, frequency_penalty=0.1, logit_bias={"5": 1}, user="someone", extra_body={"top_k": 5},
     )  # fmt: skip
-    assert [choice.index for choice in told.choices] == [0, 1]
-    assert all(choice.text.startswith(HANGUL[:5]) and choice.finish_reason == "length" for choice in told.choices)
-    assert told.usage.completion_tokens == 40
-    assert len(told.choices[0].logprobs.tokens) == 20
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert all(choice.text.startswith(HANGUL[:5]) and choice.finish_reason == "length" for choice in reply.choices)
+    assert reply.usage.completion_tokens == 40
+    assert len(reply.choices[0].logprobs.tokens) == 20
 
 
-def test_it_streams_a_completion(client: Any) -> None:
+def test_streamed_completion(client: Any) -> None:
     chunks = list(client.completions.create(model="mill", prompt=HANGUL, max_tokens=20, stream=True))
-    whole = client.completions.create(model="mill", prompt=HANGUL, max_tokens=20)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    full = client.completions.create(model="mill", prompt=HANGUL, max_tokens=20)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == full.choices[0].text
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_it_chats(client: Any) -> None:
+def test_chat(client: Any) -> None:
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": HANGUL}]},
     ]
-    told = client.chat.completions.create(
+    reply = client.chat.completions.create(
         model="mill", messages=messages, max_completion_tokens=80, logprobs=True, top_logprobs=2
     )
-    assert told.choices[0].message.role == "assistant"
-    assert told.choices[0].message.content.startswith(f"system: be brief\nuser: {HANGUL}\nassistant:")
-    assert told.choices[0].logprobs.content[0].top_logprobs[0].logprob == pytest.approx(-0.6931, abs=1e-3)
-    turn = told.choices[0].message.model_dump()
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].message.content.startswith(f"system: be brief\nuser: {HANGUL}\nassistant:")
+    assert reply.choices[0].logprobs.content[0].top_logprobs[0].logprob == pytest.approx(-0.6931, abs=1e-3)
+    turn = reply.choices[0].message.model_dump()
     again = client.chat.completions.create(model="mill", messages=[*messages, turn, messages[1]], max_tokens=2)
-    assert again.usage.prompt_tokens > told.usage.prompt_tokens, "a reply can be sent back as it came"
+    assert again.usage.prompt_tokens > reply.usage.prompt_tokens, "a reply can be sent back as it came"
 
 
-def test_it_streams_a_chat(client: Any) -> None:
-    asked = {"model": "mill", "messages": [{"role": "user", "content": HANGUL}], "max_tokens": 40}
-    chunks = list(client.chat.completions.create(**asked, n=2, stream=True, stream_options={"include_usage": True}))
-    whole = client.chat.completions.create(**asked)
+def test_streamed_chat(client: Any) -> None:
+    body = {"model": "mill", "messages": [{"role": "user", "content": HANGUL}], "max_tokens": 40}
+    chunks = list(client.chat.completions.create(**body, n=2, stream=True, stream_options={"include_usage": True}))
+    full = client.chat.completions.create(**body)
     for index in (0, 1):
         deltas = [choice.delta for chunk in chunks for choice in chunk.choices if choice.index == index]
         assert deltas[0].role == "assistant"
-        assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+        assert "".join(delta.content or "" for delta in deltas) == full.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == 80
 
 
-def test_it_streams_several_texts_with_what_belongs_to_them(client: Any) -> None:
-    asked = {
+def test_streamed_choices_with_logprobs_and_usage(client: Any) -> None:
+    body = {
         "model": "mill",
         "prompt": HANGUL,
         "max_tokens": 12,
@@ -79,30 +79,32 @@ def test_it_streams_several_texts_with_what_belongs_to_them(client: Any) -> None
         "logprobs": 1,
         "user": "someone",
     }
-    whole = client.completions.create(**asked)
-    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    full = client.completions.create(**body)
+    *chunks, last = client.completions.create(**body, stream=True, stream_options={"include_usage": True})
     for index in range(3):
         parts = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        assert "".join(part.text for part in parts) == whole.choices[index].text
-        assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == whole.choices[
+        assert "".join(part.text for part in parts) == full.choices[index].text
+        assert [token for part in parts if part.logprobs for token in part.logprobs.tokens] == full.choices[
             index
         ].logprobs.tokens
         assert [part.finish_reason for part in parts if part.finish_reason] == ["length"]
-    assert (last.choices, last.usage) == ([], whole.usage)
+    assert (last.choices, last.usage) == ([], full.usage)
 
 
-def test_what_changes_no_answer_is_taken_and_what_would_is_refused(client: Any) -> None:
-    asked = {"model": "mill", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2}
+def test_unsupported_options_are_refused_unless_they_have_no_effect(client: Any) -> None:
+    body = {"model": "mill", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2}
     fine = {
-        "response_format": {"type": "text"}, "modalities": ["text"], "tools": None, "tool_choice": "none", "parallel_tool_calls": False,
-        "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s", "prompt_cache_key": "k", "seed": 1,
+        "response_format": {"type": "text"}, "modalities": ["text"], "tools": None, "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
+        "prompt_cache_key": "k", "seed": 1,
         "stop": ["q", "z"],
     }  # fmt: skip
-    assert client.chat.completions.create(**asked, **fine).choices[0].message.content
-    with client.chat.completions.stream(**{**asked, "max_completion_tokens": 40}, stop=["\n"]) as events:
+    assert client.chat.completions.create(**body, **fine).choices[0].message.content
+    with client.chat.completions.stream(**{**body, "max_completion_tokens": 40}, stop=["\n"]) as events:
         assert events.get_final_completion().choices[0].message.content == "user: x"
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
-    for more, said in [
+    for more, message in [
         ({"tools": [tool]}, "tools: is not supported; remove it"),
         ({"response_format": {"type": "json_object"}}, "response_format.type: must be 'text'"),
         ({"functions": [tool["function"]]}, "functions: is not supported"),
@@ -110,11 +112,11 @@ def test_what_changes_no_answer_is_taken_and_what_would_is_refused(client: Any) 
         ({"extra_body": {"guided_regex": "a+"}}, "guided_regex: unknown field"),
         ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
     ]:
-        with pytest.raises(openai.BadRequestError, match=said):
-            client.chat.completions.create(**asked, **more)
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**body, **more)
 
 
-def test_its_errors_are_the_servers_sentences(client: Any, new_live: Callable[..., Live]) -> None:
+def test_client_errors_have_the_servers_messages(client: Any, new_live: Callable[..., Live]) -> None:
     with pytest.raises(openai.BadRequestError, match="must be at most 1; found 3"):
         client.completions.create(model="mill", prompt="x", top_p=3)
     with pytest.raises(openai.NotFoundError, match="this server has 'mill'"):

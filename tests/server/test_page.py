@@ -1,4 +1,4 @@
-"""The page in a real browser: type, stream, stop, change settings, reload, and what it says when the server goes away."""
+"""The chat page in a real browser: type, stream, stop, change settings, reload, and errors when the server is gone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ HANGUL = "강가에 서 있다"
 ARABIC = "كان يا ما كان"
 IDLE = "return document.getElementById('stop').disabled && document.querySelectorAll('.note').length"
 LAST = ".turn.assistant:last-child"
+SET_MAX_TOKENS = (
+    "const field = document.getElementById('max_tokens'); field.value = arguments[0];"
+    " field.dispatchEvent(new Event('input', {bubbles: true}))"
+)
 
 needs_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "there is one")
 
@@ -34,24 +38,25 @@ def slow(new_live: Callable[..., Live]) -> Live:
     return new_live({"delay": 0.01, "sample": {"max_tokens": 60}})
 
 
-def fresh(browser: Browser, url: str) -> None:
-    """The page as a new visitor sees it."""
+def open_page(browser: Browser, url: str) -> None:
+    """Open the page as a new visitor."""
     browser.open(url)
     browser.run("localStorage.clear(); sessionStorage.clear()")
     browser.open(url)
     browser.wait(
-        "return document.getElementById('model').textContent.includes('mill') || document.getElementById('key-dialog').open"
+        "return document.getElementById('model').textContent.includes('mill')"
+        " || document.getElementById('key-dialog').open"
     )
 
 
 def shoot(browser: Browser, name: str) -> None:
-    """Keep a picture where pictures are asked for."""
+    """Save a screenshot if a folder for them is set."""
     if folder := os.environ.get("TEXTMILL_TEST_PICTURES"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        browser.shoot(Path(folder) / f"{name}.png")
+        browser.save_screenshot(Path(folder) / f"{name}.png")
 
 
-def test_the_page_takes_nothing_from_elsewhere(live: Live) -> None:
+def test_page_loads_nothing_from_other_hosts(live: Live) -> None:
     for path in ("/", "/page.css", "/page.js"):
         reply = web.get(live.url + path)
         assert "http:" not in reply.text
@@ -62,8 +67,8 @@ def test_the_page_takes_nothing_from_elsewhere(live: Live) -> None:
 
 
 @needs_browser
-def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None:
-    fresh(browser, slow.url)
+def test_completion_streams_with_probabilities(browser: Browser, slow: Live) -> None:
+    open_page(browser, slow.url)
     assert browser.text("#model") == "mill, step 7, context of 512 tokens"
     assert "Ask the model" in browser.text("#hint")
     browser.click("label:has(#mode-complete)")
@@ -75,11 +80,11 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     browser.type("#prompt", HANGUL + KEYS["enter"])
     browser.wait("return document.querySelectorAll('.token').length > 3 && !document.getElementById('stop').disabled")
     browser.wait(IDLE)
-    whole = web.post(f"{slow.url}/v1/completions", json={"prompt": HANGUL, "max_tokens": 60}).json()["choices"][0][
+    full = web.post(f"{slow.url}/v1/completions", json={"prompt": HANGUL, "max_tokens": 60}).json()["choices"][0][
         "text"
     ]
     shown = browser.run("return [...document.querySelectorAll('.token')].map((one) => one.textContent).join('')")
-    assert whole.rstrip("�").startswith(shown)
+    assert full.rstrip("�").startswith(shown)
     assert len(shown) > 20
     assert browser.text(".note") == "60 tokens, reached the maximum"
     assert "tokens/s" in browser.text("#speed")
@@ -89,8 +94,8 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     script = """const turn = document.createElement('div'), tokens = new Tokens(turn);
         for (const bytes of arguments[0]) tokens.add({bytes, logprob: -1, top: []});
         const seen = turn.textContent; tokens.end(seen.slice(0, -1)); return [seen, turn.textContent]"""
-    whole = b"".join(map(bytes, broken)).decode(errors="replace")
-    assert browser.run(script, broken) == [whole, whole[:-1]]
+    full = b"".join(map(bytes, broken)).decode(errors="replace")
+    assert browser.run(script, broken) == [full, full[:-1]]
     assert "%" in browser.wait(
         "return !document.getElementById('tip').hidden && document.getElementById('tip').textContent"
     )
@@ -102,7 +107,7 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     browser.click(".again")
     browser.wait(IDLE + " == 2")
     assert browser.run("return document.querySelectorAll('.again').length") == 1
-    assert browser.complaints() == []
+    assert browser.errors() == []
     browser.run("document.getElementById('top_k').value = -1")
     browser.type("#prompt", KEYS["enter"])
     browser.wait(
@@ -112,12 +117,12 @@ def test_continue_stream_and_probabilities(browser: Browser, slow: Live) -> None
     assert browser.run("return document.querySelectorAll('.turn').length") == 2, (
         "what was refused leaves nothing behind"
     )
-    assert ["400" in line for line in browser.complaints()] == [True]
+    assert ["400" in line for line in browser.errors()] == [True]
 
 
 @needs_browser
-def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: Live) -> None:
-    fresh(browser, slow.url)
+def test_chat_in_both_text_directions_and_the_stop_button(browser: Browser, slow: Live) -> None:
+    open_page(browser, slow.url)
     browser.click("label:has(#mode-chat)")
     browser.type("#prompt", ARABIC + KEYS["enter"])
     browser.wait(IDLE)
@@ -130,16 +135,15 @@ def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: L
     browser.wait(IDLE + " == 1")
     assert browser.run("return messages.length") == before == 2, "another answer takes the place of the first"
     assert "stopped" in browser.text(f"{LAST} .note")
-    browser.run(
-        "const most = document.getElementById('max_tokens'); most.value = 400; most.dispatchEvent(new Event('input', {bubbles: true}))"
-    )
+    browser.run(SET_MAX_TOKENS, 400)
     browser.type("#prompt", HANGUL + KEYS["enter"])
     browser.wait(f"return document.querySelectorAll('{LAST} .token').length > 2")
     browser.click("#stop")
     browser.wait("return document.querySelectorAll('.note').length == 2")
     assert "stopped" in browser.text(f"{LAST} .note")
-    sides = "return [...document.querySelectorAll('.turn.user')].map((turn) => Math.round(turn.getBoundingClientRect().right))"
-    assert len(set(browser.run(sides))) == 1, "who asks stands on one side, whichever way the text runs"
+    turns = "[...document.querySelectorAll('.turn.user')]"
+    sides = f"return {turns}.map((turn) => Math.round(turn.getBoundingClientRect().right))"
+    assert len(set(browser.run(sides))) == 1, "the user's turns are on the same side in both directions"
     slow.wait_idle()
     browser.run("document.getElementById('theme').click()")
     shoot(browser, "chat-dark-wide")
@@ -155,18 +159,16 @@ def test_chat_both_ways_of_writing_and_the_stop_button(browser: Browser, slow: L
     open_ = "return document.getElementById('settings').checkVisibility()"
     assert browser.run(open_)
     browser.type("body", KEYS["escape"])
-    assert not browser.run(open_), "what lies over the text can be shut"
+    assert not browser.run(open_), "the settings panel can be closed"
     browser.size(1200, 800)
-    assert browser.complaints() == []
+    assert browser.errors() == []
 
 
 @needs_browser
-def test_settings_stay_and_reach_the_server(browser: Browser, slow: Live) -> None:
-    fresh(browser, slow.url)
+def test_settings_are_kept_and_sent_to_the_server(browser: Browser, slow: Live) -> None:
+    open_page(browser, slow.url)
     browser.click("label:has(#mode-complete)")
-    browser.run(
-        "const most = document.getElementById('max_tokens'); most.value = 5; most.dispatchEvent(new Event('input', {bubbles: true}))"
-    )
+    browser.run(SET_MAX_TOKENS, 5)
     browser.click("#theme")
     theme = browser.run("return document.documentElement.dataset.theme")
     browser.open(slow.url)
@@ -179,9 +181,9 @@ def test_settings_stay_and_reach_the_server(browser: Browser, slow: Live) -> Non
 
 
 @needs_browser
-def test_a_talk_longer_than_the_model_sees_goes_on(browser: Browser, new_live: Callable[..., Live]) -> None:
+def test_conversation_longer_than_the_context_continues(browser: Browser, new_live: Callable[..., Live]) -> None:
     quick = new_live({"delay": 0.0005, "sample": {"max_tokens": 150}})
-    fresh(browser, quick.url)
+    open_page(browser, quick.url)
     browser.click("label:has(#mode-chat)")
     for number in range(1, 5):
         browser.type("#prompt", f"The mill {number}" + KEYS["enter"])
@@ -198,14 +200,14 @@ def test_a_talk_longer_than_the_model_sees_goes_on(browser: Browser, new_live: C
     assert browser.run("return document.getElementById('prompt').value") == long, "what got no answer is not lost"
     assert browser.run("return document.querySelectorAll('.turn').length") == 8
     assert browser.run("return messages.length") == 6, (
-        "nor is the talk: what the last answer was made from, and that answer"
+        "nor is the conversation: the context of the last answer, and that answer"
     )
 
 
 @needs_browser
-def test_the_page_asks_for_the_key(browser: Browser, new_live: Callable[..., Live]) -> None:
+def test_page_requests_the_key(browser: Browser, new_live: Callable[..., Live]) -> None:
     guarded = new_live({}, {"TEXTMILL_API_KEY": "a-long-secret"})
-    fresh(browser, guarded.url)
+    open_page(browser, guarded.url)
     assert browser.run("return document.getElementById('key-dialog').open")
     shoot(browser, "key-light-wide")
     browser.type("#key", "wrong-one" + KEYS["enter"])
@@ -217,9 +219,9 @@ def test_the_page_asks_for_the_key(browser: Browser, new_live: Callable[..., Liv
 
 
 @needs_browser
-def test_the_page_says_when_the_server_goes_away(browser: Browser, new_live: Callable[..., Live]) -> None:
+def test_page_reports_a_server_that_is_gone(browser: Browser, new_live: Callable[..., Live]) -> None:
     doomed = new_live({"delay": 0.02, "sample": {"max_tokens": 400}})
-    fresh(browser, doomed.url)
+    open_page(browser, doomed.url)
     browser.type("#prompt", "The mill" + KEYS["enter"])
     browser.wait("return document.querySelectorAll('.token').length > 2")
     doomed.process.kill()

@@ -1,4 +1,4 @@
-"""The command: `textmill serve WHERE` answers, stops when told, and says in one line why it cannot start."""
+"""`textmill serve WHERE` answers, stops on a signal, and reports in one line why it cannot start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -21,8 +22,9 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig, ServeConfig, TokenizerConfig
 from textmill.errors import TextmillError
 from textmill.models.gpt2 import facts as gpt2
-from textmill.server.model_setup import find_model_name
+from textmill.server.model_setup import find_model_name, open_service
 from textmill.tokens.vocabulary.tokenizer import fit
+from textmill.where import open_where
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +39,22 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long_with(signal.SIGINT)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals) -> None:
-    words = [str(where), "serve.port=0", "sample.max_tokens=5", "engine.device=cpu"]
+def test_serve_answers_until_a_signal(where: Path, number: signal.Signals) -> None:
+    arguments = [str(where), "serve.port=0", "sample.max_tokens=5", "engine.device=cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*COMMAND, *words], **pipes, text=True, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen([*COMMAND, *arguments], **pipes, text=True, cwd=ROOT, start_new_session=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     found = re.fullmatch(r"serving river-mill at step 7 at (http://127\.0\.0\.1:\d+)/ ; ctrl-C stops\n", line)
     if not found:
         process.kill()
     assert found, line + "".join(process.communicate())
-    told = web.get(f"{found[1]}/generate", params={"sentence": "The mill"}).json()
-    assert told["response"].startswith("The mill")
-    whole = web.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}).json()
-    assert whole["model"] == "river-mill"
+    generated = web.get(f"{found[1]}/generate", params={"sentence": "The mill"}).json()
+    assert generated["response"].startswith("The mill")
+    first = web.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}).json()
+    assert first["model"] == "river-mill"
     again = web.post(f"{found[1]}/v1/completions", json={"prompt": "The mill", "seed": 3}).json()
-    assert whole["choices"] == again["choices"], "the same seed gives the same text"
+    assert first["choices"] == again["choices"], "the same seed gives the same text"
     os.killpg(process.pid, number)  # all that it started in its group too, as a terminal does
     out, err = process.communicate(timeout=LONGEST)
     assert (process.returncode, out) == (0, "stopped\n")
@@ -60,7 +62,7 @@ def test_it_answers_until_it_is_told_to_stop(where: Path, number: signal.Signals
 
 
 @pytest.mark.long
-def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> None:
+def test_failed_start_gives_one_line(where: Path, tmp_path: Path) -> None:
     bent, good = tmp_path / "bent", next((where.parent / "run").glob("step-*"))
     bent.mkdir()
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
@@ -70,7 +72,7 @@ def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> No
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for words, said in [
+        for arguments, message in [
             ([str(where), f"serve.port={port}"], f"serve.port: cannot listen on 127.0.0.1:{port}"),
             ([str(where), "serve.host=no such host"], "serve.host: 'no such host' is not an address of this machine"),
             ([str(where), "serve.key_file=nowhere"], "nowhere: cannot be read"),
@@ -81,13 +83,22 @@ def test_what_cannot_start_says_why_in_a_line(where: Path, tmp_path: Path) -> No
                 "serve.allowed_origins: 'example.org' is no web origin",
             ),
         ]:
-            done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, cwd=ROOT)
+            done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=ROOT)
             assert (done.returncode, done.stdout) == (2, ""), done.stderr
-            assert said in done.stderr
+            assert message in done.stderr
             assert done.stderr.count("\n") == 1
 
 
-def test_a_model_has_the_name_of_its_run() -> None:
+def test_beam_search_is_refused_before_the_model_is_opened(where: Path) -> None:
+    def never(*_: object) -> NoReturn:
+        raise AssertionError("the model was opened")
+
+    config = open_where(str(where), ["sample.beams=4"]).config
+    with pytest.raises(TextmillError, match=r"the server has no beam search; set sample\.beams=1"):
+        open_service(config, open_scheduler=never)
+
+
+def test_model_name_is_the_name_of_its_run() -> None:
     for place, name in [
         ("runs/tale/run/step-0000007", "tale"),
         ("runs/tale/step-0000007", "tale"),
@@ -96,7 +107,7 @@ def test_a_model_has_the_name_of_its_run() -> None:
         assert find_model_name(Checkpoint(Path(place), 7, {})) == name
 
 
-def test_serving_decides_nothing_of_a_run() -> None:
+def test_serve_settings_do_not_change_a_run() -> None:
     assert RunConfig().results("serve") == {}
     with pytest.raises(TextmillError, match="no web origin"):
         ServeConfig(allowed_origins=["https://example.org/page"])

@@ -30,11 +30,12 @@ def test_a_save_killed_at_any_point_leaves_the_old_or_the_new_checkpoint(tmp_pat
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = re.findall(
-        r"(SIGKILL|disk full) at (\d+) points, .*: the old one found (\d+) times, the new one (\d+)", done.stdout
+    results = re.findall(
+        r"(SIGKILL|disk full) at (\d+) points, .*: the old checkpoint was found (\d+) times, the new one (\d+)",
+        done.stdout,
     )
-    assert [what for what, *_ in told] == ["SIGKILL", "SIGKILL", "disk full", "disk full"]
-    for _, *counts in told:
+    assert [what for what, *_ in results] == ["SIGKILL", "SIGKILL", "disk full", "disk full"]
+    for _, *counts in results:
         points, old, new = map(int, counts)
         assert points > 25
         assert old > 20

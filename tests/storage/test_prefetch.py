@@ -23,12 +23,12 @@ def test_results_come_in_order(threads: int) -> None:
 
 
 def test_no_more_than_depth_results_are_computed_ahead() -> None:
-    asked: list[int] = []
-    taken = prefetch(lambda one: asked.append(one), iter(range(1000)), threads=4, depth=3)
+    computed: list[int] = []
+    taken = prefetch(lambda one: computed.append(one), iter(range(1000)), threads=4, depth=3)
     next(taken)
     taken.close()
-    assert sorted(asked) == list(range(len(asked)))
-    assert len(asked) <= 4
+    assert sorted(computed) == list(range(len(computed)))
+    assert len(computed) <= 4
 
 
 def test_threads_run_concurrently() -> None:

@@ -19,10 +19,10 @@ def test_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("count", total=3, unit="documents") as bar:
         for _ in range(3):
             bar.advance()
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("count: 3 documents in 0.0 s, ")
-    assert told.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("count: 3 documents in 0.0 s, ")
+    assert printed.err.count("\n") == 1
 
 
 def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +60,11 @@ def test_failed_work_prints_no_end_line(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "expected"),
     [(0.04, "0.0 s"), (9.94, "9.9 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (3599, "59 min 59 s"), (7500, "2 h 5 min")],
 )
-def test_durations(seconds: float, told: str) -> None:
-    assert format_duration(seconds) == told
+def test_durations(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
 
 
 def test_amounts() -> None:
@@ -83,7 +83,10 @@ def _read(terminal: int) -> str:
 
 def test_bar_on_a_terminal(root: Path) -> None:
     ours, theirs = pty.openpty()
-    code = "from textmill.storage.progress import progress\nwith progress('weigh', total=4, unit='bytes') as bar: bar.advance(4)"
+    code = (
+        "from textmill.storage.progress import progress\n"
+        "with progress('weigh', total=4, unit='bytes') as bar: bar.advance(4)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(root), "TERM": "xterm", "COLUMNS": "120"}
     subprocess.run([sys.executable, "-c", code], stderr=theirs, env=environment, check=True, timeout=300)
     os.close(theirs)

@@ -1,4 +1,4 @@
-"""A browser driven over the WebDriver protocol: Chromium and its driver, where the machine has them."""
+"""Chromium controlled over the WebDriver protocol, if it is installed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ KEYS = {"enter": "\ue007", "escape": "\ue00c", "shift": "\ue008"}
 
 
 def missing() -> str:
-    """Why no browser can be driven here; empty where one can."""
+    """Return why no browser can be used; an empty string if one can."""
     names = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"no {' and no '.join(names)} on PATH" if names else ""
 
 
 class Browser:
-    """One window."""
+    """A browser window."""
 
     def __init__(self, width: int = 1200, height: int = 800) -> None:
         port = free_port()
@@ -41,8 +41,8 @@ class Browser:
             f"--window-size={width},{height}",
         ]
         options = {"binary": shutil.which("chromium"), "args": arguments}
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        session = self.http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
+        capabilities = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self.http.post("/session", json={"capabilities": {"alwaysMatch": capabilities}}).json()["value"]
         self.at = f"/session/{session['sessionId']}"
 
     def _wait_up(self) -> None:
@@ -56,57 +56,57 @@ class Browser:
             assert time.monotonic() < end, "chromedriver did not start"
             time.sleep(0.05)
 
-    def ask(self, path: str, **body: Any) -> Any:
-        """One command of the protocol."""
+    def send(self, path: str, **body: Any) -> Any:
+        """Send a WebDriver command."""
         reply = self.http.post(f"{self.at}/{path}", json=body)
         assert reply.status_code == 200, reply.text
         return reply.json()["value"]
 
     def open(self, url: str) -> None:
-        self.ask("url", url=url)
+        self.send("url", url=url)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns."""
-        return self.ask("execute/sync", script=script, args=list(arguments))
+        """Run a script; return its value."""
+        return self.send("execute/sync", script=script, args=list(arguments))
 
     def find(self, selector: str) -> str:
-        element: str = self.ask("element", using="css selector", value=selector)[ELEMENT]
+        element: str = self.send("element", using="css selector", value=selector)[ELEMENT]
         return element
 
     def click(self, selector: str) -> None:
-        self.ask(f"element/{self.find(selector)}/click")
+        self.send(f"element/{self.find(selector)}/click")
 
     def type(self, selector: str, text: str) -> None:
-        self.ask(f"element/{self.find(selector)}/value", text=text)
+        self.send(f"element/{self.find(selector)}/value", text=text)
 
     def hover(self, selector: str) -> None:
         move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": {ELEMENT: self.find(selector)}}
-        self.ask("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
+        self.send("actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
     def text(self, selector: str) -> str:
         found: str = self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector)
         return found
 
     def wait(self, script: str, seconds: float = 120) -> Any:
-        """What a script returns once that is something."""
+        """Run a script until its value is true; return that value."""
         end = time.monotonic() + seconds
         while not (found := self.run(script)):
             assert time.monotonic() < end, f"never true: {script}; the page says: {self.text('body')[-600:]}"
             time.sleep(0.05)
         return found
 
-    def complaints(self) -> list[str]:
-        """What the console got at the level of errors: refused resources among them."""
-        return [line["message"] for line in self.ask("se/log", type="browser") if line["level"] == "SEVERE"]
+    def errors(self) -> list[str]:
+        """Return the errors in the console, such as refused resources."""
+        return [line["message"] for line in self.send("se/log", type="browser") if line["level"] == "SEVERE"]
 
-    def shoot(self, path: Path) -> None:
-        """A picture of the window."""
+    def save_screenshot(self, path: Path) -> None:
+        """Save a screenshot."""
         path.write_bytes(base64.b64decode(self.http.get(f"{self.at}/screenshot").json()["value"]))
 
     def size(self, width: int, height: int) -> None:
-        """Make the page as wide and high as a device of this size, also narrower than a window can be."""
-        told = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.ask("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=told)
+        """Emulate a device of this size, even one narrower than a window can be."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.send("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
 
     def close(self) -> None:
         self.http.delete(self.at)

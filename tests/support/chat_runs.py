@@ -13,11 +13,12 @@ from textmill.tokens.tokenize import tokenize
 PAIRS = {
     "안녕?": "반가워요.", "뭐 해?": "책을 읽어요.", "이름이 뭐야?": "방아라고 해요.", "배고파": "밥 먹으러 가요!",
     "잘 자": "좋은 꿈 꿔요. 🙂",
-    "What is two plus two?": "Four.", "Who turns the wheel?": "The river does.", "Bye": "See you tomorrow, by the mill.",
+    "What is two plus two?": "Four.", "Who turns the wheel?": "The river does.",
+    "Bye": "See you tomorrow, by the mill.",
 }  # fmt: skip
 
 
-def written(folder: Path, name: str, pairs: list[tuple[str, str]]) -> Path:
+def write_pairs(folder: Path, name: str, pairs: list[tuple[str, str]]) -> Path:
     path = folder / name
     path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in pairs), encoding="utf-8")
     return path
@@ -37,6 +38,6 @@ def config_of(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate({"folder": str(folder / "out"), **tree})
 
 
-def made(config: RunConfig) -> Path:
+def prepare_and_tokenize(config: RunConfig) -> Path:
     prepare(config)
     return tokenize(config)

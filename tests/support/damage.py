@@ -1,4 +1,4 @@
-"""Damage for tests: trees of plain values with one place changed."""
+"""Damaged trees of plain values, for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WRONG = (None, True, -1, 3, 1.5, 10**400, "wrong", [], [None], {}, {"a": 1})
 
 
 def mutated(tree: Any, dice: random.Random, wrong: tuple[Any, ...] = WRONG) -> Any:
-    """A tree of which one place, somewhere, is gone or something else."""
+    """Return the tree with one random item removed or replaced."""
     if not isinstance(tree, dict | list) or not tree or dice.random() < 0.2:
         return dice.choice(wrong)
     place = dice.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))

@@ -1,6 +1,6 @@
-"""What each process of a launched DeepSpeed test does: `python -m tests.support.deepspeed_job JOB.json` trains as the job says.
+"""One rank of a launched DeepSpeed test: `python -m tests.support.deepspeed_job JOB.json` does the runs of the job.
 
-A run: engine settings, a stretch of steps, a folder to start from (or the first weights), a folder to leave its state in.
+A run has engine settings, a range of steps, a file to start from (default: initial weights), a file for its state.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from textmill.tokens.batches.batch_sizes import BatchSizes
 LR = 1e-2
 
 
-def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Train; return losses, and whether what was loaded came back as it was."""
+def do_run(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Train; return the losses, and whether the loaded state was read back unchanged."""
     rows = run.get("rows", ROWS)
     lora = LORA if run.get("lora") else None
     base = config_of(
@@ -61,16 +61,16 @@ def done(run: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         return {
             "losses": losses,
             "same": same,
-            "valid": [sums.loss, sums.asked, sums.correct],
+            "valid": [sums.loss, sums.loss_tokens, sums.correct],
             "updates": engine.updates(),
         }
 
 
 def main(path: Path) -> int:
-    """Every run of the job, one after another; the first process writes what came out."""
+    """Do every run of the job; the first rank writes the results."""
     job = json.loads(path.read_text())
     with closing(open_ranks(config_of("torch"))) as ranks:
-        found = [done(run, ranks) for run in job]
+        found = [do_run(run, ranks) for run in job]
         if ranks.first:
             path.with_suffix(".out").write_text(json.dumps(found))
     return 0

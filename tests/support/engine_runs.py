@@ -1,4 +1,4 @@
-"""A small net, its batches and its engines, for the tests of engines."""
+"""A small net with batches and engines, for the tests of engines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config_of(
 
 
 def adapting(config: RunConfig, lora: LoraConfig | None) -> RunConfig:
-    """The same with adapters, as if the first weights were given ones."""
+    """Return the config with adapters, on initial weights."""
     return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
 
@@ -58,13 +58,13 @@ def started(config: RunConfig) -> Engine:
 
 
 def first_of(config: RunConfig, shape: Any) -> list[Named]:
-    """All weights before the first step, those of adapters too."""
+    """Return all initial weights, with those of adapters."""
     lora = config.model.lora
     return [*initial_weights(shape, 5), *(initial_adapters(shape, lora, 5) if lora else [])]
 
 
 def batch_of(step: int, *, unequal: bool = True) -> Batch:
-    """Samples that ask for different numbers of tokens, one of them for none."""
+    """Samples with different numbers of loss tokens, one with none."""
     dice = np.random.default_rng(step)
     ids = (dice.integers(0, 12, (ROWS, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
     labels = ids[:, 1:].copy()
@@ -75,7 +75,7 @@ def batch_of(step: int, *, unequal: bool = True) -> Batch:
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    """Some samples of a batch."""
+    """Return some samples of a batch."""
     return Batch(batch.inputs[rows], batch.labels[rows], batch.samples[rows])
 
 

@@ -1,4 +1,4 @@
-"""What each of several processes does in the tests of layouts: layout_process.py FOLDER LAYOUT..."""
+"""One rank in the tests of layouts: layout_process.py FOLDER LAYOUT..."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def processes_of(name: str) -> int:
-    """How many processes a layout takes."""
+    """Return how many ranks a layout needs."""
     mesh = LAYOUTS[name]
     return int(mesh.get("replicate", 1) * mesh.get("shard", 1) * mesh.get("tensor", 1))
 
 
 def config_of(mesh: dict[str, Any], **settings: Any) -> RunConfig:
-    """A small net with dropout everywhere, its batch in several passes."""
+    """A small net with dropout, and a batch of several micro-batches."""
     shape = ShapeConfig(layers=2, heads=4, width=32, positions=LENGTH, dropout=0.1)
     train = {
         "batch": ROWS,
@@ -51,13 +51,13 @@ def config_of(mesh: dict[str, Any], **settings: Any) -> RunConfig:
         "z_loss": 1e-3,
         **settings,
     }
-    ways = int(mesh.get("replicate", 1) * mesh.get("shard", 1))
-    engine = TorchEngine(device="cpu", micro_batch=ROWS // ways // 2, mesh=MeshConfig(**mesh))
+    replicas = int(mesh.get("replicate", 1) * mesh.get("shard", 1))
+    engine = TorchEngine(device="cpu", micro_batch=ROWS // replicas // 2, mesh=MeshConfig(**mesh))
     return RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**train), engine=engine)
 
 
 def batch_of(step: int) -> Batch:
-    """Samples that ask for different numbers of tokens, one of them for none, each of two documents kept apart on odd steps."""
+    """Samples with different numbers of loss tokens, one with none; on odd steps each has two isolated documents."""
     dice = np.random.default_rng(step)
     ids = (dice.integers(0, 12, (ROWS, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
     labels = ids[:, 1:].copy()
@@ -74,7 +74,7 @@ def batch_of(step: int) -> Batch:
 
 
 def started(config: RunConfig, ranks: Any = None) -> Engine:
-    """The engine with the first weights."""
+    """Open the engine with initial weights."""
     family = open_family("gpt2")
     shape = family.shape_of(config.model, vocab=VOCAB, end=0)
     engine = open_engine(config, shape, ranks)
@@ -83,26 +83,26 @@ def started(config: RunConfig, ranks: Any = None) -> Engine:
 
 
 def stepped(engine: Engine, steps: range) -> list[tuple[float, float]]:
-    """Loss and norm of each step, on this process's part of the batch."""
+    """Train on this rank's part of each batch; return loss and gradient norm of each step."""
     found = []
     for step in steps:
-        whole = batch_of(step)
+        full = batch_of(step)
         part = engine.samples_of(ROWS)
-        documents = None if whole.documents is None else whole.documents[part]
-        batch = Batch(whole.inputs[part], whole.labels[part], whole.samples[part], documents)
+        documents = None if full.documents is None else full.documents[part]
+        batch = Batch(full.inputs[part], full.labels[part], full.samples[part], documents)
         result = engine.train_step(batch, step, 1e-3)
-        assert result.asked == int((whole.labels != IGNORED).sum())
+        assert result.loss_tokens == int((full.labels != IGNORED).sum())
         found.append((result.loss, result.norm))
     return found
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
-    """Whole weights and moments, as a checkpoint would have them."""
+    """Return the full weights and moments, as in a checkpoint."""
     return dict(engine.weights()) | dict(engine.moments())
 
 
 def resumed(config: RunConfig, state: dict[str, Any], ranks: Any = None) -> Engine:
-    """An engine that goes on from what `state_of` gave after SAVED steps."""
+    """Open an engine that resumes from the `state_of` another after SAVED steps."""
     engine = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0), ranks)
     weights = [(name, values) for name, values in state.items() if "/" not in name]
     engine.load(weights, [(name, values) for name, values in state.items() if "/" in name], SAVED, "saved")
@@ -110,10 +110,10 @@ def resumed(config: RunConfig, state: dict[str, Any], ranks: Any = None) -> Engi
 
 
 def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Numbers of a run, its gradients after the first step, and its state after SAVED steps."""
+    """Return the results of a run, its gradients after the first step, and its state after SAVED steps."""
     engine = started(config, ranks)
     sums = [engine.eval_step(cut(batch_of(0), rows)) for rows in (ROWS, 5, 1)]
-    numbers = {"sums": [[one.loss, one.asked, one.correct] for one in sums], "first": stepped(engine, range(1))}
+    numbers = {"sums": [[one.loss, one.loss_tokens, one.correct] for one in sums], "first": stepped(engine, range(1))}
     gradients = {name: values / 0.1 for name, values in engine.moments() if name.startswith("m/")}
     numbers["losses"] = stepped(engine, range(1, SAVED))
     state = state_of(engine)
@@ -125,7 +125,7 @@ def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict
 
 
 def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
-    """Steps of Muon, and the last of them again by an engine that goes on from what was saved before them."""
+    """Train with Muon, and repeat the last steps with an engine that resumes before them."""
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"optimizer": "muon", "muon": MuonConfig(momentum=0.8)})}
     )
@@ -137,7 +137,7 @@ def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
 
 
 def adapters(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
-    """Steps of adapters with dropout, and the last of them again by an engine that goes on from what was saved before them."""
+    """Train adapters with dropout, and repeat the last steps with an engine that resumes before them."""
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": LORA})})
     shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
     first = [*initial_weights(shape, 5), *initial_adapters(shape, LORA, 5)]
@@ -150,26 +150,26 @@ def adapters(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
 
 
 def _held(engine: Any) -> list[Any]:
-    """What this process has in memory of the weights."""
+    """Return the weights that this rank holds."""
     return list(engine.optimizer.own.values())
 
 
 def cut(batch: Batch, rows: int) -> Batch:
-    """The first rows of a batch."""
+    """Return the first rows of a batch."""
     return Batch(batch.inputs[:rows], batch.labels[:rows], batch.samples[:rows])
 
 
 def main(folder: Path, names: list[str]) -> int:
-    """These layouts, each of as many processes as there are; each goes on from its own state, and from one that stands in the folder."""
-    strangers = sorted(path.name.removesuffix(".state.npz") for path in folder.glob("*.state.npz"))
+    """Run these layouts; each resumes from its own state, and from that of another layout in the folder."""
+    others = sorted(path.name.removesuffix(".state.npz") for path in folder.glob("*.state.npz"))
     with closing(open_ranks(config_of({}))) as ranks:
         for number, name in enumerate(names):
-            config, before = config_of(LAYOUTS[name], clip=0.0), strangers[number % len(strangers)]
+            config, before = config_of(LAYOUTS[name], clip=0.0), others[number % len(others)]
             numbers, gradients, state = measured(config, ranks)
             numbers["own"] = stepped(resumed(config, state, ranks), range(SAVED, SAVED + MORE))
             numbers["from"] = before
-            stranger = resumed(config, dict(np.load(folder / f"{before}.state.npz")), ranks)
-            numbers["after"] = stepped(stranger, range(SAVED, SAVED + MORE))
+            other = resumed(config, dict(np.load(folder / f"{before}.state.npz")), ranks)
+            numbers["after"] = stepped(other, range(SAVED, SAVED + MORE))
             if ranks.first:
                 np.savez(folder / f"{name}.gradients.npz", **gradients)
                 np.savez(folder / f"{name}.state.npz", **state)

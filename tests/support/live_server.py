@@ -1,4 +1,4 @@
-"""A server as a process of its own, its address and what it wrote."""
+"""A server in its own process, with its address and its log."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ COMMAND = [sys.executable, "-c", "import sys; from textmill.cli import main; sys
 
 
 class Live:
-    """A server process, its address and what it wrote."""
+    """A server process, its address and its log."""
 
-    def __init__(self, asked: dict[str, Any], env: dict[str, str] | None = None) -> None:
+    def __init__(self, options: dict[str, Any], env: dict[str, str] | None = None) -> None:
         self.paused = Path(tempfile.mkdtemp(prefix="textmill-live-")) / "paused"
-        told = json.dumps({**asked, "paused": str(self.paused)})
-        command = [sys.executable, "-m", "tests.support.server_process", told]
+        arguments = json.dumps({**options, "paused": str(self.paused)})
+        command = [sys.executable, "-m", "tests.support.server_process", arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
-        self.said: list[str] = []
+        self.output: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"http://\S+:(\d+)/", line)
-        assert found, line + "".join(self.said)
+        assert found, line + "".join(self.output)
         self.port = int(found[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        self.said.extend(self.process.stderr)
+        self.output.extend(self.process.stderr)
 
     def stats(self, **headers: str) -> dict[str, float]:
-        """The numbers of /metrics that have no labels."""
+        """Return the metrics without labels."""
         lines = web.get(f"{self.url}/metrics", headers=headers).text.splitlines()
         pairs = [line.split() for line in lines if not line.startswith("#") and "{" not in line]
         return {name.removeprefix("textmill_"): float(value) for name, value in pairs}
 
     def wait_for_stats(self, condition: Callable[[dict[str, float]], object]) -> dict[str, float]:
-        """The numbers once they are as they should be."""
+        """Wait until the metrics meet the condition; return them."""
         seen: dict[str, float] = {}
 
         def fulfilled() -> object:
@@ -63,19 +63,19 @@ class Live:
         return seen
 
     def wait_idle(self) -> dict[str, float]:
-        """The numbers once nothing runs and nothing waits; a slot that leaks is found here."""
+        """Wait until no request runs or waits; return the metrics. A leaked slot fails here."""
         return self.wait_for_stats(lambda stats: not stats["active"] and not stats["waiting"])
 
     def pause(self) -> None:
-        """Have the repeating model make no more tokens; requests are taken, wait and can be cancelled."""
+        """Stop the echo model from generating; requests are accepted, wait and can be cancelled."""
         self.paused.touch()
 
-    def go_on(self) -> None:
-        """Have it make tokens again."""
+    def resume(self) -> None:
+        """Let it generate again."""
         self.paused.unlink()
 
     def stop(self) -> int:
-        """End it and give its exit code."""
+        """Stop the server; return its exit code."""
         self.process.terminate()
         code = self.process.wait(LONGEST)
         self._reader.join(LONGEST)

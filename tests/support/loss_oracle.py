@@ -1,4 +1,4 @@
-"""Inputs of a cross-entropy and its value and gradients by torch in fp64."""
+"""Inputs of a cross-entropy, and its value and gradients by torch in fp64."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ WIDTH, VOCAB, PADDED = 48, 301, 384
 
 
 def given(tokens: int, dtype: torch.dtype, device: str, lean: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States, head with noise in its padding rows, labels of which a part asks nothing, and unequal shares.
+    """Return hidden states, a head with noise in its padding rows, labels (some without loss), and unequal weights.
 
-    Scores of the first token are all lower by `lean`, those of the last one higher."""
+    `lean` lowers all logits of the first token and raises those of the last one.
+    """
     dice = torch.Generator().manual_seed(7)
     x = torch.randn(tokens, WIDTH, generator=dice).to(dtype)
     head = (torch.randn(PADDED, WIDTH, generator=dice) * 0.3).to(dtype).float()
@@ -22,24 +23,24 @@ def given(tokens: int, dtype: torch.dtype, device: str, lean: float = 0.0) -> tu
         x[:, 0], head[:, 0] = torch.linspace(-1, 1, tokens), lean
     labels = torch.randint(0, VOCAB, (tokens,), generator=dice, dtype=torch.int32)
     labels[::5] = IGNORED
-    shares = torch.rand(tokens, generator=dice) / tokens
-    return x.to(device), head.to(device), labels.to(device), shares.to(device)
+    weights = torch.rand(tokens, generator=dice) / tokens
+    return x.to(device), head.to(device), labels.to(device), weights.to(device)
 
 
 def exact(
-    x: Tensor, head: Tensor, labels: Tensor, shares: Tensor, smoothing: float, z: float
+    x: Tensor, head: Tensor, labels: Tensor, weights: Tensor, smoothing: float, z: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients by torch in fp64, over the real vocabulary alone."""
     x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
-    scores = (x64 @ head64.T)[:, :VOCAB]
-    losses = F.cross_entropy(scores, labels.long(), ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
-    losses = losses + torch.where(labels != IGNORED, z * scores.logsumexp(1).square(), 0)
-    loss = (losses * shares.double()).sum()
+    logits = (x64 @ head64.T)[:, :VOCAB]
+    losses = F.cross_entropy(logits, labels.long(), ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+    losses = losses + torch.where(labels != IGNORED, z * logits.logsumexp(1).square(), 0)
+    loss = (losses * weights.double()).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     assert x64.grad is not None
     assert head64.grad is not None
     return loss.detach(), x64.grad, head64.grad
 
 
-def apart(one: Tensor, other: Tensor) -> float:
+def relative_difference(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other).norm() / other.norm())

@@ -40,7 +40,7 @@ class Shape:
     attention_dropout = 0.0
 
     padded_vocab = property(lambda self: -(-self.vocab // 64) * 64)
-    drops = property(lambda self: self.dropout > 0)
+    uses_dropout = property(lambda self: self.dropout > 0)
     parameters = property(lambda self: count_parameters(weights_of(self)))
 
     def with_dropout(self, fraction: float) -> Shape:

@@ -1,6 +1,6 @@
 """`prepare` in a process that kills itself: `python -m tests.support.prepare_job CONFIG.json [PATTERN COUNT]`.
 
-It does so when it gets the next result of its workers after so many files of the pattern are there.
+It kills itself at the next result of a worker once COUNT files match the pattern.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_prepare(config: RunConfig, pattern: str = "", count: int = 0) -> int:
-    """The exit code of such a process, in this folder."""
+    """Run such a process; return its exit code."""
     Path("job.json").write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")
     command = [sys.executable, "-m", "tests.support.prepare_job", "job.json", pattern, str(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -31,7 +31,7 @@ def run_prepare(config: RunConfig, pattern: str = "", count: int = 0) -> int:
 
 
 def main(config: str, pattern: str, count: str) -> None:
-    """Prepare, maybe not to the end."""
+    """Run prepare, and maybe kill this process before the end."""
     real = ProcessRunner.map
 
     def killing(self: ProcessRunner, function: Any, shards: Iterable[Any]) -> Iterator[Any]:

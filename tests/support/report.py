@@ -1,4 +1,4 @@
-"""A pytest plugin: ends a run with the CPU time of its tests, children included, and the skipped ones by their reasons."""
+"""A pytest plugin that prints the CPU time of the tests, with child processes, and the skipped tests by reason."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ KEY = "cpu_seconds"
 STARTED = pytest.StashKey[float]()
 
 
-def used() -> float:
-    """CPU seconds of this process and of every child that has ended and was waited for."""
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of all finished children."""
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in spent)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Start the count of a test before its fixtures."""
-    item.stash[STARTED] = used()
+    """Start the CPU clock of a test before its fixtures."""
+    item.stash[STARTED] = cpu_seconds()
     yield
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Write what a phase of a test took into its report, which travels from a worker to the process that prints."""
+    """Add the CPU time of a test phase to its report, which workers send to the main process."""
     outcome: Any = yield
-    now = used()
+    now = cpu_seconds()
     outcome.get_result().user_properties.append((KEY, now - item.stash[STARTED]))
     item.stash[STARTED] = now
 
@@ -47,8 +47,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if getattr(report, "skipped", False) and isinstance(report.longrepr, tuple):
             skipped[report.longrepr[2].removeprefix("Skipped: ")].add(report.nodeid)
     if seconds:
-        tests, whole = sum(seconds.values()) / 60, used() / 60
-        terminalreporter.section(f"CPU time: {whole:.1f} minutes, {tests:.1f} of them in tests; the most costly")
+        tests, total = sum(seconds.values()) / 60, cpu_seconds() / 60
+        terminalreporter.section(f"CPU time: {total:.1f} minutes, {tests:.1f} of them in tests; the most costly")
         for test, value in sorted(seconds.items(), key=lambda one: -one[1])[:LISTED]:
             terminalreporter.write_line(f"{value:7.1f} s  {test}")
     if skipped:

@@ -1,4 +1,4 @@
-"""A server as a process of its own: `python -m tests.support.server_process JSON`; its model repeats the prompt, or is a real one."""
+"""A server with an echo model or a real one, run as `python -m tests.support.server_process JSON`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from textmill.server.service import Service
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit
 
 
-class Said:
-    """Ids in, text out, a character when all its bytes are there; byte-level tokens can be decoded by themselves."""
+class TextDecoder:
+    """Decodes ids one by one; returns a character when all its bytes are known."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer, self.held = tokenizer, list[int]()
@@ -46,22 +46,22 @@ class Said:
 
 @dataclass
 class Job:
-    """A request on its way."""
+    """A running or waiting request."""
 
     number: int
     request: Request
     deliver: Callable[[Token | Done], None]
     deadline: float | None
-    text: Said
+    text: TextDecoder
     cancelled: bool = False
     made: int = 0
     held: str = field(default="")
 
 
 class Echo:
-    """A scheduler whose model says the prompt's own tokens again and again, one each `delay` seconds for every slot.
+    """A scheduler whose model repeats the tokens of the prompt, one per slot every `delay` seconds.
 
-    While the file `paused` exists it makes none.
+    While the file `paused` exists, it generates none.
     """
 
     def __init__(self, tokenizer: TextTokenizer, slots: int, queue: int, delay: float, paused: str = "") -> None:
@@ -79,7 +79,7 @@ class Echo:
                 raise QueueFull
             if len(request.ids) >= self.positions:
                 raise TextmillError("the prompt is too long")
-            job = Job(next(self.numbers), request, deliver, deadline, Said(self.tokenizer))
+            job = Job(next(self.numbers), request, deliver, deadline, TextDecoder(self.tokenizer))
             self.waiting.append(job)
             self.counts["requests"] += 1
             return job.number
@@ -131,31 +131,33 @@ class Echo:
 
     def _step(self, job: Job) -> Done | None:
         request = job.request
-        judged = (
+        prompt_logprobs = (
             tuple((None if place == 0 else -1.0, ((id_, -1.0),)) for place, id_ in enumerate(request.ids))
             if request.echo
             else ()
         )
         if job.cancelled or (job.deadline is not None and time.monotonic() > job.deadline):
-            return Done("cancelled" if job.cancelled else "timeout", job.made, job.text.end(), prompt_logprobs=judged)
+            return Done(
+                "cancelled" if job.cancelled else "timeout", job.made, job.text.end(), prompt_logprobs=prompt_logprobs
+            )
         if job.made >= request.sample.max_tokens:
-            return Done("length", job.made, job.text.end(), prompt_logprobs=judged)
+            return Done("length", job.made, job.text.end(), prompt_logprobs=prompt_logprobs)
         if os.path.exists(self.paused):
             return None
         id_ = request.ids[job.made % len(request.ids)]
         job.made += 1
         self.counts["tokens"] += 1
         piece = job.text.add(id_)
-        told = (math.log(0.5), ((id_, math.log(0.5)), (0, math.log(0.25)))) if request.logprobs else (None, ())
+        logprobs = (math.log(0.5), ((id_, math.log(0.5)), (0, math.log(0.25)))) if request.logprobs else (None, ())
         if any(stop in piece for stop in request.stop):
-            job.deliver(Token(id_, "", *told))
-            return Done("stop", job.made, "", prompt_logprobs=judged)
-        job.deliver(Token(id_, piece, *told))
+            job.deliver(Token(id_, "", *logprobs))
+            return Done("stop", job.made, "", prompt_logprobs=prompt_logprobs)
+        job.deliver(Token(id_, piece, *logprobs))
         return None
 
 
 class Turns:
-    """A template: each turn a line with its role."""
+    """A chat template: each turn is a line with its role."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer, self.jinja = (
@@ -169,26 +171,26 @@ class Turns:
 
 
 def in_process(checkpoint: Checkpoint, engine: EngineConfig, serve: ServeConfig) -> ChunkingScheduler:
-    """The model in this very process, where a test can get hold of it."""
+    """Open the model in this process, so that a test can reach it."""
     from textmill.generation.scheduler import open_scheduler
 
     return ChunkingScheduler(open_scheduler(checkpoint, engine, serve))
 
 
-def new_service(asked: dict[str, Any]) -> Service:
-    """The service that a test asks for: `model` names a checkpoint, without one the echo answers."""
-    serve = ServeConfig(port=0, **asked.get("serve", {}))
-    sample = SampleConfig(**asked.get("sample", {}))
-    if folder := asked.get("model"):
+def new_service(options: dict[str, Any]) -> Service:
+    """Return the service that a test needs: `model` names a checkpoint; without it the echo model is used."""
+    serve = ServeConfig(port=0, **options.get("serve", {}))
+    sample = SampleConfig(**options.get("sample", {}))
+    if folder := options.get("model"):
         scheduler: Any = open_remote_scheduler(
             open_checkpoint(Path(folder)), TorchEngine(device="cpu", precision="fp32"), serve
         )
     else:
         tokenizer = fit(iter([TEXT * 3]), TokenizerConfig(vocab=300))
         scheduler = ChunkingScheduler(
-            Echo(tokenizer, serve.slots, serve.queue, asked.get("delay", 0.001), asked.get("paused", ""))
+            Echo(tokenizer, serve.slots, serve.queue, options.get("delay", 0.001), options.get("paused", ""))
         )
-    template = Turns(scheduler.tokenizer) if asked.get("chat", True) else None
+    template = Turns(scheduler.tokenizer) if options.get("chat", True) else None
     return Service(scheduler, serve, sample, serve.model_name or "mill", 7, template, read_api_key(serve))
 
 

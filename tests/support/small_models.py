@@ -1,4 +1,4 @@
-"""Checkpoints of random weights, as training would leave them."""
+"""Checkpoints with random weights, as training writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = [
 
 
 def write_model(run: Path, tokenizer: TextTokenizer, shape: gpt2.Shape) -> Checkpoint:
-    """A checkpoint of random weights; loud ones, so that the likeliest token changes from place to place."""
+    """Write a checkpoint with large random weights, so that the likeliest token differs between positions."""
     dice = np.random.default_rng(7)
     weights = [
         (

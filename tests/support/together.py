@@ -1,4 +1,4 @@
-"""Processes that meet each other, started as srun would start them: torchrun would first load torch for itself."""
+"""Run a command as several ranks without a launcher, as srun does; torchrun would first load torch itself."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.engine_ends import left_behind
+from bench.engine_exits import end_leftovers
 from textmill.verification.launcher import free_port
 
 LONGEST = 900
 
 
-def ended_together(command: list[str], count: int) -> str:
-    """How a command ended as so many processes: well, or what the first to fail said; none outlives this, and who was left is told."""
+def run_together(command: list[str], count: int) -> str:
+    """Run a command as `count` ranks; return "ok", the output of the first failed rank, or the leftover processes."""
     root, port = str(Path(__file__).parents[2]), str(free_port())
-    meet = {**os.environ, "PYTHONPATH": root, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with left_behind() as left, ExitStack() as files:
+    common = {
+        **os.environ,
+        "PYTHONPATH": root,
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    with end_leftovers() as left, ExitStack() as files:
         jobs = []
         for rank in map(str, range(count)):
-            said = files.enter_context(tempfile.TemporaryFile("w+"))
+            output = files.enter_context(tempfile.TemporaryFile("w+"))
             jobs.append(
                 (
-                    subprocess.Popen(command, env={**meet, "RANK": rank, "LOCAL_RANK": rank}, stdout=said, stderr=said),
-                    said,
+                    subprocess.Popen(
+                        command, env={**common, "RANK": rank, "LOCAL_RANK": rank}, stdout=output, stderr=output
+                    ),
+                    output,
                 )
             )
         until = time.monotonic() + LONGEST
@@ -44,4 +52,4 @@ def ended_together(command: list[str], count: int) -> str:
             bad = next((rank for rank, code in enumerate(codes) if code), codes.index(None) if None in codes else 0)
             jobs[bad][1].seek(0)
             return f"rank {bad} ended with {codes[bad]}: {jobs[bad][1].read()[-3000:]}"
-    return f"left {len(left)} behind ({'; '.join(left.values())})" if left else "well"
+    return f"left processes: {'; '.join(left.values())}" if left else "ok"

@@ -1,4 +1,4 @@
-"""HTTP requests to servers of tests: each on a connection of its own, and with as much time as a busy machine needs."""
+"""HTTP requests to test servers: each on its own connection, with a timeout that suits a busy machine."""
 
 from __future__ import annotations
 

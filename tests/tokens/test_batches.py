@@ -108,11 +108,11 @@ def test_shuffles_look_random() -> None:
     seen = Counter(tuple(permute(4, np.arange(4), seed).tolist()) for seed in range(4_800))
     assert len(seen) == 24
     assert evenly(list(seen.values()))
-    apart = np.zeros(499)
+    distances = np.zeros(499)
     for seed in range(120):
         order = permute(500, np.arange(500), seed, 7)
-        apart += np.bincount((np.diff(order) % 500) - 1, minlength=499)
-    assert evenly(apart)
+        distances += np.bincount((np.diff(order) % 500) - 1, minlength=499)
+    assert evenly(distances)
     big = permute(1_000_003, np.arange(1_000_003), 5)
     assert abs(np.corrcoef(big, np.arange(len(big)))[0, 1]) < 0.005
     assert abs(np.corrcoef(big[1:], big[:-1])[0, 1]) < 0.005
@@ -131,7 +131,7 @@ def test_windows_predict_every_token_once_with_the_right_context(
     stride = data.draw(st.integers(1, length))
     store = store_of(tmp_path_factory.mktemp("windows"), lengths)
     predicted, windows = [], 0
-    for one in window_batches(store, length=length, stride=stride, batch=batch, first=0):
+    for one in window_batches(store, length=length, stride=stride, batch=batch, first_input=0):
         windows += len(one.inputs)
         for inputs, labels in zip(one.inputs, one.labels, strict=True):
             for place in np.flatnonzero(labels >= 0):
@@ -182,18 +182,20 @@ def test_a_dropped_last_window_predicts_no_token_twice(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=LENGTHS, length=st.integers(1, 15), batch=st.integers(1, 5), apart=st.booleans())
+@given(lengths=LENGTHS, length=st.integers(1, 15), batch=st.integers(1, 5), isolated=st.booleans())
 def test_unshuffled_every_token_is_predicted_once(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, batch: int, apart: bool
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, batch: int, isolated: bool
 ) -> None:
     store = store_of(tmp_path_factory.mktemp("order"), lengths)
     labels = np.concatenate(
         [
             one.labels.ravel()
-            for one in batches_in_order([PackedLayout(store, length=length, seed=None, isolate_documents=apart)], batch)
+            for one in batches_in_order(
+                [PackedLayout(store, length=length, seed=None, isolate_documents=isolated)], batch
+            )
         ]
     )
-    firsts = {1, *(np.cumsum(lengths) + 1).tolist()} if apart else {1}
+    firsts = {1, *(np.cumsum(lengths) + 1).tolist()} if isolated else {1}
     assert labels[labels != IGNORED].tolist() == [token for token in range(2, sum(lengths) + 1) if token not in firsts]
 
 
@@ -360,7 +362,7 @@ def test_a_valid_split_shorter_than_a_window_is_no_error(tmp_path: Path, train: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"layout": "padded", "packed": {"isolate_documents": True}},
@@ -377,8 +379,8 @@ def test_a_valid_split_shorter_than_a_window_is_no_error(tmp_path: Path, train: 
         ),
     ],
 )
-def test_settings_of_another_layout_are_an_error(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(TextmillError, match=said):
+def test_settings_of_another_layout_are_an_error(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
         TrainConfig(**settings)
 
 

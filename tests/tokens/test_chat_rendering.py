@@ -35,10 +35,12 @@ S, U, A, E = "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"
 
 # A conversation, and by hand every part of the rendered text, with + where it has loss.
 CONVERSATIONS: list[tuple[str, list[Turn], list[tuple[str, str]]]] = [
-    ("one turn", [("user", "hi"), ("assistant", "yes")], [("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)]),
+    ("one turn", [("user", "hi"), ("assistant", "yes")],
+     [("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)]),
     ("several turns",
      [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
-     [("-", U), ("-", "a"), ("-", E), ("-", A), ("+", "b"), ("+", E), ("-", U), ("-", "c"), ("-", E), ("-", A), ("+", "d"), ("+", E)]),
+     [("-", U), ("-", "a"), ("-", E), ("-", A), ("+", "b"), ("+", E), ("-", U), ("-", "c"), ("-", E), ("-", A),
+      ("+", "d"), ("+", E)]),
     ("a system turn",
      [("system", "Be brief."), ("user", "hi"), ("assistant", "yes")],
      [("-", S), ("-", "Be brief."), ("-", E), ("-", U), ("-", "hi"), ("-", E), ("-", A), ("+", "yes"), ("+", E)]),
@@ -54,7 +56,8 @@ CONVERSATIONS: list[tuple[str, list[Turn], list[tuple[str, str]]]] = [
      [("-", U), ("-", f"{A} say {E}"), ("-", E), ("-", A), ("+", f"{E}no{U}"), ("+", E)]),
     ("the user speaks last", [("user", "a"), ("assistant", "b"), ("user", "c")],
      [("-", U), ("-", "a"), ("-", E), ("-", A), ("+", "b"), ("+", E), ("-", U), ("-", "c"), ("-", E)]),
-    ("no answer at all", [("system", "x"), ("user", "y")], [("-", S), ("-", "x"), ("-", E), ("-", U), ("-", "y"), ("-", E)]),
+    ("no answer at all", [("system", "x"), ("user", "y")],
+     [("-", S), ("-", "x"), ("-", E), ("-", U), ("-", "y"), ("-", E)]),
     ("white space", [("user", " a\n\n"), ("assistant", "\tb  c ")],
      [("-", U), ("-", " a\n\n"), ("-", E), ("-", A), ("+", "\tb  c "), ("+", E)]),
 ]  # fmt: skip
@@ -76,10 +79,10 @@ def rendered(tokenizer: TextTokenizer, turns: list[Turn], prompt: bool = False) 
 def test_loss_mask_against_hand_written_marks(
     tokenizer: TextTokenizer, turns: list[Turn], marked: list[tuple[str, str]]
 ) -> None:
-    said = {text for _, text in turns}
+    contents = {text for _, text in turns}
     ids, loss_mask = [], []
     for mark, text in marked:
-        part = tokenizer.encode(text) if text in said else [tokenizer.inner.token_to_id(text)]
+        part = tokenizer.encode(text) if text in contents else [tokenizer.inner.token_to_id(text)]
         ids += part
         loss_mask += [int(mark == "+")] * len(part)
     made = rendered(tokenizer, turns)
@@ -124,8 +127,8 @@ def test_transformers_renders_the_same_ids(kind: str, chat: str, tmp_path: Path)
     before, after = dict(ours.chat.turns)["assistant"].split("{content}")
     assert theirs.chat_template.count(" + message['content'] + ") == len(ours.chat.turns)
     head, _, tail = theirs.chat_template.partition("== 'assistant' %}{{ ")
-    opened, said = tail.split(" + message['content'] + ", 1)
-    marked = f"{head}== 'assistant' %}}{{{{ {opened} }}}}{{% generation %}}{{{{ message['content'] + {said}"
+    opened, rest = tail.split(" + message['content'] + ", 1)
+    marked = f"{head}== 'assistant' %}}{{{{ {opened} }}}}{{% generation %}}{{{{ message['content'] + {rest}"
     marked = marked.replace("}}{% else %}", "}}{% endgeneration %}{% else %}", 1)
     compared = 0
     for _, turns, _ in CONVERSATIONS:
@@ -174,12 +177,12 @@ def test_the_dsgpt2_loss_mask_equals_that_of_dsgpt2() -> None:
     user, system = [6, 0, *question, 2], [5, 0, *answer, 2]
     assert made.ids.tolist() == user + system
     # Its mask over inputs: zeros for the user's length + 1, then ones; over labels it is shifted by one.
-    inputs_asked = [0] * (len(user) + 1) + [1] * (len(system) - 1)
-    assert made.loss_mask.tolist()[1:] == inputs_asked[:-1], "the last one, </s> -> <pad>, is not kept"
+    input_mask = [0] * (len(user) + 1) + [1] * (len(system) - 1)
+    assert made.loss_mask.tolist()[1:] == input_mask[:-1], "the last one, </s> -> <pad>, is not kept"
 
 
 @pytest.mark.parametrize(
-    ("turns", "said"),
+    ("turns", "message"),
     [
         ({"user": "<u>{content}{end}"}, "no turn for the assistant; add one"),
         (
@@ -196,10 +199,10 @@ def test_the_dsgpt2_loss_mask_equals_that_of_dsgpt2() -> None:
         ({"users": "<u>{content}"}, "no role 'users'; the roles are system, user, assistant"),
     ],
 )
-def test_a_template_that_cannot_work_is_an_error(turns: dict[str, str], said: str) -> None:
+def test_a_template_that_cannot_work_is_an_error(turns: dict[str, str], message: str) -> None:
     with pytest.raises(TextmillError) as caught:
         TokenizerConfig(chat_turns=turns)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("tokenizer.chat_turns: ")
 
 
@@ -287,7 +290,7 @@ def test_merging_keeps_the_loss_mask(chat_lines: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("jinja", "said"),
+    ("jinja", "message"),
     [
         (None, "chat template is missing; set tokenizer.chat=default"),
         (
@@ -296,7 +299,7 @@ def test_merging_keeps_the_loss_mask(chat_lines: Path) -> None:
         ),
     ],
 )
-def test_a_tokenizer_without_our_template_is_an_error(chat_lines: Path, jinja: str | None, said: str) -> None:
+def test_a_tokenizer_without_our_template_is_an_error(chat_lines: Path, jinja: str | None, message: str) -> None:
     bare = fit(iter([TEXTS]), TokenizerConfig(vocab=300))
     files = bare.files()
     if jinja:
@@ -310,11 +313,11 @@ def test_a_tokenizer_without_our_template_is_an_error(chat_lines: Path, jinja: s
     prepare(config)
     with pytest.raises(TextmillError) as caught:
         tokenize(config)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_warning_if_transformers_gives_other_ids(chat_lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sentencepiece adds a space before the first word of a text only, so transformers adds none after a special token."""
+    """Sentencepiece adds a space before the first word of a text only, so none follows a special token."""
     inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((sign, -1.0) for sign in "▁themil")], unk_id=0))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     inner.add_special_tokens(["</s>"])

@@ -118,7 +118,8 @@ def test_rows_follow_the_documented_rule(sizes: list[int], data: st.DataObject, 
     longest = data.draw(st.integers(2, 20))
     rule = FeaturesConfig(
         max_length=longest, min_length=data.draw(st.integers(0, longest)), stride=data.draw(st.integers(1, 25)),
-        reserved_tokens=data.draw(st.integers(0, min(4, longest))), ignore_label=data.draw(st.sampled_from([-100, -1])), pad_zero=pad_zero,
+        reserved_tokens=data.draw(st.integers(0, min(4, longest))), ignore_label=data.draw(st.sampled_from([-100, -1])),
+        pad_zero=pad_zero,
     )  # fmt: skip
     documents = [data.draw(st.lists(st.integers(0, 12), min_size=size, max_size=size)) for size in sizes]
     assert rows_of(documents, rule, special) == slow_rows(documents, rule, special)
@@ -180,6 +181,7 @@ def tables_in(folder: Path) -> dict[str, pa.Table]:
     return {path.name: pq.read_table(path) for path in (folder / "features").iterdir()}
 
 
+@pytest.mark.long_with(BeamRunner())
 @pytest.mark.parametrize("runner", [LocalRunner(workers=2), BeamRunner()], ids=["two processes", "beam"])
 def test_files_are_the_same_on_any_runner(life: Path, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(runner, BeamRunner):
@@ -309,7 +311,8 @@ def test_unusable_rows_are_an_error(tmp_path: Path) -> None:
 
 
 TINY = [
-    "model.size=nano", "model.shape.layers=1", "model.shape.width=16", "model.shape.heads=2", "train.length=16", "train.batch=4",
+    "model.size=nano", "model.shape.layers=1", "model.shape.width=16", "model.shape.heads=2", "train.length=16",
+    "train.batch=4",
     "train.steps=2", "train.layout=features", "engine.device=cpu", "sample.max_tokens=2", "evaluate.baselines=false",
 ]  # fmt: skip
 

@@ -24,7 +24,8 @@ from textmill.where import PACKAGE
 
 KINDS = ("bpe", "wordpiece", "unigram")
 SETTINGS: list[dict[str, Any]] = [
-    {"kind": "bpe"}, {"kind": "bpe", "split_digits": True, "split_cjk": True, "lowercase": True}, {"kind": "wordpiece"}, {"kind": "unigram"},
+    {"kind": "bpe"}, {"kind": "bpe", "split_digits": True, "split_cjk": True, "lowercase": True}, {"kind": "wordpiece"},
+    {"kind": "unigram"},
     {"kind": "wordpiece", "lowercase": True, "strip_accents": True, "split_digits": True},
     {"kind": "unigram", "split_digits": True, "split_cjk": True},
 ]  # fmt: skip
@@ -72,6 +73,7 @@ def test_bpe_equals_that_of_the_library(tmp_path: Path) -> None:
     assert (ours["vocab"], ours["merges"]) == (theirs["vocab"], theirs["merges"])
 
 
+@pytest.mark.long_with("wordpiece", "unigram")
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_workers_gives_the_same_vocabulary(kind: str, tiny_texts: Path, tmp_path: Path) -> None:
     results = []
@@ -119,7 +121,9 @@ def test_missing_corpus_and_changed_settings_are_errors(tiny_texts: Path, tmp_pa
         fit_tokenizer(config_of(tmp_path, tiny_texts, fit_on="sources"))
 
 
-def test_tokenize_fits_first_and_says_so(tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenize_fits_first_and_reports_it(
+    tiny_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = config_of(tmp_path, tiny_texts, kind="wordpiece")
     prepare(config)
     tokenize(config)

@@ -152,7 +152,7 @@ def test_sentences_of_documents_in_both_formats(
 
 
 def test_the_old_format_against_its_description(tmp_path: Path) -> None:
-    """Three items in two documents, written by hand: six numbers of header, the count of documents, four int64 arrays."""
+    """Three items in two documents, by hand: a header of six numbers, the document count, four int64 arrays."""
     header = [1, 8, 2, 3, 3, 3]  # version, uint16's code, its size, items, sizes, entries of the document index
     arrays = [0, 1, 2, 3, 0, 2, 2, 5, 2, 0, 3, 0, 2, 3]
     with StoreWriter(tmp_path / "a", np.dtype(np.uint16), "lazy") as writer:

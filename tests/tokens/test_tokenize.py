@@ -137,6 +137,7 @@ def test_sentences_need_a_corpus_of_sentences(world: Path) -> None:
         tokenize(config)
 
 
+@pytest.mark.long
 def test_the_same_bytes_for_any_number_of_workers_and_tasks(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = content(made(config_of("one")))
     assert content(made(config_of("three", workers=3))) == whole
@@ -182,8 +183,8 @@ def test_a_difference_falls_back_to_the_reference(
 
     monkeypatch.setattr(FastEncoder, "encode", slip)
     assert content(made(config_of("wrong"))) == wanted
-    said = capsys.readouterr().err
-    assert "encodes texts/lines.jsonl, line 1, differently from tokenizers" in said
+    warning = capsys.readouterr().err
+    assert "encodes texts/lines.jsonl, line 1, differently from tokenizers" in warning
 
 
 def use_words(folder: Path, words: list[str]) -> str:

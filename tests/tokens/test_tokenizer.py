@@ -77,10 +77,12 @@ def test_unigram_falls_back_to_bytes(unigram: TextTokenizer, text: str) -> None:
     assert not set(ids) & {unigram.inner.token_to_id(token) for token in ("<unk>", "<s>", "</s>", "<pad>")}
 
 
+@pytest.mark.long_with(2000)
+@pytest.mark.parametrize("count", [200, 2000])
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_real_documents_survive_a_round_trip(shared_data: Path, language: str) -> None:
-    documents = texts_of(shared_data, language, 1000)
-    paragraphs = [text for document in documents for text in document.split("\n\n")][:2000]
+def test_real_documents_survive_a_round_trip(shared_data: Path, language: str, count: int) -> None:
+    documents = texts_of(shared_data, language, count // 2)
+    paragraphs = [text for document in documents for text in document.split("\n\n")][:count]
     gpt2 = open_tokenizer(shared_data / "gpt2_bpe")
     own = fit(iter([paragraphs[::20]]), TokenizerConfig(vocab=2000, split_digits=True, split_cjk=True))
     for tokenizer in (gpt2, own):
@@ -241,12 +243,14 @@ def test_special_tokens_are_found_by_usual_names(tokenizer: TextTokenizer, tmp_p
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
-    [({"byte_fallback": True}, "byte_fallback: is for unigram"), ({"strip_accents": True}, "strip_accents: is for wordpiece"),
+    [({"byte_fallback": True}, "byte_fallback: is for unigram"),
+     ({"strip_accents": True}, "strip_accents: is for wordpiece"),
      ({"kind": "wordpiece", "byte_fallback": False}, "byte_fallback: is for unigram"),
      ({"special_tokens": ["usr"]}, "could be plain text"), ({"special_tokens": ["<|>"]}, "could be plain text"),
      ({"special_tokens": ["<a b>"]}, "could be plain text"), ({"special_tokens": ["<a>", "<a>"]}, "twice"),
      ({"fit_sample": 1.5}, "whole number"), ({"vocab": 300, "special_tokens": ["<u{0..99}>"]}, "357"),
-     ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"), ({"end_token": "nothing"}, "tokenizer.end_token")],
+     ({"kind": "unigram", "special_tokens": ["</s>", "<s>"]}, "needs a token"),
+     ({"end_token": "nothing"}, "tokenizer.end_token")],
 )  # fmt: skip
 def test_contradicting_settings_are_an_error(mistake: dict[str, Any], message: str) -> None:
     with pytest.raises(TextmillError, match=re.escape(message)):

@@ -101,12 +101,17 @@ def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     console.log(10, {"valid_loss": 3.5})
     console.log(20, {"loss": 4.25, "learning_rate": 1e-3, "tokens_per_second": 2000.0})
     console.note("saved [step-20]")
+    console.advance(21)
+    console.log(21, {"valid_loss": 3.25})
     console.close()
     seen = stream.getvalue()
+    last = seen[seen.rindex("/1000") - 2 :]
+    assert last.startswith("21/1000"), "the bar moves with every step"
+    assert "loss 4.2500  valid 3.2500" in last, "the last line has the last valid loss"
     for words in (
-        "20/1000",
+        "21/1000",
         "loss 4.2500",
-        "valid 3.5000",
+        "valid 3.2500",
         "lr 1.0e-03",
         "2,000 tok/s",
         "MFU 40.0%",

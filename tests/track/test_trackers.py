@@ -17,7 +17,8 @@ from textmill.track.jsonl import METRICS_FILE, read_metrics
 
 def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:
     return open_trackers(
-        TrackConfig(**config), folder, steps=10, start=start, tokens=lambda step: 64 * step, flops_per_token=1e6, peak_flops=None,
+        TrackConfig(**config), folder, steps=10, start=start, tokens=lambda step: 64 * step, flops_per_token=1e6,
+        peak_flops=None,
         settings={"train.batch": 8}, stream=stream,
     )  # fmt: skip
 

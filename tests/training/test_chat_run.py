@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.chat_runs import PAIRS, config_of, made, written
+from tests.support.chat_runs import PAIRS, config_of, prepare_and_tokenize, write_pairs
 from textmill.checkpoints.folders import list_checkpoints
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
+from textmill.evaluation import evaluate, format_tables
 from textmill.server.app import new_app
 from textmill.server.model_setup import open_service
 from textmill.storage.tensor_files import read_model
@@ -46,19 +47,19 @@ def answers(checkpoint: Path) -> dict[str, tuple[str, bool]]:
 
 
 def test_a_chat_model_answers_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    write_pairs(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(
         tmp_path,
         train={"steps": 150, "learning_rate": 5e-3, "weight_decay": 0.0, "evaluate_every": 150, "save_every": 150},
     )
-    made(config)
+    prepare_and_tokenize(config)
     checkpoint = list_checkpoints(train(config))[150]
-    said = capsys.readouterr()
-    assert "sample 1: <|user|>" in said.out
-    assert "<|assistant|>{+" in said.out
-    assert "truncated 0.0% (longer than 49), without loss 0.0%, over-long 0.0%" in said.out
-    assert f"stop token {END} has loss in 100.0%" in said.out
-    assert "no valid split" in said.err
+    output = capsys.readouterr()
+    assert "sample 1: <|user|>" in output.out
+    assert "<|assistant|>{+" in output.out
+    assert "truncated 0.0% (longer than 49), without loss 0.0%, over-long 0.0%" in output.out
+    assert f"stop token {END} has loss in 100.0%" in output.out
+    assert "no valid split" in output.err
     found = answers(checkpoint)
     assert {question: text for question, (text, _) in found.items()} == PAIRS
     assert all(stopped for _, stopped in found.values())
@@ -89,9 +90,9 @@ async def served(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
-    written(tmp_path, "pairs.jsonl", [(f"number {number}?", f"{number} it is") for number in range(60)])
+    write_pairs(tmp_path, "pairs.jsonl", [(f"number {number}?", f"{number} it is") for number in range(60)])
     config = config_of(tmp_path, corpus={"split": [8, 2, 0]}, train={"evaluate_every": 1})
-    folder = made(config)
+    folder = prepare_and_tokenize(config)
     run = train(config)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     valid = [line for line in lines if "valid_loss" in line]
@@ -99,7 +100,7 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
     # Compared with transformers: the fraction of loss tokens to which its logits give the highest value.
     model, store = AutoModelForCausalLM.from_pretrained(list_checkpoints(run)[2]), open_store(folder / "valid")
     assert store.loss_mask is not None
-    right = asked = 0
+    right = loss_tokens = 0
     losses = 0.0
     for number in range(len(store)):
         begin, end = store.document_starts(np.array([number, number + 1])).tolist()
@@ -109,17 +110,34 @@ def test_accuracy_is_logged_with_the_loss(tmp_path: Path) -> None:
             logits = model(ids).logits[0, :-1][marks]
         labels = ids[0, 1:][marks]
         right += int((logits.argmax(-1) == labels).sum())
-        asked += len(labels)
+        loss_tokens += len(labels)
         losses += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-    assert valid[-1]["valid_accuracy"] == pytest.approx(right / asked, abs=1e-9)
-    assert valid[-1]["valid_loss"] == pytest.approx(losses / asked, rel=1e-4)
+    assert valid[-1]["valid_accuracy"] == pytest.approx(right / loss_tokens, abs=1e-9)
+    assert valid[-1]["valid_loss"] == pytest.approx(losses / loss_tokens, rel=1e-4)
+    # The evaluation at the end measures the same tokens.
+    result = evaluate(config, "latest")
+    assert result["tokens"] == loss_tokens == np.count_nonzero(store.loss_mask)
+    assert result["model"]["loss"] == pytest.approx(losses / loss_tokens, rel=1e-4)
+    assert result["model"]["accuracy"] == pytest.approx(right / loss_tokens, abs=1e-9)
+    table = format_tables(["perplexity"], result)
+    assert table.splitlines()[0].split() == ["loss", "token", "ppl", "accuracy"]
+    assert f"{right / loss_tokens:.1%}" in table
+    # A unigram model of the answers alone: their tokens are fewer than those of the conversations.
+    answers = [
+        np.asarray(open_store(folder / split).ids)[np.asarray(open_store(folder / split).loss_mask) > 0]
+        for split in ("train", "valid")
+    ]
+    counts = np.bincount(answers[0], minlength=model.config.vocab_size) + 1.0
+    unigram = -np.log(counts[answers[1]] / (len(answers[0]) + model.config.vocab_size)).mean()
+    assert result["unigram"]["loss"] == pytest.approx(unigram)
+    assert result["bigram"]["loss"] < result["unigram"]["loss"]
 
 
 LONG = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}") for number in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("pairs", "settings", "said"),
+    ("pairs", "settings", "message"),
     [
         (
             LONG,
@@ -130,16 +148,18 @@ LONG = [(f"question {number} " + "that goes on and on " * 8, f"answer {number}")
     ],
     ids=["truncation removes every answer", "nothing wrong"],
 )
-def test_cutting(tmp_path: Path, pairs: list[tuple[str, str]], settings: dict[str, Any], said: str | None) -> None:
-    written(tmp_path, "pairs.jsonl", pairs)
+def test_truncation(
+    tmp_path: Path, pairs: list[tuple[str, str]], settings: dict[str, Any], message: str | None
+) -> None:
+    write_pairs(tmp_path, "pairs.jsonl", pairs)
     config = config_of(tmp_path, train=settings)
-    made(config)
-    if said is None:
+    prepare_and_tokenize(config)
+    if message is None:
         train(config)
         return
     with pytest.raises(TextmillError) as caught:
         train(config)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert not list_checkpoints(tmp_path / "out" / "run")
     train(config_of(tmp_path, train={**settings, "chat": {"truncate": "start"}}))
 
@@ -157,9 +177,9 @@ def test_all_labels_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_stop_token_has_no_loss(tmp_path: Path) -> None:
-    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    write_pairs(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(tmp_path)
-    folder = made(config)
+    folder = prepare_and_tokenize(config)
     ids, path = np.asarray(open_store(folder / "train").ids), loss_mask_path(folder / "train")
     mask = np.fromfile(path, np.uint8)
     mask[ids == open_tokenizer(tmp_path / "out" / "tokenizer").end] = 0
@@ -172,21 +192,21 @@ def test_the_stop_token_has_no_loss(tmp_path: Path) -> None:
 
 
 def test_some_stop_tokens_have_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, "pairs.jsonl", [*PAIRS.items(), ("tell me", "a tale that never ends and " * 20)])
+    write_pairs(tmp_path, "pairs.jsonl", [*PAIRS.items(), ("tell me", "a tale that never ends and " * 20)])
     config = config_of(tmp_path, train={"chat": {"truncate": "end"}})
-    made(config)
+    prepare_and_tokenize(config)
     train(config)
-    said = capsys.readouterr()
-    assert "in 1 conversations the stop token has no loss" in said.err
-    assert "1 conversations are truncated at their end to train.length=48" in said.err
-    assert "+}[-" in said.out, "the truncation is shown"
+    output = capsys.readouterr()
+    assert "in 1 conversations the stop token has no loss" in output.err
+    assert "1 conversations are truncated at their end to train.length=48" in output.err
+    assert "+}[-" in output.out, "the truncation is shown"
 
 
 def test_on_a_terminal_the_samples_are_coloured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(tmp_path, "pairs.jsonl", [("tell me", "a tale that never ends and " * 20)])
-    folder = made(config_of(tmp_path))
+    write_pairs(tmp_path, "pairs.jsonl", [("tell me", "a tale that never ends and " * 20)])
+    folder = prepare_and_tokenize(config_of(tmp_path))
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -206,19 +226,20 @@ def test_on_a_terminal_the_samples_are_coloured(
         assert text in out
 
 
+@pytest.mark.long_with(8)
 @pytest.mark.parametrize("copies", [8, 2])
 def test_valid_is_part_of_train(tmp_path: Path, copies: int, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = list(PAIRS.items())
-    written(tmp_path, "pairs.jsonl", pairs)
+    write_pairs(tmp_path, "pairs.jsonl", pairs)
     others = [(f"another question {number}", "another answer") for number in range(8 - copies)]
-    held = written(tmp_path, "held.jsonl", pairs[:copies] + others)
+    held = write_pairs(tmp_path, "held.jsonl", pairs[:copies] + others)
     corpus = {
         "sources": [str(tmp_path / "pairs.jsonl"), str(held)],
         "source_splits": {"held.jsonl": "valid"},
         "dedup": "none",
     }
     config = config_of(tmp_path, corpus=corpus)
-    made(config)
+    prepare_and_tokenize(config)
     if copies == 2:
         train(config)
         assert "2 of 8 valid conversations are in train too; set corpus.dedup=exact" in capsys.readouterr().err
@@ -233,9 +254,9 @@ def test_valid_is_part_of_train(tmp_path: Path, copies: int, capsys: pytest.Capt
 def test_conversations_trained_on_as_plain_text_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    write_pairs(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(tmp_path, train={"layout": "packed"})
-    made(config)
+    prepare_and_tokenize(config)
     train(config)
     assert (
         "train.layout=packed has loss on every token, questions included; set train.layout=chat"
@@ -252,21 +273,21 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     corpus = {"sources": [str(folder / "a.jsonl")], "chat": None}
     config = config_of(folder, corpus=corpus, tokenizer={"chat": None}, train={"layout": "packed"})
-    made(config)
+    prepare_and_tokenize(config)
     return list_checkpoints(train(config))[2]
 
 
 def test_new_tokens_start_as_the_mean_of_their_old_tokens(
     pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    write_pairs(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     config = config_of(
         tmp_path,
         tokenizer={"use": str(pretrained)},
         model={"init_from": str(pretrained)},
         train={"learning_rate": 1e-12},
     )
-    made(config)
+    prepare_and_tokenize(config)
     checkpoint = list_checkpoints(train(config))[2]
     assert (
         "3 new tokens get vectors, each the mean of the old tokens of its text: <|system|>, <|user|>"
@@ -283,9 +304,9 @@ def test_new_tokens_start_as_the_mean_of_their_old_tokens(
 
 
 def test_a_run_with_a_grown_vocabulary_resumes(pretrained: Path, tmp_path: Path) -> None:
-    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    write_pairs(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     sections: dict[str, Any] = {"tokenizer": {"use": str(pretrained)}, "model": {"init_from": str(pretrained)}}
-    made(config_of(tmp_path, **sections))
+    prepare_and_tokenize(config_of(tmp_path, **sections))
     train(config_of(tmp_path, **sections))
     assert list(list_checkpoints(train(config_of(tmp_path, train={"steps": 4}, **sections)))) == [2, 4]
 
@@ -295,10 +316,12 @@ def test_another_vocabulary_is_warned_of(
     pretrained: Path, tmp_path: Path, vocab: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A tokenizer smaller or larger than the embedding is never used as the model's own without a warning."""
-    written(tmp_path, "pairs.jsonl", [(q * 3 + chr(0xAC00 + number), a) for number, (q, a) in enumerate(PAIRS.items())])
+    write_pairs(
+        tmp_path, "pairs.jsonl", [(q * 3 + chr(0xAC00 + number), a) for number, (q, a) in enumerate(PAIRS.items())]
+    )
     config = config_of(tmp_path, tokenizer={"vocab": vocab, "min_frequency": 1}, model={"init_from": str(pretrained)})
-    made(config)
+    prepare_and_tokenize(config)
     train(config)
-    said = capsys.readouterr().err
-    assert f"the tokenizer is not that of {pretrained}" in said
-    assert f"to use the model's own tokenizer, set tokenizer.use={pretrained}" in said
+    output = capsys.readouterr().err
+    assert f"the tokenizer is not that of {pretrained}" in output
+    assert f"to use the model's own tokenizer, set tokenizer.use={pretrained}" in output

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from bench.engine_ends import ended
-from bench.kill_train import numbers_of, textmill, trained
+from bench.engine_exits import run_to_exit
+from bench.kill_train import read_metrics, textmill, train_arguments
 
 pytestmark = pytest.mark.long
 
@@ -39,12 +39,12 @@ def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
         f"train.evaluate_every={EACH}",
         "train.evaluate_batches=2",
     ]
-    return [*trained(root, run, steps), f"train.decay_steps={EACH * len(SITTINGS)}", *often, *more]
+    return [*train_arguments(root, run, steps), f"train.decay_steps={EACH * len(SITTINGS)}", *often, *more]
 
 
 def sit(root: Path, run: Path, number: int) -> None:
     """Train on one engine: DeepSpeed on two processes, JAX on four devices, torch on one; none is left at the end."""
-    engine, asked = SITTINGS[number], words(root, run, EACH * (number + 1), *SITTINGS[number])
+    engine, arguments = SITTINGS[number], words(root, run, EACH * (number + 1), *SITTINGS[number])
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         if "engine.kind=deepspeed" in engine
@@ -57,8 +57,8 @@ def sit(root: Path, run: Path, number: int) -> None:
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    command = [sys.executable, *launcher, "-m", "textmill", *asked]
-    assert ended(command, environment) == "well"
+    command = [sys.executable, *launcher, "-m", "textmill", *arguments]
+    assert run_to_exit(command, environment) == "ok"
 
 
 def state_of(run: Path, step: int) -> dict[str, NDArray[np.float32]]:
@@ -83,8 +83,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> tuple[Pat
     return alone, handed
 
 
-def test_every_loss_is_torchs(runs: tuple[Path, Path]) -> None:
-    alone, handed = (numbers_of(run) for run in runs)
+def test_every_loss_matches_torch(runs: tuple[Path, Path]) -> None:
+    alone, handed = (read_metrics(run) for run in runs)
     assert [line["step"] for line in handed if "loss" in line] == list(range(1, EACH * len(SITTINGS) + 1))
     for ours, wanted in zip(handed, alone, strict=True):
         assert ours.keys() == wanted.keys()

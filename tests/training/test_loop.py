@@ -7,12 +7,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.kill_train import COMMAND, last_weights, numbers_of, textmill, trained
+from bench.kill_train import COMMAND, hash_checkpoint, read_metrics, textmill, train_arguments
 from tests.support.small_runs import config_for
 from textmill.errors import TextmillError
 from textmill.training.loop import train
@@ -29,54 +30,60 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 def undisturbed(root: Path) -> Path:
     """A run of 30 steps without interruption."""
     run = root / "undisturbed"
-    done = textmill(*trained(root, run, STEPS))
+    done = textmill(*train_arguments(root, run, STEPS))
     assert done.returncode == 0, done.stderr
     return run
 
 
 @pytest.mark.long
-def test_killed_again_and_again_it_gives_the_same_bits(root: Path, undisturbed: Path) -> None:
+def test_a_run_killed_repeatedly_gives_the_same_bits(root: Path, undisturbed: Path) -> None:
     run = root / "killed"
     for fault in (
         "kill@step:3",
         "kill@disk:25",
         "kill@step:22",
     ):  # before the first save, during a save, and between two saves
-        done = textmill(*trained(root, run, STEPS), env={**os.environ, "TEXTMILL_FAULT": fault})
+        done = textmill(*train_arguments(root, run, STEPS), env={**os.environ, "TEXTMILL_FAULT": fault})
         assert done.returncode == -signal.SIGKILL, done.stderr
-    assert textmill(*trained(root, run, STEPS)).returncode == 0
-    assert numbers_of(run) == numbers_of(undisturbed)
-    assert last_weights(run, STEPS) == last_weights(undisturbed, STEPS)
+    assert textmill(*train_arguments(root, run, STEPS)).returncode == 0
+    assert read_metrics(run) == read_metrics(undisturbed)
+    assert hash_checkpoint(run, STEPS) == hash_checkpoint(undisturbed, STEPS)
 
 
-def test_a_signal_saves_and_exits_75(root: Path, undisturbed: Path) -> None:
+def test_a_closed_terminal_saves_and_exits_75_and_a_closed_pipe_loses_nothing(root: Path, undisturbed: Path) -> None:
     run = root / "stopped"
-    words = [*trained(root, run, STEPS), "train.save_every=1000"]
+    words = [*train_arguments(root, run, STEPS), "train.save_every=1000"]
     stopping = {**os.environ, "TEXTMILL_FAULT": "stop@step:7"}
+    program = [sys.executable, "-m", "textmill"]
     process = subprocess.Popen(
-        [*COMMAND, *words], env=stopping, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*program, *words], env=stopping, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 75, said
-    assert "stopped by SIGTERM at step" in said
+    _, output = process.communicate(timeout=300)
+    assert process.returncode == 75, output
+    assert "stopped by SIGHUP at step" in output
     step = json.loads((run / "stopped.json").read_text())["step"]
     assert (run / f"step-{step:07d}").is_dir()
     # In a separate process: torch rounds differently in a process that once used bf16 on a CPU without it.
-    assert textmill(*trained(root, run, STEPS)).returncode == 0
-    assert numbers_of(run) == numbers_of(undisturbed)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    resumed = [*program, *train_arguments(root, run, STEPS)]
+    assert subprocess.run(resumed, stdout=write_end, stderr=write_end, timeout=300).returncode == 0
+    os.close(write_end)
+    assert read_metrics(run) == read_metrics(undisturbed)
+    assert (run / f"step-{STEPS:07d}").is_dir()
     assert not (run / "stopped.json").exists()
 
 
 @pytest.mark.long
-def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: Path) -> None:
-    """The kernel refuses every file above a size, as a quota or a full disk does; the run says so, and the checkpoint before is whole."""
+def test_a_full_disk_keeps_every_checkpoint(root: Path, undisturbed: Path) -> None:
+    """The kernel refuses files above a size, as a full disk does; the run reports it and keeps its checkpoints."""
     from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints
 
     run, limit = root / "full", 100_000
-    words = trained(root, run, STEPS)
+    words = train_arguments(root, run, STEPS)
     assert textmill(*words, env={**os.environ, "TEXTMILL_FAULT": "kill@step:11"}).returncode == -signal.SIGKILL
     whole = list(list_checkpoints(run))
     assert 5 in whole, "the save of step 10 waits for it, and may itself be interrupted"
@@ -93,8 +100,8 @@ def test_a_disk_that_takes_no_more_costs_no_checkpoint(root: Path, undisturbed: 
     )
     assert [find_checkpoint_damage(folder) for folder in list_checkpoints(run).values()] == [[] for _ in whole]
     assert textmill(*words).returncode == 0
-    assert numbers_of(run) == numbers_of(undisturbed)
-    assert last_weights(run, STEPS) == last_weights(undisturbed, STEPS)
+    assert read_metrics(run) == read_metrics(undisturbed)
+    assert hash_checkpoint(run, STEPS) == hash_checkpoint(undisturbed, STEPS)
 
 
 def test_a_finished_run_does_nothing(root: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,13 +110,17 @@ def test_a_finished_run_does_nothing(root: Path, undisturbed: Path, capsys: pyte
     }
     train(config_for(root, undisturbed, STEPS))
     assert "done already" in capsys.readouterr().out
+    train(config_for(root, undisturbed, STEPS - 10, "train.log_every=7"))
+    printed = capsys.readouterr()
+    assert "done already" in printed.out
+    assert "changed" not in printed.err, "nothing was trained with the other settings"
     assert before == {
         path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"
     }
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["train.batch=16"], "train.batch was 8, is 16"),
         (["train.seed=7"], "train.seed was 1234, is 7"),
@@ -118,8 +129,8 @@ def test_a_finished_run_does_nothing(root: Path, undisturbed: Path, capsys: pyte
         (["model.shape.dropout=0.0"], r"model.attention_dropout was 0\.1, is 0\.0"),
     ],
 )
-def test_a_changed_result_setting_is_refused(root: Path, undisturbed: Path, words: list[str], said: str) -> None:
-    with pytest.raises(TextmillError, match=said) as error:
+def test_a_changed_result_setting_is_refused(root: Path, undisturbed: Path, words: list[str], message: str) -> None:
+    with pytest.raises(TextmillError, match=message) as error:
         train(config_for(root, undisturbed, STEPS, *words))
     assert "--force" in str(error.value)
 
@@ -133,9 +144,9 @@ def test_a_refused_run_leaves_no_files(root: Path, tmp_path: Path) -> None:
     }
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    for word, said in refusals.items():
+    for word, message in refusals.items():
         for folder in ("new/one", "mine"):
-            with pytest.raises(TextmillError, match=said):
+            with pytest.raises(TextmillError, match=message):
                 train(config_for(root, tmp_path / folder, STEPS, word))
             assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
                 "mine",
@@ -143,7 +154,7 @@ def test_a_refused_run_leaves_no_files(root: Path, tmp_path: Path) -> None:
             ]
 
 
-def test_changeable_settings_are_accepted_and_recorded(root: Path) -> None:
+def test_changeable_settings_are_accepted_and_recorded(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = root / "more"
     train(config_for(root, run, 10))
     train(config_for(root, run, 14, "train.log_every=2", "engine.micro_batch=4"))
@@ -152,6 +163,12 @@ def test_changeable_settings_are_accepted_and_recorded(root: Path) -> None:
     assert {change["step"] for change in progress["changes"]} == {10}
     for wanted in ("train.steps was 10, is 14", "train.log_every was 1, is 2", "engine.micro_batch was auto, is 4"):
         assert wanted in changes
+    assert "changed since step 10: train.steps was 10, is 14" in capsys.readouterr().err
+    config = config_for(root, run, 14, "train.log_every=2", "engine.micro_batch=4")
+    train(config.model_copy(update={"train": config.train.model_copy(update={"epochs": 0.0055})}))
+    printed = capsys.readouterr().err
+    assert "changed since step 14: the length of the run was train.steps=14, is train.epochs=0.0055" in printed
+    assert "1000" not in printed
 
 
 def test_fp16_resumes_with_its_loss_scale(root: Path) -> None:
@@ -160,9 +177,9 @@ def test_fp16_resumes_with_its_loss_scale(root: Path) -> None:
     )
     with torch.backends.mkldnn.flags(enabled=False):  # fp16 is slow on a CPU without it
         train(config)
-        first = numbers_of(root / "half")
+        first = read_metrics(root / "half")
         train(config, step=15)
-    assert numbers_of(root / "half") == first
+    assert read_metrics(root / "half") == first
     scales = [line["loss_scale"] for line in first if "loss" in line]
     assert scales[:3] == [2**32, 2**32, 2**31]
     assert scales[-1] < scales[14], "it kept falling after the save"
@@ -172,7 +189,7 @@ def test_fp16_resumes_with_its_loss_scale(root: Path) -> None:
 
 
 def test_divergence_at_the_lowest_loss_scale_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("textmill.engines.loss_scale_torch.FIRST", 16.0)
+    monkeypatch.setattr("textmill.engines.optimizers.loss_scale_torch.FIRST", 16.0)
     wild = (
         "engine.precision=fp16",
         "train.learning_rate=1e30",
@@ -188,21 +205,21 @@ def test_divergence_at_the_lowest_loss_scale_ends_the_run(root: Path, monkeypatc
         torch.backends.mkldnn.flags(enabled=False),
     ):
         train(config_for(root, root / "wild", 60, *wild))
-    scales = [line["loss_scale"] for line in numbers_of(root / "wild") if "loss" in line]
+    scales = [line["loss_scale"] for line in read_metrics(root / "wild") if "loss" in line]
     assert set(scales) == {16, 8, 4, 2, 1}
-    assert scales.count(1) == 5, "five logged steps at the lowest scale are enough"
+    assert scales.count(1) == 5, "five steps at the lowest scale are enough"
 
 
 def test_resume_from_an_earlier_step_and_start_from_scratch(root: Path) -> None:
     run = root / "back"
     train(config_for(root, run, 12, "train.checkpoints.keep=5"))
-    first = numbers_of(run)
+    first = read_metrics(run)
     train(config_for(root, run, 12, "train.checkpoints.keep=5"), step=5)
-    assert numbers_of(run) == first, "resuming from step 5 gives the same numbers"
-    weights = last_weights(run, 12)
+    assert read_metrics(run) == first, "resuming from step 5 gives the same numbers"
+    weights = hash_checkpoint(run, 12)
     train(config_for(root, run, 12, "train.checkpoints.keep=5", "train.seed=3"), force="yes")
-    assert numbers_of(run) != first
-    assert last_weights(run, 12) != weights
+    assert read_metrics(run) != first
+    assert hash_checkpoint(run, 12) != weights
 
 
 def test_sample_prompts_use_the_saved_checkpoint(root: Path) -> None:
@@ -257,7 +274,7 @@ def test_a_run_starts_from_given_weights(root: Path, undisturbed: Path) -> None:
     run = root / "continued"
     for start in (undisturbed, undisturbed / f"step-{STEPS:07d}"):
         train(config_for(root, run, 3, f"model.init_from={start}", "train.warmup=0"), force="yes")
-        first, trained_long = numbers_of(run)[0]["loss"], numbers_of(undisturbed)[0]["loss"]
+        first, trained_long = read_metrics(run)[0]["loss"], read_metrics(undisturbed)[0]["loss"]
         assert first < trained_long - 0.5, "it starts where the other ended, not from scratch"
     config = config_for(
         root, root / "small-vocab", 3, f"model.init_from={_with_fewer_vectors(undisturbed, root)}", "train.warmup=0"
@@ -282,23 +299,23 @@ def test_a_failure_before_the_first_step_keeps_every_checkpoint(root: Path) -> N
     run = root / "kept"
     train(config_for(root, run, 12, "train.checkpoints.keep=1", "train.checkpoints.keep_every=5"))
     assert list(list_checkpoints(run)) == [5, 10, 12]
-    metrics = numbers_of(run)
+    metrics = read_metrics(run)
     attempts: list[tuple[list[str], dict[str, object], str]] = [
-        ([], {"step": 5}, "its optimizer state was pruned"),
+        ([], {"step": 5}, "has no optimizer state: it was pruned"),
         (["model.init_from=nowhere/at-all/x"], {"force": "yes"}, "no such folder"),
         (["engine.device=cuda:7"], {"force": "yes"}, "is not available"),
         (["engine.device=cuda:7", "train.steps=20"], {}, "is not available"),
     ]
-    for words, options, said in attempts:
+    for words, options, message in attempts:
         steps = 20 if options.get("step") else 12
-        with pytest.raises(TextmillError, match=said):
+        with pytest.raises(TextmillError, match=message):
             train(
                 config_for(root, run, steps, "train.checkpoints.keep=1", "train.checkpoints.keep_every=5", *words),
                 **options,
             )  # type: ignore[arg-type]
         assert list(list_checkpoints(run)) == [5, 10, 12]
         assert all(find_checkpoint_damage(folder) == [] for folder in list_checkpoints(run).values())
-        assert numbers_of(run) == metrics
+        assert read_metrics(run) == metrics
     train(config_for(root, run, 5), step=5)
     assert list(list_checkpoints(run)) == [5, 10, 12], "done already, nothing changed"
 
@@ -306,9 +323,9 @@ def test_a_failure_before_the_first_step_keeps_every_checkpoint(root: Path) -> N
 def test_a_run_restarts_from_its_own_weights(root: Path) -> None:
     run = root / "self"
     train(config_for(root, run, 20))
-    last = numbers_of(run)[-1]["valid_loss"]
+    last = read_metrics(run)[-1]["valid_loss"]
     train(config_for(root, run, 2, f"model.init_from={run}", "train.warmup=0"), force="yes")
-    assert numbers_of(run)[0]["loss"] < last + 0.3
+    assert read_metrics(run)[0]["loss"] < last + 0.3
 
 
 def test_a_prompt_that_does_not_fit_does_not_stop_training(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.chat_runs import PAIRS, config_of, made, written
+from tests.support.chat_runs import PAIRS, config_of, prepare_and_tokenize, write_pairs
 from textmill.checkpoints.folders import find_checkpoint, list_checkpoints, open_model
 from textmill.cli import main
 from textmill.config import JaxEngine, RunConfig, SampleConfig, TorchEngine
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [f"{question} {answer}" for question, answer in PAIRS.items()] * 4
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     config = config_of(folder, corpus=plain(folder), tokenizer={"chat": None}, train={"layout": "packed", "steps": 4})
-    made(config)
+    prepare_and_tokenize(config)
     return list_checkpoints(train(config))[4]
 
 
@@ -85,8 +85,8 @@ def test_a_resumed_lora_run_is_bitwise_the_same(
     base: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(adapting(tmp_path / "run", base, 3))
-    said = capsys.readouterr().out
-    assert "136,960 parameters, 8,192 of them trained (5.98%), on cpu" in said, said
+    output = capsys.readouterr().out
+    assert "136,960 parameters, 8,192 of them trained (5.98%), on cpu" in output, output
     train(adapting(tmp_path / "run", base, 6))
     assert "resumes from step 3" in capsys.readouterr().out
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
@@ -101,6 +101,7 @@ def test_a_resumed_lora_run_is_bitwise_the_same(
         train(adapting(run, base, 6, dropout=0.0))
 
 
+@pytest.mark.long
 def test_a_lora_run_resumes_on_another_engine(base: Path, run: Path, tmp_path: Path) -> None:
     for extra in ("deepspeed", "jax"):
         pytest.importorskip(extra, reason=f"needs the extra {extra}")
@@ -134,9 +135,9 @@ def test_a_checkpoint_is_small_and_peft_opens_it(base: Path, run: Path) -> None:
 def test_a_separate_adapter_generates_what_the_merged_one_does(run: Path) -> None:
     checkpoint, greedy = open_model(str(run)), SampleConfig(temperature=0, max_tokens=12)
     engine = TorchEngine(device="cpu", precision="fp32")
-    apart, merged = (open_generator(checkpoint, engine, separate_adapter=separate) for separate in (True, False))
-    assert (apart.net.lora is not None, merged.net.lora) == (True, None)
-    assert apart.texts(["Bye", "잘"], greedy) == merged.texts(["Bye", "잘"], greedy)
+    separated, merged = (open_generator(checkpoint, engine, separate_adapter=separate) for separate in (True, False))
+    assert (separated.net.lora is not None, merged.net.lora) == (True, None)
+    assert separated.texts(["Bye", "잘"], greedy) == merged.texts(["Bye", "잘"], greedy)
 
 
 def test_commands_open_an_adapter_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,12 +191,12 @@ def test_a_changed_or_missing_base_is_refused(base: Path, tmp_path: Path, capsys
 
 def test_new_tokens_are_saved_with_the_adapter(base: Path, tmp_path: Path) -> None:
     """The tokens of a chat template have embeddings that the base lacks; PEFT reads them into a resized embedding."""
-    written(tmp_path, "pairs.jsonl", list(PAIRS.items()))
+    write_pairs(tmp_path, "pairs.jsonl", list(PAIRS.items()))
     chat = config_of(tmp_path, tokenizer={"use": str(base)}, train={"learning_rate": 0.01})
     config = chat.model_copy(
         update={"model": chat.model.model_validate({"init_from": str(base), "lora": {"targets": ["attn"]}})}
     )
-    made(config)
+    prepare_and_tokenize(config)
     train(config)
     found = find_checkpoint(train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})))
     assert found is not None

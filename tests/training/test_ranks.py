@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from bench.engine_ends import left_behind
-from bench.kill_train import numbers_of, textmill, trained
+from bench.engine_exits import end_leftovers
+from bench.kill_train import read_metrics, textmill, train_arguments
 from tests.support.waiting import LONGEST, wait_for
-from textmill.engines.ranks_torch import first_host, launch_of
+from textmill.engines.ranks_torch import first_host, read_launch
 from textmill.errors import TextmillError
 from textmill.verification.launcher import free_port
 
@@ -29,12 +29,12 @@ def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
 
 
 def words(root: Path, run: Path, steps: int, *more: str) -> list[str]:
-    return [*trained(root, run, steps), "train.schedule=constant", *more]
+    return [*train_arguments(root, run, steps), "train.schedule=constant", *more]
 
 
 def launched(*words: str) -> subprocess.CompletedProcess[str]:
     """Two processes to their end; none is left, neither alive nor as a zombie."""
-    with left_behind() as left:
+    with end_leftovers() as left:
         done = subprocess.run([*TORCHRUN, *words], capture_output=True, text=True, timeout=300)
     assert not left
     return done
@@ -49,6 +49,7 @@ def assert_equal(ours: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
         }
 
 
+@pytest.mark.long
 def test_two_processes_match_one_and_either_resumes(root: Path) -> None:
     alone, two = root / "alone", root / "two"
     one = textmill(*words(root, alone, 16), env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
@@ -61,11 +62,11 @@ def test_two_processes_match_one_and_either_resumes(root: Path) -> None:
     done = launched(*words(root, two, 10, "engine.micro_batch=2"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes on cpu") == 1, "only one rank prints"
-    assert_equal(numbers_of(two), numbers_of(alone)[: len(numbers_of(two))])
+    assert_equal(read_metrics(two), read_metrics(alone)[: len(read_metrics(two))])
     again = launched(*words(root, two, 10))
     assert again.stdout.count("done already") == 1, again.stderr
     assert textmill(*words(root, two, 16, "engine.micro_batch=2")).returncode == 0
-    assert_equal(numbers_of(two), numbers_of(alone))
+    assert_equal(read_metrics(two), read_metrics(alone))
 
 
 @pytest.mark.long
@@ -77,15 +78,15 @@ def test_a_signal_to_the_launcher_stops_all_after_one_step(root: Path) -> None:
     wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=LONGEST)
-    assert said.count("stopped by SIGTERM at step") == 1, said
+    _, output = process.communicate(timeout=LONGEST)
+    assert output.count("stopped by SIGTERM at step") == 1, output
     stopped = json.loads((run / "stopped.json").read_text())
     assert (run / f"step-{stopped['step']:07d}" / "manifest.json").is_file()
-    assert numbers_of(run)[-1]["step"] == stopped["step"]
+    assert read_metrics(run)[-1]["step"] == stopped["step"]
 
 
 @pytest.mark.long
-def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
+def test_a_batch_that_does_not_divide_is_refused_once(root: Path) -> None:
     refused = launched(*words(root, root / "odd", 10, "train.batch=9"))
     assert refused.returncode != 0
     assert refused.stderr.count("train.batch: 9 samples cannot be divided evenly by 2 processes; 8 or 10 can") == 1, (
@@ -96,7 +97,7 @@ def test_what_cannot_be_shared_is_refused_once(root: Path) -> None:
 
 
 def test_launcher_environments() -> None:
-    assert launch_of({}) is None
+    assert read_launch({}) is None
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     slurm = {
         "SLURM_PROCID": "5",
@@ -106,20 +107,20 @@ def test_launcher_environments() -> None:
         "SLURM_JOB_ID": "7",
     }
     for environment, wanted in ((torchrun, (3, 8, 1, "a:5")), (slurm, (5, 8, 1, "gpu03:20007"))):
-        launch = launch_of(environment)
+        launch = read_launch(environment)
         assert launch is not None
-        assert (launch.rank, launch.world, launch.local, launch.meet) == wanted
-    assert launch_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is not a SLURM step"
+        assert (launch.rank, launch.world, launch.local, launch.address) == wanted
+    assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is not a SLURM step"
     for wrong in ({"RANK": "first", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}):
         with pytest.raises(
             TextmillError, match=r"the launcher's environment: .*(first|rank 5 of 2).*; start .* with torchrun or srun"
         ):
-            launch_of(wrong)
+            read_launch(wrong)
     assert [first_host(nodes) for nodes in ("a1,a2", "b[7,9]", "c-[001-100].x", "d")] == ["a1", "b7", "c-001", "d"]
 
 
 @pytest.mark.long
-def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Path) -> None:
+def test_missing_processes_are_reported_and_a_signal_ends_the_wait(root: Path) -> None:
     place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     short = "import sys; from textmill.processes import heartbeat; heartbeat.START_SECONDS = 2; "
     short += "from textmill.cli import main; sys.exit(main())"
@@ -129,7 +130,7 @@ def test_processes_that_do_not_meet_are_told_and_a_signal_ends_the_wait(root: Pa
     )
     assert first.returncode == 2
     assert first.stderr.count("\n") == 1, first.stderr
-    assert "the 2 processes of this run did not meet" in first.stderr
+    assert "the 2 processes of this run did not connect" in first.stderr
     second = subprocess.Popen([*command, "engine.timeout=600"], env={**place, "RANK": "1"}, stderr=subprocess.DEVNULL)
     assert not _ended(second, 5), "no other process came"
     second.terminate()

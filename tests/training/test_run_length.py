@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from bench.kill_train import numbers_of
+from bench.kill_train import read_metrics
 from textmill import open_model
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.load import build_config
@@ -83,7 +83,7 @@ def test_batch_rampup_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"samples": 7}, r"train\.samples: 7 is less than one step, which has 80 tokens; raise it"),
         ({"tokens": 79}, r"train\.tokens: 79 is less"),
@@ -100,8 +100,8 @@ def test_batch_rampup_is_described() -> None:
         ),
     ],
 )
-def test_invalid_lengths_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(TextmillError, match=said):
+def test_invalid_lengths_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
         planned(**settings)
 
 
@@ -130,7 +130,8 @@ def test_a_unit_reads_back_and_the_last_one_set_wins(tmp_path: Path) -> None:
 QUICK: dict[str, Any] = {
     "tokenizer": {"vocab": 300}, "model": {"size": "nano", "shape": {"layers": 1, "heads": 1, "width": 16}},
     "train": {
-        "length": 32, "batch": 32, "batch_rampup": [8, 8, 75], "checkpoints": {"keep": 9}, "schedule": "constant", "warmup": 0, "log_every": 1,
+        "length": 32, "batch": 32, "batch_rampup": [8, 8, 75], "checkpoints": {"keep": 9}, "schedule": "constant",
+        "warmup": 0, "log_every": 1,
         "evaluate_every": "epoch", "save_every": "epoch",
     },
     "engine": {"device": "cpu"}, "runner": {"workers": 1},
@@ -154,7 +155,7 @@ def test_epochs_resume_like_steps_and_a_growing_batch_is_counted(
     train(config("twice", 1))
     train(twice)
     train(once)
-    assert numbers_of(once.folder_of("train")) == numbers_of(twice.folder_of("train"))
+    assert read_metrics(once.folder_of("train")) == read_metrics(twice.folder_of("train"))
     epoch = open_batches(once.train, open_splits(once), length=32, folder=None).layouts[0].samples_per_epoch
     sizes = [
         8,
@@ -170,16 +171,16 @@ def test_epochs_resume_like_steps_and_a_growing_batch_is_counted(
     first, last = (next(end for end in ends if end >= share * epoch) for share in (1, 1.5))
     steps = [len(sizes) + ends.index(end) for end in (first, last)]
     run = once.folder_of("train")
-    assert [line["step"] for line in numbers_of(run) if "valid_loss" in line] == steps
+    assert [line["step"] for line in read_metrics(run) if "valid_loss" in line] == steps
     progress = [json.loads((run / f"step-{step:07d}" / "progress.json").read_text()) for step in steps]
     assert [one["samples"] for one in progress] == [first, last]
     assert [one["tokens"] for one in progress] == [32 * first, 32 * last]
     best = min(progress, key=lambda one: float.fromhex(one["valid_loss"]))
-    told = capsys.readouterr().out
-    assert f"{steps[1]} steps of 8 samples, growing to 32 from step 8 on" in told
+    output = capsys.readouterr().out
+    assert f"{steps[1]} steps of 8 samples, growing to 32 from step 8 on" in output
     assert (
         f"train: the best checkpoint is step {best['step']}, valid loss {float.fromhex(best['valid_loss']):.4f}: "
-        in told
+        in output
     )
     assert open_model(str(run / "best")).step == best["step"]
     assert AutoConfig.from_pretrained(run / "best").vocab_size == 300

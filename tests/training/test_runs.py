@@ -43,9 +43,12 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(folder: Path, given: Path, texts: Path, positions: int) -> Path:
     """One step with a vocabulary of the new text and a learning rate so small that no weight changes."""
     tree: dict[str, Any] = {
-        "folder": str(folder), "corpus": {"sources": [str(texts)], "documents": "block", "dedup": "none"}, "tokenizer": {"vocab": 340},
-        "model": {"init_from": str(given), "shape": {"positions": positions}}, "engine": {"device": "cpu"}, "runner": {"workers": 1},
-        "train": {"steps": 1, "batch": 2, "warmup": 0, "learning_rate": 1e-30, "weight_decay": 0.0, "evaluate_batches": 1},
+        "folder": str(folder), "corpus": {"sources": [str(texts)], "documents": "block", "dedup": "none"},
+        "tokenizer": {"vocab": 340},
+        "model": {"init_from": str(given), "shape": {"positions": positions}}, "engine": {"device": "cpu"},
+        "runner": {"workers": 1},
+        "train": {"steps": 1, "batch": 2, "warmup": 0, "learning_rate": 1e-30, "weight_decay": 0.0,
+                  "evaluate_batches": 1},
     }  # fmt: skip
     config = build_config(tree)
     prepare(config)
@@ -57,14 +60,14 @@ def test_finetuning_with_another_tokenizer_and_more_positions(
     given: Path, tiny_texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     after = trained(tiny_texts.parent / "out", given, tiny_texts, 2 * POSITIONS - 1)
-    said = capsys.readouterr()
-    assert f"the tokenizer is not that of {given}: " in said.err
-    assert f"train: {2 * POSITIONS - 1} positions instead of {POSITIONS}: interpolated" in said.out
+    output = capsys.readouterr()
+    assert f"the tokenizer is not that of {given}: " in output.err
+    assert f"train: {2 * POSITIONS - 1} positions instead of {POSITIONS}: interpolated" in output.out
     old_net, new_net = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (given, after))
     old, new = (AutoTokenizer.from_pretrained(folder) for folder in (given, after))
     assert new_net.config.vocab_size == len(new) == 340
     assert new_net.config.eos_token_id == new.eos_token_id
-    assert f"{len(old.get_vocab().keys() & new.get_vocab().keys()):,} of 340 tokens keep their vectors" in said.err
+    assert f"{len(old.get_vocab().keys() & new.get_vocab().keys()):,} of 340 tokens keep their vectors" in output.err
     # With every second interpolated position the new net equals the old one: same logits for all shared tokens.
     shared = sorted(old.get_vocab().keys() & new.get_vocab().keys())
     before, now = (torch.tensor(tokenizer.convert_tokens_to_ids(shared)) for tokenizer in (old, new))
@@ -109,17 +112,19 @@ def test_fewer_positions_and_a_longer_sample(given: Path, tiny_texts: Path, caps
 
 def test_a_run_older_than_a_setting_resumes_with_its_default(tiny_texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree: dict[str, Any] = {
-        "folder": str(tiny_texts.parent / "out"), "corpus": {"sources": [str(tiny_texts)], "documents": "block", "dedup": "none"},
+        "folder": str(tiny_texts.parent / "out"),
+        "corpus": {"sources": [str(tiny_texts)], "documents": "block", "dedup": "none"},
         "tokenizer": {"vocab": 300}, "model": {"shape": {"layers": 1, "heads": 1, "width": 8, "positions": 16}},
-        "engine": {"device": "cpu"}, "runner": {"workers": 1}, "train": {"steps": 1, "batch": 2, "warmup": 0, "evaluate_batches": 1},
+        "engine": {"device": "cpu"}, "runner": {"workers": 1},
+        "train": {"steps": 1, "batch": 2, "warmup": 0, "evaluate_batches": 1},
     }  # fmt: skip
     config = build_config(tree)
     prepare(config)
     tokenize(config)
     train(config)
 
-    def older(run: Path, which: StepChoice) -> Checkpoint | None:
-        found = find_checkpoint(run, which)
+    def older(run: Path, which: StepChoice, *, to_resume: bool) -> Checkpoint | None:
+        found = find_checkpoint(run, which, to_resume=to_resume)
         assert found
         del found.progress["made_from"]["train.muon.momentum"]
         return found

@@ -62,8 +62,9 @@ def test_inverse_square_root() -> None:
 
 
 @pytest.mark.parametrize("warmup", [1, 2, 7, 100])
-def test_deepspeeds_warmup_and_decay(warmup: int) -> None:
-    """WarmupDecayLR as it is described: gamma = ln(i+1)/ln(max(2, warmup)), then (total - i)/max(1, total - warmup), to the minimum."""
+def test_schedules_match_deepspeed(warmup: int) -> None:
+    """WarmupDecayLR as it is described: gamma = ln(i+1)/ln(max(2, warmup)), then (total - i)/max(1, total - warmup),
+    to the minimum."""
     low, high, total = 3.5e-5, 3.5e-4, 300
     train = TrainConfig(
         schedule="linear", warmup_shape="log", steps=total, warmup=warmup, learning_rate=high, min_learning_rate=low

@@ -17,8 +17,8 @@ from textmill.errors import TextmillError, warn
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results, report_each
 from textmill.storage.files import (
     find_damage,
+    format_path,
     read_json,
-    remove_folder,
     replace_folder,
     try_remove,
     write_bytes,
@@ -30,6 +30,7 @@ from textmill.storage.tensor_files import SHARD_INDEX, Named, read_tensors
 
 StepChoice = int | Literal["latest", "best"]
 OPTIMIZER_MANIFEST = "optimizer.manifest.json"
+OPTIMIZER_FILES = "optimizer*.safetensors"
 BEST_LINK = "best"
 """A symbolic link in the run folder to the checkpoint with the lowest valid loss."""
 STEP_NAME = re.compile(r"^step-(\d{7,})$")
@@ -48,12 +49,9 @@ class Checkpoint:
         return read_weights(self.folder)
 
     def moments(self) -> Iterator[Named]:
-        """The optimizer state by weight name: m/NAME, v/NAME, momentum/NAME; an error if it was pruned."""
-        if not (self.folder / OPTIMIZER_MANIFEST).is_file():
-            raise TextmillError(
-                f"{self.folder}: its optimizer state was pruned; resume from a newer checkpoint, "
-                f"or start a new run from its weights: model.init_from={self.folder}"
-            )
+        """The optimizer state by weight name: m/NAME, v/NAME, momentum/NAME, raw/NAME; an error if it is missing."""
+        if not has_optimizer_state(self.folder):
+            raise TextmillError(_describe_missing_state(self.folder))
         for name in sorted(read_json(self.folder / OPTIMIZER_MANIFEST)["files"]):
             yield from read_tensors(self.folder / name)
 
@@ -117,26 +115,55 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, 0, {})
 
 
-def find_checkpoint(run: Path, which: StepChoice = "latest") -> Checkpoint | None:
-    """The newest intact checkpoint, the best one, or that of a step; damaged ones are skipped with a warning."""
-    folders = list_checkpoints(run)
+def find_checkpoint(run: Path, which: StepChoice | None = "latest", *, to_resume: bool = False) -> Checkpoint | None:
+    """The checkpoint of a step, the newest or best intact one; None: the best, or the newest if none has a valid loss.
+
+    Damaged ones are skipped with a warning; `to_resume` also those whose optimizer state is damaged.
+    """
     if isinstance(which, int):
+        folders = list_checkpoints(run)
         if which not in folders:
             raise TextmillError(f"{run}: no checkpoint of step {which}; found {', '.join(map(str, folders)) or 'none'}")
         return open_checkpoint(folders[which])
-    candidates = [folder for _, folder in sorted(folders.items(), reverse=True)]
-    if which == "best":
-        losses = read_valid_losses(run)
-        candidates = [folders[step] for step in sorted(losses, key=losses.__getitem__)]
-        if folders and not candidates:
-            raise TextmillError(f"{run}: no checkpoint has a valid loss; use --step latest")
+    candidates, without_state = rank_checkpoints(run, which), []
     for folder in candidates:
-        if not (damage := find_checkpoint_damage(folder)):
+        damage = find_checkpoint_damage(folder)
+        if not damage and to_resume and not has_optimizer_state(folder) and any(folder.glob(OPTIMIZER_FILES)):
+            damage = [f"{OPTIMIZER_MANIFEST} is missing"]  # pruning would have removed the optimizer state too
+            without_state.append(folder)
+        if not damage:
             return _read_checkpoint(folder)
         warn(f"{folder} is damaged, skipping it: {'; '.join(damage)}")
+    if without_state:
+        raise TextmillError(_describe_missing_state(without_state[0]))
     if candidates:
         raise TextmillError(f"{run}: every checkpoint is damaged; start from scratch with --force")
     return None
+
+
+def rank_checkpoints(run: Path, which: Literal["latest", "best"] | None) -> list[Path]:
+    """The checkpoints of a run in the order in which they are tried; None: by valid loss, then those without one."""
+    folders, losses = list_checkpoints(run), read_valid_losses(run) if which != "latest" else {}
+    by_loss = [folders[step] for step in sorted(losses, key=losses.__getitem__)]
+    if which == "best":
+        if folders and not by_loss:
+            raise TextmillError(f"{run}: no checkpoint has a valid loss; use --step latest")
+        return by_loss
+    return by_loss + [folder for step, folder in reversed(folders.items()) if step not in losses]
+
+
+def has_optimizer_state(folder: Path) -> bool:
+    """Whether a run can be resumed from this checkpoint; pruning removes the manifest of its optimizer state first."""
+    return (folder / OPTIMIZER_MANIFEST).is_file()
+
+
+def _describe_missing_state(folder: Path) -> str:
+    others = [str(step) for step, one in list_checkpoints(folder.parent).items() if has_optimizer_state(one)]
+    resume = f"resume from a step that has one (--step {' or '.join(others)}), or start" if others else "start"
+    return (
+        f"{folder}: has no optimizer state: it was pruned, or {OPTIMIZER_MANIFEST} is lost; "
+        f"{resume} a new run from its weights: model.init_from={folder}"
+    )
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
@@ -145,13 +172,26 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, int(progress["step"]), progress)
 
 
-def find_model(run: Path, init_from: str | None, which: StepChoice = "latest") -> Checkpoint:
-    """The model of a config: a checkpoint of its run or, before training, the weights that it starts from."""
+def find_model(run: Path, init_from: str | None, which: StepChoice | None = None) -> Checkpoint:
+    """The model of a config: a checkpoint of its run (default: the best) or, before training, `init_from`.
+
+    Says which checkpoint it is, on stderr.
+    """
     if (found := find_checkpoint(run, which)) is not None:
+        warn(f"using {_describe_choice(found, run, chosen=which is not None)}")
         return found
     if init_from is None:
         raise TextmillError(f"{run}: no checkpoint yet; run textmill train first")
     return open_model(init_from)
+
+
+def _describe_choice(found: Checkpoint, run: Path, *, chosen: bool) -> str:
+    loss = f", valid loss {found.valid_loss:.4f}" if found.valid_loss is not None else ""
+    text = f"{format_path(found.folder)}{loss}"
+    latest = max(list_checkpoints(run))
+    if chosen or latest == found.step:
+        return text
+    return f"{text}, the best checkpoint; --step latest uses step {latest}"
 
 
 def open_model(name: str) -> Checkpoint:
@@ -234,28 +274,3 @@ def _commit(folder: Path, final: Path, snapshot: Snapshot, entries: list[Any], r
     write_json(folder / OPTIMIZER_MANIFEST, {"files": moments})
     write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
     replace_folder(folder, final)
-
-
-def prune(run: Path, *, keep: int, keep_every: int | None) -> list[Path]:
-    """Remove old checkpoints; those that stay only for their weights lose their optimizer state."""
-    folders = list_checkpoints(run)
-    newest = list(folders)[-keep:]
-    best = link_best(run)
-    removed = []
-    for step, folder in folders.items():
-        if step in newest:
-            continue
-        if step == best or (keep_every and step % keep_every == 0):
-            for path in (folder / OPTIMIZER_MANIFEST, *folder.glob("optimizer*.safetensors")):
-                try_remove(path)
-        else:
-            remove_folder(folder)
-            removed.append(folder)
-    return removed
-
-
-def remove_leftovers(run: Path) -> None:
-    """Remove temporary folders that a killed run left."""
-    for pattern in ("step-*.tmp-*", "step-*.old-*"):
-        for path in run.glob(pattern):
-            try_remove(path)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from textmill.checkpoints.folders import find_checkpoint_damage, list_checkpoints
+from textmill.checkpoints.folders import OPTIMIZER_MANIFEST, find_checkpoint_damage, list_checkpoints
 from textmill.config import STAGE_FOLDERS
+from textmill.config.load import read_recorded_config
 from textmill.errors import TextmillError
-from textmill.storage.stages import MANIFEST, find_stage_damage
+from textmill.storage.files import is_as_written
+from textmill.storage.stages import MANIFEST, RUN_YAML, YAML_CHECKSUM, find_stage_damage, find_yaml_damage
 from textmill.tokens.index_formats import find_index_errors
 from textmill.tokens.store import open_store, store_paths, store_prefix
 from textmill.where import open_where
 
 
 def check(where: str, settings: list[str] | None = None) -> list[Path]:
-    """Check a stage's folder, a checkpoint, a run, a project, or all that a config has written; return what was checked."""
+    """Check the folder of a stage, checkpoint, run or project, or all folders of a config; return what was checked."""
     root = Path(where)
     if not root.is_dir() and store_paths(store_prefix(root))[0].is_file():
         return _check_store(store_prefix(root))
@@ -33,7 +35,9 @@ def check(where: str, settings: list[str] | None = None) -> list[Path]:
     for folder in stages:
         faults += _report(folder, find_stage_damage(folder))
     for folder in checkpoints:
-        faults += _report(folder, find_checkpoint_damage(folder))
+        faults += _report(folder, find_checkpoint_damage(folder) or _find_manifest_damage(folder))
+    for folder in {path.parent for path in checkpoints if path != root}:
+        faults += _report_run_yaml(folder)
     if faults:
         raise TextmillError(f"{len(faults)} faults: {'; '.join(faults)}")
     return stages + checkpoints
@@ -48,6 +52,24 @@ def _check_store(prefix: Path) -> list[Path]:
         f"check: {prefix}: the index is consistent and fits the ids; there is no manifest, so no checksums to compare"
     )
     return [prefix]
+
+
+def _find_manifest_damage(checkpoint: Path) -> list[str]:
+    manifests = [path for name in (MANIFEST, OPTIMIZER_MANIFEST) if (path := checkpoint / name).is_file()]
+    return [
+        f"{path.name} has other bytes than those that were written" for path in manifests if not is_as_written(path)
+    ]
+
+
+def _report_run_yaml(run: Path) -> list[str]:
+    """Check the run.yaml of a run; that of an older version has no checksum, so only whether it can be read is
+    checked."""
+    path = run / RUN_YAML
+    last_line = path.read_bytes().splitlines()[-1:] if path.is_file() else [b"#"]
+    if not any(line.startswith(b"#") or YAML_CHECKSUM[2:].encode() in line for line in last_line):
+        read_recorded_config(path)
+        return []
+    return _report(run, faults) if (faults := find_yaml_damage(run)) else []
 
 
 def _report(folder: Path, faults: list[str]) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.folders import list_checkpoints
+from textmill.checkpoints.folders import rank_checkpoints
 from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.corpus.prepare import prepare
@@ -14,6 +15,7 @@ from textmill.devices import open_device
 from textmill.evaluation import evaluate, format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
+from textmill.processes.command_time import CommandTime
 from textmill.storage.files import format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.splits import open_splits, tokenizer_of
@@ -25,24 +27,25 @@ from textmill.training.new_run import check_start
 SUMMARY = "summary.json"
 
 
-def run(config: RunConfig, force: Force = "no") -> Path:
+def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
     """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
+    whole = replace(command or CommandTime(), evaluates=True)
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
         open_device(config.engine.device)
-    for number, (command, stage) in enumerate(
+    for number, (name, stage) in enumerate(
         (("prepare", prepare), ("fit-tokenizer", fit_tokenizer), ("tokenize", tokenize)), 1
     ):
-        if why := _not_needed(config, command):
-            _headline(number, f"{command}: not needed: {why}")
+        if why := _not_needed(config, name):
+            _headline(number, f"{name}: not needed: {why}")
         else:
-            _headline(number, command)
+            _headline(number, name)
             stage(config, force)
     _headline(4, "train")
-    folder = train(config, force)
-    checkpoint = list(list_checkpoints(folder).values())[-1]
+    folder = train(config, force, command=whole)
+    checkpoint = rank_checkpoints(folder, None)[0]
     files = read_json(checkpoint / MANIFEST)["files"]
-    weights = [account["sha256"] for name, account in files.items() if name.endswith(".safetensors")]
+    weights = [entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")]
     inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
     summary = _read_summary(folder, inputs)
     if summary is None:
@@ -87,7 +90,8 @@ def _has_tokens(config: RunConfig, split: str) -> bool:
     if open_splits(config).stores(split):
         return True
     print(
-        f"the {split} split is empty, so there is nothing to evaluate on; give it more text or a larger part of corpus.split"
+        f"the {split} split is empty, so there is nothing to evaluate on; "
+        "use more text, or give the split more of corpus.split"
     )
     return False
 
@@ -112,6 +116,9 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 def _print_next_steps(config: RunConfig, checkpoint: Path) -> None:
     root = shlex.quote(format_path(Path(config.folder)))
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers can open it). Next:")
-    print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
+    if config.train.layout == "chat":
+        print(f"  textmill chat {root}")
+    else:
+        print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
     print(f"  textmill train {root} train.{config.train.unit}={2 * getattr(config.train, config.train.unit)}")
     print("  textmill new mine --text 'texts/*.txt' && textmill run mine")

@@ -1,4 +1,4 @@
-"""The table of commands: one row each, plain data. The command line, --help and `textmill.NAME` in Python all read it."""
+"""The table of commands, one row each: the command line, --help and `textmill.NAME` in Python all read it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Flag:
     name: str
     parameter: str
     summary: str
-    kind: Literal["switch", "text", "step", "number"] = "switch"
-    """switch: takes no value; step: a number, latest or best."""
+    kind: Literal["switch", "text", "texts", "step", "number", "minutes"] = "switch"
+    """switch: takes no value; texts: may be given several times; step: a number, latest or best."""
     value: object = True
     """What a switch passes."""
     example: str = ""
@@ -43,6 +43,10 @@ class Command:
     nothing: the function gets the arguments as they were typed."""
     takes_settings: bool = True
     """Whether section.key=value is allowed. A command that opens nothing gets them as `settings`."""
+    result_is_output: bool = False
+    """Whether its result is what it prints: then it ends, with exit code 141, as soon as nobody reads that."""
+    timed: bool = False
+    """Whether the function takes `command`, the time at which the command started."""
 
     @property
     def python_name(self) -> str:
@@ -61,26 +65,44 @@ ALL = ("corpus", "tokenizer", "tokens", "runner", "model", "train", "engine", "e
 FORCE = Flag("--force", "force", "run this stage again from scratch, in the same folder", value="yes")
 RESTART = Flag("--force", "force", "train again from scratch, in the same folder", value="yes", excludes="--step")
 REBUILD = Flag("--force", "force", "rebuild the stages whose input or settings have changed", value="changed")
-STEP = Flag("--step", "step", "N, latest or best: which checkpoint (default: latest)", "step")
+RESUME_STEP = Flag("--step", "step", "N, latest or best: the checkpoint to resume from (default: latest)", "step")
+STEP = Flag("--step", "step", "N, latest or best: which checkpoint (default: best; latest if no valid loss)", "step")
 SEEN_STEP = Flag("--step", "step", "N: list the documents that training step N saw", "number")
+DROPPED = Flag(
+    "--dropped",
+    "dropped",
+    "RULE: list documents that this rule of prepare dropped, or `all` rules",
+    "text",
+    excludes="--step",
+)
 JSON = Flag("--json", "as_json", "print JSON instead of text")
-TEXT = Flag("--text", "text", "your text: files, a folder or a quoted glob", "text", example="'texts/*.txt'")
+MINUTES = Flag(
+    "--minutes", "minutes", "how long `textmill run` may take (default: until more does not help)", "minutes"
+)
+TEXT = Flag(
+    "--text", "text", "your text: files, a folder or a quoted glob; may be repeated", "texts", example="'texts/*.txt'"
+)
 
 COMMANDS = {
     "new": Command(
         "textmill.commands.new:new", "inspect your text and this machine, write a config to start from",
-        arguments=("DIR",), flags=(TEXT,), opens="nothing", takes_settings=False,
+        arguments=("DIR",), flags=(TEXT, MINUTES), opens="nothing", takes_settings=False,
     ),
-    "run": Command("textmill.commands.run:run", "run all stages, skipping those that are done", sections=ALL, flags=(REBUILD,)),
+    "run": Command(
+        "textmill.commands.run:run", "run all stages, skipping those that are done",
+        sections=ALL, flags=(REBUILD,), timed=True,
+    ),
     "prepare": Command(
-        "textmill.corpus.prepare:prepare", "turn text into clean documents", sections=("corpus", "runner"), flags=(FORCE,)
+        "textmill.corpus.prepare:prepare", "turn text into clean documents",
+        sections=("corpus", "runner"), flags=(FORCE,),
     ),
     "fit-tokenizer": Command(
         "textmill.tokens.vocabulary.fitting:fit_tokenizer", "fit a vocabulary to the corpus",
         sections=("tokenizer", "runner"), flags=(FORCE,),
     ),
     "tokenize": Command(
-        "textmill.tokens.tokenize:tokenize", "turn documents into token ids", sections=("tokens", "tokenizer", "runner"), flags=(FORCE,)
+        "textmill.tokens.tokenize:tokenize", "turn documents into token ids",
+        sections=("tokens", "tokenizer", "runner"), flags=(FORCE,),
     ),
     "merge": Command(
         "textmill.tokens.merge:merge", "join token stores A, B ... into OUT",
@@ -88,21 +110,24 @@ COMMANDS = {
     ),
     "train": Command(
         "textmill.training.loop:train", "train a model, or resume training",
-        sections=("model", "train", "engine", "sample", "track"), flags=(RESTART, STEP),
+        sections=("model", "train", "engine", "sample", "track"), flags=(RESTART, RESUME_STEP), timed=True,
     ),
     "verify": Command(
-        "textmill.verification:verify", "check on a small model that a parallel config gives the numbers of one process",
-        sections=("engine",),
+        "textmill.verification:verify",
+        "check on a small model that a parallel config gives the numbers of one process",
+        sections=("engine",), result_is_output=True,
     ),
     "evaluate": Command(
-        "textmill.evaluation:evaluate", "measure a model", sections=("evaluate", "train", "engine"), flags=(STEP, JSON), opens="model"
+        "textmill.evaluation:evaluate", "measure a model",
+        sections=("evaluate", "train", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
     ),
     "generate": Command(
-        "textmill.generation:generate", "continue a text", sections=("sample", "engine"), flags=(STEP, JSON), opens="model"
+        "textmill.generation:generate", "continue a text",
+        sections=("sample", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
     ),
     "chat": Command(
         "textmill.generation.chat:chat", "chat with a model that was finetuned for it",
-        sections=("sample", "engine"), flags=(STEP,), opens="model",
+        sections=("sample", "engine"), flags=(STEP,), opens="model", result_is_output=True,
     ),
     "serve": Command(
         "textmill.server:serve", "serve a model over HTTP, with a page to try it",
@@ -113,10 +138,15 @@ COMMANDS = {
         sections=("export",), flags=(FORCE, STEP), opens="model",
     ),
     "show": Command(
-        "textmill.commands.show:show", "show a corpus, token stores, or what a training step saw", flags=(SEEN_STEP,), opens="nothing"
+        "textmill.commands.show:show", "show a corpus, token stores, or what a training step saw",
+        flags=(SEEN_STEP, DROPPED), opens="nothing", result_is_output=True,
     ),
-    "check": Command("textmill.commands.check:check", "compare every file of a folder with its checksum", opens="nothing"),
+    "check": Command(
+        "textmill.commands.check:check", "compare every file of a folder with its checksum",
+        opens="nothing", result_is_output=True,
+    ),
     "recipes": Command(
-        "textmill.commands.recipes:recipes", "list the recipes that come with textmill", arguments=(), opens="nothing", takes_settings=False
+        "textmill.commands.recipes:recipes", "list the recipes that come with textmill",
+        arguments=(), opens="nothing", takes_settings=False, result_is_output=True,
     ),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
 from textmill.config.tokens import TokensConfig
 from textmill.config.train_groups import (
+    AverageConfig,
     ChatConfig,
     CheckpointsConfig,
     MuonConfig,
@@ -31,10 +32,10 @@ from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "EngineConfig", "EvaluateConfig",
-    "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "ModelConfig", "MuonConfig",
-    "PackedConfig", "PaddedConfig", "RangeTestConfig", "RunConfig", "RunnerConfig", "SampleConfig", "Section",
-    "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig", "TokensConfig",
+    "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "EngineConfig",
+    "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "ModelConfig",
+    "MuonConfig", "PackedConfig", "PaddedConfig", "RangeTestConfig", "RunConfig", "RunnerConfig", "SampleConfig",
+    "Section", "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig", "TokensConfig",
     "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig",
 ]  # fmt: skip
 
@@ -81,12 +82,21 @@ class RunConfig(Section):
             raise TextmillError(
                 f"train.optimizer: {self.engine.refused[train.optimizer]}; set adamw, or engine.kind=torch"
             )
+        if train.average.memory is not None and "average" in self.engine.refused:
+            raise TextmillError(
+                f"train.average.memory: {self.engine.refused['average']}; remove it, or set engine.kind=torch"
+            )
         if train.min_learning_rate > train.learning_rate:
             low, high = train.min_learning_rate, train.learning_rate
             raise TextmillError(f"train.min_learning_rate: {low} is above train.learning_rate={high}; lower it")
         if self.sample.min_tokens > self.sample.max_tokens:
             low, high = self.sample.min_tokens, self.sample.max_tokens
             raise TextmillError(f"sample.min_tokens: {low} is above sample.max_tokens={high}; lower it")
+        if self.sample.beams > 1 and self.sample.count > self.sample.beams:
+            count, beams = self.sample.count, self.sample.beams
+            raise TextmillError(
+                f"sample.count: {count} is above sample.beams={beams}, the texts that are found; lower it"
+            )
         return self
 
     def folder_of(self, stage: StageName) -> Path:
@@ -102,8 +112,20 @@ class RunConfig(Section):
         return flat
 
     def to_yaml(self) -> str:
-        """The full tree as YAML that `textmill COMMAND run.yaml` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+        """The tree as YAML that `textmill COMMAND run.yaml` reads back, without the settings of one call."""
+        tree = drop_per_call(self.model_dump(mode="json"))
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+
+
+def drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:
+    """A config tree without the settings of one call, such as a prompt: no folder records them."""
+    kept = dict(tree)
+    for name, field in RunConfig.model_fields.items():
+        section, values = field.annotation, tree.get(name)
+        if isinstance(section, type) and issubclass(section, Section) and isinstance(values, dict):
+            once = {key for key, one in section.model_fields.items() if field_markers(one).get("per_call")}
+            kept[name] = {key: value for key, value in values.items() if key not in once}
+    return kept
 
 
 def _flat_results(section: Section, prefix: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 from typing import Any, Literal
 
@@ -30,8 +31,11 @@ from textmill.errors import TextmillError
 ChatShape = Literal["auto", "messages", "sharegpt", "alpaca", "pairs"]
 
 
+DELIMITER_NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "space": " "}
+
+
 class CorpusConfig(Section):
-    """Text in, clean documents out."""
+    """The corpus: where text comes from, cleaning, deduplication, splits."""
 
     folder: str | None = path()
     """Folder of the prepared corpus; default: `corpus` under `folder`."""
@@ -47,6 +51,17 @@ class CorpusConfig(Section):
     join_with: str | None = None
     """Text put between joined fields; default: a newline. When set, it also joins all that a path finds in one element
     of its first list."""
+    encoding: str = "auto"
+    """The encoding of the files, such as utf-8, utf-16 or cp949; auto: UTF-8, or UTF-16 or UTF-32 where a sample shows
+    it."""
+    delimiter: str = "auto"
+    """What separates the columns of CSV files, such as `;` or tab; auto: detected from a sample of each file."""
+    quoting: Literal["auto", "double", "none"] = "auto"
+    """Quotes in CSV files: double (double quotes may enclose a field), none (a quote is a character like any other);
+    auto: detected from a sample."""
+    header: bool | Literal["auto"] = "auto"
+    """Whether the first row of CSV files names the columns; without a header they are column1, column2, ...;
+    auto: detected from a sample."""
     keep_fields: list[str] = []
     """More fields of a record to keep, in the column `meta`."""
     chat: ChatShape | None = None
@@ -93,7 +108,8 @@ class CorpusConfig(Section):
     sentences: Literal["none", "split", "lines"] = "none"
     """split: put each sentence on its own line; lines: the text already has one sentence per line, drop blank lines."""
     dedup: Literal["exact", "near", "none"] = "exact"
-    """exact: drop documents whose normalised text was seen before; near: also drop near-duplicates."""
+    """exact: drop documents whose normalised text was seen before; near: also drop near-duplicates, the default of the
+    presets web, books and encyclopaedia."""
     dedup_threshold: float = Field(0.8, ge=0.1, le=1)
     """near: documents at least this similar (Jaccard similarity of their shingles) are near-duplicates."""
     dedup_shingles: Literal["characters", "words"] = "characters"
@@ -103,13 +119,17 @@ class CorpusConfig(Section):
     """near: characters or words in a shingle."""
     dedup_memory: int = changeable(512, ge=1)
     """MB of memory that a process may use to sort hashes or hold shingles; does not change the result."""
+    keep_dropped: bool = False
+    """Also write dropped documents to `dropped-*.parquet`, with the rule and, for a duplicate, the document it
+    repeats."""
     split: list[float] = [90, 5, 5]
     """Ratio of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its split."""
     source_splits: dict[str, Literal["train", "valid", "test"]] = {}
     """Sources that belong to one split entirely: a file, folder or pattern as in `corpus.sources`, and train, valid or
     test."""
     max_unreadable: float = changeable(0.1, ge=0, le=1)
-    """Largest fraction of unreadable records; above it `prepare` stops and shows the first of them."""
+    """Largest fraction of unreadable records, and of unreadable bytes; above it `prepare` stops and shows the first of
+    them."""
     mongo_write_back: bool = changeable(False)
     """Write the cleaned text into `filt_text` of the MongoDB documents that it came from, and an empty text for dropped
     documents."""
@@ -160,6 +180,27 @@ class CorpusConfig(Section):
     def _omit_preset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # A written value that equals the preset would override the next preset.
         return omit_preset_values(write(self), PRESETS[self.preset])
+
+    @field_validator("encoding")
+    @classmethod
+    def _check_encoding(cls, value: str) -> str:
+        try:
+            return value if value == "auto" else codecs.lookup(value).name
+        except LookupError:
+            raise TextmillError(
+                f"corpus.encoding: no encoding '{value}'; give auto, utf-8, utf-16, cp949, shift_jis, gb18030, "
+                "cp1252 ..."
+            ) from None
+
+    @field_validator("delimiter")
+    @classmethod
+    def _check_delimiter(cls, value: str) -> str:
+        value = DELIMITER_NAMES.get(value, value)
+        if value != "auto" and (len(value) != 1 or value in '"\r\n'):
+            raise TextmillError(
+                f"corpus.delimiter: found {value!r}; give one character, or tab, comma, semicolon, space or auto"
+            )
+        return value
 
     @field_validator("newline_markers", "block_domains", "block_extensions")
     @classmethod

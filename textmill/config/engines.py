@@ -14,9 +14,9 @@ class EngineSection(Section):
     """Settings that every engine has."""
 
     one_process: ClassVar[bool] = False
-    """Whether one process uses all devices of a machine; otherwise each device has its own process."""
+    """True if one process uses all devices of a machine; otherwise each device has its own process."""
     refused: ClassVar[dict[str, str]] = {}
-    """Optimizers that the engine does not support, and why."""
+    """Optimizers that the engine does not support, or `average`, and why."""
     kind: str
     """Which engine."""
     micro_batch: int | Literal["auto"] = changeable("auto")
@@ -24,7 +24,7 @@ class EngineSection(Section):
     auto: as many as a simple memory rule allows."""
     recompute: int = changeable(0, ge=0)
     """Activation checkpointing: recompute activations in the backward pass, this many blocks at a time; 0: keep all.
-    Same numbers, less memory."""
+    Same results, less memory."""
     timeout: float = changeable(600.0, gt=0)
     """Several processes: seconds without progress of any of them after which the run ends with the name of the process
     that the others wait for (a deadlock); at least 60 before the first step."""
@@ -74,7 +74,7 @@ class TorchEngine(EngineSection):
     mesh: MeshConfig = changeable(MeshConfig())
     """How many processes share the work."""
     deterministic: bool = changeable(False)
-    """Bitwise the same numbers in every run on a GPU too, at some cost in speed."""
+    """Use deterministic algorithms: bitwise the same results in every run on a GPU too, but slower."""
 
 
 class JaxMesh(Section):
@@ -93,6 +93,7 @@ class JaxEngine(EngineSection):
     """JAX on one device or a mesh of them."""
 
     one_process: ClassVar[bool] = True
+    refused: ClassVar[dict[str, str]] = {"average": "the JAX engine does not average weights"}
     kind: Literal["jax"] = "jax"
     """jax: JAX, on all its devices."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = changeable("auto")
@@ -102,14 +103,18 @@ class JaxEngine(EngineSection):
     mesh: JaxMesh = changeable(JaxMesh())
     """How the devices share the work."""
     deterministic: bool = changeable(False)
-    """Bitwise the same numbers in every run on a GPU too, at some cost in speed. Not tested on a GPU."""
+    """Use deterministic algorithms: bitwise the same results in every run on a GPU too, but slower. Not tested on a
+    GPU."""
 
 
 class DeepSpeedEngine(EngineSection):
     """DeepSpeed ZeRO: weights, gradients and optimizer state sharded over processes started by deepspeed, torchrun or
     srun."""
 
-    refused: ClassVar[dict[str, str]] = {"muon": "muon needs full matrices, which DeepSpeed shards"}
+    refused: ClassVar[dict[str, str]] = {
+        "muon": "muon needs full matrices, which DeepSpeed shards",
+        "average": "the DeepSpeed engine does not average weights",
+    }
     kind: Literal["deepspeed"] = "deepspeed"
     """deepspeed: DeepSpeed's ZeRO over PyTorch."""
     device: str = changeable("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -121,13 +126,14 @@ class DeepSpeedEngine(EngineSection):
     """ZeRO stage, what the processes shard: 0: nothing; 1: optimizer state; 2: gradients too; 3: weights too.
     auto: the stage in `engine.deepspeed_config`, or 2."""
     offload_optimizer: Literal["cpu", "nvme"] | None = changeable(None)
-    """Keep master weights and optimizer state there instead of on the device; nvme needs `engine.zero=3`."""
+    """Keep master weights and optimizer state in CPU memory or on NVMe instead of on the device; nvme needs
+    `engine.zero=3`."""
     offload_weights: Literal["cpu", "nvme"] | None = changeable(None)
-    """Keep weights there until they are needed; needs `engine.zero=3`."""
+    """Keep weights in CPU memory or on NVMe until they are needed; needs `engine.zero=3`."""
     nvme_folder: str | None = path()
     """A folder on a fast disk for what is offloaded to nvme."""
     deepspeed_config: str | None = path()
-    """A DeepSpeed JSON file, used as it is; a value that contradicts our settings is refused by name."""
+    """A DeepSpeed JSON config, used unchanged; a value that contradicts these settings is an error that names it."""
     deepspeed_overrides: dict[str, Any] = changeable({})
     """More of DeepSpeed's own settings; they override all others."""
 

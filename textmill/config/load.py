@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from textmill.config import RunConfig
+from textmill.config import RunConfig, drop_per_call
 from textmill.config.keys import all_fields, kinds_of, section_types, suggest_key
-from textmill.config.mistakes import first_mistake, key_and_parents
+from textmill.config.mistakes import describe_type, first_mistake, key_and_parents
 from textmill.config.renamed import RENAMED, rename_tree, rename_value
 from textmill.config.section import Section, field_markers
 from textmill.config.training import UNITS
 from textmill.errors import TextmillError, warn
 
 Tree = dict[str, Any]
+ALTERNATIVES = {"train": UNITS, "sample": ("prompt", "prompts_file")}
+"""Keys of a section of which only one is set."""
+RESHAPABLE = ("dropout", "positions")
+"""Numbers of a shape that given weights may change."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -77,8 +82,11 @@ def read_user_config(path: Path) -> tuple[Tree, dict[str, int]]:
 
 
 def read_recorded_config(path: Path) -> Tree:
-    """The run.yaml of a folder that textmill wrote, perhaps long ago, under today's names of settings."""
-    return rename_tree(read_yaml(path)[0])[0]
+    """The run.yaml of a folder that textmill wrote, perhaps long ago, under today's names of settings.
+
+    Settings of one call, which older folders recorded, are left out.
+    """
+    return drop_per_call(rename_tree(read_yaml(path)[0])[0])
 
 
 def _report_old_names(found: dict[str, str], where: str = "") -> None:
@@ -104,12 +112,19 @@ def merge_trees(tree: Tree, over: Tree) -> Tree:
     return result
 
 
-def drop_run_length(tree: Tree, over: Tree) -> Tree:
-    """The tree without the run's length when `over` sets one: the last of steps, epochs, samples and tokens wins."""
-    train, later = tree.get("train"), over.get("train")
-    if not isinstance(train, dict) or not isinstance(later, dict) or not set(UNITS) & later.keys():
-        return tree
-    return {**tree, "train": {name: value for name, value in train.items() if name not in UNITS}}
+def drop_replaced(tree: Tree, over: Tree) -> Tree:
+    """The tree without settings that `over` replaces by another key: the last of steps, epochs ... wins, the last
+    prompt, and the shape of given weights."""
+    for section, keys in ALTERNATIVES.items():
+        before, later = tree.get(section), over.get(section)
+        if isinstance(before, dict) and isinstance(later, dict) and set(keys) & later.keys():
+            tree = {**tree, section: {name: value for name, value in before.items() if name not in keys}}
+    model, later = tree.get("model"), over.get("model")
+    if isinstance(model, dict) and isinstance(later, dict) and later.get("init_from"):
+        shape: Any = model.get("shape")
+        kept = {key: shape[key] for key in RESHAPABLE if key in shape} if isinstance(shape, dict) else {}
+        tree = {**tree, "model": {**model, "shape": kept}}
+    return tree
 
 
 def _known_to(section: type[Section], tree: Tree) -> Tree:
@@ -135,7 +150,10 @@ def parse_settings(arguments: list[str]) -> Tree:
         if key not in known:
             raise TextmillError(f"{key}: no such key; {suggest_key(key)}")
         free = field_markers(known[key]).get("free_texts") and not text.startswith("[")
-        value: Any = [text] if free else rename_value(key, _parse_value(text, known[key].annotation))
+        try:
+            value: Any = [text] if free else rename_value(key, _parse_value(text, known[key].annotation))
+        except TextmillError as error:
+            raise TextmillError(f"{key}: {error}") from None
         for part in reversed(key.split(".")):
             value = {part: value}
         tree = merge_trees(tree, value)
@@ -151,14 +169,21 @@ def _parse_value(text: str, annotation: Any) -> Any:
     takes_text = str in options and origin is not list and not section_types(annotation)
     if takes_text and not (origin is dict and text.startswith("{")):
         return None if text in ("", "null") and type(None) in options else text
+    if not text.strip() and type(None) not in options:
+        raise TextmillError(f"found nothing after '='; give {describe_type(annotation)}")
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader with one more number format
     except yaml.YAMLError:
         return text
 
 
-def build_config(tree: Tree, *, file: Path | None = None, lines: dict[str, int] | None = None) -> RunConfig:
-    """The checked config; a mistake becomes one line with its place, its key and what to do."""
+def build_config(
+    tree: Tree, *, file: Path | None = None, lines: dict[str, int] | None = None, over: Tree | None = None
+) -> RunConfig:
+    """The checked config; a mistake becomes one line with its key, what to do and, if it is in the file, its place.
+
+    `over` are the settings of the command line, which are in the tree too: the file is not blamed for them.
+    """
     lines = lines or {}
     try:
         _refuse_infinite_numbers(tree, "")
@@ -169,8 +194,20 @@ def build_config(tree: Tree, *, file: Path | None = None, lines: dict[str, int] 
         message, key = str(error), str(error).partition(":")[0]
     else:
         return config
-    line = next((lines[name] for name in key_and_parents(key) if name in lines), None)
+    in_file = itertools.takewhile(lambda name: not _is_set(over or {}, name), key_and_parents(key))
+    line = next((lines[name] for name in in_file if name in lines), None)
     raise TextmillError(f"{file}:{line}: {message}" if file and line else message)
+
+
+def _is_set(tree: Any, key: str) -> bool:
+    """Whether a tree has a value for a key or for a part of it."""
+    for part in key.split("."):
+        if not isinstance(tree, dict):
+            return True
+        if part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _refuse_infinite_numbers(tree: Any, prefix: str) -> None:

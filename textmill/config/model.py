@@ -15,37 +15,38 @@ def is_family_file(family: str) -> bool:
 
 
 class ShapeConfig(Section):
-    """Numbers that override those of the named size."""
+    """Numbers that override those of `model.size`."""
 
     layers: int | None = Field(None, ge=1)
-    """Blocks."""
+    """Transformer blocks."""
     heads: int | None = Field(None, ge=1)
-    """Attention heads; they divide the width."""
+    """Attention heads; the width must be a multiple of this."""
     width: int | None = Field(None, ge=1)
-    """Channels of the residual stream."""
+    """Width of the residual stream (hidden size)."""
     inner: int | None = Field(None, ge=1)
-    """Channels inside the MLP; four times the width if not said."""
+    """Width inside the MLP; default: four times `model.shape.width`."""
     positions: int | None = Field(None, ge=1)
     """Longest context in tokens."""
     activation: Literal["gelu_new", "gelu"] | None = None
     """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2)."""
     dropout: float | None = Field(None, ge=0, lt=1)
-    """Dropout on embeddings, attention and both residual branches."""
+    """Dropout rate on embeddings, attention weights and both residual branches."""
     extra: dict[str, Any] | None = None
-    """Numbers that only a family of your own has: `extra: {kv_heads: 2}`."""
+    """Numbers that only your own model family has, such as `extra: {kv_heads: 2}`."""
 
 
 class LoraConfig(Section):
-    """Adapters: the given weights stay, and a product of two narrow matrices beside each chosen one learns."""
+    """LoRA: the given weights stay frozen; each target matrix gets a trained low-rank update A B."""
 
     rank: int = Field(8, ge=1)
-    """How narrow the matrices are."""
+    """Rank of the update: the inner width of A and B."""
     alpha: float = Field(16.0, gt=0)
-    """An adapter counts alpha / rank times."""
+    """The update is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """The share of what goes into an adapter that is dropped in training (PEFT's lora_dropout)."""
+    """Dropout rate on the inputs of the adapters in training (PEFT's lora_dropout)."""
     targets: list[str] = Field(["all"], min_length=1)
-    """Matrices that get one: all (every matrix of the blocks), or names and patterns such as c_attn, mlp, "h.3"."""
+    """Matrices that get an adapter: all (every matrix of the blocks), or names and patterns, such as c_attn, mlp,
+    "h.3"."""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -54,19 +55,22 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which net."""
+    """The model: family, size, initial weights, LoRA."""
 
     family: str = source("gpt2")
-    """gpt2: a decoder that predicts the next token; or a file with a family of your own, such as ./mynet.py (docs/own-model.md).
-    The file is code: name it in your own YAML or on the command line."""
+    """gpt2: a decoder that predicts the next token; or a Python file with your own model family, such as ./mynet.py
+    (docs/own-model.md). The file is executed, so only your own YAML or the command line may name it."""
     size: str = "small"
     """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
-    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b;
-    weights given by `model.init_from` bring their own."""
+    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b.
+    Not used with `model.init_from`: its weights have their own size."""
     shape: ShapeConfig | str = source(ShapeConfig())
-    """Numbers that differ from the named size, or the path of a Hugging Face config.json to take them from.
-    With `model.init_from` only dropout and positions may be said: more positions are interpolated, fewer are the first ones."""
+    """Numbers that differ from `model.size`, or the path of a Hugging Face config.json that has all of them.
+    With `model.init_from` only dropout and positions can be set; more positions are interpolated from the given ones,
+    fewer keep the first ones."""
     init_from: str | None = source()
-    """Start from these weights: a run, a checkpoint, a Hugging Face model folder, or a hub name; of an adapter, merged into its base."""
+    """Start from these weights (finetuning): a run, a checkpoint, a Hugging Face model folder or a hub name; a LoRA
+    adapter is merged into its base model."""
     lora: LoraConfig | None = None
-    """Train adapters on `model.init_from` instead of its weights: `lora: {rank: 8}`; a checkpoint then holds them alone, as PEFT does."""
+    """Train LoRA adapters on `model.init_from` instead of its weights, such as `lora: {rank: 8}`; a checkpoint then
+    contains only the adapters, in PEFT's format."""

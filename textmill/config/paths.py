@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from textmill.config.keys import all_fields
 from textmill.config.load import Tree, read_yaml
 from textmill.config.section import field_markers
+from textmill.errors import TextmillError
 
 CORPORA = Path(__file__).parents[1] / "corpora"
 CORPORA_FILE = "corpora.yaml"
@@ -50,6 +52,11 @@ def corpora_names(tree: Tree, base: Path) -> set[str]:
 
 
 def _under(base: Path, value: str) -> str:
+    """The full path of a value; ~ and $NAME are expanded, unless a file has exactly this name."""
+    if "$" in value and not os.path.exists(base / value):
+        value = os.path.expandvars(value)
+        if unset := re.search(r"\$(\w+|\{[^}]*\})", value):
+            raise TextmillError(f"{value}: the environment variable {unset[0]} is not set; set it, or write the path")
     return os.path.normpath(base / os.path.expanduser(value))
 
 

@@ -44,16 +44,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "web": {
         "rules": ["repair", "html", *BASIC, "invisibles", "url_lines", "boilerplate"], "min_words": 128,
         "languages": ["en"], "max_symbols": 0.3, "max_digits": 0.3, "max_repeated_lines": 0.3,
-        "max_repeated_words": 0.3, "block_domains": _DOMAINS, "block_extensions": _EXTENSIONS,
+        "max_repeated_words": 0.3, "block_domains": _DOMAINS, "block_extensions": _EXTENSIONS, "dedup": "near",
     },
     "books": {
         "rules": ["repair", *BASIC, "invisibles"], "min_words": 20, "max_symbols": 0.3, "max_digits": 0.3,
-        "max_repeated_words": 0.5,
+        "max_repeated_words": 0.5, "dedup": "near",
     },
     "chat": {"rules": ["repair", *BASIC, "invisibles", "emails", "phones"], "min_chars": 2, "max_symbols": 0.8},
     "encyclopaedia": {
         "rules": ["repair", "html", *BASIC, "invisibles"], "min_words": 20, "max_symbols": 0.4, "max_digits": 0.4,
-        "max_repeated_lines": 0.3, "max_repeated_words": 0.5,
+        "max_repeated_lines": 0.3, "max_repeated_words": 0.5, "dedup": "near",
     },
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {name: {**NONE, **own} for name, own in _OWN.items()}

@@ -8,6 +8,14 @@ from textmill.errors import TextmillError
 
 Tree = dict[str, Any]
 
+ADDED = {
+    "corpus.encoding": "auto",
+    "corpus.delimiter": "auto",
+    "corpus.quoting": "auto",
+    "corpus.header": "auto",
+    "corpus.keep_dropped": False,
+}
+"""Keys of `corpus` that were added after the first version, with their defaults."""
 RENAMED = {
     "corpus.corpora": "corpus.corpora_file",
     "corpus.join": "corpus.join_with",
@@ -121,12 +129,16 @@ def rename_settings(settings: Tree) -> Tree:
 
 
 def original_settings(settings: Tree) -> Tree:
-    """Flat settings under the first name each key and value had, for hashes that must not change with a name."""
+    """Flat settings under the first name each key and value had, for hashes that must not change with a name.
+
+    A key that was added later is left out while it has its default.
+    """
     first = {new: old for old, new in RENAMED.items()}
     values = {key: {new: old for old, new in names.items()} for key, names in RENAMED_VALUES.items()}
     return {
         first.get(key, key): values[key].get(value, value) if key in values else value
         for key, value in settings.items()
+        if key not in ADDED or value != ADDED[key]
     }
 
 

@@ -34,7 +34,12 @@ def source(default: Any = None, **rules: Any) -> Any:
     return Field(default, json_schema_extra={"source": True}, **rules)
 
 
+def per_call(default: Any, **rules: Any) -> Any:
+    """A field of one call of a command: a folder that textmill writes does not record it."""
+    return Field(default, json_schema_extra={"per_call": True}, **rules)
+
+
 def field_markers(field: FieldInfo) -> dict[str, Any]:
-    """The markers of a field: changeable, path, source, free_texts."""
+    """The markers of a field: changeable, path, source, free_texts, per_call."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}

@@ -48,11 +48,11 @@ class UsedTokens(Section):
     """A prefix of .bin and .idx files, a folder that `textmill tokenize` wrote, a folder of `datasets.save_to_disk`,
     or Parquet files (a file, folder or glob) with a column `input_ids`."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Its share of the samples, relative to the weights of the other stores."""
+    """Its fraction of the samples, relative to the weights of the other stores."""
 
 
 class TokensConfig(Section):
-    """Turn documents into token ids."""
+    """Token stores: how documents become token ids, or existing tokens."""
 
     folder: str | None = path()
     """Folder of the token stores; default: `tokens` under `folder`."""

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from textmill.config.section import Section, changeable
 from textmill.errors import TextmillError
 
+MEMORY_STEPS_FROM = 10
+"""A `train.average.memory` from this on is in steps, not in epochs."""
+
 
 class PackedConfig(Section):
     """Settings of `train.layout=packed`."""
@@ -81,7 +84,21 @@ class SpikesConfig(Section):
     """Skip the update of a step whose loss is this many robust deviations above the median of the last
     `train.spikes.window` losses, such as 6; default: skip none."""
     window: int = changeable(128, ge=2)
-    """Updates whose losses are the reference; no update is skipped before there are as many."""
+    """How many past losses give the median; no update is skipped before there are this many."""
+
+
+class AverageConfig(Section):
+    """An average of the weights of the last steps, which is evaluated and saved as the model."""
+
+    memory: float | None = Field(None, gt=0)
+    """Evaluate and save an exponential moving average of the weights instead of the weights themselves, with a memory
+    of this many epochs, such as 0.15; from 10 on: of this many steps; default: no average. Training continues with the
+    weights themselves."""
+
+    def memory_in_steps(self, epoch_steps: float) -> float | None:
+        """The memory in steps, of which an epoch has `epoch_steps`."""
+        in_epochs = self.memory is not None and self.memory < MEMORY_STEPS_FROM
+        return self.memory * epoch_steps if in_epochs and self.memory else self.memory
 
 
 class CheckpointsConfig(Section):

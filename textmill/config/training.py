@@ -17,6 +17,7 @@ from pydantic import (
 from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, fill_from_preset, omit_preset_values
 from textmill.config.section import Section, changeable, free_texts, path
 from textmill.config.train_groups import (
+    AverageConfig,
     ChatConfig,
     CheckpointsConfig,
     MuonConfig,
@@ -28,14 +29,14 @@ from textmill.config.train_groups import (
 )
 from textmill.errors import TextmillError
 
-UNITS = ("steps", "epochs", "samples", "tokens")
+UNITS = ("steps", "epochs", "samples", "tokens", "minutes")
 """The keys that can set the run's length; one of them is used."""
 LAYOUT_GROUPS = ("packed", "padded")
 """Groups that are refused under another layout."""
 
 
 class TrainConfig(Section):
-    """What is trained, on what, for how long."""
+    """Training: batches, length of the run, optimizer, schedule, checkpoints."""
 
     folder: str | None = path()
     """Where checkpoints and metrics are written; default: `run` under `folder`."""
@@ -45,10 +46,10 @@ class TrainConfig(Section):
     layout: Literal["packed", "padded", "features", "chat"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document per sample;
     features: the rows written by `tokens.kind=features`, or existing ones named by `tokens.use`;
-    chat: conversations of `corpus.chat`, with loss only on what the assistant says."""
+    chat: conversations of `corpus.chat`, with loss only on the assistant's messages."""
     length: int | None = Field(None, ge=2)
-    """Tokens in a sample; default: the model's positions. A named size trained on less has no more positions than
-    this."""
+    """Tokens in a sample; default: the model's longest context. If it is shorter than that of `model.size`, the model
+    gets only this many positions."""
     batch: int = Field(32, ge=1)
     """Samples per optimizer step, over all devices (global batch)."""
     batch_rampup: list[int] = []
@@ -56,19 +57,23 @@ class TrainConfig(Section):
     `train.batch`, 16 more at a time, over the first 100,000 samples, as Megatron's rampup-batch-size; default: no
     ramp-up."""
     steps: int = changeable(1000, ge=1)
-    """Optimizer steps of the run; `train.epochs`, `train.samples` or `train.tokens` set its length instead."""
+    """Optimizer steps of the run; `train.epochs`, `train.samples`, `train.tokens` or `train.minutes` set its length
+    instead."""
     epochs: float | None = changeable(None, gt=0)
     """Passes over the train split; fractions are allowed."""
     samples: int | None = changeable(None, ge=1)
     """Samples of the run, rounded down to a full step."""
     tokens: int | None = changeable(None, ge=1)
     """Tokens of the run, rounded down to a full step; every sample counts as `train.length` tokens."""
+    minutes: float | None = changeable(None, gt=0)
+    """Minutes that the command takes, from its start to its end; the first steps are timed, then it becomes a number of
+    steps, which a resumed run keeps."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate."""
     min_learning_rate: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule."""
     warmup: int | float = Field(0.05, ge=0)
-    """Warm-up steps, or a fraction of the run when below 1."""
+    """Warm-up steps, or a fraction of the run when below 1 (with `train.minutes`: of an estimate after a few steps)."""
     warmup_shape: Literal["linear", "log"] = "linear"
     """How the learning rate rises: linear in the step, or in its logarithm from `train.min_learning_rate`, as
     DeepSpeed's WarmupLR."""
@@ -88,9 +93,9 @@ class TrainConfig(Section):
     muon: MuonConfig = MuonConfig()
     """Settings of `train.optimizer=muon`."""
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
-    """Adam's two decay rates."""
+    """Adam's decay rates of the first and second moment."""
     epsilon: float = Field(1e-8, gt=0)
-    """Adam's epsilon."""
+    """Adam's epsilon, added to the denominator."""
     weight_decay: float = Field(0.1, ge=0)
     """Weight decay of matrices and embeddings, or of the weights that `train.weight_decay_only` names."""
     weight_decay_only: list[str] = []
@@ -99,8 +104,8 @@ class TrainConfig(Section):
     no_weight_decay: list[str] = []
     """Weights that get no weight decay, even if another setting names them: patterns such as wte, "*.bias"."""
     freeze: list[str] = []
-    """Weights that are not trained: patterns over a checkpoint's names without their prefix, such as wpe, "h.0.*",
-    "*.mlp"."""
+    """Weights that are not trained: patterns for names in the checkpoint, without the model's prefix, such as wpe,
+    "h.0.*", "*.mlp"."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Layer-wise learning rate: block i of n uses the rate times this to the power n - i, embeddings one power more,
     the last LayerNorm the full rate."""
@@ -108,6 +113,8 @@ class TrainConfig(Section):
     """Gradient clipping: largest global gradient norm; 0: no clipping."""
     spikes: SpikesConfig = SpikesConfig()
     """Skipping updates when the loss spikes."""
+    average: AverageConfig = AverageConfig()
+    """Averaging the weights of the last steps."""
     loss: Literal["token_mean", "sample_mean"] = "token_mean"
     """token_mean: mean over all loss tokens of the step; sample_mean: mean of each sample's mean."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)

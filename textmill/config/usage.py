@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from textmill.config.section import Section, changeable, path, source
+from textmill.config.section import Section, changeable, path, per_call
 from textmill.errors import TextmillError
 
 TASKS = Path(__file__).parent.parent / "evaluation" / "tasks"
@@ -48,9 +48,10 @@ class EvaluateConfig(Section):
 class SampleConfig(Section):
     """How text is generated."""
 
-    prompt: str | None = None
-    """The text to continue; default: none, the model starts with an empty text."""
-    prompts_file: str | None = source()
+    prompt: str | None = per_call(None)
+    """The text to continue; default: lines that are typed or piped in, else an empty text. Like `sample.prompts_file`,
+    `sample.min_tokens` and `sample.count` it belongs to one call, and no folder records it."""
+    prompts_file: str | None = Field(None, json_schema_extra={"source": True, "per_call": True})
     """A file of texts to continue: one per line, or JSON lines with a key "prompt"; each answer is a line of JSON."""
     temperature: float = Field(0.8, ge=0)
     """0: always the most likely token (greedy); higher: more random."""
@@ -69,7 +70,7 @@ class SampleConfig(Section):
     """Subtracted from the logit of every token that occurs in the new text."""
     frequency_penalty: float = Field(0.0, ge=-100, le=100)
     """Subtracted from the logit of a token once for each time that it occurs in the new text."""
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = per_call(0, ge=0)
     """Fewest new tokens: no end of text before."""
     max_tokens: int = Field(200, ge=1)
     """Most new tokens."""
@@ -83,10 +84,17 @@ class SampleConfig(Section):
     """Past the model's longest context, continue with its last half as context; false: stop there."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """The same seed gives the same text."""
-    count: int = Field(1, ge=1, le=1000)
+    count: int = per_call(1, ge=1, le=1000)
     """How many samples; their seeds count up from `sample.seed`."""
     batch: int = changeable(16, ge=1, le=4096)
     """Texts generated at the same time; each needs memory for its KV cache."""
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise TextmillError("sample.stop: has an empty text, which would end every text at once; use [] for none")
+        return stop
 
 
 class ExportConfig(Section):

@@ -9,14 +9,14 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig
 from textmill.conversion.hugging_face import read_all_weights, text_files
 from textmill.errors import TextmillError
-from textmill.models import find_run_model, shape_in
+from textmill.models import find_run_model, read_shape
 from textmill.storage.files import format_path, hash_json, write_bytes
 from textmill.storage.stages import Force, Stage
 from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
-def export(config: RunConfig, force: Force = "no", step: StepChoice = "latest") -> Path:
+def export(config: RunConfig, force: Force = "no", step: StepChoice | None = None) -> Path:
     """Write the model of a run, or any model folder, into `export.folder`; return the folder."""
     if config.export.folder is None:
         raise TextmillError(
@@ -25,7 +25,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice = "latest") 
     folder, precision = Path(config.export.folder), config.export.precision
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
-    shape, tokenizer = shape_in(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
+    shape, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
     files = text_files(shape, tokenizer, precision)
     made_from = {
         "export.precision": precision,
@@ -44,7 +44,8 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice = "latest") 
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
     size = accounts["model.safetensors"]["bytes"] / 1e6
     print(
-        f"export: {format_path(folder)}: {shape.parameters:,} parameters of {format_path(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB"
+        f"export: {format_path(folder)}: {shape.parameters:,} parameters of "
+        f"{format_path(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB"
     )
     return folder
 

@@ -131,7 +131,8 @@ def _is_size(item: tuple[Any, Any]) -> bool:
 
 def _damaged(where: Path, what: str, found: Any, wanted: str) -> TextmillError:
     return TextmillError(
-        f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or not from DeepSpeed"
+        f"{where}: {what} is a {type(found).__name__}, DeepSpeed saves {wanted} there; the file is damaged, or not "
+        "from DeepSpeed"
     )
 
 
@@ -173,7 +174,8 @@ def _join_zero_3(shapes: list[Shapes], flats: list[list[Tensor]], _: Any, where:
 def _shaped(flat: Tensor, name: str, size: tuple[int, ...], where: Path) -> Tensor:
     if len(flat) != math.prod(size):
         raise TextmillError(
-            f"{where}: '{name}' is {list(size)}, but its fp32 master weights end after {len(flat)} numbers; the files are damaged"
+            f"{where}: '{name}' is {list(size)}, but its fp32 master weights end after {len(flat)} numbers; the "
+            "files are damaged"
         )
     return flat.view(size)
 

@@ -23,7 +23,8 @@ def text_files(shape: Any, tokenizer: TextTokenizer, precision: str) -> dict[str
 
 
 def read_all_weights(checkpoint: Checkpoint, shape: Any) -> Iterator[Named]:
-    """Every weight of the model, under transformers' name and with the expected size; an adapter is merged into its base."""
+    """Every weight of the model, under transformers' name and with the expected size; an adapter is merged into its
+    base."""
     family = open_family(shape.family)
     missing = {weight.name: weight.shape for weight in family.weights_of(shape)}
     for name, values in family.known_weights(checkpoint.weights()):

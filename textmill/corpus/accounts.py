@@ -39,12 +39,12 @@ def build_account(
 
 
 def _empty_counts() -> Counts:
-    return {"records": 0, "kept": 0, "changed": {}, "dropped": {}, "quarantined": 0}
+    return {"records": 0, "kept": 0, "changed": {}, "dropped": {}, "quarantined": 0, "quarantined_bytes": 0}
 
 
 def _add(total: Counts, counts_to_add: Counts) -> None:
-    for key in ("records", "kept", "quarantined"):
-        total[key] += counts_to_add[key]
+    for key in ("records", "kept", "quarantined", "quarantined_bytes"):
+        total[key] += counts_to_add.get(key, 0)  # chunks of an older version have no bytes
     for key in ("changed", "dropped"):
         total[key] = dict(sorted((Counter(total[key]) + Counter(counts_to_add[key])).items()))
 
@@ -61,7 +61,9 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         (
             "quarantined",
             counts["quarantined"],
-            f"see {format_path(folder / 'quarantine.jsonl')}" if counts["quarantined"] else "",
+            f"{format_bytes(counts['quarantined_bytes'])}; see {format_path(folder / 'quarantine.jsonl')}"
+            if counts["quarantined"]
+            else "",
         ),
     ]
     for split, amounts in counts["by_split"].items():
@@ -75,10 +77,16 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
             lines.append(
                 f"{split} is empty: {_plural(counts['kept'], 'document')} are too few for a ratio of "
                 f"{ratio / sum(ratios):.1%}; "
-                f"make smaller documents with a smaller corpus.section_chars or corpus.documents=block, or raise the ratio "
+                "make smaller documents with a smaller corpus.section_chars or corpus.documents=block, or raise the "
+                "ratio "
                 f"in corpus.split"
             )
     return lines
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes for people to read."""
+    return f"{count / 1e6:,.2f} MB" if count >= 10_000 else f"{count:,} bytes"
 
 
 def _plural(number: int, noun: str) -> str:

@@ -20,8 +20,14 @@ PAIR_NAMES = (
     ("prompt", "completion"),
     ("prompt", "response"),
     ("query", "response"),
+    ("instruction", "response"),
+    ("질문", "답변"),
 )
 """Common names of the question and the answer column, compared without case."""
+TURN_LISTS = {"messages": "messages", "sharegpt": "conversations"}
+"""The usual name of the list of turns."""
+TURN_FIELDS = (("messages", "role", "content"), ("sharegpt", "from", "value"))
+"""The fields of a turn: the role and the text."""
 DEFAULT_KEY = "text"
 """The default of `corpus.text_key`."""
 
@@ -49,6 +55,24 @@ def read_conversation(value: object, shape: str, key: str = DEFAULT_KEY) -> tupl
     if late := [place for place, (role, _) in enumerate(turns) if role == "system" and place]:
         raise UnreadableRecord(f"turn {late[0] + 1} is a system turn; only the first turn can be")
     return tuple(turns)
+
+
+def find_layout(value: Record) -> tuple[str, str] | None:
+    """The layout of a record and the key of its turns; None if it is not a conversation.
+
+    Unlike `corpus.chat=auto`, a list of turns is found under any name.
+    """
+    for name, listed in value.items():
+        first = listed[0] if isinstance(listed, list) and listed else None
+        for shape, role_name, text_name in TURN_FIELDS:
+            if isinstance(first, dict) and {role_name, text_name} <= first.keys():
+                return shape, DEFAULT_KEY if name == TURN_LISTS[shape] else str(name)
+    try:
+        shape = _detect_shape(value)
+        read_conversation(value, shape)
+    except UnreadableRecord:
+        return None
+    return shape, DEFAULT_KEY
 
 
 def turns_to_json(turns: tuple[Turn, ...]) -> str:
@@ -117,10 +141,8 @@ def _read_alpaca(value: Record) -> list[Turn]:
 
 def _read_turn_list(value: Record, shape: str, key: str) -> list[Turn]:
     """Turns from a list of objects with role and content, or from and value."""
-    default_name, role_name, text_name = (
-        ("messages", "role", "content") if shape == "messages" else ("conversations", "from", "value")
-    )
-    name = default_name if key == DEFAULT_KEY else key
+    role_name, text_name = next((role, text) for layout, role, text in TURN_FIELDS if layout == shape)
+    name = TURN_LISTS[shape] if key == DEFAULT_KEY else key
     listed = value.get(name)
     if not isinstance(listed, list):
         raise UnreadableRecord(f"no list '{name}'; found {sorted(map(str, value))[:12]}; name it with corpus.text_key")

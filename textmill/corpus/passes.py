@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.clean import Cleaner
 from textmill.corpus.conversations import turns_to_json
 from textmill.corpus.document import SPLITS, Document
+from textmill.corpus.dropped import FILTERED_SCHEMA, REPEAT_DTYPE, dropped_name, write_dropped
 from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.sentences import keep_lines, split_sentences
 from textmill.corpus.shards import CHAT_SCHEMA, SCHEMA, ShardWriter, new_shard, open_shard, shard_name
@@ -29,6 +30,8 @@ CLEANED_SCHEMA = pa.schema(
     [("text", pa.string()), ("id", pa.string()), ("meta", pa.string()), ("messages", pa.string())]
 )
 SENTENCE_SPLITTERS = {"split": split_sentences, "lines": keep_lines}
+FILTERED_ROWS = 1024
+"""Documents that filters dropped, collected before they are written."""
 BUFFER_CHARACTERS = 4 << 20
 """Characters collected before they are written."""
 
@@ -104,37 +107,71 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
         counts: dict[str, Any] = read_json(task.path("read.json"))
         return counts
     cleaner, split_lines = Cleaner(task.config), SENTENCE_SPLITTERS.get(task.config.sentences)
-    records = quarantined = 0
-    files = (
-        atomic_writer(task.path("bad")),
-        atomic_writer(task.path("digests")),
-        new_shard(task.path("parquet"), CLEANED_SCHEMA, "lz4"),
-    )
-    with files[0] as bad, files[1] as digests, files[2] as shard:
+    records = quarantined = bytes_lost = characters = 0
+    with ExitStack() as stack:
+        bad, digests = (stack.enter_context(atomic_writer(task.path(kind))) for kind in ("bad", "digests"))
+        shard = stack.enter_context(new_shard(task.path("parquet"), CLEANED_SCHEMA, "lz4"))
+        filtered = stack.enter_context(_filtered_documents(task, cleaner))
         buffer = DocumentBuffer(shard, digests, is_nfc=not {"unicode", "compatibility"}.isdisjoint(task.config.rules))
         for record in read_records(task.chunk, task.config):
             records += 1
             if isinstance(record, BadRecord):
                 quarantined += 1
+                bytes_lost += max(record.bytes_lost, len(record.raw))
                 bad.write(json.dumps([record.place, record.reason, record.raw.hex()]).encode() + b"\n")
                 continue
+            characters += len(record.text)
             if record.turns is not None:
-                _add_turns(buffer, cleaner, record)
-                continue
-            text = cleaner.clean(record.text, record.url)
-            if text is not None:
-                buffer.add(split_lines(text) if split_lines else text, record.id, record.meta)
+                is_kept = _add_turns(buffer, cleaner, record)
+            else:
+                text = cleaner.clean(record.text, record.url)
+                is_kept = text is not None
+                if text is not None:
+                    buffer.add(split_lines(text) if split_lines else text, record.id, record.meta)
+            if not is_kept:
+                filtered(record)
         buffer.flush()
     changed, dropped = dict(sorted(cleaner.changed.items())), dict(sorted(cleaner.dropped.items()))
-    counts = {"records": records, "changed": changed, "dropped": dropped, "quarantined": quarantined}
+    counts = {
+        "records": records,
+        "changed": changed,
+        "dropped": dropped,
+        "quarantined": quarantined,
+        "quarantined_bytes": bytes_lost,
+        "bytes": max(task.size, characters + bytes_lost),  # a compressed file has more than it stores
+    }
     write_json(task.path("read.json"), counts)
     return counts
 
 
-def _add_turns(buffer: DocumentBuffer, cleaner: Cleaner, record: Document) -> None:
+def _add_turns(buffer: DocumentBuffer, cleaner: Cleaner, record: Document) -> bool:
     turns = cleaner.clean_turns(record.turns or (), record.url)
     if turns is not None:
         buffer.add("\n".join(text for _, text in turns), record.id, record.meta, turns_to_json(turns))
+    return turns is not None
+
+
+@contextmanager
+def _filtered_documents(task: ChunkTask, cleaner: Cleaner) -> Iterator[Callable[[Document], None]]:
+    """A function that records a document which a filter dropped, as it was read; it does nothing by default."""
+    if not task.config.keep_dropped:
+        yield lambda record: None
+        return
+    rows: list[tuple[str, str, str]] = []
+    with new_shard(task.path("filtered"), FILTERED_SCHEMA, "lz4") as shard:
+
+        def flush() -> None:
+            columns = zip(*rows, strict=True) if rows else ((), (), ())
+            shard.add(pa.table([pa.array(column, pa.string()) for column in columns], schema=FILTERED_SCHEMA))
+            rows.clear()
+
+        def add(record: Document) -> None:
+            rows.append((record.text, record.id, cleaner.dropped_by))
+            if len(rows) >= FILTERED_ROWS:
+                flush()
+
+        yield add
+        flush()
 
 
 def write_chunk(task: ChunkTask) -> dict[str, Any]:
@@ -164,6 +201,9 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
     for _, split in present_splits:
         name = shard_name(split, task.chunk.number)
         splits[split]["file"] = {"name": name, **manifest_entry(task.folder / name)}
+    if task.config.keep_dropped:
+        repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
+        write_dropped(task.folder / dropped_name(task.chunk.number), task.folder / "work", task.chunk.number, repeats)
     write_json(task.path("written.json"), splits)
     return splits
 

@@ -13,10 +13,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from textmill.config import STAGE_FOLDERS, RunConfig
 from textmill.corpus.accounts import Counts, build_account, format_account
 from textmill.corpus.clean.cleaner import check_packages
 from textmill.corpus.dedup.decisions import decide_documents
+from textmill.corpus.dropped import NAMES_FILE, list_dropped_files
+from textmill.corpus.inspection import describe_layouts
 from textmill.corpus.passes import ChunkTask, clean_chunk, write_chunk
 from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source
@@ -24,12 +28,22 @@ from textmill.corpus.sources import find_sources, portable_names, source_state, 
 from textmill.corpus.split import declared_splits
 from textmill.errors import TextmillError
 from textmill.runners import Runner, open_runner
-from textmill.storage.files import format_path, hash_file, read_json, remove_folder, write_bytes, write_json
+from textmill.storage.files import (
+    format_path,
+    hash_file,
+    manifest_entry,
+    read_json,
+    remove_folder,
+    write_bytes,
+    write_json,
+)
 from textmill.storage.progress import progress
 from textmill.storage.stages import MADE_FROM, MANIFEST, Force, Stage, open_manifest
 
-WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki", "mongo")
+WITHOUT_CONVERSATIONS = ("text", "wiki", "mediawiki")
 """Formats that `corpus.chat` cannot read."""
+SHOWN_SKIPPED = 5
+"""Skipped files that are named on the console."""
 SHOWN_BAD_RECORDS = 5
 """Bad records shown in the error when there are too many."""
 
@@ -39,15 +53,19 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     folder = config.folder_of("corpus")
     check_packages(config.corpus)
     runner = open_runner(config.runner)
-    inputs = _inspect_inputs(_find_sources(config), folder, force)
+    skipped: list[str] = []
+    sources = _find_sources(config, skipped)
+    inputs = _inspect_inputs(sources, folder, force)
     _check_conversation_formats(config, inputs)
     stage = Stage("prepare", folder, _describe_inputs(config, inputs), config.to_yaml())
     if stage.is_done(force):
         print(f"prepare: done already: {format_path(folder)} ({open_manifest(folder)['documents']:,} documents)")
         return _export_to_mongo(config, folder, inputs)
     _export_to_mongo(config, folder, inputs, check=True)
+    for line in [*_describe_skipped(skipped), *describe_layouts(sources, config.corpus)]:
+        print(f"prepare: {line}")
     with stage.unfinished_folder() as part, runner:
-        counts, files = _build(config, runner, [item.source for item in inputs], part)
+        counts, files = _build(config, runner, [item.source for item in inputs], part, skipped)
         _check_unchanged(inputs)
         _remove_intermediate_files(part, files)
         manifest_fields = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
@@ -69,10 +87,15 @@ class _Input:
     """The SHA-256 of a local file, or the fingerprint of a remote source."""
 
 
-def _find_sources(config: RunConfig) -> list[Source]:
+def _find_sources(config: RunConfig, skipped: list[str]) -> list[Source]:
     corpus = config.corpus
     return find_sources(
-        corpus.sources, skip=_own_folders(config), corpora=corpus.corpora_file, read_original=corpus.mongo_write_back
+        corpus.sources,
+        skip=_own_folders(config),
+        corpora=corpus.corpora_file,
+        read_original=corpus.mongo_write_back,
+        encoding=corpus.encoding,
+        skipped=skipped,
     )
 
 
@@ -81,7 +104,7 @@ def _check_conversation_formats(config: RunConfig, inputs: Sequence[_Input]) -> 
     if config.corpus.chat and plain_sources:
         raise TextmillError(
             f"corpus.chat: {plain_sources[0]} has no fields that could hold a conversation; "
-            f"use JSON, CSV, Parquet or Arrow files, or remove corpus.chat"
+            f"use JSON, CSV, Parquet or Arrow files or MongoDB, or remove corpus.chat"
         )
 
 
@@ -135,7 +158,19 @@ def _own_folders(config: RunConfig) -> list[Path]:
     return folders + [folder.with_name(folder.name + ".part") for folder in folders]
 
 
-def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path) -> tuple[Counts, dict[str, Any]]:
+def _describe_skipped(skipped: list[str]) -> list[str]:
+    """One line that names the first files that were not read; nothing if there are none."""
+    if not skipped:
+        return []
+    names = ", ".join(map(format_path, map(Path, skipped[:SHOWN_SKIPPED])))
+    more = f" and {len(skipped) - SHOWN_SKIPPED:,} more, listed in account.json" if len(skipped) > SHOWN_SKIPPED else ""
+    files = "1 file has" if len(skipped) == 1 else f"{len(skipped):,} files have"
+    return [f"{files} no format that textmill reads and will be skipped: {names}{more}"]
+
+
+def _build(
+    config: RunConfig, runner: Runner, sources: list[Source], part: Path, skipped: list[str]
+) -> tuple[Counts, dict[str, Any]]:
     """Run both passes and the deduplication between them; return the account and the checksum of every file."""
     (part / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
@@ -147,8 +182,13 @@ def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path)
     decisions = decide_documents(tasks, dict(zip(sources, declared, strict=True)), config.corpus, run)
     for task, split_indexes in zip(tasks, decisions.splits, strict=True):
         write_bytes(task.path("sides"), [split_indexes.tobytes()])
+    for task, repeats in zip(tasks, decisions.repeats, strict=False):  # empty without corpus.keep_dropped
+        write_bytes(task.path("repeats"), [np.sort(repeats, order="row").tobytes()])
+    write_json(part / "work" / NAMES_FILE, [task.chunk.source.name for task in tasks])
     written = run(write_chunk, tasks, "prepare: split and write", "bytes")
-    counts = build_account([task.chunk.source.name for task in tasks], read, decisions.dropped, written)
+    counts = {"skipped_files": skipped} | build_account(
+        [task.chunk.source.name for task in tasks], read, decisions.dropped, written
+    )
     if not counts["kept"]:
         raise TextmillError(
             f"corpus.sources: none of {counts['records']:,} records was kept (dropped: {counts['dropped']}, "
@@ -159,6 +199,7 @@ def _build(config: RunConfig, runner: Runner, sources: list[Source], part: Path)
     files = {"account.json": write_json(part / "account.json", counts), "quarantine.jsonl": quarantine}
     if config.corpus.dedup == "near":
         files["near_duplicates.jsonl"] = write_bytes(part / "near_duplicates.jsonl", map(_json_line, decisions.pairs))
+    files |= {path.name: manifest_entry(path) for path in list_dropped_files(part)}
     return counts, files | {shard.pop("name"): shard for shard in shards}
 
 
@@ -195,10 +236,12 @@ def _read_bad_records(tasks: list[ChunkTask]) -> Iterator[BadRecord]:
 
 def _check_quarantine(tasks: list[ChunkTask], read: list[Counts], stop_at: float, part: Path) -> None:
     records, bad = sum(item["records"] for item in read), sum(item["quarantined"] for item in read)
-    if bad > stop_at * records:
+    size, lost = (sum(item.get(key, 0) for item in read) for key in ("bytes", "quarantined_bytes"))
+    if bad > stop_at * records or lost > stop_at * size:
+        found = f"{bad:,} of {records:,} records" if bad > stop_at * records else f"{lost:,} of {size:,} bytes"
         first = "\n".join(f"  {row}" for row in islice(_read_bad_records(tasks), SHOWN_BAD_RECORDS))
         raise TextmillError(
-            f"corpus.sources: {bad:,} of {records:,} records are unreadable, more than corpus.max_unreadable={stop_at:g}:"
+            f"corpus.sources: {found} are unreadable, more than corpus.max_unreadable={stop_at:g}:"
             f"\n{first}\nall of them are in {part / 'quarantine.jsonl'}; fix the files or the setting, "
             f"or raise corpus.max_unreadable to continue without them"
         )

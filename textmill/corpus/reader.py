@@ -64,5 +64,5 @@ class Corpus(Sequence[Document]):
 def open_corpus(folder: Path | str, split: Split | None = None) -> Corpus:
     """Open the prepared corpus in a folder: one split, or all splits in order."""
     folder = Path(folder)
-    open_manifest(folder)
+    open_manifest(folder, "prepare")
     return Corpus([path for name in ([split] if split else SPLITS) for path in list_shards(folder, name)])

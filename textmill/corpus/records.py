@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
+from textmill.corpus.encodings import suggest_encoding
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.sources import format_module
 from textmill.corpus.streams import BrokenStream, open_stream
@@ -29,6 +30,8 @@ class BadRecord:
     reason: str
     raw: bytes
     """The first bytes of the record."""
+    bytes_lost: int = 0
+    """Bytes of the record; 0 if they are unknown or no more than `raw`."""
 
     def __str__(self) -> str:
         kind, _, number = self.place.partition(" ")
@@ -56,7 +59,7 @@ def read_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document 
 
 def read_lines(chunk: SourceChunk) -> Iterator[tuple[int, bytes, int]]:
     """Yield (line number, line, length in bytes); only the start of a line over MAX_RECORD_BYTES is returned."""
-    with open_stream(chunk.source.address) as stream:
+    with open_stream(chunk.source) as stream:
         if not chunk.is_entire_source:
             stream.seek(chunk.start)
         bytes_left, number = chunk.stop - chunk.start, chunk.first_record
@@ -91,5 +94,7 @@ def describe_encoding_error(raw: bytes, byte: int, place: int) -> str:
     """The error message for bytes that are not UTF-8."""
     problem = f"not UTF-8: byte 0x{byte:02x} at {place:,}; "
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return problem + "it looks like UTF-16: convert the file to UTF-8"
-    return problem + "if the file has another encoding, convert it to UTF-8 (for example with iconv)"
+        return problem + "it looks like UTF-16: set corpus.encoding=utf-16"
+    if found := suggest_encoding(raw):
+        return problem + f"it looks like {found}: set corpus.encoding={found}"
+    return problem + "if the file has another encoding, name it with corpus.encoding"

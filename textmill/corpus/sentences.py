@@ -21,7 +21,8 @@ _WRAPPED_WIDTHS = range(50, 101)
 
 ABBREVIATIONS = frozenset((
     "mr mrs ms dr prof st sr jr rev hon gen col lt capt sgt gov sen rep pres messrs mme mlle mt ft vs no nos vol fig "
-    "figs eq eqs ch sec pp p ed eds trans al ca cf viz approx dept est inc ltd co corp bros jan feb mar apr jun jul aug sep "
+    "figs eq eqs ch sec pp p ed eds trans al ca cf viz approx dept est inc ltd co corp bros jan feb mar apr jun jul "
+    "aug sep "
     "sept oct nov dec ave blvd rd "
     "doç yrd öğr gör av bkz örn sn sok cad mah apt alb yzb tğm müh uzm hz şti ltd tel çev haz der "
     "г гг ул им т д см рис стр тыс млн млрд руб акад проф доц гл ред изд напр "

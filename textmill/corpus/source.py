@@ -13,7 +13,12 @@ FORMATS = {
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json",
     ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".xml": "mediawiki",
 }  # fmt: skip
-EXTENSIONS = f"{', '.join(FORMATS)}, WikiExtractor files, and all of these with {', '.join(COMPRESSIONS)}"
+ARCHIVES = {".zip": "zip", ".tar": "tar", ".tgz": "tar", **{f".tar{end}": "tar" for end in COMPRESSIONS[:3]}}
+"""Archives of files, by the end of their name."""
+EXTENSIONS = (
+    f"{', '.join(FORMATS)}, WikiExtractor files, all of these with {', '.join(COMPRESSIONS)}, and .zip and .tar "
+    "archives of them"
+)
 SELF_COMPRESSED = ("parquet", "arrow")
 """Formats with built-in compression; files of these formats have no second extension such as .gz."""
 WIKI_FILE = re.compile(r"wiki_\d+")
@@ -35,6 +40,10 @@ class Source:
     format: str
     text_key: str | None = None
     """Overrides `corpus.text_key`, if the source's named corpus sets one."""
+    encoding: str = "auto"
+    """The encoding of the file, from `corpus.encoding`."""
+    in_archive: bool = False
+    """True for a file inside a local archive; its name is the archive's path and its own."""
     collection_ranges: tuple[Any, ...] = ()
     """MongoDB only: the positions of each collection when the source was opened."""
     read_original: bool = False
@@ -61,6 +70,11 @@ class SourceChunk:
 
     def __repr__(self) -> str:
         return f"{self.source.name} (bytes {self.start:,} to {self.stop:,})"
+
+
+def archive_kind(name: str) -> str | None:
+    """zip or tar, judged by the name of a file; None if it is not an archive."""
+    return next((kind for end, kind in ARCHIVES.items() if name.lower().endswith(end)), None)
 
 
 def format_from_name(name: str) -> str | None:

@@ -11,8 +11,9 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
+from textmill.corpus.archives import find_members, member_state
 from textmill.corpus.named_corpora import NamedCorpus, read_corpora_file
-from textmill.corpus.source import EXTENSIONS, ChunkRange, Source, SourceChunk, format_from_name
+from textmill.corpus.source import EXTENSIONS, ChunkRange, Source, SourceChunk, archive_kind, format_from_name
 from textmill.corpus.streams import is_remote, is_splittable
 from textmill.errors import TextmillError
 
@@ -22,12 +23,19 @@ READ_BYTES = 1 << 20
 
 
 def find_sources(
-    entries: Sequence[str], skip: Iterable[Path] = (), corpora: str | None = None, read_original: bool = False
+    entries: Sequence[str],
+    skip: Iterable[Path] = (),
+    corpora: str | None = None,
+    read_original: bool = False,
+    encoding: str = "auto",
+    skipped: list[str] | None = None,
 ) -> list[Source]:
     """All sources that the entries name, each once, sorted by name.
 
     `skip`: folders that are not searched, such as textmill's own output. `corpora`: a file of named corpora.
     `read_original`: read the MongoDB text from before any cleaning.
+    `encoding`: of the files, from `corpus.encoding`. `skipped`: gets the files of folders and archives that cannot be
+    read.
     """
     if not entries:
         raise TextmillError(
@@ -36,12 +44,14 @@ def find_sources(
         )
     skipped_folders, corpora_by_name = [os.path.realpath(folder) for folder in skip], read_corpora_file(corpora)
     found: dict[str, Source] = {}
+    skipped = [] if skipped is None else skipped
     for entry in entries:
-        sources = sorted(_expand_entry(entry, skipped_folders, corpora_by_name), key=lambda source: source.name)
+        expanded = _expand_entry(entry, skipped_folders, corpora_by_name, skipped)
+        sources = sorted(expanded, key=lambda source: source.name)
         if not sources:
             raise TextmillError(f"corpus.sources: no file to read in '{entry}'; textmill reads {EXTENSIONS}")
         for source in sources:
-            source = replace(source, read_original=read_original and source.format == "mongo")
+            source = replace(source, read_original=read_original and source.format == "mongo", encoding=encoding)
             real_path = source.address if is_remote(source.address) else os.path.realpath(source.address)
             earlier = found.get(real_path, source)
             if source.text_key != earlier.text_key:
@@ -62,9 +72,9 @@ def bundled_corpora() -> dict[str, Path]:
 def portable_names(sources: Sequence[Source]) -> list[str]:
     """Source names that do not depend on the current folder or on where the project is stored."""
     full_paths = {
-        source: os.path.abspath(source.path)
+        source: os.path.abspath(source.name)
         for source in sources
-        if source.name == source.address and not is_remote(source.address)
+        if source.in_archive or (source.name == source.address and not is_remote(source.address))
     }
     common = os.path.commonpath([os.path.dirname(path) for path in full_paths.values()]) if full_paths else ""
     return [os.path.relpath(full_paths[source], common) if source in full_paths else source.name for source in sources]
@@ -92,6 +102,9 @@ def source_state(source: Source) -> SourceState:
     if source.format == "mongo":
         size, fingerprint = format_module(source).collection_state(source)
         return SourceState(size, 0, fingerprint)
+    if source.in_archive:
+        size, fingerprint = member_state(source.address)
+        return SourceState(size, 0, fingerprint)
     if is_remote(source.address):
         size, fingerprint = import_module("textmill.corpus.remote_files").remote_state(source.address)
         return SourceState(size, 0, fingerprint)
@@ -111,16 +124,20 @@ def split_into_chunks(sources: Sequence[Source], document_unit: str) -> list[Sou
     return chunks
 
 
-def _expand_entry(entry: str, skipped_folders: list[str], corpora_by_name: dict[str, NamedCorpus]) -> Iterator[Source]:
+def _expand_entry(
+    entry: str, skipped_folders: list[str], corpora_by_name: dict[str, NamedCorpus], skipped: list[str]
+) -> Iterator[Source]:
     if entry not in corpora_by_name:
-        yield from _find_files(entry, skipped_folders, list(corpora_by_name))
+        yield from _find_files(entry, skipped_folders, list(corpora_by_name), skipped)
         return
     for inner in corpora_by_name[entry].sources:
-        for source in _find_files(inner, skipped_folders, []):
+        for source in _find_files(inner, skipped_folders, [], skipped):
             yield replace(source, text_key=corpora_by_name[entry].text_key)
 
 
-def _find_files(entry: str, skipped_folders: list[str], corpus_names: list[str]) -> Iterable[Source]:
+def _find_files(
+    entry: str, skipped_folders: list[str], corpus_names: list[str], skipped: list[str]
+) -> Iterable[Source]:
     if entry.startswith("mongo:"):
         return import_module("textmill.corpus.formats.mongo").find_mongo_sources(entry)  # type: ignore[no-any-return]
     if entry.startswith("hf:"):
@@ -129,9 +146,9 @@ def _find_files(entry: str, skipped_folders: list[str], corpus_names: list[str])
         return import_module("textmill.corpus.remote_files").find_remote_sources(entry)  # type: ignore[no-any-return]
     path = os.path.expanduser(entry.removeprefix("file://"))
     if os.path.isdir(path):
-        return _walk_folder(path, skipped_folders)
+        return _walk_folder(path, skipped_folders, skipped)
     if os.path.exists(path):
-        return [_new_source(path)]
+        return _file_sources(path, skipped)
     if glob.has_magic(path):
         matches = glob.glob(path, recursive=True)
         if not matches:
@@ -139,7 +156,10 @@ def _find_files(entry: str, skipped_folders: list[str], corpus_names: list[str])
                 f"corpus.sources: nothing matches '{entry}'; check the pattern ('**' matches subfolders)"
             )
         return [
-            _new_source(match) for match in matches if os.path.isfile(match) and not _is_inside(match, skipped_folders)
+            source
+            for match in matches
+            if os.path.isfile(match) and not _is_inside(match, skipped_folders)
+            for source in _file_sources(match, skipped)
         ]
     if entry in bundled_corpora():
         return [Source(entry, str(bundled_corpora()[entry]), "text")]
@@ -154,7 +174,7 @@ def _find_files(entry: str, skipped_folders: list[str], corpus_names: list[str])
     raise TextmillError(f"corpus.sources: no file, folder or corpus '{entry}'; {advice}")
 
 
-def _walk_folder(folder: str, skipped_folders: list[str]) -> Iterator[Source]:
+def _walk_folder(folder: str, skipped_folders: list[str], skipped: list[str]) -> Iterator[Source]:
     for folder_path, folders, files in os.walk(folder, followlinks=False):
         folders[:] = [
             name
@@ -163,19 +183,24 @@ def _walk_folder(folder: str, skipped_folders: list[str]) -> Iterator[Source]:
         ]
         # The JSON files of a folder that the datasets library saved hold no text.
         is_saved_dataset = "state.json" in files and "dataset_info.json" in files
-        for name in files:
-            found = format_from_name(name)
-            if (
-                found
-                and not name.startswith(".")
-                and (found == "arrow" if is_saved_dataset else name != "dataset_dict.json")
-            ):
-                yield _new_source(os.path.join(folder_path, name))
+        for name in sorted(files):
+            found, path = format_from_name(name), os.path.join(folder_path, name)
+            if name.startswith(".") or name == "dataset_dict.json" or (is_saved_dataset and found != "arrow"):
+                continue
+            if found or archive_kind(name):
+                yield from _file_sources(path, skipped)
+            else:
+                skipped.append(os.path.normpath(path))
 
 
 def _is_inside(path: str, folders: list[str]) -> bool:
     real = os.path.realpath(path)
     return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
+
+
+def _file_sources(path: str, skipped: list[str]) -> Iterable[Source]:
+    """The source of a file, or those of an archive."""
+    return find_members(path, skipped) if archive_kind(path) and os.access(path, os.R_OK) else [_new_source(path)]
 
 
 def _new_source(path: str) -> Source:
@@ -192,7 +217,7 @@ def _new_source(path: str) -> Source:
 
 def line_ranges(source: Source) -> Iterator[ChunkRange] | None:
     """Ranges of complete lines, about CHUNK_BYTES each; None if the file cannot be split."""
-    return _line_ranges(source.path, source.path.stat().st_size) if is_splittable(source.address) else None
+    return _line_ranges(source.path, source.path.stat().st_size) if is_splittable(source) else None
 
 
 def _line_ranges(path: Path, size: int) -> Iterator[ChunkRange]:

@@ -45,7 +45,8 @@ def assign_split(digest: bytes, ratios: Sequence[float]) -> Split:
 
 
 def declared_splits(names: Sequence[str], declarations: Mapping[str, Split]) -> list[Split | None]:
-    """The split that `corpus.source_splits` declares for each source, by name, folder or pattern; None if it declares none."""
+    """The split that `corpus.source_splits` declares for each source, by name, folder or pattern; None if it declares
+    none."""
     for pattern in declarations:
         if not any(_matches(name, pattern) for name in names):
             raise TextmillError(f"corpus.source_splits: no source matches '{pattern}'; found {list(names)[:5]}")

@@ -1,4 +1,4 @@
-"""Open a local or remote file as a byte stream, decompress it, and convert UTF-16 to UTF-8."""
+"""Open a local or remote file as a byte stream, decompress it, and convert it to UTF-8."""
 
 from __future__ import annotations
 
@@ -9,36 +9,44 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO, cast
+from zipfile import BadZipFile
 
 import pyarrow as pa
 
-from textmill.corpus.source import COMPRESSIONS
+from textmill.corpus.archives import is_member, open_member
+from textmill.corpus.encodings import SAMPLE_BYTES, mark_length, resolve_encoding
+from textmill.corpus.source import COMPRESSIONS, Source
 from textmill.errors import TextmillError
 
 BUFFER_BYTES = 1 << 18
-UTF16_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
-UTF32_MARKS = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
 class BrokenStream(Exception):
-    """Raised when a stream is damaged; all data before the damage has been delivered."""
+    """Raised when a stream is damaged; all data before the damage has been delivered.
+
+    If only what follows the data is damaged, it is raised when the stream is closed.
+    """
 
 
 def is_remote(address: str) -> bool:
-    """True for a URL, False for a path."""
+    """True for a URL or a file inside an archive, False for a path."""
     return "://" in address
 
 
 def stored_name(address: str) -> str:
-    """The file name in lower case; for a URL, without its query."""
-    return (address.partition("?")[0] if is_remote(address) else address).lower()
+    """The file name in lower case; for a URL, without its query, and for a file in an archive, without the archive."""
+    return (address.partition("::")[0].partition("?")[0] if is_remote(address) else address).lower()
 
 
 def open_raw(address: str) -> BinaryIO:
     """Open the stored bytes of a local or remote file, still compressed."""
     if not is_remote(address):
         return open(address, "rb", buffering=BUFFER_BYTES)
+    if is_member(address):
+        member = open_member(address)
+        return io.BufferedReader(_BlockStream(member.read, member), BUFFER_BYTES)
     from textmill.corpus.remote_files import open_url  # imported only when a URL is read
 
     return io.BufferedReader(_BlockStream(_RemoteReader(open_url(address), address).read1), BUFFER_BYTES)
@@ -48,36 +56,52 @@ def open_seekable(address: str) -> Any:
     """Open a file for random access."""
     if not is_remote(address):
         return open(address, "rb")
+    if is_member(address):
+        return open_member(address)
     from textmill.corpus.remote_files import open_url
 
     return open_url(address)
 
 
-def open_stream(address: str) -> io.BufferedReader:
-    """Open a file for reading records: decompressed, and UTF-8 even if stored as UTF-16.
-
-    Read with `readline` or `read1`: they return everything before a damaged part.
-    """
+def open_decompressed(address: str) -> io.BufferedReader:
+    """Open a file for reading, decompressed but in the encoding that it is stored in."""
     raw = cast(io.BufferedReader, open_raw(address))
     extension = next((end for end in COMPRESSIONS if stored_name(address).endswith(end)), None)
     if extension and raw.peek(1):
         raw = io.BufferedReader(_BlockStream(_open_decompressor(raw, extension, address), raw), BUFFER_BYTES)
-    head = raw.peek(4)[:4]
-    if head in UTF32_MARKS:
-        raise BrokenStream("it looks like UTF-32; convert the file to UTF-8")
-    if (encoding := UTF16_MARKS.get(head[:2])) is not None:
-        raw.read(2)
-        raw = io.BufferedReader(_BlockStream(_Utf16Transcoder(raw, encoding).read1, raw), BUFFER_BYTES)
     return raw
 
 
-def is_splittable(address: str) -> bool:
-    """True if reading can start in the middle: a local file, not compressed, not UTF-16."""
-    if is_remote(address) or stored_name(address).endswith(COMPRESSIONS):
+def open_stream(source: Source) -> io.BufferedReader:
+    """Open a file for reading records: decompressed, and UTF-8 even if stored in another encoding.
+
+    Read with `readline` or `read1`: they return everything before a damaged part.
+    """
+    raw = open_decompressed(source.address)
+    head = raw.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
+    encoding = resolve_encoding(source.encoding, head)
+    if encoding != "utf-8":
+        raw.read(mark_length(head))
+        raw = io.BufferedReader(_BlockStream(_Transcoder(raw, encoding).read1, raw), BUFFER_BYTES)
+    return raw
+
+
+def read_head(source: Source, *, is_converted: bool = True) -> bytes:
+    """The first bytes of a file, decompressed and, if `is_converted`, as UTF-8."""
+    stream = open_stream(source) if is_converted else open_decompressed(source.address)
+    try:
+        return stream.peek(SAMPLE_BYTES)[:SAMPLE_BYTES]
+    finally:
+        with suppress(BrokenStream):  # what follows the data is reported when the file is read
+            stream.close()
+
+
+def is_splittable(source: Source) -> bool:
+    """True if reading can start in the middle: a local file, not compressed, in UTF-8."""
+    if is_remote(source.address) or stored_name(source.address).endswith(COMPRESSIONS):
         return False
-    with open(address, "rb") as stream:
-        head = stream.read(4)
-    return head not in UTF32_MARKS and head[:2] not in UTF16_MARKS
+    with open(source.address, "rb") as stream:
+        return resolve_encoding(source.encoding, stream.read(SAMPLE_BYTES)) == "utf-8"
 
 
 def _open_decompressor(raw: BinaryIO, extension: str, address: str) -> Callable[[int], bytes]:
@@ -99,6 +123,8 @@ class _BlockStream(io.RawIOBase):
     def __init__(self, read1: Callable[[int], bytes], underlying: BinaryIO | None = None) -> None:
         self.read1, self.underlying = read1, underlying
         self.error_found: BrokenStream | None = None
+        self.error_after_end: BrokenStream | None = None
+        self.delivered = 0
 
     def readable(self) -> bool:
         return True
@@ -110,9 +136,14 @@ class _BlockStream(io.RawIOBase):
         while filled < len(buffer):
             try:
                 block = self.read1(len(buffer) - filled)
-            except (EOFError, OSError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
+            except (EOFError, OSError, zlib.error, lzma.LZMAError, BadZipFile, UnicodeDecodeError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
+                if isinstance(error, gzip.BadGzipFile) and self.delivered + filled and "Not a gzipped" in str(error):
+                    # The data is complete, so it ends here, and its last line counts.
+                    self.error_after_end = BrokenStream("bytes that are not gzip follow the data; they are ignored")
+                    self.read1 = lambda size: b""
+                    break
                 self.error_found = BrokenStream(f"the stream is damaged: {str(error)[:1].lower()}{str(error)[1:]}")
                 if not filled:
                     raise self.error_found from None
@@ -121,12 +152,19 @@ class _BlockStream(io.RawIOBase):
                 break
             buffer[filled : filled + len(block)] = block
             filled += len(block)
+        self.delivered += filled
         return filled
 
     def close(self) -> None:
-        if self.underlying is not None:
-            self.underlying.close()
-        super().close()
+        if self.closed:
+            return
+        try:
+            if self.underlying is not None:
+                self.underlying.close()
+        finally:
+            super().close()
+        if self.error_after_end is not None:
+            raise self.error_after_end
 
 
 class _ZstdReader:
@@ -158,12 +196,13 @@ class _ZstdReader:
         return block
 
 
-class _Utf16Transcoder:
-    """Convert UTF-16 to UTF-8; a lone surrogate passes through, so it spoils only its own record."""
+class _Transcoder:
+    """Convert an encoding to UTF-8; bytes that are invalid in it stay invalid, so they spoil only their own record."""
 
     def __init__(self, raw: io.BufferedReader, encoding: str) -> None:
         self.raw = raw
-        self.decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+        self.errors = "surrogatepass" if encoding.startswith("utf-") else "surrogateescape"
+        self.decoder = codecs.getincrementaldecoder(encoding)(self.errors)
         self.ready = b""
         self.at_end = False
 
@@ -171,7 +210,7 @@ class _Utf16Transcoder:
         while not self.ready and not self.at_end:
             block = self.raw.read1(BUFFER_BYTES)
             self.at_end = not block
-            self.ready = self.decoder.decode(block, final=self.at_end).encode(errors="surrogatepass")
+            self.ready = self.decoder.decode(block, final=self.at_end).encode(errors=self.errors)
         part, self.ready = self.ready[:size], self.ready[size:]
         return part
 

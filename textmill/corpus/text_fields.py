@@ -88,7 +88,7 @@ class TextFields:
             may_be_byte = 0xDC80 <= ord(text[error.start]) <= 0xDCFF
             problem = "not UTF-8, or a lone surrogate" if may_be_byte else "a lone surrogate"
             reason = f"{problem}, \\u{ord(text[error.start]):04x}, at character {error.start:,}"
-        return BadRecord(self.source, place, reason, raw[:RAW_BYTES])
+        return BadRecord(self.source, place, reason, raw[:RAW_BYTES], len(raw))
 
     def read_text(self, value: object) -> str:
         """The text of an innermost element; missing or null fields are left out if there are several."""

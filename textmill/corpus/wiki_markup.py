@@ -7,9 +7,12 @@ import html
 import re
 from collections.abc import Collection
 
+from textmill.corpus.wiki_templates import show_templates
+
 HIDDEN_PREFIXES = frozenset({"file", "image", "media", "category"})
 """Prefixes of links that show no text; a dump adds those of its language."""
 
+_REDIRECT = re.compile(r"\s*#[^\W\d_]+(?: [^\W\d_]+)?\s*:?\s*\[\[[^\[\]\n]+\]\]")
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _REMOVED_ELEMENTS = (
     "ref|references|gallery|math|chem|timeline|score|imagemap|templatestyles|syntaxhighlight|source|hiero|graph|"
@@ -35,7 +38,11 @@ _BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 def wikitext_to_plain(text: str, hidden: Collection[str] = HIDDEN_PREFIXES) -> str:
     """The text that a reader of the page sees, without infoboxes, tables and notes."""
     text = _COMMENT.sub("", text)
-    text = _remove_braces(_remove_elements(text))
+    text = _remove_elements(text)
+    if "{{" in text:
+        text = _remove_braces(show_templates(text))
+    elif "{|" in text:
+        text = _remove_braces(text)
     if "-{" in text:
         text = _VARIANT.sub(_first_variant, text)
     text = _replace_links(text, hidden)
@@ -52,6 +59,12 @@ def wikitext_to_plain(text: str, hidden: Collection[str] = HIDDEN_PREFIXES) -> s
         text = _TAG.sub("", _BREAK.sub("\n", text))
     text = _EMPTY_BRACKETS.sub("", html.unescape(text))
     return _BLANK_LINES.sub("\n\n", text).strip()
+
+
+def is_redirect(text: str, hidden: Collection[str] = HIDDEN_PREFIXES) -> bool:
+    """True if a page only points to another: `#REDIRECT [[Page]]`, or the same in another language."""
+    found = _REDIRECT.match(text)
+    return bool(found) and not wikitext_to_plain(text[found.end() :], hidden)  # type: ignore[union-attr]
 
 
 def _remove_elements(text: str) -> str:

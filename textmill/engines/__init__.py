@@ -1,4 +1,4 @@
-"""Engine: the handful of methods between the loop and a framework."""
+"""Engine: the interface between the training loop and torch, DeepSpeed or JAX."""
 
 from __future__ import annotations
 
@@ -15,98 +15,124 @@ from textmill.storage import faults
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.batch import Batch
 
-__all__ = ["Engine", "Mine", "Named", "Ranks", "Step", "Sums", "compiled_in", "every", "open_engine", "open_ranks"]
+__all__ = [
+    "Engine",
+    "NameFilter",
+    "Named",
+    "Ranks",
+    "Step",
+    "Sums",
+    "all_names",
+    "format_compile_time",
+    "open_engine",
+    "open_ranks",
+]
 
-Mine = Callable[[str], bool]
-"""Which tensors, by name, a process wants a copy of."""
+NameFilter = Callable[[str], bool]
+"""True for the names of the tensors that a process needs a copy of."""
 
 
-def every(_: str) -> bool:
-    """All of them."""
+def all_names(_: str) -> bool:
+    """The filter that selects every tensor."""
     return True
 
 
-def compiled_in(seconds: float) -> str:
-    """What a person hears of a step for which something was compiled."""
-    return f"it took {seconds:.1f} s to begin, with compiling"
+def format_compile_time(seconds: float) -> str:
+    """The note of a step for which something was compiled."""
+    return f"took {seconds:.1f} s to start, including compilation"
 
 
 class Step(Protocol):
-    """What one optimizer step gave; nothing is waited for until a value is read."""
+    """The result of one optimizer step. Reading a value waits until the device has computed it."""
 
     @property
     def ready(self) -> bool:
-        """Whether reading would wait for nothing."""
+        """Whether the values can be read without waiting."""
         ...
 
     @property
-    def loss(self) -> float: ...
+    def loss(self) -> float:
+        """The loss of the global batch, before the update."""
+        ...
+
     @property
-    def norm(self) -> float: ...
+    def norm(self) -> float:
+        """The global gradient norm, before clipping."""
+        ...
+
     @property
-    def asked(self) -> int: ...
+    def loss_tokens(self) -> int:
+        """Tokens with a label in the global batch."""
+        ...
+
     @property
-    def skipped(self) -> bool: ...
+    def skipped(self) -> bool:
+        """Whether the update was skipped because loss or gradient was not finite."""
+        ...
+
     @property
     def scale(self) -> float | None:
-        """What the loss was multiplied by, where a scaler does that; at 1 it can fall no more."""
+        """The loss scale of fp16, None in other precisions; it does not fall below 1."""
         ...
 
     @property
-    def news(self) -> str | None:
-        """What a person should hear of how it began: that something was compiled for it."""
+    def note(self) -> str | None:
+        """A line for the log, if something was compiled for this step."""
         ...
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the asked tokens of a batch, over all processes."""
+    """Sums over the loss tokens of a batch, over all processes."""
 
     loss: float
-    asked: int
+    loss_tokens: int
     correct: int
 
     def __add__(self, other: Sums) -> Sums:
-        return Sums(self.loss + other.loss, self.asked + other.asked, self.correct + other.correct)
+        tokens = self.loss_tokens + other.loss_tokens
+        return Sums(self.loss + other.loss, tokens, self.correct + other.correct)
 
 
 class Engine(Protocol):
-    """How a step is done; what and when is the loop's. All processes of a run call each method together, in the same order."""
+    """How a training step is computed. All processes of a run call the same methods in the same order."""
 
     ranks: Ranks
-    """The processes of the run, and what they agree on."""
+    """The processes of the run and their collectives."""
     first: bool
-    """The one process that prints and commits."""
+    """Whether this is rank 0, which prints and writes."""
     guard: Guard | None
-    """What leaves out the update of a loss far above those before it, where `train.spikes.threshold` asks for it."""
+    """Skips the update of a loss spike, if `train.spikes.threshold` is set."""
 
     def samples_of(self, batch: int) -> slice:
-        """This process's part of a global batch; tensor-parallel peers have the same part."""
+        """The samples of a global batch that this process computes, equal inside a tensor-parallel group."""
         ...
 
     def train_step(self, batch: Batch, step: int, lr: float) -> Step:
-        """One optimizer step on this process's part of the batch; `step` feeds dropout."""
+        """One optimizer step on this process's samples; `step` is part of the seed of dropout."""
         ...
 
     def eval_step(self, batch: Batch) -> Sums:
-        """Losses of a batch, without dropout or gradient; every process is given the whole of it and looks at its part."""
+        """Loss of a batch without dropout or gradients; each process gets the full batch and computes its own part."""
         ...
 
-    def weights(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of those weights that are `mine`, whole, in checkpoint names and layout; of a net with adapters,
-        of those alone.
+    def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+        """Host copies of the wanted weights: full tensors in checkpoint names and layout; with LoRA only the adapters.
 
-        All processes walk it together and to its end, each with a `mine` of its own: what lies in shards is gathered by all,
-        one tensor at a time, and kept by those who want it.
+        All processes iterate to the end together, each with its own filter: sharded tensors are gathered one at a
+        time by all ranks, and copied only where they are wanted.
         """
         ...
 
-    def moments(self, mine: Mine = every) -> Iterator[Named]:
-        """The optimizer's state in the same way: m/NAME and v/NAME of AdamW, momentum/NAME of Muon."""
+    def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+        """The optimizer state, like `weights`: m/NAME and v/NAME of AdamW, momentum/NAME of Muon.
+
+        If `train.average` is set, also raw/NAME: the weights that training continues with.
+        """
         ...
 
     def scaling(self) -> dict[str, float]:
-        """What the loss scale of fp16 goes on from; nothing in other arithmetic."""
+        """The state of fp16's loss scaler, for a checkpoint; empty in other precisions."""
         ...
 
     def load(
@@ -117,43 +143,48 @@ class Engine(Protocol):
         where: str,
         scaling: dict[str, float] | None = None,
     ) -> None:
-        """Take weights, moments (none with 0 updates), the count of updates and the loss scale's state; `where` names them in errors."""
+        """Load weights, moments (none if `updates` is 0), the number of updates and the loss scaler's state.
+
+        `where` is the source that error messages name.
+        """
         ...
 
     def replica_checksums(self) -> dict[str, int]:
-        """A number for each weight, or part of one, that other processes hold a copy of: the same for the same bits."""
+        """A checksum of each weight, or shard of one, that other processes replicate; equal bits give equal numbers."""
         ...
 
     def updates(self) -> int:
-        """Optimizer updates done so far, skipped ones not counted."""
+        """Optimizer updates done so far, without skipped ones."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What a person wants to know of it: device, precision, micro-batch, peak rate."""
+        """Device, precision, micro-batch, parameters and peak FLOP/s, for the first log line and the metrics."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release devices and memory."""
         ...
 
 
 def open_ranks(config: Any) -> Ranks:
-    """The processes of this run, as the engine's launcher started them: engines/on_KIND.py has new_ranks."""
-    ranks: Ranks = _module_of(config).new_ranks(config)
+    """The processes of this run, as its launcher started them; calls `new_ranks` of engines/on_KIND.py."""
+    ranks: Ranks = _import_engine(config).new_ranks(config)
     return ranks
 
 
 def open_engine(config: Any, shape: Shape, ranks: Ranks | None = None) -> Engine:
-    """The engine of `engine.kind`, on these processes: engines/on_KIND.py has new_engine, and says with FAULTS that it breaks
-    where `textmill.storage.faults` tells it to."""
-    module = _module_of(config)
-    if (inner := faults.armed_actions("nan", "flip")) and not getattr(module, "FAULTS", False):
+    """The engine of `engine.kind` on these processes; calls `new_engine` of engines/on_KIND.py.
+
+    A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True.
+    """
+    module = _import_engine(config)
+    if (armed := faults.armed_actions("nan", "flip")) and not getattr(module, "FAULTS", False):
         raise TextmillError(
-            f"{faults.VARIABLE}: {inner[0]} happens inside the torch engine alone; take it out, or set engine.kind=torch"
+            f"{faults.VARIABLE}: only the torch engine supports {armed[0]}; remove it, or set engine.kind=torch"
         )
     engine: Engine = module.new_engine(config, shape, ranks or SingleProcess())
     return engine
 
 
-def _module_of(config: Any) -> Any:
+def _import_engine(config: Any) -> Any:
     return import_module(f"textmill.engines.on_{config.engine.kind}")

@@ -1,4 +1,4 @@
-"""Whether a net is compiled for its run, and what a person is told of that."""
+"""Decide whether a run's net is compiled, and report compile times and compile errors."""
 
 from __future__ import annotations
 
@@ -10,76 +10,81 @@ import torch
 
 from textmill.config import TorchEngine, TrainConfig
 from textmill.devices import peak_flops_of
-from textmill.engines import compiled_in
+from textmill.engines import format_compile_time
 from textmill.errors import TextmillError
-from textmill.kernels.availability import lacking
+from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape
 
-SECONDS = 60.0
-"""What a run must take without compiling for that to be worth it: on an H200 a first step takes 10 to 30 s more, the others half."""
-SHARE, PEAK = 0.2, 1e14
-"""The part of a card's peak that a net makes without being compiled, and the peak of a card that is not known."""
-FAILURES = ("TorchDynamoException", "TritonError")
-"""What errors of compiling are called: torch's, which has one name above all of its own, and Triton's."""
+MIN_SECONDS = 60.0
+"""The eager run time from which on compiling pays: on an H200 it adds 10 to 30 s and halves the other steps."""
+EAGER_FRACTION, DEFAULT_PEAK = 0.2, 1e14
+"""The fraction of a GPU's peak FLOP/s that an eager net reaches, and the peak of an unknown GPU."""
+COMPILE_ERRORS = ("TorchDynamoException", "TritonError")
+"""Names of the base classes of compile errors, in torch and in Triton."""
 
 
-def compiling(
+def decide_compile(
     engine: TorchEngine, train: TrainConfig, shape: Shape, device: torch.device, world: int
 ) -> tuple[bool, str]:
-    """Whether this run's net is compiled, and the words for it; `train.steps` are those of the whole run, however often it is taken up."""
+    """Whether this run's net is compiled, and a note for the log; `train.steps` is the length of the entire run."""
     if engine.compile != "auto":
-        return engine.compile, _words(engine.compile)
-    # Tried on one device alone; and bit for bit the same is promised of what is not compiled.
+        return engine.compile, _note(engine.compile)
+    # Compiling is tested on one device only, and `engine.deterministic` is promised for eager nets.
     if device.type != "cuda" or world > 1 or engine.deterministic or not _is_long(train, shape, device):
         return False, ""
-    lacks = lacking()
-    return not lacks, f"not compiled, though that would be faster: there is no {lacks}" if lacks else _words(True)
+    missing = missing_requirement()
+    return not missing, f"not compiled, although it would be faster: no {missing} found" if missing else _note(True)
 
 
-def _words(compiled: bool) -> str:
-    return "compiled at the first step, which takes a while" if compiled else ""
+def _note(compiled: bool) -> str:
+    return "compiles in the first step, which takes longer" if compiled else ""
 
 
 def _is_long(train: TrainConfig, shape: Shape, device: torch.device) -> bool:
+    if train.minutes is not None:
+        return 60 * train.minutes >= MIN_SECONDS
     tokens = train.steps * train.batch * (train.length or shape.positions)
-    return bool(6 * shape.parameters * tokens >= SECONDS * SHARE * (peak_flops_of(device) or PEAK))
+    flops_per_second = EAGER_FRACTION * (peak_flops_of(device) or DEFAULT_PEAK)
+    return bool(6 * shape.parameters * tokens >= MIN_SECONDS * flops_per_second)
 
 
-class Compiling:
-    """A step; `compiles` says whether its net is compiled."""
+class CompileMonitor:
+    """Around a training step: times compilation, and turns compile errors into user errors."""
 
-    def __init__(self, compiles: bool) -> None:
-        self.compiles = compiles
-        self.news: str | None = None
-        """What a person should hear of it."""
+    def __init__(self, compiled: bool) -> None:
+        """`compiled` is whether the step's net is compiled."""
+        self.compiled = compiled
+        self.note: str | None = None
+        """A line for the log: the compile time, or why the net runs eagerly."""
 
-    def __enter__(self) -> Compiling:
-        self._graphs, self._began = _graphs(), time.perf_counter()
+    def __enter__(self) -> CompileMonitor:
+        self._graphs, self._start = _count_graphs(), time.perf_counter()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.is_to_blame(error):
+        if error is not None and self.is_compile_error(error):
             raise TextmillError(
-                f"engine.compile: torch cannot compile the net here: {_spoken(error)}; set engine.compile=false"
+                f"engine.compile: torch cannot compile the net here: {_summary(error)}; set engine.compile=false"
             ) from error
-        if self.news is None and _graphs() > self._graphs:
-            self.news = compiled_in(time.perf_counter() - self._began)
+        if self.note is None and _count_graphs() > self._graphs:
+            self.note = format_compile_time(time.perf_counter() - self._start)
 
-    def is_to_blame(self, error: BaseException) -> bool:
-        """Whether an error is of compiling, and not of what is compiled."""
-        return self.compiles and any(kind.__name__ in FAILURES for kind in type(error).__mro__)
+    def is_compile_error(self, error: BaseException) -> bool:
+        """Whether compiling failed, and not the code that was compiled."""
+        return self.compiled and any(kind.__name__ in COMPILE_ERRORS for kind in type(error).__mro__)
 
-    def leave(self, error: BaseException) -> None:
-        """Go on without compiling, after an error of that."""
-        self.compiles, self.news = False, f"torch cannot compile the net here, so it goes on without: {_spoken(error)}"
+    def fall_back(self, error: BaseException) -> None:
+        """Note that the net runs eagerly from now on, because of a compile error."""
+        self.compiled = False
+        self.note = f"torch cannot compile the net here, so it runs eagerly: {_summary(error)}"
 
 
-def _spoken(error: BaseException) -> str:
-    """An error in a line; the first one of some says only who failed."""
+def _summary(error: BaseException) -> str:
+    """The first two lines of an error as one; the first line of some names the compiler's backend only."""
     return " ".join(str(error).strip().split("\n")[:2]) or type(error).__name__
 
 
-def _graphs() -> int:
-    """Programs that torch's compiler has made in this process."""
+def _count_graphs() -> int:
+    """Graphs that torch's compiler has compiled in this process."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")
     return compiler.counters["stats"]["unique_graphs"] if compiler else 0

@@ -1,4 +1,4 @@
-"""Forward and backward as one recorded CUDA graph: the same kernels without the gaps between their launches."""
+"""Forward and backward as one CUDA graph: the same kernels without the gaps between their launches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from textmill.kernels.graph_capture_torch import capturing
+from textmill.kernels.graph_capture_torch import capture_graph
 
-MOST = 4
-"""Shapes that are recorded; what comes in yet another is run without a recording."""
+MAX_GRAPHS = 4
+"""Batch shapes that get a graph; passes of further shapes run without one."""
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A graph, the tensors it reads, and those it leaves its results in."""
+class CapturedPass:
+    """A CUDA graph, the tensors it reads, and the tensors it writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor | None]
@@ -24,53 +24,56 @@ class Recording:
     gradients: list[Tensor]
 
 
-class Recorded:
-    """A pass over a micro-batch that adds to the parameters' gradients and returns its loss, recorded at its first call for each shape."""
+class GraphedPass:
+    """A forward and backward pass over a micro-batch, captured as a CUDA graph at its first call for each shape.
 
-    def __init__(self, work: Callable[..., Tensor], parameters: list[nn.Parameter]) -> None:
-        self.work, self.parameters = work, parameters
-        self.recordings: dict[tuple[object, ...], Recording] = {}
+    The pass returns its loss and accumulates the parameters' gradients.
+    """
+
+    def __init__(self, run_pass: Callable[..., Tensor], parameters: list[nn.Parameter]) -> None:
+        self.run_pass, self.parameters = run_pass, parameters
+        self.captured: dict[tuple[object, ...], CapturedPass] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, *given: Tensor | None) -> Tensor:
-        """The loss, valid until the next call; the gradients are in the recording's own memory until a second pass adds to them."""
-        key = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in given)
-        if key not in self.recordings:
-            if len(self.recordings) == MOST:
-                return self.work(*given)
-            held = [parameter.grad for parameter in self.parameters]
-            self.recordings[key] = self._record(given)
-            self._hand(held)
-        recording = self.recordings[key]
-        for kept, new in zip(recording.inputs, given, strict=True):
-            if kept is not None and new is not None:
-                kept.copy_(new, non_blocking=True)
-        before = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if before and any(before[0] is one.gradients[0] for one in self.recordings.values()):
-            before = [gradient.clone() for gradient in before]
-        recording.graph.replay()
-        if before:
-            torch._foreach_add_(before, recording.gradients)
-        self._hand(before or recording.gradients)
-        return recording.loss
+    def __call__(self, *arguments: Tensor | None) -> Tensor:
+        """The loss, valid until the next call; gradients are in the graph's memory until a second pass adds to them."""
+        key = tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in arguments)
+        if key not in self.captured:
+            if len(self.captured) == MAX_GRAPHS:
+                return self.run_pass(*arguments)
+            gradients = [parameter.grad for parameter in self.parameters]
+            self.captured[key] = self._capture(arguments)
+            self._set_gradients(gradients)
+        captured = self.captured[key]
+        for static, new in zip(captured.inputs, arguments, strict=True):
+            if static is not None and new is not None:
+                static.copy_(new, non_blocking=True)
+        accumulated = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if accumulated and any(accumulated[0] is one.gradients[0] for one in self.captured.values()):
+            accumulated = [gradient.clone() for gradient in accumulated]
+        captured.graph.replay()
+        if accumulated:
+            torch._foreach_add_(accumulated, captured.gradients)
+        self._set_gradients(accumulated or captured.gradients)
+        return captured.loss
 
-    def _hand(self, gradients: Sequence[Tensor | None]) -> None:
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _record(self, given: tuple[Tensor | None, ...]) -> Recording:
-        inputs = [None if tensor is None else tensor.clone() for tensor in given]
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):  # compiles, and lets libraries choose their kernels
-                self._hand([None] * len(self.parameters))
-                self.work(*inputs)
-        torch.cuda.current_stream().wait_stream(aside)
-        self._hand([None] * len(self.parameters))
+    def _capture(self, arguments: tuple[Tensor | None, ...]) -> CapturedPass:
+        inputs = [None if tensor is None else tensor.clone() for tensor in arguments]
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
+            for _ in range(2):  # warm-up: compiles, and lets libraries choose their kernels
+                self._set_gradients([None] * len(self.parameters))
+                self.run_pass(*inputs)
+        torch.cuda.current_stream().wait_stream(side_stream)
+        self._set_gradients([None] * len(self.parameters))
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self.pool):
-            loss = self.work(*inputs)
+        with capture_graph(graph, self.pool):
+            loss = self.run_pass(*inputs)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return Recording(graph, inputs, loss, gradients)
+        return CapturedPass(graph, inputs, loss, gradients)

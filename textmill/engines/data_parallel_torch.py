@@ -1,4 +1,4 @@
-"""Data parallelism: gradients of replicas are all-reduced, bucket by bucket, while backward still computes earlier layers."""
+"""Data parallelism: all-reduce gradients bucket by bucket while backward still computes earlier layers."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET = 25 << 20
+BUCKET_BYTES = 25 << 20
 """Bytes of gradients in one all-reduce."""
 
 
 class DataParallel:
-    """Sums gradients over a group. The buckets never change, so that the order of sums is the same after every resume."""
+    """Sums gradients over a group. Buckets are fixed, so the order of summation is the same after a resume."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
         self.group, self.active = group, False
         self.pending: list[tuple[Tensor, Any]] = []
-        self.buckets = _buckets([parameter for parameter in parameters if parameter.requires_grad])
+        self.buckets = _fill_buckets([parameter for parameter in parameters if parameter.requires_grad])
         self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
         for parameter in self.bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def during_pass(self, last: bool) -> AbstractContextManager[None]:
-        """Around a pass over a micro-batch; after the last of a step the gradients are summed over all replicas."""
-        return self._summing() if last else nullcontext()
+        """Around a pass over a micro-batch; the last pass of a step all-reduces the accumulated gradients."""
+        return self._all_reducing() if last else nullcontext()
 
     @contextmanager
-    def _summing(self) -> Any:
+    def _all_reducing(self) -> Any:
         self.active, self.pending = True, []
         self.missing = [len(bucket) for bucket in self.buckets]
         yield
@@ -42,8 +42,8 @@ class DataParallel:
             ):
                 parameter.grad = values.view_as(parameter)
 
-    def _ready(self, parameter: Tensor) -> None:
-        """A gradient of this rank is complete; full buckets are sent, in the same order on every rank."""
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Called when a gradient is complete; all-reduces complete buckets in the same order on every rank."""
         if not self.active:
             return
         self.missing[self.bucket_of[parameter]] -= 1  # type: ignore[index]
@@ -53,14 +53,14 @@ class DataParallel:
             self.pending.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
 
 
-def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters from the last to the first, as backward meets them."""
+def _fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in buckets, last to first: the order in which backward computes their gradients."""
     buckets: list[list[nn.Parameter]] = []
     left = 0
     for parameter in reversed(parameters):
         if left < parameter.nbytes:
             buckets.append([])
-            left = BUCKET
+            left = BUCKET_BYTES
         buckets[-1].append(parameter)
         left -= parameter.nbytes
     return buckets

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from textmill.config import TrainConfig
 from textmill.devices import autocast
-from textmill.engines.losses_torch import scored, summed_loss
+from textmill.engines.losses_torch import loss_and_correct, summed_loss
 from textmill.engines.shared_torch import attention_order, hidden_states
 from textmill.models.base_torch import BaseNet
 
@@ -30,8 +30,8 @@ class LossModule(nn.Module):
         with autocast(inputs.device, self.precision) if self.mixed else nullcontext(), attention_order(inputs.device):
             x_ME = hidden_states(self.net, inputs, keys, documents, self.precision)
         if weights is None:
-            losses, right = scored(x_ME, self.net.head, labels.flatten(), vocab)
-            return losses.sum(), right.sum()
+            losses, correct = loss_and_correct(x_ME, self.net.head, labels.flatten(), vocab)
+            return losses.sum(), correct.sum()
         return summed_loss(
             x_ME, self.net.head, labels.flatten(), weights.flatten(), vocab, train.label_smoothing, train.z_loss
         )

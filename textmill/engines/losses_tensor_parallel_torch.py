@@ -1,4 +1,4 @@
-"""The head and its cross-entropy over a vocabulary that tensor-parallel ranks divide: no rank has the logits of another.
+"""The head and its cross-entropy over a vocabulary that tensor-parallel ranks divide, without gathering the logits.
 
 Shapes in names: M tokens, E width, V rows of the head that a rank has.
 """
@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from textmill.engines.losses_torch import GradientInForward, chunks
+from textmill.engines.losses_torch import GradientInForward, token_chunks
 from textmill.engines.tensor_parallel_torch import TensorParallel
-from textmill.kernels.matmul_torch import product
+from textmill.kernels.matmul_torch import matmul
 from textmill.tokens.batches.batch import IGNORED
 
 
@@ -21,87 +21,91 @@ def tensor_parallel_loss(
     x_ME: Tensor,
     head_VE: Tensor,
     labels_M: Tensor,
-    shares_M: Tensor,
+    weights_M: Tensor,
     vocab: int,
     smoothing: float,
     z: float,
     tensor: TensorParallel,
 ) -> Tensor:
     """`summed_loss` over the rows of all ranks; backward starts here; the gradient of x is this rank's part of it."""
-    loss: Tensor = _TensorParallelLoss.apply(x_ME, head_VE, labels_M, shares_M, vocab, smoothing, z, tensor, True)  # type: ignore[no-untyped-call]
+    loss: Tensor = _TensorParallelLoss.apply(  # type: ignore[no-untyped-call]
+        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, tensor, True
+    )
     return loss
 
 
 @torch.no_grad()
-def tensor_parallel_scores(
+def tensor_parallel_loss_and_correct(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, tensor: TensorParallel
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token, 0 where it has no label, and whether its label has the highest logit of all ranks."""
+    """The loss of each token, 0 without a label, and whether its label has the highest logit of all ranks."""
     head, begin = head_VE.to(x_ME.dtype), tensor.rank * len(head_VE)
-    losses, right = [], []
-    for rows in chunks(x_ME, head):
+    losses, correct = [], []
+    for rows in token_chunks(x_ME, head):
         logits_MV = (x_ME[rows] @ head.T)[:, : max(0, vocab - begin)].float()
-        softmax = _Softmax(logits_MV, labels_M[rows], begin, vocab, tensor)
-        asked = labels_M[rows] != IGNORED
-        losses.append((softmax.spread_M - softmax.target_M).where(asked, 0))
+        softmax = _Softmax(logits_MV, labels_M[rows], begin, tensor)
+        labelled = labels_M[rows] != IGNORED
+        losses.append((softmax.log_sum_M - softmax.target_M).where(labelled, 0))
         # The lowest of the columns with the highest logit, as argmax returns it on one process.
         top_M = (
             logits_MV.argmax(1) + begin
             if logits_MV.shape[1]
             else torch.full_like(labels_M[rows], vocab, dtype=torch.int64)
         )
-        best_M = top_M.where(softmax.own_top_M == softmax.top_M, vocab)
+        best_M = top_M.where(softmax.own_max_M == softmax.max_M, vocab)
         dist.all_reduce(best_M, dist.ReduceOp.MIN, group=tensor.group)
-        right.append(best_M == labels_M[rows])
-    return torch.cat(losses), torch.cat(right)
+        correct.append(best_M == labels_M[rows])
+    return torch.cat(losses), torch.cat(correct)
 
 
 class _Softmax:
     """What ranks compute together for a chunk: the largest logit, the log of the denominator, the label's own logit."""
 
-    def __init__(self, scores_MV: Tensor, labels_M: Tensor, begin: int, vocab: int, tensor: TensorParallel) -> None:
-        self.places_M = labels_M.long() - begin
-        self.here_M = (self.places_M >= 0) & (self.places_M < scores_MV.shape[1])
-        self.places_M = self.places_M.where(self.here_M, 0)
-        rows = len(scores_MV)
-        self.own_top_M = scores_MV.amax(1) if scores_MV.shape[1] else scores_MV.new_full((rows,), -torch.inf)
-        self.top_M = self.own_top_M.clone()
-        dist.all_reduce(self.top_M, dist.ReduceOp.MAX, group=tensor.group)
-        sums = (scores_MV - self.top_M[:, None]).exp().sum(1)
+    def __init__(self, logits_MV: Tensor, labels_M: Tensor, begin: int, tensor: TensorParallel) -> None:
+        self.columns_M = labels_M.long() - begin
+        self.here_M = (self.columns_M >= 0) & (self.columns_M < logits_MV.shape[1])
+        self.columns_M = self.columns_M.where(self.here_M, 0)
+        rows = len(logits_MV)
+        self.own_max_M = logits_MV.amax(1) if logits_MV.shape[1] else logits_MV.new_full((rows,), -torch.inf)
+        self.max_M = self.own_max_M.clone()
+        dist.all_reduce(self.max_M, dist.ReduceOp.MAX, group=tensor.group)
+        sums = (logits_MV - self.max_M[:, None]).exp().sum(1)
         targets = (
-            scores_MV.gather(1, self.places_M[:, None])[:, 0].where(self.here_M, 0)
-            if scores_MV.shape[1]
+            logits_MV.gather(1, self.columns_M[:, None])[:, 0].where(self.here_M, 0)
+            if logits_MV.shape[1]
             else torch.zeros_like(sums)
         )
-        self.sum_M, self.target_M, self.plain_M = tensor.all_reduce(torch.stack([sums, targets, scores_MV.sum(1)]))
-        self.spread_M = self.top_M + self.sum_M.log()
+        totals = tensor.all_reduce(torch.stack([sums, targets, logits_MV.sum(1)]))
+        self.sum_M, self.target_M, self.logits_sum_M = totals
+        self.log_sum_M = self.max_M + self.sum_M.log()
 
 
 class _TensorParallelLoss(GradientInForward):
     @staticmethod
     def forward(
-        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, shares_M: Tensor, vocab: int, smoothing: float, z: float, tensor: TensorParallel,
-        ends: bool,
+        ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
+        z: float, tensor: TensorParallel, ends: bool,
     ) -> Tensor:  # fmt: skip
         begin = tensor.rank * len(head_VE)
 
-        def grade(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
-            logits_MV, labels, asked = product(x_ME[rows], head.T), labels_M[rows], labels_M[rows] != IGNORED
-            scores_MV = logits_MV[:, : max(0, vocab - begin)].float()
-            one, share_M = _Softmax(scores_MV, labels, begin, vocab, tensor), shares_M[rows].where(asked, 0)
+        def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
+            full_MV, labels, labelled = matmul(x_ME[rows], head.T), labels_M[rows], labels_M[rows] != IGNORED
+            logits_MV = full_MV[:, : max(0, vocab - begin)].float()
+            softmax, weight_M = _Softmax(logits_MV, labels, begin, tensor), weights_M[rows].where(labelled, 0)
+            log_sum_M = softmax.log_sum_M
             losses_M = (
-                one.spread_M
-                - (1 - smoothing) * one.target_M
-                + z * one.spread_M.square()
-                - smoothing * one.plain_M / vocab
+                log_sum_M
+                - (1 - smoothing) * softmax.target_M
+                + z * log_sum_M.square()
+                - smoothing * softmax.logits_sum_M / vocab
             )
-            gradients_MV = (scores_MV - one.spread_M[:, None]).exp() * (share_M * (1 + 2 * z * one.spread_M))[:, None]
-            gradients_MV -= (share_M * (smoothing / vocab))[:, None]
+            gradients_MV = (logits_MV - log_sum_M[:, None]).exp() * (weight_M * (1 + 2 * z * log_sum_M))[:, None]
+            gradients_MV -= (weight_M * (smoothing / vocab))[:, None]
             if gradients_MV.shape[1]:
                 gradients_MV.scatter_add_(
-                    1, one.places_M[:, None], (-(1 - smoothing) * share_M).where(one.here_M, 0)[:, None]
+                    1, softmax.columns_M[:, None], (-(1 - smoothing) * weight_M).where(softmax.here_M, 0)[:, None]
                 )
-            logits_MV.zero_()[:, : gradients_MV.shape[1]] = gradients_MV
-            return (losses_M.where(asked, 0) * share_M).sum(), logits_MV
+            full_MV.zero_()[:, : gradients_MV.shape[1]] = gradients_MV
+            return (losses_M.where(labelled, 0) * weight_M).sum(), full_MV
 
-        return GradientInForward.compute(ctx, x_ME, head_VE, grade, ends)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends)

@@ -1,4 +1,4 @@
-"""How JAX devices divide weights and samples: a mesh of three axes, and the sharding of each array."""
+"""The mesh of JAX devices with its three axes, and the sharding of each array on it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from textmill.errors import TextmillError
 
 AXES = ("replicate", "shard", "tensor")
 SAMPLES = ("replicate", "shard")
-"""The axes over which samples are divided."""
+"""The axes that divide the samples."""
 
 
 class Shardings:
-    """The sharding of arrays on a mesh; `split` has the axis that tensor-parallel devices divide, by a weight's name."""
+    """The sharding of arrays on a mesh; `split` is the tensor-parallel axis of each weight that has one, by name."""
 
     def __init__(self, mesh: Mesh, split: dict[str, int]) -> None:
         self.mesh, self.split = mesh, split
         self.data_devices = mesh.shape["replicate"] * mesh.shape["shard"]
 
     def stored(self, name: str, shape: Sequence[int]) -> NamedSharding:
-        """A weight and its moments between uses: devices of `shard` and `tensor` divide it, where it divides evenly."""
+        """How a weight and its moments are stored: divided over `shard` and `tensor` where it divides evenly."""
         axes: list[str | None] = self._by_tensor(name, len(shape))
-        free = [axis for axis, held in enumerate(axes) if held is None and shape[axis] % self.mesh.shape["shard"] == 0]
+        free = [axis for axis, used in enumerate(axes) if used is None and shape[axis] % self.mesh.shape["shard"] == 0]
         if free:
             axes[max(free, key=lambda axis: shape[axis])] = "shard"
         return self._sharding(*axes)
@@ -38,16 +38,24 @@ class Shardings:
         return jax.lax.with_sharding_constraint(weight, self._sharding(*self._by_tensor(name, weight.ndim)))
 
     def by_sample(self, x: Array) -> Array:
-        """An array whose first axis is samples."""
+        """An array divided by samples, its first axis."""
         return jax.lax.with_sharding_constraint(x, self._sharding(SAMPLES))
 
     def micro_batches(self) -> NamedSharding:
-        """Micro-batches one after another, the samples of each divided: [micro-batches, samples, ...]."""
+        """The sharding of [micro-batches, samples, ...]: divided by samples."""
         return self._sharding(None, SAMPLES)
 
     def replicated(self) -> NamedSharding:
-        """The same on all devices."""
+        """The sharding of an array that every device has in full."""
         return self._sharding()
+
+    def replicate(self, values: Any) -> Array:
+        """A small array on every device."""
+        return jax.make_array_from_callback(np.shape(values), self.replicated(), lambda index: values[index])
+
+    def place(self, name: str, values: Any) -> Array:
+        """An array with the stored sharding of a weight."""
+        return jax.make_array_from_callback(values.shape, self.stored(name, values.shape), lambda index: values[index])
 
     def _by_tensor(self, name: str, dimensions: int) -> list[str | None]:
         axis = self.split.get(name)
@@ -58,24 +66,25 @@ class Shardings:
 
 
 def open_mesh(config: JaxMesh, devices: list[jax.Device], sizes: dict[str, int]) -> Mesh:
-    """The mesh of these devices; what does not divide is refused by name."""
-    count, held = len(devices), config.shard * config.tensor
-    replicate = config.replicate or max(1, count // held)
-    if replicate * held != count:
-        wanted = f"replicate={config.replicate or 'auto'}, shard={config.shard}, tensor={config.tensor}"
+    """The mesh of these devices; `sizes` are the net's sizes that tensor parallelism must divide."""
+    count, replica = len(devices), config.shard * config.tensor
+    replicate = config.replicate or max(1, count // replica)
+    if replicate * replica != count:
+        axes = f"replicate={config.replicate or 'auto'}, shard={config.shard}, tensor={config.tensor}"
         raise TextmillError(
-            f"engine.mesh: {wanted} need {replicate * held} devices, found {count}; make their product {count}"
+            f"engine.mesh: {axes} need {replicate * replica} devices, found {count}; make their product {count}"
         )
     for what, number in sizes.items():
         if number % config.tensor:
-            near = max(size for size in range(1, config.tensor + 1) if all(many % size == 0 for many in sizes.values()))
+            divisors = range(1, config.tensor + 1)
+            near = max(size for size in divisors if all(other % size == 0 for other in sizes.values()))
             raise TextmillError(
                 f"engine.mesh.tensor: {config.tensor} does not divide the net's {number} {what}; {near} does"
             )
-    together = len(devices) // (1 + max(device.process_index for device in devices))
-    if together % config.tensor:
+    local = len(devices) // (1 + max(device.process_index for device in devices))
+    if local % config.tensor:
         raise TextmillError(
-            f"engine.mesh.tensor: {config.tensor} devices compute together, and a process has {together}; lower it"
+            f"engine.mesh.tensor: a process has {local} devices, which {config.tensor} does not divide; lower it"
         )
     shape = (replicate, config.shard, config.tensor)
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,4 +1,4 @@
-"""Mesh: how many ranks each kind of parallelism has; a mesh that does not fit is refused before anything starts."""
+"""Mesh: how many ranks each kind of parallelism has, checked against the batch and the net before a run starts."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from textmill.models import Shape
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes. Neighbouring ranks are a tensor-parallel group, then come shards, then replicas."""
+    """The sizes of the axes. Consecutive ranks form a tensor-parallel group, then come shards, then replicas."""
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     sequence: bool = False
     """Sequence parallelism: tensor-parallel ranks divide the tokens of the residual stream."""
-    keep: bool = False
-    """Whether gathered weights stay from forward to backward."""
+    keep_gathered: bool = False
+    """Whether FSDP keeps gathered weights from forward to backward."""
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or groups of ranks, have samples of their own."""
+        """Ranks, or tensor-parallel groups, that compute different samples."""
         return self.replicate * self.shard
 
 
 def mesh_of(config: RunConfig, shape: Shape, world: int) -> Mesh:
-    """The mesh of so many ranks, checked against batch and net."""
+    """The config's mesh for `world` ranks, checked against batch and net."""
     assert isinstance(config.engine, TorchEngine)
-    mesh = _mesh(config.engine.mesh, world)
+    mesh = _build_mesh(config.engine.mesh, world)
     check_batch(config.train, mesh.data_ranks, config.engine.micro_batch)
     if mesh.tensor > 1:
         _check_net(config, shape, mesh)
     return mesh
 
 
-def _mesh(config: MeshConfig, world: int) -> Mesh:
-    held = config.shard * config.tensor
-    replicate = config.replicate or max(1, world // held)
-    if replicate * held != world:
-        asked = f"replicate={replicate} x shard={config.shard} x tensor={config.tensor}"
-        near = f"{world // held * held} or {(world // held + 1) * held}" if world > held else str(held)
-        fitting = replicate * held if config.replicate else near
+def _build_mesh(config: MeshConfig, world: int) -> Mesh:
+    replica = config.shard * config.tensor
+    replicate = config.replicate or max(1, world // replica)
+    if replicate * replica != world:
+        axes = f"replicate={replicate} x shard={config.shard} x tensor={config.tensor}"
+        near = f"{world // replica * replica} or {(world // replica + 1) * replica}" if world > replica else replica
+        fitting = replicate * replica if config.replicate else near
         raise TextmillError(
-            f"engine.mesh: {asked} is for {replicate * held} processes, found {world}; start {fitting}, or set other axes"
+            f"engine.mesh: {axes} needs {replicate * replica} processes, found {world}; "
+            f"start {fitting}, or set other axes"
         )
     return Mesh(
         replicate, config.shard, config.tensor, config.sequence_parallel and config.tensor > 1, config.keep_gathered
@@ -62,18 +63,19 @@ def check_batch(
             raise TextmillError(
                 f"{key}: {size} samples cannot be divided evenly by {ranks} {units}; {nearest(size, ranks)} can"
             )
-        own = size // ranks
-        if isinstance(micro_batch, int) and own % micro_batch:
-            near = max(one for one in range(1, micro_batch + 1) if own % one == 0)
+        rank_batch = size // ranks
+        if isinstance(micro_batch, int) and rank_batch % micro_batch:
+            near = max(divisor for divisor in range(1, micro_batch + 1) if rank_batch % divisor == 0)
             raise TextmillError(
-                f"engine.micro_batch: {micro_batch} does not divide the {own} samples of a {unit}; {near} does"
+                f"engine.micro_batch: {micro_batch} does not divide the {rank_batch} samples of a {unit}; {near} does"
             )
 
 
 def _check_net(config: RunConfig, shape: Shape, mesh: Mesh) -> None:
     if config.engine.precision == "fp8":
         raise TextmillError(
-            "engine.precision: fp8 does not work with tensor parallelism; set engine.precision=auto, or engine.mesh.tensor=1"
+            "engine.precision: fp8 does not work with tensor parallelism; "
+            "set engine.precision=auto, or engine.mesh.tensor=1"
         )
     sizes = shape.tensor_parallel_sizes()
     for name, size in sizes.items():

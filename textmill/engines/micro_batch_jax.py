@@ -11,22 +11,22 @@ from textmill.engines.mesh_jax import Shardings
 from textmill.models import Shape
 
 CPU_LOGITS = 1 << 30
-"""On a CPU: as many samples as would have so many bytes of logits."""
+"""On a CPU: most bytes of logits that a micro-batch would have."""
 FRACTION = 0.6
-"""The fraction of an accelerator's memory that weights, moments and the activations for backward may fill."""
+"""The fraction of an accelerator's memory for weights, moments and the activations that backward needs."""
 WEIGHT_BYTES, ACTIVATION_BYTES = 24, 48
-"""Of a weight, with its gradient and moments; and kept for backward, for each channel of a token in a layer, in bf16."""
+"""Of a weight with its gradient and moments; and of bf16 activations, per channel of a token in a layer."""
 
 
 def largest_micro_batch(
     config: RunConfig, shape: Shape, device: jax.Device, shardings: Shardings, precision: Any
 ) -> int:
     """The largest divisor of a device's samples that the estimate allows."""
-    length, own = config.train.length or shape.positions, config.train.batch // shardings.data_devices
+    length, device_batch = config.train.length or shape.positions, config.train.batch // shardings.data_devices
     fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
     if device.platform != "cpu":
         memory = (device.memory_stats() or {}).get("bytes_limit", 16 << 30)
-        held = WEIGHT_BYTES * shape.parameters * shardings.data_devices / shardings.mesh.size
+        weights = WEIGHT_BYTES * shape.parameters * shardings.data_devices / shardings.mesh.size
         layer = ACTIVATION_BYTES * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
-        fits = int((FRACTION * memory - held) / (layer * shape.layers * length * precision.itemsize / 2))
-    return max(size for size in range(1, own + 1) if own % size == 0 and size <= max(1, fits))
+        fits = int((FRACTION * memory - weights) / (layer * shape.layers * length * precision.itemsize / 2))
+    return max(size for size in range(1, device_batch + 1) if device_batch % size == 0 and size <= max(1, fits))

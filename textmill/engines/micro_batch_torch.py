@@ -7,17 +7,20 @@ import math
 import torch
 
 from textmill.config import TrainConfig
-from textmill.engines.meshes import Mesh
+from textmill.config.engines import DeepSpeedEngine
+from textmill.engines.meshes import Mesh, check_batch
 from textmill.models import Shape
 
 CPU_LOGITS = 1 << 30
-"""On a CPU, whose caches are small: as many samples as would have so many bytes of logits."""
+"""On a CPU, whose caches are small: most bytes of logits that a micro-batch would have."""
 GPU_FRACTION = 0.6
-"""The fraction of a GPU's memory that weights, moments and the activations for backward may fill."""
+"""The fraction of a GPU's memory for weights, moments and the activations that backward needs."""
 WEIGHT_BYTES = 24
 """Of a weight: itself, its gradient, two moments, and temporary copies."""
 ACTIVATION_BYTES = {True: 40, False: 72}
-"""Kept for backward, for each channel of a token in a layer, in bf16: compiled (35 measured) and eager."""
+"""Of bf16 activations, per channel of a token in a layer: compiled (35 measured) and eager."""
+DEEPSPEED_TOKENS = 1 << 14
+"""Most tokens of a micro-batch in the DeepSpeed engine."""
 
 
 def largest_micro_batch(
@@ -30,9 +33,9 @@ def largest_micro_batch(
     compiled: bool,
     requested: bool,
 ) -> int:
-    """The largest divisor of a rank's samples that the estimate allows; a compiled net has one size for an entire run.
+    """The largest divisor of a rank's samples that the estimate allows; a compiled net keeps it for the entire run.
 
-    Where compiling was not requested, memory suffices to continue without it.
+    If compiling was not requested, the estimate leaves memory for the eager fallback.
     """
     length = train.length or shape.positions
     batch = (math.gcd(*train.sizes) if compiled else train.batch) // mesh.data_ranks
@@ -44,3 +47,13 @@ def largest_micro_batch(
         left = memory - WEIGHT_BYTES * shape.parameters
         fits = int(left / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))
+
+
+def micro_batch_of(section: DeepSpeedEngine, train: TrainConfig, shape: Shape, ranks: int) -> int:
+    """The configured micro-batch, or the largest divisor of a rank's samples with at most DEEPSPEED_TOKENS tokens."""
+    check_batch(train, ranks, section.micro_batch)
+    if section.micro_batch != "auto":
+        return section.micro_batch
+    rank_batch = train.batch // ranks
+    most = max(1, DEEPSPEED_TOKENS // (train.length or shape.positions))
+    return max(size for size in range(1, rank_batch + 1) if rank_batch % size == 0 and size <= most)

@@ -1,4 +1,4 @@
-"""The torch engine, one process for each device: gradient accumulation, mixed precision, clipping; no step waits for the device."""
+"""The torch engine, one process per device: gradient accumulation, mixed precision, clipping, asynchronous steps."""
 
 from __future__ import annotations
 
@@ -12,42 +12,51 @@ from torch import Tensor
 
 from textmill.config import RunConfig, TorchEngine, TrainConfig
 from textmill.devices import autocast, check_fp8, open_device, peak_flops_of, torch_dtype
-from textmill.engines import Mine, Named, Ranks, Sums, every
-from textmill.engines.checksum_torch import bit_sums, flip_a_bit
-from textmill.engines.compile_torch import Compiling, compiling
-from textmill.engines.cuda_graphs_torch import Recorded
-from textmill.engines.loss_scale_torch import Scaler
-from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_scores
-from textmill.engines.losses_torch import scored, summed_loss
+from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
+from textmill.engines.checksum_torch import checksum_tensors, flip_bit
+from textmill.engines.compile_torch import CompileMonitor, decide_compile
+from textmill.engines.cuda_graphs_torch import GraphedPass
+from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
+from textmill.engines.losses_torch import loss_and_correct, summed_loss
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
+from textmill.engines.optimizers.average_torch import RAW, Average
+from textmill.engines.optimizers.loss_scale_torch import LossScaler
 from textmill.engines.optimizers.step_torch import Optimizer
 from textmill.engines.parallel_torch import Parallel
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
-from textmill.engines.shared_torch import attention_order, count_loss_tokens, hidden_states, part_of, token_weights
+from textmill.engines.shared_torch import (
+    attention_order,
+    check_fields,
+    count_loss_tokens,
+    hidden_states,
+    part_of,
+    token_weights,
+)
 from textmill.engines.spikes import new_guard
 from textmill.engines.step_result_torch import TorchStep
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.kernels.transfer_torch import Room, on_device
+from textmill.kernels.transfer_torch import PinnedBuffers, copy_to_device
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, compiled_execution
-from textmill.models.lora import count_with, drops, saved_of
-from textmill.models.nets_torch import fill, moments_in, named_copies, new_net, parameters_of
+from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout
+from textmill.models.nets_torch import checkpoint_tensors, fill, match_moments, new_net, parameters_of
 from textmill.storage import faults
 from textmill.tokens.batches.batch import Batch
 
 FAULTS = True
+"""This engine supports the injected faults nan and flip."""
 
 
 class OnTorch:
     """The Engine of `engine.kind: torch`."""
 
     def __init__(
-        self, net: BaseNet, train: TrainConfig, parallel: Parallel, ranks: Ranks, micro_batch: int, precision: torch.dtype,
-        compiled: bool, note: str, requested: bool,
+        self, net: BaseNet, train: TrainConfig, parallel: Parallel, ranks: Ranks, micro_batch: int,
+        precision: torch.dtype, compiled: bool, note: str, requested: bool,
     ) -> None:  # fmt: skip
-        """`note` describes compiling for the log; `requested` says that the config requires it."""
+        """`note` tells the log whether the net is compiled; `requested` is true unless `engine.compile` is auto."""
         self.note, self.requested = note, requested
         self.net, self.train, self.parallel, self.ranks, self.first = net, train, parallel, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
@@ -55,145 +64,161 @@ class OnTorch:
         self.execution = compiled_execution() if compiled else EAGER
         self.optimizer = Optimizer(net, train, parallel, compiled=compiled and requested)
         parallel.sum_gradients(self.optimizer.parameters)
-        self.scaler = Scaler(self.device) if precision == torch.float16 else None
+        self.average = Average(self.optimizer.own, train.average.memory)
+        self.scaler = LossScaler(self.device) if precision == torch.float16 else None
         self.guard = new_guard(train, torch, lambda values: torch.tensor(values, device=self.device))
         # Collectives run in the middle of backward, from hooks that a CUDA graph does not replay.
-        recorded = compiled and self.device.type == "cuda" and ranks.world == 1
-        self.one_pass = Recorded(self._pass, self.optimizer.parameters) if recorded else self._pass
-        self.room: Room | None = None
-        """Pinned memory for the copies that a save takes, if this process has all weights and a GPU."""
+        graphed = compiled and self.device.type == "cuda" and ranks.world == 1
+        self.run_pass = GraphedPass(self._pass, self.optimizer.parameters) if graphed else self._pass
+        self.pinned_buffers: PinnedBuffers | None = None
+        """Pinned memory for the copies of a save, if this process has all weights and a GPU."""
 
     def samples_of(self, batch: int) -> slice:
-        """Neighbouring samples, as many for each data-parallel rank."""
+        """An equal, contiguous part of the batch for each data-parallel rank."""
         rows = batch // self.parallel.mesh.data_ranks
         return slice(self.parallel.data_rank * rows, (self.parallel.data_rank + 1) * rows)
 
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
-        """Forward and backward by micro-batches, then one update; a non-finite gradient or a spike skips the update."""
-        with Compiling(self.execution is not EAGER) as compiling:
-            loss, norm, tokens, scale = self._step(batch, step, lr, compiling)
-        return TorchStep(loss, norm, tokens, scale, compiling.news)
+        """Gradient accumulation over micro-batches, then one update; a non-finite gradient or a spike skips it."""
+        check_fields(batch, self.net.shape)
+        self.average.put_in_net(averaged=False)
+        with CompileMonitor(self.execution is not EAGER) as monitor:
+            loss, norm, tokens, scale = self._step(batch, step, lr, monitor)
+        return TorchStep(loss, norm, tokens, scale, monitor.note)
 
     def _step(
-        self, batch: Batch, step: int, lr: float, compiling: Compiling
+        self, batch: Batch, step: int, lr: float, monitor: CompileMonitor
     ) -> tuple[Tensor, Tensor, int, Tensor | None]:
-        if self.room is None and self.device.type == "cuda" and self.ranks.world == 1:  # while the first step compiles
-            saved = [*saved_of(self.net.shape, self.net.lora), *self.optimizer.stated()]
-            self.room = Room([math.prod(weight.shape) for weight in saved])
+        if self.pinned_buffers is None and self.device.type == "cuda" and self.ranks.world == 1:
+            # Here, in the first step, pinning runs while kernels compile.
+            saved = [*saved_weights(self.net.shape, self.net.lora), *self.optimizer.state_weights()]
+            saved += [weight for weight, _ in self.optimizer.weights] if self.average.tensors else []
+            self.pinned_buffers = PinnedBuffers([math.prod(weight.shape) for weight in saved])
         counts = self.ranks.all_reduce(count_loss_tokens(batch))
         tokens, samples = (int(count) // self.parallel.mesh.tensor for count in counts)
         token_weight = token_weights(batch, self.train.loss, tokens, samples)
         if faults.is_due("nan", step):
             token_weight = token_weight * np.float32("nan")
         if faults.is_due("flip", step):
-            flip_a_bit(self.parallel.local(self.optimizer.parameters[0]))
+            flip_bit(self.parallel.local(self.optimizer.parameters[0]))
         keys_N = (
-            dropout_keys(self.train.seed, step, batch.samples).numpy() if drops(self.net.shape, self.net.lora) else None
+            dropout_keys(self.train.seed, step, batch.samples).numpy()
+            if uses_dropout(self.net.shape, self.net.lora)
+            else None
         )
         total = torch.zeros((), device=self.device)
         scale = self.scaler.scale if self.scaler else None
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
-            keys = None if keys_N is None else on_device(keys_N[rows], self.device)
+            keys = None if keys_N is None else copy_to_device(keys_N[rows], self.device)
             inputs, labels, weights = (
-                on_device(array[rows], self.device) for array in (batch.inputs, batch.labels, token_weight)
+                copy_to_device(array[rows], self.device) for array in (batch.inputs, batch.labels, token_weight)
             )
             # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
             weights = weights if scale is None else weights * scale
             with self.parallel.during_pass(rows.stop >= len(batch.inputs)):
-                total += self._try_pass(compiling, inputs, labels, weights, keys, self._documents(batch, rows))
+                total += self._try_pass(monitor, inputs, labels, weights, keys, self._documents(batch, rows))
         total = self.parallel.sum_loss(total)
         loss = total if scale is None else total / scale
-        spike = self.guard.judged(self.guard.state, loss) if self.guard else None
+        spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
         norm = self.optimizer.step(lr, scale, spike)
+        self.average.update(step)
         if self.scaler:
-            self.scaler.move(torch.isfinite(norm))
+            self.scaler.update(torch.isfinite(norm))
         if self.guard:
-            self.guard.state = self.guard.after(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
+            self.guard.state = self.guard.next_state(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
         return loss, norm, tokens, scale
 
-    def _try_pass(self, compiling: Compiling, *given: Any) -> Tensor:
+    def _try_pass(self, monitor: CompileMonitor, *arguments: Any) -> Tensor:
         """A pass; if compiling fails and was not requested, it and all later passes run eagerly."""
-        if self.requested or not compiling.compiles:
-            return self.one_pass(*given)
+        if self.requested or not monitor.compiled:
+            return self.run_pass(*arguments)
         before = [parameter.grad for parameter in self.optimizer.parameters]
         try:
-            return self.one_pass(*given)
+            return self.run_pass(*arguments)
         except Exception as error:
-            if not compiling.is_to_blame(error):
+            if not monitor.is_compile_error(error):
                 raise
-            compiling.leave(error)
+            monitor.fall_back(error)
         for parameter, gradient in zip(self.optimizer.parameters, before, strict=True):
             parameter.grad = gradient
-        self.execution, self.one_pass = EAGER, self._pass
-        return self.one_pass(*given)
+        self.execution, self.run_pass = EAGER, self._pass
+        return self.run_pass(*arguments)
 
     def _pass(
         self, inputs: Tensor, labels: Tensor, weights: Tensor, keys: Tensor | None, documents: Tensor | None
     ) -> Tensor:
-        """The loss of a micro-batch; its gradients are accumulated."""
-        with attention_order(self.device):  # backward too, where activations are computed again
+        """Forward and backward of a micro-batch: returns its loss and accumulates gradients."""
+        with attention_order(self.device):  # backward too, since activation checkpointing runs attention there
             with autocast(self.device, self.precision):
                 x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.execution)
-            given = (x_ME, self.net.head, labels.flatten(), weights.flatten(), self.net.shape.vocab)
+            arguments = (x_ME, self.net.head, labels.flatten(), weights.flatten(), self.net.shape.vocab)
             smoothing, z, tensor = self.train.label_smoothing, self.train.z_loss, self.parallel.tensor
             loss = (
-                tensor_parallel_loss(*given, smoothing, z, tensor)
+                tensor_parallel_loss(*arguments, smoothing, z, tensor)
                 if tensor
-                else summed_loss(*given, smoothing, z, self.net.fp8, ends=True)
+                else summed_loss(*arguments, smoothing, z, self.net.fp8, ends=True)
             )
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
-        """Losses of this rank's part of a batch by micro-batches, without dropout; then summed over ranks."""
+        """Loss of this rank's part of a batch by micro-batches, without dropout; then an all-reduce."""
+        check_fields(batch, self.net.shape)
+        self.average.put_in_net(averaged=True)
         batch = part_of(batch, self.parallel.mesh.data_ranks, self.parallel.data_rank)
         sums, correct = [], []
         for start in range(0, len(batch.inputs), self.micro_batch):
             rows = slice(start, start + self.micro_batch)
-            inputs, labels = on_device(batch.inputs[rows], self.device), on_device(batch.labels[rows], self.device)
+            inputs, labels = (
+                copy_to_device(batch.inputs[rows], self.device),
+                copy_to_device(batch.labels[rows], self.device),
+            )
             with autocast(self.device, self.precision):
                 x_ME = hidden_states(self.net, inputs, None, self._documents(batch, rows), self.precision)
-            given = (x_ME, self.net.head, labels.flatten(), self.net.shape.vocab)
-            losses, right = (
-                tensor_parallel_scores(*given, self.parallel.tensor) if self.parallel.tensor else scored(*given)
+            arguments, tensor = (x_ME, self.net.head, labels.flatten(), self.net.shape.vocab), self.parallel.tensor
+            losses, is_correct = (
+                tensor_parallel_loss_and_correct(*arguments, tensor) if tensor else loss_and_correct(*arguments)
             )
             sums.append(losses.sum())
-            correct.append(right.sum())
-        # Sums in fp64 on the host: not every device has it.
+            correct.append(is_correct.sum())
+        # Summed in fp64 on the host: not every device has fp64.
         total = float(torch.stack(sums).cpu().double().sum())
         self.parallel.reshard()
-        found = self.ranks.all_reduce([total, count_loss_tokens(batch)[0], int(torch.stack(correct).sum())])
-        summed = [value / self.parallel.mesh.tensor for value in found]
+        totals = self.ranks.all_reduce([total, count_loss_tokens(batch)[0], int(torch.stack(correct).sum())])
+        summed = [value / self.parallel.mesh.tensor for value in totals]
         return Sums(summed[0], int(summed[1]), int(summed[2]))
 
     def _documents(self, batch: Batch, rows: slice) -> Tensor | None:
-        return None if batch.documents is None else on_device(batch.documents[rows], self.device)
+        return None if batch.documents is None else copy_to_device(batch.documents[rows], self.device)
 
-    def weights(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of the weights; of a net with adapters, the adapters alone."""
+    def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+        """Host copies of the weights, averaged if `train.average` is set; with LoRA, of the adapters only."""
         known = {name: parameter for name, (_, parameter) in parameters_of(self.net).items()}
-        saved = [known[weight.name] for weight in saved_of(self.net.shape, self.net.lora)]
-        kept = {parameter: self.parallel.local(parameter) for parameter in saved}
-        return named_copies(self.net, kept, mine=mine, gather=self.parallel.gather)
+        saved = [known[weight.name] for weight in saved_weights(self.net.shape, self.net.lora)]
+        averaged = self.average.weights()
+        own = {parameter: averaged.get(parameter, self.parallel.local(parameter)) for parameter in saved}
+        return checkpoint_tensors(self.net, own, wanted=wanted, gather=self.parallel.gather)
 
-    def moments(self, mine: Mine = every) -> Iterator[Named]:
-        """Host copies of the optimizer's state; none before the first update."""
+    def moments(self, wanted: NameFilter = all_names) -> Iterator[Named]:
+        """Host copies of the optimizer state; none before the first update."""
         for kind, state in self.optimizer.states():
-            yield from named_copies(self.net, state, f"{kind}/", mine, self.parallel.gather)
+            yield from checkpoint_tensors(self.net, state, f"{kind}/", wanted, self.parallel.gather)
+        raw = self.average.weights(raw=True) if self.updates() else {}
+        yield from checkpoint_tensors(self.net, raw, f"{RAW}/", wanted, self.parallel.gather)
 
     def replica_checksums(self) -> dict[str, int]:
-        """The bits of what this rank has of each weight, summed on its device: equal on ranks that have the same."""
+        """A checksum of this rank's part of each weight, computed on its device."""
         parallel, members = self.parallel, parameters_of(self.net).values()
-        return bit_sums({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
+        return checksum_tensors({parallel.name_of(weight): parallel.local(parameter) for weight, parameter in members})
 
     def updates(self) -> int:
-        """Updates done."""
+        """Updates done, without skipped ones."""
         return self.optimizer.count()
 
     def scaling(self) -> dict[str, float]:
-        """The loss scale's state, in fp16."""
+        """The loss scaler's state in fp16."""
         return self.scaler.state() if self.scaler else {}
 
     def load(
@@ -204,41 +229,47 @@ class OnTorch:
         where: str,
         scaling: dict[str, float] | None = None,
     ) -> None:
-        """Take weights and moments in checkpoint names and layout, and the loss scale's state."""
+        """Load weights and moments in checkpoint names and layout, and the loss scaler's state."""
         parallel = self.parallel
         fill(
             self.net,
             weights,
             where,
-            lambda weight, one, values: parallel.local(one).copy_(parallel.local_part(weight, values)),
+            lambda weight, parameter, values: parallel.local(parameter).copy_(parallel.local_part(weight, values)),
         )
+        self.average.reset()
         if self.scaler and scaling:
-            self.scaler.take(scaling)
-        for kind, weight, parameter, values in moments_in(self.net, moments if updates else [], where):
-            self.optimizer.take(kind, parameter, parallel.local_part(weight, values), updates)
+            self.scaler.load_state(scaling)
+        for kind, weight, parameter, values in match_moments(self.net, moments if updates else [], where):
+            part = parallel.local_part(weight, values)
+            if kind == RAW:
+                self.average.load_raw(parameter, part)
+            else:
+                self.optimizer.load_state(kind, parameter, part, updates)
 
     def facts(self) -> dict[str, Any]:
-        """Device, arithmetic and size."""
+        """Device, precision and sizes."""
+        precision = "float8" if self.net.fp8 else str(self.precision).removeprefix("torch.")
         return {
-            "device": str(self.device), "precision": "float8" if self.net.fp8 else str(self.precision).removeprefix("torch."),
+            "device": str(self.device), "precision": precision,
             "micro_batch": self.micro_batch, "processes": self.ranks.world, "compiling": self.note,
-            "parameters": count_with(self.net.shape, self.net.lora),
+            "parameters": count_with_adapters(self.net.shape, self.net.lora),
             "trained": self.optimizer.trained, "peak_flops": peak_flops_of(self.device),
         }  # fmt: skip
 
     def close(self) -> None:
-        """Nothing is held beyond memory."""
-        if self.room:
-            self.room.close()
+        """Free the pinned memory."""
+        if self.pinned_buffers:
+            self.pinned_buffers.close()
 
 
 def new_ranks(config: RunConfig) -> Ranks:
-    """The processes that torchrun or srun started together, or this one alone."""
+    """The processes that torchrun or srun started together, or this single process."""
     return open_ranks(config.engine.device, config.engine.timeout)
 
 
 def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
-    """The engine, its net without values; `load` fills it."""
+    """The engine with an uninitialised net; `load` sets its weights."""
     engine = config.engine
     assert isinstance(engine, TorchEngine)
     mesh = mesh_of(config, shape, ranks.world)
@@ -248,7 +279,7 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
-    compiled, note = compiling(engine, config.train, shape, device, ranks.world)
+    compiled, note = decide_compile(engine, config.train, shape, device, ranks.world)
     micro_batch, requested = engine.micro_batch, engine.compile != "auto"
     if micro_batch == "auto":
         micro_batch = largest_micro_batch(

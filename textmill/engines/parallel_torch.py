@@ -1,4 +1,4 @@
-"""Parallel: one net on a mesh of ranks: what each rank has, whose gradients are summed, and tensors from shards and back."""
+"""Parallel: shards a net over a mesh of ranks, sums gradients over the right ranks, and gathers full tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from textmill.models.base_torch import BaseNet
 
 
 class Parallel:
-    """The process groups of a mesh. On one process every method does nothing."""
+    """The process groups of a mesh. On one process no method communicates."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
         self.mesh, self.rank = mesh, rank
@@ -27,7 +27,7 @@ class Parallel:
         self.tensor: TensorParallel | None = None
         self.data_parallel: DataParallel | None = None
         self.sharded: list[Any] = []
-        """The modules whose parameters FSDP shards: those of all parameters, or none."""
+        """The modules that FSDP shards, which have all parameters; empty without FSDP."""
         self.axes: DeviceMesh | None = None
         if mesh.data_ranks * mesh.tensor > 1:
             sizes = (mesh.replicate, mesh.shard, mesh.tensor)
@@ -40,44 +40,47 @@ class Parallel:
         return self.axes.get_group(axis)
 
     def shard_net(self, net: BaseNet) -> None:
-        """Replace the modules of a net without memory by what this rank has of them."""
+        """Replace the modules of a net on the meta device by this rank's parts of them."""
         if self.tensor:
             divide_net(net, self.tensor)
         if self.mesh.shard > 1:
-            # Imported here: it takes a second, which one process, or replicas, need not wait for.
+            # Imported here: it takes a second, which runs without FSDP need not wait for.
             from torch.distributed.fsdp import FSDPModule, fully_shard
 
             assert self.axes is not None
             axes = self.axes["replicate", "shard"] if self.mesh.replicate > 1 else self.axes["shard"]
             for block in net.blocks:
-                fully_shard(block, mesh=axes, reshard_after_forward=not self.mesh.keep)
+                fully_shard(block, mesh=axes, reshard_after_forward=not self.mesh.keep_gathered)
             fully_shard(net, mesh=axes)
             self.sharded = [module for module in net.modules() if isinstance(module, FSDPModule)]
-            # Each token's weight in the loss is of the global batch: gradients are summed, never averaged.
+            # Token weights are those of the global batch, so gradients are summed, never averaged.
             for module in self.sharded:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of these over replicas from now on."""
+        """From now on, all-reduce the gradients of these parameters over replicas."""
         if self.mesh.replicate > 1 and self.mesh.shard == 1:
             self.data_parallel = DataParallel(parameters, self._group("replicate"))
 
     def during_pass(self, last: bool) -> AbstractContextManager[None]:
-        """Around a pass over a micro-batch; after the last of a step each gradient is the global batch's."""
+        """Around a pass over a micro-batch; the last pass of a step sums gradients over data-parallel ranks."""
         for module in self.sharded:
             module.set_requires_all_reduce(last, recurse=False)
         return self.data_parallel.during_pass(last) if self.data_parallel else nullcontext()
 
     def sum_loss(self, value: Tensor) -> Tensor:
-        """The sum over all ranks' samples."""
+        """The sum over all data-parallel ranks."""
         if self.mesh.data_ranks > 1:
             dist.all_reduce(value)
             value /= self.mesh.tensor
         return value
 
     def join_gradients(self, weights: Iterable[tuple[Weight, Tensor]]) -> None:
-        """Make gradients of what all tensor-parallel ranks have the same on each: sums where each saw a part, else means of equals."""
+        """Make gradients of weights that all tensor-parallel ranks have in full equal on each of them.
+
+        They are summed if each rank computed a part of the gradient, else averaged.
+        """
         common = [(weight, gradient) for weight, gradient in weights if weight.split is None]
         if self.tensor is None or not common:
             return
@@ -90,7 +93,7 @@ class Parallel:
             gradient.copy_(values.view_as(gradient) / equals)
 
     def gradient_norm(self, weights: Iterable[tuple[Weight, Tensor]]) -> Tensor:
-        """The norm of all gradients together, each element counted once."""
+        """The global gradient norm; elements that several ranks have count once."""
         counted = [
             gradient
             for weight, gradient in weights
@@ -104,35 +107,33 @@ class Parallel:
         return norm
 
     def local(self, tensor: Any) -> Tensor:
-        """What this rank has of a parameter, or of its gradient."""
-        held: Tensor = tensor.to_local() if self.sharded else tensor
-        return held.detach()
+        """This rank's part of a parameter, or of its gradient."""
+        local: Tensor = tensor.to_local() if self.sharded else tensor
+        return local.detach()
 
     def gather(self, weight: Weight, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """The full tensor of which this rank has a part; all ranks call it together."""
+        """The full tensor of which `own` is this rank's part; all ranks call it together."""
         if self.sharded:
             own = _gather_rows(own, parameter.shape[0], self.mesh.shard, self._group("shard"))
         if self.tensor and weight.split is not None:
-            turned = own.movedim(weight.split, 0)
-            own = _gather_rows(turned, len(turned) * self.tensor.count, self.tensor.count, self.tensor.group).movedim(
-                0, weight.split
-            )
+            count, rows = self.tensor.count, own.movedim(weight.split, 0)
+            own = _gather_rows(rows, len(rows) * count, count, self.tensor.group).movedim(0, weight.split)
         return own
 
     def name_of(self, weight: Weight) -> str:
-        """The name of what this rank has of a weight: the same on ranks that have the same."""
+        """The name of this rank's part of a weight: equal on ranks that replicate the same part."""
         parts = [f"shard {self.shard_rank}"] if self.sharded else []
         parts += [f"tensor {self.tensor.rank}"] if self.tensor and weight.split is not None else []
         return f"{weight.name} ({', '.join(parts)})" if parts else weight.name
 
-    def local_part(self, weight: Weight, whole: Tensor) -> Tensor:
-        """What this rank has of a full tensor."""
+    def local_part(self, weight: Weight, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor."""
         if self.tensor and weight.split is not None:
-            whole = _take_part(whole, weight.split, self.tensor.count, self.tensor.rank)
+            full = _take_part(full, weight.split, self.tensor.count, self.tensor.rank)
         if self.sharded:
-            rows = -(-len(whole) // self.mesh.shard)
-            whole = whole[self.shard_rank * rows : (self.shard_rank + 1) * rows]
-        return whole
+            rows = -(-len(full) // self.mesh.shard)
+            full = full[self.shard_rank * rows : (self.shard_rank + 1) * rows]
+        return full
 
     def reshard(self) -> None:
         """Free weights that were gathered for a forward pass without a backward pass."""
@@ -140,22 +141,23 @@ class Parallel:
             module.reshard()
 
 
-def _take_part(whole: Tensor, dim: int, count: int, number: int) -> Tensor:
-    """One of several equal parts; zeros fill up the last ones."""
-    size = -(-whole.shape[dim] // count)
-    part = whole.narrow(dim, min(size * number, whole.shape[dim]), max(0, min(size, whole.shape[dim] - size * number)))
+def _take_part(full: Tensor, dim: int, count: int, number: int) -> Tensor:
+    """One of several equal parts; the last ones are padded with zeros."""
+    total = full.shape[dim]
+    size = -(-total // count)
+    part = full.narrow(dim, min(size * number, total), max(0, min(size, total - size * number)))
     if part.shape[dim] == size:
         return part
-    filled = whole.new_zeros([size if one == dim else length for one, length in enumerate(whole.shape)])
-    filled.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return filled
+    padded = full.new_zeros([size if axis == dim else length for axis, length in enumerate(full.shape)])
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return padded
 
 
 def _gather_rows(own: Tensor, rows: int, count: int, group: Any) -> Tensor:
-    """All ranks' rows; each has as many, the last ones maybe fewer."""
+    """The rows of all ranks, `rows` in total; the last ranks may have fewer than the others."""
     size = -(-rows // count)
     padded = own.new_zeros(size, *own.shape[1:])
     padded[: len(own)] = own
-    whole = own.new_empty(size * count, *own.shape[1:])
-    all_gather(whole, padded, group=group)
-    return whole[:rows]
+    full = own.new_empty(size * count, *own.shape[1:])
+    all_gather(full, padded, group=group)
+    return full[:rows]

@@ -1,4 +1,4 @@
-"""JAX's devices, and the processes that share them: one process a host, each with all devices of its own."""
+"""JAX's devices and processes: one process per host, each with all devices of its host."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import os
 
 import jax
 
-from textmill.engines.ranks_torch import launch_of
 from textmill.engines.ranks_torch import open_ranks as open_torch_ranks
+from textmill.engines.ranks_torch import read_launch
 from textmill.errors import TextmillError
 from textmill.processes.heartbeat import START_SECONDS
 from textmill.processes.ranks import Ranks
 
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
-"""The words of `engine.device` in JAX's."""
+"""JAX's platform names by value of `engine.device`."""
 
 
 def open_ranks(device: str, timeout: float) -> Ranks:
-    """The processes that torchrun or srun started, or this one alone.
+    """The processes that torchrun or srun started, or this single process.
 
-    They agree over gloo, as torch's do; JAX has a meeting place of its own, one port further.
+    Their collectives on the host run over gloo, as in torch; JAX's coordinator uses the next port.
     """
-    ranks, launch = open_torch_ranks("cpu", timeout), launch_of(os.environ)
+    ranks, launch = open_torch_ranks("cpu", timeout), read_launch(os.environ)
     if launch is not None and launch.world > 1:
-        host, _, port = launch.meet.rpartition(":")
-        _choose(device)
+        host, _, port = launch.address.rpartition(":")
+        _restrict_platform(device)
         jax.distributed.initialize(
             f"{host}:{int(port) + 1}",
             launch.world,
@@ -35,9 +35,9 @@ def open_ranks(device: str, timeout: float) -> Ranks:
 
 
 def open_devices(name: str) -> list[jax.Device]:
-    """The devices of `engine.device`; auto takes what JAX takes."""
+    """The devices of `engine.device`; auto uses JAX's default."""
     jax.config.update("jax_default_matmul_precision", "highest")
-    _choose(name)
+    _restrict_platform(name)
     try:
         devices: list[jax.Device] = jax.devices(None if name == "auto" else PLATFORMS[name])
     except RuntimeError:
@@ -47,7 +47,7 @@ def open_devices(name: str) -> list[jax.Device]:
     return devices
 
 
-def _choose(name: str) -> None:
-    """Keep a CPU's run away from accelerators, whose memory JAX would take."""
+def _restrict_platform(name: str) -> None:
+    """In a CPU run, stop JAX from reserving the memory of accelerators."""
     if name == "cpu":
         jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""Process groups from a launcher's environment: torchrun's, srun's, or none for one process alone."""
+"""Process groups from the environment that torchrun or srun set; none for a single process."""
 
 from __future__ import annotations
 
@@ -23,42 +23,43 @@ from textmill.processes import heartbeat
 from textmill.processes.ranks import Ranks, SingleProcess
 from textmill.processes.signals import default_signals
 
-LOST = ("gloo", "NCCL", "Connection closed")
-"""Words of errors that a collective raises when another process is gone."""
+CONNECTION_ERRORS = ("gloo", "NCCL", "Connection closed")
+"""Parts of the messages that a collective raises if another process has ended."""
 FIRST_PORT, PORTS = 20_000, 20_000
-"""Where a SLURM job's processes meet when MASTER_PORT does not say: a port by the job's number."""
+"""The range of a SLURM job's rendezvous port, chosen by job id, if MASTER_PORT is not set."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A process's place among those that were started with it."""
+    """A process's rank among the processes that were started together."""
 
     rank: int
     world: int
     local: int
-    """Its number on its own machine, which is that of its GPU."""
-    meet: str
-    """host:port of the first."""
+    """Its rank on its own machine, and the number of its GPU."""
+    address: str
+    """host:port of the rendezvous, on rank 0."""
 
 
-def launch_of(environment: Mapping[str, str]) -> Launch | None:
-    """What torchrun or srun says; nothing for a process started by itself."""
+def read_launch(environment: Mapping[str, str]) -> Launch | None:
+    """Rank and world size from torchrun's or srun's variables; None for a process without a launcher."""
     try:
-        launch = _launch_in(environment)
+        launch = _parse_launch(environment)
     except ValueError as error:
         raise TextmillError(f"the launcher's environment: {error}; start the processes with torchrun or srun") from None
     if launch is not None and not 0 <= launch.rank < launch.world:
         raise TextmillError(
-            f"the launcher's environment: rank {launch.rank} of {launch.world} processes; start them with torchrun or srun"
+            f"the launcher's environment: rank {launch.rank} of {launch.world} processes; "
+            "start them with torchrun or srun"
         )
     return launch
 
 
-def _launch_in(environment: Mapping[str, str]) -> Launch | None:
+def _parse_launch(environment: Mapping[str, str]) -> Launch | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        meet = f"{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', 29500)}"
+        address = f"{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', 29500)}"
         return Launch(
-            int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)), meet
+            int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", 0)), address
         )
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
@@ -69,34 +70,36 @@ def _launch_in(environment: Mapping[str, str]) -> Launch | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first name in SLURM's short spelling of several: gpu[03-07,9],cpu1 -> gpu03."""
+    """The first name in a SLURM node list: gpu[03-07,9],cpu1 -> gpu03."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
     return (match[1] + (match[2] or "")) if match else nodes
 
 
 def open_ranks(device: str, timeout: float) -> Ranks:
-    """The processes that a launcher started together, their groups opened; the words of `engine.device` and `engine.timeout`."""
-    launch = launch_of(os.environ)
+    """Connect the processes that a launcher started; `device` and `timeout` are those of the config's engine."""
+    launch = read_launch(os.environ)
     if launch is None or launch.world == 1:
         return SingleProcess()
-    chosen = device_of(device, launch)
+    chosen = choose_device(device, launch)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    # torchrun has a meeting place of its own behind env://.
-    place = "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.meet}"
-    patience = max(timeout, heartbeat.START_SECONDS)
+    # Under torchrun env:// is its own rendezvous.
+    url = "env://" if "TORCHELASTIC_RUN_ID" in os.environ else f"tcp://{launch.address}"
+    start_timeout = max(timeout, heartbeat.START_SECONDS)
     try:
         with default_signals():
-            store, rank, world = next(rendezvous(place, launch.rank, launch.world, timeout=timedelta(seconds=patience)))
+            wait = timedelta(seconds=start_timeout)
+            store, rank, world = next(rendezvous(url, launch.rank, launch.world, timeout=wait))
             watchdog = heartbeat.Watchdog(rank, world, _status_store(store, timeout), timeout)
-            # A longer timeout than the watchdog's, which knows which rank the others wait for.
+            # Longer than the watchdog's timeout, since the watchdog can name the rank that the others wait for.
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3 * timeout + 60)
             )
     except dist.DistError as error:
         raise TextmillError(
-            f"the {launch.world} processes of this run did not meet at {launch.meet} within {patience:.0f} seconds "
+            f"the {launch.world} processes of this run did not connect at {launch.address} "
+            f"within {start_timeout:.0f} seconds "
             f"({str(error).splitlines()[0][:160]}); start all of them, or raise engine.timeout"
         ) from None
     return TorchRanks(launch, chosen, watchdog)
@@ -109,37 +112,31 @@ def _status_store(store: Any, timeout: float) -> PrefixStore:
     return PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", status_store)
 
 
-def device_of(word: str, launch: Launch) -> torch.device:
-    """This process's own device."""
-    if word.startswith("cuda:"):
-        raise TextmillError(
-            f"engine.device: '{word}' is one GPU for {launch.world} processes; say cuda, and each takes its own"
-        )
-    device = open_device(word)
+def choose_device(name: str, launch: Launch) -> torch.device:
+    """This process's device: on a GPU machine, the GPU of its local rank."""
+    if name.startswith("cuda:"):
+        raise TextmillError(f"engine.device: '{name}' is one GPU for {launch.world} processes; set engine.device=cuda")
+    device = open_device(name)
     if device.type == "mps":
         raise TextmillError(
-            f"engine.device: mps is one device for {launch.world} processes; set engine.device=cpu, or start one process"
+            f"engine.device: mps is one device for {launch.world} processes; "
+            "set engine.device=cpu, or start one process"
         )
     if device.type == "cpu":
         return device
     if launch.local >= (count := torch.cuda.device_count()):
         raise TextmillError(
-            f"engine.device: process {launch.local} of this machine finds {count} GPUs; start one process a GPU"
+            f"engine.device: local rank {launch.local} found {count} GPUs on this machine; start one process per GPU"
         )
     return torch.device("cuda", launch.local)
 
 
 class TorchRanks:
-    """Ranks over a gloo group of its own, so that agreeing never meets the collectives of a step."""
+    """Ranks with a gloo group of their own, separate from the collectives of a training step."""
 
     def __init__(self, launch: Launch, device: torch.device, watchdog: heartbeat.Watchdog) -> None:
-        self.launch, self.rank, self.world, self.device, self.watchdog = (
-            launch,
-            launch.rank,
-            launch.world,
-            device,
-            watchdog,
-        )
+        self.launch, self.rank, self.world = launch, launch.rank, launch.world
+        self.device, self.watchdog = device, watchdog
         self.group = dist.new_group(backend="gloo")
 
     @property
@@ -148,11 +145,11 @@ class TorchRanks:
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
-        """One all-reduce of one number."""
+        """True if the flag is true on any rank; one all-reduce."""
         return self.all_reduce([int(flag)])[0] > 0
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
-        """One all-reduce."""
+        """The sums over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
         self.report_progress()
@@ -160,40 +157,40 @@ class TorchRanks:
         return found
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Lengths first, then texts filled up to the longest."""
+        """The values of all ranks, as JSON padded to the longest."""
         text = json.dumps(value).encode()
-        lengths = self._gathered(torch.tensor([len(text)], dtype=torch.int64))
+        lengths = self._gather_tensors(torch.tensor([len(text)], dtype=torch.int64))
         longest = int(max(int(length) for length in lengths))
-        texts = self._gathered(torch.tensor(list(text.ljust(longest)), dtype=torch.uint8))
+        texts = self._gather_tensors(torch.tensor(list(text.ljust(longest)), dtype=torch.uint8))
         return [json.loads(bytes(one.tolist())) for one in texts]
 
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+    def _gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(found, tensor, group=self.group)
         self.report_progress()
         return found
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         dist.barrier(group=self.group)
         self.report_progress()
 
     def new_group(self) -> TorchRanks:
-        """Over another group."""
+        """The same ranks with another group."""
         return TorchRanks(self.launch, self.device, self.watchdog)
 
     def report_progress(self, place: str | None = None) -> None:
-        """Passed to the watchdog."""
+        """Tell the watchdog that this rank is alive."""
         self.watchdog.report_progress(place)
 
     @contextmanager
     def under_watchdog(self, on_end: Callable[[str], None]) -> Iterator[None]:
-        """The watchdog runs since the ranks met; here it gets `on_end`, and the errors of failed collectives."""
+        """Give the watchdog, which already runs, its `on_end`, and report failed collectives to it."""
         self.watchdog.on_end = on_end
         try:
             yield
         except RuntimeError as error:
-            if any(word in str(error) for word in LOST):
+            if any(text in str(error) for text in CONNECTION_ERRORS):
                 self.watchdog.end_job(f"a collective failed ({str(error).splitlines()[0][:160]})")
             raise
 

@@ -1,4 +1,4 @@
-"""What torch engines share: Triton kernels, the weight of each token in the loss, attention backends, the net's hidden states."""
+"""What the engines share: Triton kernels, attention backends, token weights of the loss, parts of a batch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from textmill.kernels.availability import lacking
+from textmill.errors import TextmillError
+from textmill.kernels.availability import missing_requirement
+from textmill.models import Shape, open_family
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, Execution
-from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.tokens.batches.batch import IGNORED, OPTIONAL_FIELDS, Batch
 
 
-def kernels(module: str) -> Any:
-    """A module of Triton kernels, or None where none can be built; without a GPU neither is imported."""
-    return None if lacking() else import_module(module)
+def load_kernels(module: str) -> Any:
+    """Import a module of Triton kernels; None if they cannot be compiled here."""
+    return None if missing_requirement() else import_module(module)
 
 
 def attention_order(device: torch.device) -> AbstractContextManager[Any]:
     """The order of attention backends: cuDNN first, the fastest for training where it supports the shapes."""
     if device.type != "cuda":
         return nullcontext()
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(kernels, set_priority=True)
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends, set_priority=True)
+
+
+def check_fields(batch: Batch, shape: Shape) -> None:
+    """Raise an error if the batch has a field that the model family does not use: it would be dropped silently."""
+    fields = open_family(shape.family).BATCH_FIELDS
+    unused = [name for name in OPTIONAL_FIELDS if getattr(batch, name) is not None and name not in fields]
+    if unused:
+        raise TextmillError(
+            f"the batches have {', '.join(unused)}, which the model family {shape.family} does not use; "
+            "change train.layout, or name the field in the family's BATCH_FIELDS"
+        )
 
 
 def count_loss_tokens(batch: Batch) -> tuple[int, int]:
@@ -38,10 +51,10 @@ def count_loss_tokens(batch: Batch) -> tuple[int, int]:
 
 
 def token_weights(batch: Batch, loss: str, loss_tokens: int, loss_samples: int) -> NDArray[np.float32]:
-    """The weight of each token's loss, so that the sum over all ranks is the step's loss; both counts are the global batch's.
+    """The weight of each token's loss, so that the sum over all ranks is the step's loss.
 
-    token_mean: one over all loss tokens; sample_mean: one over the sample's loss tokens and over the samples that have any.
-    A batch without labels gives zeros.
+    token_mean: 1 / loss tokens; sample_mean: 1 / (loss tokens of the sample x samples with loss). The counts given are
+    those of the global batch. A batch without labels has weights of zero.
     """
     labelled = (batch.labels != IGNORED).astype(np.float32)
     counts = labelled.sum(1, keepdims=True)
@@ -52,7 +65,7 @@ def token_weights(batch: Batch, loss: str, loss_tokens: int, loss_samples: int) 
 
 
 def part_of(batch: Batch, ranks: int, rank: int) -> Batch:
-    """One of several parts of a batch, all of one size: rows without labels fill up the last ones."""
+    """A rank's part of a batch; all parts have one size, and the last ones are padded with rows without labels."""
     if ranks == 1:
         return batch
     rows = -(-len(batch.inputs) // ranks)
@@ -72,6 +85,6 @@ def hidden_states(
     precision: torch.dtype,
     execution: Execution = EAGER,
 ) -> Tensor:
-    """The net's last hidden states [tokens, width], in the precision of the matmuls; attention stays inside documents if given."""
+    """The net's last hidden states [tokens, width], in the matmul precision; `documents_NT` isolates documents."""
     states: Tensor = net(inputs_NT, keys_N, documents_NT=documents_NT, execution=execution)
     return states.to(precision).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""TorchStep: the numbers of one optimizer step, copied to the host in the background."""
+"""TorchStep: the results of one optimizer step, copied to the host asynchronously."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ import math
 import torch
 from torch import Tensor
 
-from textmill.kernels.transfer_torch import OnItsWay
+from textmill.kernels.transfer_torch import PendingCopy
 
 
 class TorchStep:
-    """Reading a number waits for this step, and for none that was started after it."""
+    """Reading a value waits for this step, but not for later ones."""
 
     def __init__(
-        self, loss: Tensor, norm: Tensor, asked: int, scale: Tensor | None = None, news: str | None = None
+        self, loss: Tensor, norm: Tensor, loss_tokens: int, scale: Tensor | None = None, note: str | None = None
     ) -> None:
         numbers = [loss, norm] if scale is None else [loss, norm, scale]
-        self.asked, self.news, self._numbers = (
-            asked,
-            news,
-            OnItsWay(torch.stack([number.to(loss) for number in numbers])),
-        )
+        self.loss_tokens, self.note = loss_tokens, note
+        self._numbers = PendingCopy(torch.stack([number.to(loss) for number in numbers]))
 
     @property
     def ready(self) -> bool:
-        """Whether reading does not wait."""
-        return self._numbers.there
+        """Whether the values can be read without waiting."""
+        return self._numbers.ready
 
     @property
     def loss(self) -> float:
@@ -45,5 +42,5 @@ class TorchStep:
 
     @property
     def scale(self) -> float | None:
-        """What the loss was multiplied by in fp16."""
+        """The loss scale in fp16."""
         return next(iter(self._numbers.values()[2:]), None)

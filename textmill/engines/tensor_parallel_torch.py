@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank has some heads, columns of the MLP and rows of the vocabulary; outputs are summed over ranks.
+"""Tensor parallelism: ranks divide heads, MLP columns and vocabulary rows, and all-reduce the outputs.
 
 Shapes in names: N samples, T tokens, E width, V rows of the vocabulary that a rank has.
 """
@@ -17,32 +17,32 @@ from torch import Tensor, nn
 from textmill.errors import TextmillError
 from textmill.models import Weight, weights_of
 from textmill.models.base_torch import BaseNet
-from textmill.models.lora_torch import Adapted
+from textmill.models.lora_torch import AdaptedLinear
 
-# Torch 2.13 has other names for these two, and warns of the old ones.
+# Torch 2.13 renames these two and deprecates the old names.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Pass = Callable[[Tensor], Tensor]
+Collective = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One tensor-parallel group. With `sequence` its ranks divide the tokens of the residual stream between the sums."""
+    """One tensor-parallel group. With `sequence` its ranks divide the tokens of the residual stream."""
 
     group: Any
     rank: int
     count: int
     sequence: bool
 
-    def enter(self, x_NTE: Tensor) -> Tensor:
-        """From the residual stream into divided matrices: all tokens; in backward the ranks' gradients are summed."""
-        forward, backward = (self.gather, self.reduce_scatter) if self.sequence else (_same, self.all_reduce)
+    def to_parallel_region(self, x_NTE: Tensor) -> Tensor:
+        """From the residual stream into divided matrices: all tokens; backward sums the ranks' gradients."""
+        forward, backward = (self.gather, self.reduce_scatter) if self.sequence else (_identity, self.all_reduce)
         out: Tensor = _Collective.apply(x_NTE, forward, backward)  # type: ignore[no-untyped-call]
         return out
 
-    def leave(self, x_NTE: Tensor) -> Tensor:
-        """Back into the residual stream: the sum over ranks, of which each keeps its own tokens if they are divided."""
-        forward, backward = (self.reduce_scatter, self.gather) if self.sequence else (self.all_reduce, _same)
+    def from_parallel_region(self, x_NTE: Tensor) -> Tensor:
+        """Back to the residual stream: the sum over ranks; with `sequence`, only this rank's tokens of it."""
+        forward, backward = (self.reduce_scatter, self.gather) if self.sequence else (self.all_reduce, _identity)
         out: Tensor = _Collective.apply(x_NTE, forward, backward)  # type: ignore[no-untyped-call]
         return out
 
@@ -72,7 +72,7 @@ class _Collective(torch.autograd.Function):
     """One collective in forward, another for the gradients in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Pass, backward: Pass) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Collective, backward: Collective) -> Tensor:
         ctx.run_backward = backward
         return forward(x)
 
@@ -81,33 +81,33 @@ class _Collective(torch.autograd.Function):
         return ctx.run_backward(gradient), None, None
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
 class RowLinear(nn.Linear):
-    """A matrix whose inputs ranks divide; its bias is added once, to the sum."""
+    """A matrix whose input features are divided over ranks; its bias is added once, after the all-reduce."""
 
     def __init__(self, linear: nn.Linear, tensor: TensorParallel) -> None:
         super().__init__(linear.in_features // tensor.count, linear.out_features, bias=linear.bias is not None)
         self.tensor = tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return _add_bias(self.tensor.leave(F.linear(x, self.weight)), self.bias)
+        return _add_bias(self.tensor.from_parallel_region(F.linear(x, self.weight)), self.bias)
 
 
-class RowAdapted(Adapted):
-    """The same with an adapter, whose inputs are divided with the matrix'."""
+class RowAdapted(AdaptedLinear):
+    """`RowLinear` with a LoRA adapter, whose input features are divided too."""
 
-    def __init__(self, full: Adapted, tensor: TensorParallel) -> None:
+    def __init__(self, full: AdaptedLinear, tensor: TensorParallel) -> None:
         linear = nn.Linear(full.in_features // tensor.count, full.out_features, bias=full.bias is not None)
         super().__init__(linear, full.lora, full.site)
         self.tensor = tensor
 
     def forward(self, x: Tensor, keys_N: Tensor | None = None) -> Tensor:
         partial = F.linear(x, self.weight)
-        partial = partial + self.added(x, keys_N, (self.tensor.rank, self.tensor.count))
-        return _add_bias(self.tensor.leave(partial), self.bias)
+        partial = partial + self.adapter_output(x, keys_N, (self.tensor.rank, self.tensor.count))
+        return _add_bias(self.tensor.from_parallel_region(partial), self.bias)
 
 
 def _add_bias(total: Tensor, bias: Tensor | None) -> Tensor:
@@ -115,7 +115,7 @@ def _add_bias(total: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Rows of an embedding: a token of another rank is zero here, and comes with the sum."""
+    """This rank's rows of an embedding; tokens of other ranks are zero before the all-reduce."""
 
     def __init__(self, embedding: nn.Embedding, tensor: TensorParallel) -> None:
         rows = -(-embedding.num_embeddings // tensor.count)
@@ -125,11 +125,11 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, ids_NT: Tensor) -> Tensor:
         own_NT = ids_NT - self.begin
         here_NT = (own_NT >= 0) & (own_NT < self.num_embeddings)
-        return self.tensor.leave(super().forward(own_NT.where(here_NT, 0)) * here_NT[..., None])
+        return self.tensor.from_parallel_region(super().forward(own_NT.where(here_NT, 0)) * here_NT[..., None])
 
 
 class PositionEmbedding(nn.Embedding):
-    """Position vectors of this rank's tokens only."""
+    """Position embeddings of this rank's tokens only, for sequence parallelism."""
 
     def __init__(self, embedding: nn.Embedding, tensor: TensorParallel) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim)
@@ -140,7 +140,7 @@ class PositionEmbedding(nn.Embedding):
 
 
 def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
-    """Replace modules of a net without memory by this rank's parts of them, as each `Weight` says."""
+    """Replace modules of a net on the meta device by this rank's parts of them, as `Weight.split` defines."""
     divided: dict[nn.Module, None] = {}
     for weight in weights_of(net.shape):
         name, _, leaf = weight.parameter.rpartition(".")
@@ -160,18 +160,18 @@ def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
                 f"engine.mesh.tensor: {net.shape.family} has divided matrices directly in a {type(holder).__name__}; "
                 f"give them a module of their own (attention, MLP) whose first argument is their input"
             )
-        holder.register_forward_pre_hook(lambda _, given: (tensor.enter(given[0]), *given[1:]))
+        holder.register_forward_pre_hook(lambda _, inputs: (tensor.to_parallel_region(inputs[0]), *inputs[1:]))
     modules: list[Any] = list(net.modules())
-    for module in modules:  # dropout hashes positions in the undivided tensor
+    for module in modules:  # dropout needs positions in the full tensor
         if hasattr(module, "tokens_part"):
             module.tokens_part = tensor.rank if tensor.sequence else 0
         if hasattr(module, "heads_part"):
             module.heads_part = tensor.rank
-    net.register_forward_hook(lambda _net, _given, x_NTE: tensor.enter(x_NTE))
+    net.register_forward_hook(lambda _net, _inputs, x_NTE: tensor.to_parallel_region(x_NTE))
 
 
 def _part_of(module: nn.Module, weight: Weight, tensor: TensorParallel) -> nn.Module | None:
-    """This rank's part of a module; None: every rank has all of it."""
+    """This rank's part of a module; None if every rank has the full module."""
     if isinstance(module, nn.Embedding):
         if weight.by_token and weight.split == 0:
             return VocabularyEmbedding(module, tensor)
@@ -179,7 +179,7 @@ def _part_of(module: nn.Module, weight: Weight, tensor: TensorParallel) -> nn.Mo
     if weight.split is None or not isinstance(module, nn.Linear):
         return None
     if weight.split == 1:
-        return RowAdapted(module, tensor) if isinstance(module, Adapted) else RowLinear(module, tensor)
+        return RowAdapted(module, tensor) if isinstance(module, AdaptedLinear) else RowLinear(module, tensor)
     outputs = -(-module.out_features // tensor.count)
     part = nn.Linear(module.in_features, outputs, bias=module.bias is not None)
-    return Adapted(part, module.lora, module.site) if isinstance(module, Adapted) else part
+    return AdaptedLinear(part, module.lora, module.site) if isinstance(module, AdaptedLinear) else part

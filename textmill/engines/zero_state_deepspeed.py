@@ -1,7 +1,8 @@
-"""Where ZeRO keeps the fp32 masters and Adam's state, and how they are read and written by parameter.
+"""Read and write the fp32 master weights and Adam's state under each ZeRO stage, by parameter.
 
-DeepSpeed's own accessors know nothing without ZeRO or before the first step, and never reach Adam's count; so the base optimizer's
-state is read and seeded directly. A process holds a piece of some parameters; a whole one is gathered at a time, never the net.
+DeepSpeed's own accessors fail without ZeRO or before the first step, and cannot set Adam's step count; so this module
+uses the wrapped optimizer's state directly. A rank holds fragments of some parameters; full tensors are gathered one
+at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from textmill.engines.optimizers.adam_torch import MOMENTS
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a parameter: `count` numbers from `first` on, which stand in `flat` from `start` on."""
+class Fragment:
+    """This rank's part of a parameter: elements `first` to `first + count`, stored in `flat` from `start` on."""
 
     flat: Tensor
     start: int
@@ -29,34 +30,35 @@ class Piece:
     group: int
 
 
-class Masters:
-    """Masters and moments under one stage of ZeRO; `zero` is DeepSpeed's optimizer around Adam, the same object as Adam without ZeRO."""
+class MasterWeights:
+    """Master weights and moments under one ZeRO stage; `zero` is DeepSpeed's optimizer, or Adam itself at stage 0."""
 
     def __init__(self, zero: Any, adam: torch.optim.AdamW, stage: int, device: torch.device) -> None:
         self.zero, self.adam, self.stage, self.device = zero, adam, stage, device
 
     def read(self, parameter: nn.Parameter, kind: str | None = None) -> Tensor:
-        """A trained parameter's master, or a moment of it, whole and in fp32; every process calls this together."""
-        whole = torch.zeros(_count(parameter), device=self.device)
-        if (piece := self._piece(parameter)) is not None:
-            with self._at_hand(piece.group):
-                whole[piece.first : piece.first + piece.count] = self._values(piece, kind)
-        if self.stage and dist.get_world_size() > 1:  # each number stands on one process, and zero on all others
-            dist.all_reduce(whole)
-        return whole.view(_shape(parameter))
+        """A trained parameter's full master weight, or a moment of it, in fp32; all ranks call it together."""
+        full = torch.zeros(_count_elements(parameter), device=self.device)
+        if (fragment := self._find_fragment(parameter)) is not None:
+            with self._swapped_in(fragment.group):
+                full[fragment.first : fragment.first + fragment.count] = self._values(fragment, kind)
+        if self.stage and dist.get_world_size() > 1:  # each element is on one rank, and zero on all others
+            dist.all_reduce(full)
+        return full.view(_full_shape(parameter))
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, values: Tensor, kind: str | None = None) -> None:
-        """Take this process's piece of a master, a moment or a frozen weight; `publish` follows when all of them are written."""
-        if (piece := self._piece(parameter)) is not None:
-            with self._at_hand(piece.group, changed=True):
-                self._values(piece, kind).copy_(values.flatten()[piece.first : piece.first + piece.count])
+        """Store this rank's fragment of a master weight, a moment or a frozen weight; then call `update_net` once."""
+        if (fragment := self._find_fragment(parameter)) is not None:
+            with self._swapped_in(fragment.group, changed=True):
+                own = values.flatten()[fragment.first : fragment.first + fragment.count]
+                self._values(fragment, kind).copy_(own)
 
     @torch.no_grad()
-    def seed(self, updates: int) -> None:
-        """Adam's state after so many updates, its moments still zero; without any, none, as before the first."""
-        for group, flat in self._flats():
-            with self._at_hand(group, changed=True):
+    def reset_moments(self, updates: int) -> None:
+        """Set Adam's step count to `updates` and its moments to zero; for 0 updates, remove its state."""
+        for group, flat in self._flat_groups():
+            with self._swapped_in(group, changed=True):
                 self.adam.state.pop(flat, None)
                 if updates:
                     moments = {key: torch.zeros_like(flat) for key in MOMENTS.values()}
@@ -65,61 +67,58 @@ class Masters:
             self.zero._hp_optimizer_states_linked = False
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """The net's own weights become those of the masters, on every process."""
+    def update_net(self) -> None:
+        """Copy the master weights into the net's own weights, on every rank."""
         if self.stage in (1, 2):
             self.zero.update_lp_params()
         if self.stage == 3:
-            for group, _ in self._flats():
-                with self._at_hand(group):
+            for group, _ in self._flat_groups():
+                with self._swapped_in(group):
                     self.zero._reassign_or_swap_out_partitioned_parameters(group)
-            if kept := self.zero.persistent_parameters:
-                kept[0].partition(kept)
-                kept[0].all_gather(kept)
+            if persistent := self.zero.persistent_parameters:
+                persistent[0].partition(persistent)
+                persistent[0].all_gather(persistent)
 
-    def count(self) -> int:
-        """Adam's own count of updates."""
+    def count_updates(self) -> int:
+        """Adam's step count."""
         state = next(iter(self.adam.state.values()), None)
         return int(state["step"]) if state else 0
 
-    def _values(self, piece: Piece, kind: str | None) -> Tensor:
-        tensor = piece.flat if kind is None else self.adam.state[piece.flat][MOMENTS[kind]]
-        return tensor.detach().view(-1)[piece.start : piece.start + piece.count]
+    def _values(self, fragment: Fragment, kind: str | None) -> Tensor:
+        tensor = fragment.flat if kind is None else self.adam.state[fragment.flat][MOMENTS[kind]]
+        return tensor.detach().view(-1)[fragment.start : fragment.start + fragment.count]
 
-    def _piece(self, parameter: nn.Parameter) -> Piece | None:
+    def _find_fragment(self, parameter: nn.Parameter) -> Fragment | None:
+        """This rank's fragment of a parameter; None if other ranks have all of it."""
         if self.stage == 3 and not parameter.requires_grad:
             own: Any = parameter.ds_tensor  # type: ignore[attr-defined]
             first = own.ds_numel * dist.get_rank()
-            count = min(own.ds_numel, _count(parameter) - first)
-            return Piece(own, 0, count, first, 0) if count > 0 else None
+            count = min(own.ds_numel, _count_elements(parameter) - first)
+            return Fragment(own, 0, count, first, 0) if count > 0 else None
         if self.stage == 0 or not parameter.requires_grad:
-            return Piece(parameter, 0, parameter.numel(), 0, 0)
+            return Fragment(parameter, 0, parameter.numel(), 0, 0)
         if self.stage == 3:
-            group, start, room = self.zero.grad_position[self.zero.get_param_id(parameter)]
-            first = room * dist.get_rank()
-            count = min(room, _count(parameter) - first)  # the last pieces are filled up
-            return (
-                Piece(self.zero.fp32_partitioned_groups_flat[group], start, count, first, group) if count > 0 else None
-            )
-        part: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-        if part is None:
+            group, start, size = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            first = size * dist.get_rank()
+            count = min(size, _count_elements(parameter) - first)  # the last partitions are padded
+            flat = self.zero.fp32_partitioned_groups_flat[group]
+            return Fragment(flat, start, count, first, group) if count > 0 else None
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
             return None
-        flat, at, of = (
-            self.zero.single_partition_of_fp32_groups[part.param_group_index],
-            part.hp_fragment_address,
-            part.lp_fragment_address,
-        )
-        return Piece(flat, at.start, at.numel, of.start, part.param_group_index)
+        group, stored, own = mapping.param_group_index, mapping.hp_fragment_address, mapping.lp_fragment_address
+        flat = self.zero.single_partition_of_fp32_groups[group]
+        return Fragment(flat, stored.start, stored.numel, own.start, group)
 
-    def _flats(self) -> list[tuple[int, Tensor]]:
-        """All that Adam holds here, by DeepSpeed's number."""
+    def _flat_groups(self) -> list[tuple[int, Tensor]]:
+        """The flat tensors that Adam updates on this rank, with DeepSpeed's group numbers."""
         if self.stage == 3:
             return list(enumerate(self.zero.fp32_partitioned_groups_flat))
         return [(number, flat) for number, group in enumerate(self.adam.param_groups) for flat in group["params"]]
 
     @contextmanager
-    def _at_hand(self, group: int, changed: bool = False) -> Iterator[None]:
-        """Around the use of a group that may lie on a disk."""
+    def _swapped_in(self, group: int, changed: bool = False) -> Iterator[None]:
+        """Load a group that is offloaded to NVMe for the time of its use; write it back if it changed."""
         if self.stage != 3 or not self.zero._swappable_optimizer_subgroup(group):
             yield
             return
@@ -131,11 +130,11 @@ class Masters:
             self.zero._release_swap_buffers(group)
 
 
-def _count(parameter: nn.Parameter) -> int:
-    """Numbers of the whole parameter, of which ZeRO-3 leaves none in its place."""
+def _count_elements(parameter: nn.Parameter) -> int:
+    """Elements of the full parameter; ZeRO-3 leaves an empty tensor in its place."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _shape(parameter: nn.Parameter) -> torch.Size:
+def _full_shape(parameter: nn.Parameter) -> torch.Size:
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape

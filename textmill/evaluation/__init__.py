@@ -7,14 +7,16 @@ from pathlib import Path
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig
+from textmill.errors import warn
 from textmill.evaluation.task import Result, Scorer
 from textmill.evaluation.tasks import open_task
 from textmill.models import find_run_model
 from textmill.storage.files import format_path, write_json
 
 
-def evaluate(config: RunConfig, step: StepChoice = "latest", as_json: bool = False) -> Result:
-    """Run every task, print the numbers and how they were measured, and save them in the run; return all results in one."""
+def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = False) -> Result:
+    """Run every task, print the numbers and how they were measured, and save them in the run; return all results in
+    one."""
     from textmill.evaluation.scorer_torch import open_scorer  # torch is loaded only when there is something to measure
 
     checkpoint = find_run_model(config, step)
@@ -46,7 +48,8 @@ def _measure(name: str, scorer: Scorer, config: RunConfig) -> Result:
 
 
 def _describe(name: str, result: Result) -> str:
-    model = f"{format_path(Path(result['checkpoint']))}, step {result['step']:,}, in {result['precision']} on {result['device']}."
+    checkpoint = format_path(Path(result["checkpoint"]))
+    model = f"{checkpoint}, step {result['step']:,}, in {result['precision']} on {result['device']}."
     return f"{model}\n{open_task(name).describe_method(result)}"
 
 
@@ -56,6 +59,10 @@ def _save(config: RunConfig, checkpoint: Checkpoint, name: str, result: Result) 
     if not checkpoint.progress or checkpoint.folder.parent.resolve() != run.resolve():
         return None
     path = run / "evaluation" / f"step-{checkpoint.step:07d}-{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_json(path, result)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, result)
+    except OSError as error:
+        warn(f"{format_path(path)}: the result is not saved ({error.strerror})")
+        return None
     return path

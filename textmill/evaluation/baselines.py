@@ -58,8 +58,8 @@ class Counts:
     def bigram(self, previous: Ids, tokens: Ids) -> Probabilities:
         """The probability of each token after the previous one.
 
-        Witten-Bell: where n tokens, k of them different, follow `previous`, a part n / (n + k) goes to the bigram counts
-        and k / (n + k) to the unigram, so unseen pairs get a probability too and the sum over all tokens is one.
+        Witten-Bell: where n tokens, k of them different, follow `previous`, a part n / (n + k) goes to the bigram
+        counts and k / (n + k) to the unigram, so unseen pairs get a probability too and the sum over all tokens is one.
         """
         wanted = previous * self.vocab + tokens
         places = np.searchsorted(self.pairs, wanted)
@@ -75,32 +75,34 @@ class Counts:
         return np.where(followers > 0, (times + distinct * unigram) / np.maximum(followers + distinct, 1), unigram)
 
 
-def count(*stores: TokenStore, vocab: int, first: int, limit: int = MAX_COUNTED) -> Counts:
-    """Count the tokens and pairs of stores, one after the other, up to `limit` tokens."""
+def count(*stores: TokenStore, vocab: int, first: int, limit: int = MAX_COUNTED, answers_only: bool = False) -> Counts:
+    """Count the tokens and pairs of stores, one after the other, up to `limit` tokens; perhaps assistant tokens
+    only."""
     counted = min(sum(store.tokens for store in stores), limit)
     tokens_V, pairs = np.zeros(vocab, np.int64), np.empty(counted, np.int64)
     filled = 0
     for store in stores:
-        for previous, tokens in _blocks(store, vocab, first, min(store.tokens, counted - filled)):
+        for previous, tokens in _blocks(store, vocab, first, min(store.tokens, counted - filled), answers_only):
             tokens_V += np.bincount(tokens, minlength=vocab)
             pairs[filled : filled + len(tokens)] = previous * vocab + tokens
             filled += len(tokens)
+    pairs, counted = pairs[:filled], filled
     pairs.sort()
     starts = np.flatnonzero(np.concatenate([[True], pairs[1:] != pairs[:-1]])) if counted else np.zeros(0, np.int64)
     return Counts(vocab, counted, tokens_V, pairs[starts], np.diff(starts, append=counted))
 
 
-def sum_losses(counts: Counts, *stores: TokenStore, first: int) -> dict[str, float]:
-    """The summed loss in nats of every token of stores, for each of the two models."""
+def sum_losses(counts: Counts, *stores: TokenStore, first: int, answers_only: bool = False) -> dict[str, float]:
+    """The summed loss in nats of every token of stores, or of assistant tokens, for each of the two models."""
     losses = {"unigram": 0.0, "bigram": 0.0}
     for store in stores:
-        for previous, tokens in _blocks(store, counts.vocab, first, store.tokens):
+        for previous, tokens in _blocks(store, counts.vocab, first, store.tokens, answers_only):
             losses["unigram"] -= float(np.log(counts.unigram(tokens)).sum())
             losses["bigram"] -= float(np.log(counts.bigram(previous, tokens)).sum())
     return losses
 
 
-def _blocks(store: TokenStore, vocab: int, first: int, end: int) -> Iterator[tuple[Ids, Ids]]:
+def _blocks(store: TokenStore, vocab: int, first: int, end: int, answers_only: bool) -> Iterator[tuple[Ids, Ids]]:
     """Tokens and the token before each, block by block; `first` is the token before the first."""
     previous = first
     for begin in range(0, end, BLOCK):
@@ -111,5 +113,10 @@ def _blocks(store: TokenStore, vocab: int, first: int, end: int) -> Iterator[tup
                 f"{store.prefix}: token ids from {tokens.min()} to {tokens.max()} found, the vocabulary has {vocab:,}; "
                 f"write it again with: textmill tokenize --force"
             )
-        yield np.concatenate([[previous], tokens[:-1]]), tokens
+        before = np.concatenate([[previous], tokens[:-1]])
+        if answers_only and store.loss_mask is not None:
+            answers = np.asarray(store.loss_mask[begin : begin + len(tokens)]) > 0
+            yield before[answers], tokens[answers]
+        else:
+            yield before, tokens
         previous = int(tokens[-1])

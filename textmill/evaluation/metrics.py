@@ -8,14 +8,18 @@ from typing import Any
 from textmill.errors import TextmillError
 
 COLUMNS = {
-    "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl", "bits_per_byte": "bits/byte",
+    "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl",
+    "bits_per_byte": "bits/byte",
 }  # fmt: skip
+ANSWER_COLUMNS = {"loss": "loss", "token_perplexity": "token ppl", "accuracy": "accuracy"}
+"""Columns of a chat model, which is measured on its answers; their words and bytes are not counted."""
 MAX_MEAN_LOSS = math.log(1e15)
 """A perplexity above e to this is left out: in text without spaces a "word" is as long as a page."""
 
 
 def compute_metrics(loss: float, counts: dict[str, int], model: str) -> dict[str, float | None]:
-    """Perplexities from the summed loss in nats and the number of tokens, and of words and bytes where they are known."""
+    """Perplexities from the summed loss in nats and the number of tokens, and of words and bytes where they are
+    known."""
     if not math.isfinite(loss):
         raise TextmillError(
             f"{model}: its loss is {loss}, not a finite number; the weights are damaged or training diverged; "
@@ -39,17 +43,20 @@ def _perplexity(loss: float, count: int) -> float | None:
 
 def format_metrics(rows: dict[str, dict[str, Any]]) -> str:
     """Metrics as an aligned table; a metric that no row has gets no column."""
-    columns = {key: title for key, title in COLUMNS.items() if any(key in metrics for metrics in rows.values())}
+    titles = ANSWER_COLUMNS if any("accuracy" in metrics for metrics in rows.values()) else COLUMNS
+    columns = {key: title for key, title in titles.items() if any(key in metrics for metrics in rows.values())}
     cells = [["", *columns.values()]] + [
-        [name, *(_format_number(metrics[key]) for key in columns)] for name, metrics in rows.items()
+        [name, *(_format_number(key, metrics.get(key)) for key in columns)] for name, metrics in rows.items()
     ]
     name_width, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, row, widths)]) for name, *row in cells)
 
 
-def _format_number(value: float | None) -> str:
+def _format_number(key: str, value: float | None) -> str:
     if value is None:
         return "-"
+    if key == "accuracy":
+        return f"{value:.1%}"
     return f"{value:,.2f}" if value >= 100 else f"{value:.4f}"
 
 
@@ -59,23 +66,42 @@ def describe_windows(result: dict[str, Any]) -> str:
     sizes = ", ".join(
         f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes") if name in result
     )
+    context = f" all but the first {window:,} have at least {window - stride:,} tokens of context;"
     lines = [
         f"Split {result['split']}: {sizes}.",
-        f"Every token is predicted once, in windows of {window:,} tokens that start every {stride:,} tokens and cross documents;"
-        + (f" all but the first {window:,} have at least {window - stride:,} tokens of context;" if stride < window else "")
-        + f" the first token{' of each store' if result.get('stores', 1) > 1 else ''} is predicted from an end-of-text token.",
+        f"Every token is predicted once, in windows of {window:,} tokens that start every {stride:,} tokens and "
+        "cross documents;"
+        + (context if stride < window else "")
+        + f" the first token{' of each store' if result.get('stores', 1) > 1 else ''} is predicted from an "
+          "end-of-text token.",
     ]  # fmt: skip
     if "append_end" in result:
         lines.append(
-            "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or bytes." if result["append_end"]
+            "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or "
+            "bytes." if result["append_end"]
             else "The tokens have no end-of-text tokens between documents."
         )  # fmt: skip
     if "words" in result:
         lines.append("Words are separated by white space; bytes are those of UTF-8.")
     else:
         lines.append("The number of words and bytes of these tokens is not known, so there are no metrics for them.")
-    if "counted" in result:
-        part = f"the first {result['counted']:,} of" if result["counted"] < result["train_tokens"] else "all"
-        counted = f"both counted on {part} {result['train_tokens']:,} train tokens"
-        lines.append(f"unigram: add-one; bigram: interpolated Witten-Bell over that unigram; {counted}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_describe_baselines(result)])
+
+
+def describe_answers(result: dict[str, Any]) -> str:
+    """How the losses of a chat model's answers were measured, in a few sentences."""
+    lines = [
+        f"Split {result['split']}: {result['documents']:,} conversations, {result['tokens']:,} assistant tokens.",
+        f"Only assistant tokens count, stop tokens included. Each conversation is read alone, in a window of "
+        f"{result['window']:,} tokens; a longer one is truncated at its {result['truncate']}.",
+        "accuracy: the fraction of these tokens that are the model's most likely ones.",
+    ]
+    return "\n".join([*lines, *_describe_baselines(result)])
+
+
+def _describe_baselines(result: dict[str, Any]) -> list[str]:
+    if "counted" not in result:
+        return []
+    part = f"the first {result['counted']:,} of" if result["counted"] < result["train_tokens"] else "all"
+    counted = f"both counted on {part} {result['train_tokens']:,} train tokens"
+    return [f"unigram: add-one; bigram: interpolated Witten-Bell over that unigram; {counted}."]

@@ -20,6 +20,7 @@ from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
 from textmill.storage.progress import progress
 from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.tokens.batches.chat import ChatLayout
 from textmill.tokens.batches.windows import window_batches
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -37,7 +38,8 @@ def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> Tor
     net = open_net(checkpoint.folder, device)
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(
-            f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding {net.shape.vocab:,} rows; "
+            f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding {net.shape.vocab:,} "
+            "rows; "
             f"use the tokenizer that the model was trained with"
         )
     return TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device))
@@ -72,7 +74,7 @@ class TorchScorer:
     @property
     def device(self) -> str:
         """Where the net is."""
-        return str(_device_of(self.net))
+        return str(self.net.head.device)
 
     def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """Score each (context, continuation), encoded as one text."""
@@ -85,7 +87,8 @@ class TorchScorer:
         return before, both[len(before) :]
 
     def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Score each (context, continuation), rows of similar length together, and return the scores in the order given."""
+        """Score each (context, continuation), rows of similar length together, and return the scores in the order
+        given."""
         rows = [self._row(context, continuation) for context, continuation in pairs]
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
         scores: dict[int, Score] = {}
@@ -124,11 +127,11 @@ class TorchScorer:
             yield Score(-float(losses.sum()), len(losses), bool(greedy.all()))
 
     def sum_losses(self, store: TokenStore, *, length: int, stride: int) -> StoreLoss:
-        """Sum the loss of every token of a store once; the end-of-text token is the context of the first."""
+        """Sum the loss of every token of a store once. The first token is predicted from the end-of-text token."""
         loss, tokens = 0.0, 0
         with progress("evaluate", total=store.tokens, unit="tokens") as bar:
             for windows in window_batches(
-                store, length=length, stride=stride, batch=self.batch, first=self.tokenizer.end
+                store, length=length, stride=stride, batch=self.batch, first_input=self.tokenizer.end
             ):
                 _check_ids(windows, self.vocab, store.prefix)
                 losses_M, _ = _token_losses(self.net, windows, self.dtype)
@@ -137,15 +140,29 @@ class TorchScorer:
                 bar.advance(len(losses_M))
         return StoreLoss(loss, tokens)
 
-
-def _device_of(net: BaseNet) -> torch.device:
-    return next(parameter.device for _, parameter in net.named_parameters())
+    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
+        """Sum the loss of the assistant tokens of a store of conversations; count those that are the likeliest."""
+        layout = ChatLayout(
+            store, length=length, seed=None, pad=self.tokenizer.end, truncate=truncate, pack=False, vocab=self.vocab
+        )
+        loss, tokens, correct = 0.0, 0, 0
+        with progress("evaluate", total=layout.samples_per_epoch, unit="conversations") as bar:
+            for begin in range(0, layout.samples_per_epoch, self.batch):
+                samples = np.arange(begin, min(begin + self.batch, layout.samples_per_epoch), dtype=np.int64)
+                arrays = layout.build_samples(samples)
+                batch = Batch(inputs=arrays.inputs, labels=arrays.labels, samples=samples)
+                if (batch.labels != IGNORED).any():
+                    losses_M, likeliest_M = _token_losses(self.net, batch, self.dtype, greedy=True)
+                    loss += float(losses_M.cpu().double().sum())
+                    tokens, correct = tokens + len(losses_M), correct + int(likeliest_M.sum())
+                bar.advance(len(samples))
+        return StoreLoss(loss, tokens, correct)
 
 
 @torch.inference_mode()
 def _token_losses(net: BaseNet, batch: Batch, precision: torch.dtype, greedy: bool = False) -> tuple[Tensor, Tensor]:
     """The loss of each loss token and, if `greedy`, whether it is the likeliest; logits are computed block by block."""
-    device = _device_of(net)
+    device = net.head.device
     inputs_NT, labels_NT = (torch.from_numpy(array).to(device) for array in (batch.inputs, batch.labels))
     has_loss_NT = labels_NT != IGNORED
     labels_M = labels_NT[has_loss_NT].long()

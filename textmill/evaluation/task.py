@@ -34,6 +34,8 @@ class StoreLoss:
     loss: float
     """In nats."""
     tokens: int
+    correct: int = 0
+    """Tokens that are the model's most likely ones; counted for answers only."""
 
 
 class Scorer(Protocol):
@@ -77,7 +79,13 @@ class Scorer(Protocol):
         ...
 
     def sum_losses(self, store: TokenStore, *, length: int, stride: int) -> StoreLoss:
-        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens."""
+        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride`
+        tokens."""
+        ...
+
+    def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
+        """Sum the loss of the assistant tokens of a store of conversations, each read alone in a window of `length`
+        tokens; a longer one is truncated at its `start` or `end`."""
         ...
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, SampleConfig
 from textmill.errors import TextmillError, warn
-from textmill.generation.terminal import Terminal
+from textmill.generation.prompts import find_prompts
+from textmill.generation.terminal import Terminal, is_terminal
 from textmill.models import find_run_model
 from textmill.tokens.chat_template import open_template
 
@@ -24,8 +25,8 @@ BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 SEPARATOR = "-" * 40
 
 
-def generate(config: RunConfig, step: StepChoice = "latest", as_json: bool = False) -> list[str]:
-    """Continue `sample.prompt` `sample.count` times, or without a prompt every line typed on a terminal.
+def generate(config: RunConfig, step: StepChoice | None = None, as_json: bool = False) -> list[str]:
+    """Continue `sample.prompt` `sample.count` times, or without a prompt every line that is typed or piped in.
 
     Returns the new texts.
     """
@@ -33,13 +34,12 @@ def generate(config: RunConfig, step: StepChoice = "latest", as_json: bool = Fal
 
     checkpoint = find_run_model(config, step)
     sample = config.sample
-    prompts = [sample.prompt or ""] if sample.prompts_file is None else _read_prompts(Path(sample.prompts_file), sample)
+    given = as_json or sample.prompt is not None or sample.prompts_file is not None
+    prompts = [] if not given and is_terminal(sys.stdin) and is_terminal(sys.stdout) else find_prompts(sample)
     generator = open_generator(checkpoint, config.engine)
     if as_json or sample.prompts_file is not None:
         return _print_json(generator, prompts, sample)
-    if sample.prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
-        return _continue_lines(generator, sample, checkpoint)
-    return _print_samples(generator, sample.prompt or "", sample)
+    return _print_samples(generator, prompts, sample) if prompts else _continue_lines(generator, sample, checkpoint)
 
 
 def sample_prompts(
@@ -64,38 +64,10 @@ def _seeded(sample: SampleConfig, number: int) -> SampleConfig:
     return sample.model_copy(update={"seed": sample.seed + number})
 
 
-def _read_prompts(path: Path, sample: SampleConfig) -> list[str]:
-    """Read prompts from a file: one per line, or one JSON object per line in a .jsonl file."""
-    if sample.prompt:
-        raise TextmillError("sample.prompts_file: sample.prompt is set too; set one of them")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextmillError(f"sample.prompts_file: {path}: cannot be read as UTF-8 text ({error})") from None
-    if not lines:
-        raise TextmillError(f"sample.prompts_file: {path}: is empty; write one prompt per line")
-    return (
-        [_parse_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
-        if path.suffix == ".jsonl"
-        else lines
-    )
-
-
-def _parse_prompt(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise TextmillError(f'{where}: is not a prompt; write each line as {{"prompt": "TEXT"}}')
-    prompt: str = record["prompt"]
-    return prompt
-
-
 def _print_json(generator: Generator, prompts: list[str], sample: SampleConfig) -> list[str]:
     """Print one JSON line per sample, in the order of the prompts."""
     texts = []
-    for one in _generate_in_order(generator, [prompt for prompt in prompts for _ in range(sample.count)], sample):
+    for one in _generate_in_order(generator, prompts, sample):
         print(json.dumps(asdict(one), ensure_ascii=False), flush=True)
         texts.append(one.text)
     return texts
@@ -103,20 +75,21 @@ def _print_json(generator: Generator, prompts: list[str], sample: SampleConfig) 
 
 def _generate_in_order(generator: Generator, prompts: list[str], sample: SampleConfig) -> Iterator[Sample]:
     """Yield all samples, group by group. A group is large enough to keep the slots full most of the time."""
-    size = 8 * sample.batch
+    size = max(8 * sample.batch // sample.count, 1)
     for begin in range(0, len(prompts), size):
-        yield from generator.samples(prompts[begin : begin + size], _seeded(sample, begin))
+        first = _seeded(sample, begin * sample.count)
+        yield from generator.samples(prompts[begin : begin + size], first, sample.count)
 
 
-def _print_samples(generator: Generator, prompt: str, sample: SampleConfig) -> list[str]:
-    """Print the prompt and stream each continuation."""
-    heading = f"{BOLD}{prompt}{PLAIN}" if prompt and sys.stdout.isatty() else prompt
-    texts = []
-    for number in range(sample.count):
-        chunks = generator.stream(prompt, _seeded(sample, number))
-        if number:
+def _print_samples(generator: Generator, prompts: list[str], sample: SampleConfig) -> list[str]:
+    """Print each prompt and stream its continuations."""
+    texts: list[str] = []
+    for place, number in itertools.product(range(len(prompts)), range(sample.count)):
+        prompt = prompts[place]
+        chunks = generator.stream(prompt, _seeded(sample, place * sample.count), number)
+        if texts:
             print(SEPARATOR)
-        print(heading, end="", flush=True)
+        print(f"{BOLD}{prompt}{PLAIN}" if prompt and is_terminal(sys.stdout) else prompt, end="", flush=True)
         text = ""
         for chunk in chunks:
             text += chunk
@@ -136,7 +109,7 @@ def _continue_lines(generator: Generator, sample: SampleConfig, checkpoint: Chec
     with Terminal() as terminal:
         for prompt in terminal.lines():
             try:
-                new = terminal.run_interruptible(partial(_print_samples, generator, prompt, sample))
+                new = terminal.run_interruptible(partial(_print_samples, generator, [prompt], sample))
                 if new is None:
                     print(" [stopped]", flush=True)
                 texts += new or []

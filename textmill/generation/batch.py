@@ -14,7 +14,7 @@ from torch import Tensor
 from textmill.generation.incremental_text import StopStringFilter, TextDecoder
 from textmill.generation.requests import Done, FinishReason, Request, Token, TopTokens
 from textmill.generation.sampling import SamplingRules, SamplingState, choose_next_ids, collect_rules, new_state
-from textmill.kernels.transfer_torch import OnItsWay, on_device
+from textmill.kernels.transfer_torch import PendingCopy, copy_to_device
 from textmill.models.decode_torch import Slots
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -76,7 +76,7 @@ class PendingTokens:
 
     texts: list[RunningText]
     ids_N: Tensor
-    host_copy: OnItsWay
+    host_copy: PendingCopy
     """The same ids on their way to the host."""
     logprobs: dict[int, tuple[float, TopTokens]]
     """By index in `texts`."""
@@ -176,7 +176,7 @@ class Batch:
         for text in self.running:
             text.cached += 1
             text.state.new_tokens += 1
-        return PendingTokens(list(self.running), ids_N, OnItsWay(ids_N), logprobs)
+        return PendingTokens(list(self.running), ids_N, PendingCopy(ids_N), logprobs)
 
     def _last_ids(self) -> Tensor:
         """Return every text's last token as a device tensor; pending ones are known only there."""
@@ -184,11 +184,11 @@ class Batch:
         if pending and pending.texts == self.running:
             return pending.ids_N
         indices = {id(text): index for index, text in enumerate(pending.texts)} if pending else {}
-        known_N = on_device([text.ids[-1] for text in self.running], self.slots.device)
+        known_N = copy_to_device([text.ids[-1] for text in self.running], self.slots.device)
         if pending is None:
             return known_N
         sources = [indices.get(id(text), len(indices) + index) for index, text in enumerate(self.running)]
-        return torch.cat([pending.ids_N, known_N])[on_device(sources, self.slots.device)]
+        return torch.cat([pending.ids_N, known_N])[copy_to_device(sources, self.slots.device)]
 
     def _receive(self, pending: PendingTokens) -> list[tuple[int, Event]]:
         """Wait for a step's tokens, add them to their texts, and remove texts that end."""
@@ -214,7 +214,7 @@ class Batch:
             while (
                 self.waiting
                 and not group[-1].request.echo
-                and self.slots.together(len(group) + 1, len(self.waiting[0].ids) - 1)
+                and self.slots.fits_one_prefill(len(group) + 1, len(self.waiting[0].ids) - 1)
             ):
                 group.append(self.waiting.pop(0))
             self._prefill(group)

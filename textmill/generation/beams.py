@@ -39,8 +39,8 @@ class Beam:
         return self.logprob / math.pow(len(self.ids), length_penalty)
 
 
-def beam_search(generator: SlotProvider, request: Request, max_new: int) -> Done:
-    """Return the best continuation that `sample.beams` beams find, of at most `max_new` tokens."""
+def beam_search(generator: SlotProvider, request: Request, max_new: int) -> list[Done]:
+    """Return the different continuations that `sample.beams` beams find, of at most `max_new` tokens, best first."""
     sample, prompt, tokenizer = request.sample, list(request.ids), generator.tokenizer
     ends = tuple(dict.fromkeys((tokenizer.end, *request.stop_ids)))
     slots = generator.new_slots(sample.beams, len(prompt) + max_new)
@@ -67,8 +67,12 @@ def beam_search(generator: SlotProvider, request: Request, max_new: int) -> Done
             full and running[0].score(sample.length_penalty) <= finished[-1].score(sample.length_penalty)
         ):
             break
-        slots.take([beam.slot for beam in running], used)
-    return _decode_best(tokenizer, request, finished[0] if finished else Beam((), 0.0), ends)
+        slots.reorder([beam.slot for beam in running], used)
+    texts = [_decode_beam(tokenizer, request, beam, ends) for beam in finished or [Beam((), 0.0)]]
+    different: dict[str, Done] = {}
+    for done in texts:
+        different.setdefault(done.text, done)
+    return list(different.values())
 
 
 def _sampling_states(
@@ -95,11 +99,11 @@ def _extend_beams(logprobs_NV: Tensor, running: list[Beam], count: int) -> list[
     return [Beam((*running[row].ids, id_), value, row) for value, row, id_ in pairs]
 
 
-def _decode_best(tokenizer: TextTokenizer, request: Request, best: Beam, ends: tuple[int, ...]) -> Done:
+def _decode_beam(tokenizer: TextTokenizer, request: Request, beam: Beam, ends: tuple[int, ...]) -> Done:
     decoder, stops = WindowTextDecoder(tokenizer, list(request.ids)), StopStringFilter(request.stop)
-    ended = bool(best.ids) and best.ids[-1] in ends
+    ended = bool(beam.ids) and beam.ids[-1] in ends
     text = ""
-    for id_ in best.ids[:-1] if ended else best.ids:
+    for id_ in beam.ids[:-1] if ended else beam.ids:
         text += stops.add(decoder.add(id_))
         if stops.hit:
             return Done("stop", decoder.tokens, text)

@@ -11,7 +11,7 @@ from textmill.config.load import build_config, merge_trees, parse_settings
 from textmill.errors import TextmillError, warn
 from textmill.generation.chat_answers import open_chat_model
 from textmill.generation.requests import Request
-from textmill.generation.terminal import Terminal
+from textmill.generation.terminal import Terminal, is_terminal
 from textmill.tokens.chat_template import ChatTemplate, Message
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ HELP = (
 )
 
 
-def chat(config: RunConfig, step: StepChoice = "latest") -> None:
+def chat(config: RunConfig, step: StepChoice | None = None) -> None:
     """Chat with a model until the input ends."""
     checkpoint, template = open_chat_model(config, step)
     from textmill.generation.generator import open_generator  # imports torch, which is slow
@@ -31,7 +31,7 @@ def chat(config: RunConfig, step: StepChoice = "latest") -> None:
     generator = open_generator(checkpoint, config.engine)
     with Terminal() as terminal:
         conversation = Conversation(generator, template, config, terminal)
-        if sys.stdin.isatty():
+        if is_terminal(sys.stdin):
             print(f"{checkpoint.folder}: {HELP}")
         for line in terminal.lines():
             try:

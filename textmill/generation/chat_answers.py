@@ -22,7 +22,7 @@ QUESTIONS = 3
 """Conversations taken from the valid split if there is no prompt."""
 
 
-def open_chat_model(config: RunConfig, step: StepChoice) -> tuple[Checkpoint, ChatTemplate]:
+def open_chat_model(config: RunConfig, step: StepChoice | None) -> tuple[Checkpoint, ChatTemplate]:
     """Return the checkpoint that a config names, and its chat template."""
     checkpoint = find_run_model(config, step)
     template = open_template(checkpoint.tokenizer)
@@ -31,19 +31,17 @@ def open_chat_model(config: RunConfig, step: StepChoice) -> tuple[Checkpoint, Ch
     return checkpoint, template
 
 
-def answer(config: RunConfig, step: StepChoice = "latest") -> list[str]:
+def answer(config: RunConfig, step: StepChoice | None = None) -> list[str]:
     """Answer `sample.prompt`, or the first questions of the valid split; print and return question and answer."""
     from textmill.generation.generator import open_generator  # imports torch, which is slow
 
     checkpoint, template = open_chat_model(config, step)
     prompt = config.sample.prompt
-    if prompt:
-        questions = [render_question(template, prompt)] * config.sample.count
-    else:
-        questions = list(read_questions(open_splits(config)))
+    questions = [render_question(template, prompt)] if prompt else list(read_questions(open_splits(config)))
     generator = open_generator(checkpoint, config.engine)
     names = [generator.tokenizer.decode(ids) for ids in questions]
-    samples = answer_all(generator, template, names, questions, config.sample)
+    count = config.sample.count if prompt else 1
+    samples = answer_all(generator, template, names, questions, config.sample, count)
     texts = [one.prompt + one.text for one in samples]
     print("\n".join(texts), flush=True)
     return texts
@@ -55,16 +53,15 @@ def render_question(template: ChatTemplate, question: str) -> list[int]:
 
 
 def answer_all(
-    generator: Generator, template: ChatTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig
+    generator: Generator, template: ChatTemplate, names: list[str], questions: list[list[int]], sample: SampleConfig,
+    count: int = 1,
 ) -> list[Sample]:  # fmt: skip
-    """Answer each question; `names` become the samples' prompts. The seed counts up from question to question."""
-    settings = [
-        sample.model_copy(update={"seed": sample.seed + number, "slide_context": False})
-        for number in range(len(questions))
-    ]
+    """Answer each question `count` times; `names` become the samples' prompts. The seed counts up from answer to
+    answer."""
+    sample = sample.model_copy(update={"slide_context": False})
     stops, ends = tuple(sample.stop), tuple(template.stop_ids)
-    requests = [Request(tuple(ids), one, stops, ends) for ids, one in zip(questions, settings, strict=True)]
-    return generator.complete(names, requests, sample.batch)
+    requests = [Request(tuple(ids), sample, stops, ends) for ids in questions]
+    return generator.complete(names, requests, sample, count)
 
 
 def read_questions(splits: Splits) -> Iterator[list[int]]:

@@ -15,7 +15,8 @@ from textmill.errors import TextmillError, warn
 from textmill.generation.batch import Batch, Event
 from textmill.generation.beams import beam_search
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
-from textmill.generation.requests import Done, Request, max_new_tokens
+from textmill.generation.requests import Done, FinishReason, Request, max_new_tokens, repeat_request
+from textmill.models import open_family
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import Slots, bytes_per_slot, open_slots
 from textmill.models.nets_torch import open_net
@@ -31,6 +32,8 @@ class Sample:
     seed: int
     tokens: int
     """New tokens, without the end-of-text token."""
+    finish_reason: FinishReason
+    """stop: an end-of-text token or a stop string; length: the limit of new tokens or the context is full."""
 
 
 class Generator:
@@ -42,11 +45,12 @@ class Generator:
         self.positions: int = net.shape.positions
         self._new_decoder: Callable[[Sequence[int]], TextDecoder] | None = None
         self._spare_slots: Slots | None = None
+        self._beams = _BeamSearches(self)
         self._warned = False
 
-    def stream(self, prompt: str, sample: SampleConfig) -> Iterator[str]:
-        """Yield the continuation in chunks of complete characters, as it is generated."""
-        request = self.new_request(prompt, sample)
+    def stream(self, prompt: str, sample: SampleConfig, number: int = 0) -> Iterator[str]:
+        """Yield continuation `number` of a prompt in chunks of complete characters, as it is generated."""
+        request = repeat_request(self.new_request(prompt, sample), number + 1, sample.seed)[number]
         self.max_new_tokens(request)
         return self._chunks(request)
 
@@ -58,21 +62,30 @@ class Generator:
         """Continue each prompt. The first has the seed of the settings, the next that plus one, and so on."""
         return [one.text for one in self.samples(prompts, sample)]
 
-    def samples(self, prompts: list[str], sample: SampleConfig) -> list[Sample]:
-        """Like `texts`, with seeds and token counts; up to `sample.batch` texts are decoded at a time."""
-        settings = [sample.model_copy(update={"seed": sample.seed + index}) for index in range(len(prompts))]
-        requests = [self.new_request(prompt, one) for prompt, one in zip(prompts, settings, strict=True)]
-        return self.complete(prompts, requests, sample.batch)
+    def samples(self, prompts: list[str], sample: SampleConfig, count: int = 1) -> list[Sample]:
+        """Continue each prompt `count` times; up to `sample.batch` texts are decoded at a time. The seeds count up."""
+        requests = [self.new_request(prompt, sample) for prompt in prompts]
+        return self.complete(prompts, requests, sample, count)
 
-    def complete(self, prompts: list[str], requests: list[Request], slots: int) -> list[Sample]:
-        """Complete requests; `prompts` become the prompts of the samples."""
-        texts, counts = [""] * len(requests), [0] * len(requests)
-        for index, event in self.run(requests, slots):
+    def complete(
+        self, prompts: list[str], requests: list[Request], sample: SampleConfig, count: int = 1
+    ) -> list[Sample]:
+        """Complete each request `count` times; `prompts` become the prompts of the samples."""
+        names = [prompt for prompt in prompts for _ in range(count)]
+        repeated = [
+            one
+            for place, request in enumerate(requests)
+            for one in repeat_request(request, count, sample.seed + place * count)
+        ]
+        texts, ends = [""] * len(names), dict[int, Done]()
+        for index, event in self.run(repeated, sample.batch):
             texts[index] += event.text
             if isinstance(event, Done):
-                counts[index] = event.tokens
-        seeds = [request.sample.seed for request in requests]
-        return [Sample(*values) for values in zip(prompts, texts, seeds, counts, strict=True)]
+                ends[index] = event
+        return [
+            Sample(name, texts[index], repeated[index].sample.seed, ends[index].tokens, ends[index].reason)
+            for index, name in enumerate(names)
+        ]
 
     def run(self, requests: list[Request], slots: int) -> Iterator[tuple[int, Event]]:
         """Run requests, up to `slots` at a time; yield each event with the request's index. An error ends all."""
@@ -85,7 +98,7 @@ class Generator:
             while True:
                 while (batch is None or batch.free) and (index := next(waiting, None)) is not None:
                     if requests[index].sample.beams > 1:
-                        yield index, beam_search(self, requests[index], max_new[index])
+                        yield index, self._beams.find(requests[index], max_new[index])
                         continue
                     batch = batch or self.new_batch(min(slots, len(requests)), longest)
                     batch.add(index, requests[index], max_new[index])
@@ -140,7 +153,8 @@ class Generator:
         if (slots + 1) * each > free:  # there is one slot more than texts
             raise TextmillError(
                 f"the KV cache of {slots} texts needs {slots * each / 2**30:.1f} GiB, but "
-                f"{free / 2**30:.1f} GiB are free; set sample.batch or serve.slots to {max(free // each - 1, 0)} or less"
+                f"{free / 2**30:.1f} GiB are free; set sample.batch or serve.slots to {max(free // each - 1, 0)} or "
+                "less"
             )
         return open_slots(self.net, slots, length)
 
@@ -148,6 +162,27 @@ class Generator:
         for _, event in self.run([request], 1):
             if event.text:
                 yield event.text
+
+
+class _BeamSearches:
+    """Beam search; the texts of one prompt, requested one after the other, come from one search."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._request: Request | None = None
+        self._found: list[Done] = []
+
+    def find(self, request: Request, max_new: int) -> Done:
+        """Return the text that the request's `beam_rank` names."""
+        best = repeat_request(request, 1, 0)[0]
+        if best != self._request:
+            self._request, self._found = best, beam_search(self._generator, best, max_new)
+        if request.beam_rank >= len(self._found):
+            raise TextmillError(
+                f"sample.count: sample.beams={request.sample.beams} found {len(self._found)} different texts; "
+                "lower sample.count, or raise sample.beams"
+            )
+        return self._found[request.beam_rank]
 
 
 def _free_memory(device: torch.device) -> int:
@@ -161,6 +196,12 @@ def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, separate_ada
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)
     net = open_net(checkpoint.folder, device, separate=separate_adapter)
+    objective = open_family(net.shape.family).OBJECTIVE
+    if objective != "next_token":
+        raise TextmillError(
+            f"{checkpoint.folder}: a {net.shape.family} model is trained for {objective}, not for the next token; "
+            "it cannot generate text"
+        )
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(
             f"{checkpoint.folder}: the tokenizer has {tokenizer.vocab:,} tokens, but the embedding has only "

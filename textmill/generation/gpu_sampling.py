@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from textmill.config import SampleConfig
-from textmill.kernels.transfer_torch import on_device
+from textmill.kernels.transfer_torch import copy_to_device
 
 MASKED = -math.inf
 """The logit of a token that cannot be chosen."""
@@ -48,5 +48,5 @@ def new_top_k_sampling(samples: Sequence[SampleConfig], device: torch.device) ->
     """Collect the temperatures and top_k of all rows."""
     temperatures = [max(sample.temperature, MIN_TEMPERATURE) for sample in samples]
     k = [sample.top_k for sample in samples]
-    k_N1 = on_device(k, device)[:, None] if any(k) else None
-    return TopKSampling(on_device(temperatures, device, torch.float32), k_N1, max(k))
+    k_N1 = copy_to_device(k, device)[:, None] if any(k) else None
+    return TopKSampling(copy_to_device(temperatures, device, torch.float32), k_N1, max(k))

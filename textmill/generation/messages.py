@@ -1,4 +1,4 @@
-"""Messages between the HTTP process and the model process: JSON over a socket, each with its length in front."""
+"""Messages between the HTTP process and the model process: JSON over a socket, each preceded by its length in bytes."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ from textmill.generation.text_chunks import TextChunk
 
 HEARTBEAT_SECONDS = 0.5
 """Longest time between two messages of a healthy model process."""
-SWITCH_SECONDS = 0.0001
-"""Python's thread switch interval. The default of 5 ms delays every reply."""
+THREAD_SWITCH_SECONDS = 0.0001
+"""How long a thread may hold the interpreter lock (GIL). Python's default of 5 ms delays every reply."""
 GC_THRESHOLD = 20_000
 """New objects between two garbage collections. Python's default of 700 costs a fifteenth of a request's time."""
 
-SIZE = struct.Struct("!Q")
+LENGTH_PREFIX = struct.Struct("!Q")
+"""The length in bytes that precedes each message."""
 
 
 class MessageSocket:
     """One end of the socket. Many threads may send; one thread receives."""
 
-    def __init__(self, file: int) -> None:
-        self.socket, self._send_lock = socket.socket(fileno=file), threading.Lock()
-        self._incoming = self.socket.makefile("rb")
+    def __init__(self, file_descriptor: int) -> None:
+        self.socket, self._send_lock = socket.socket(fileno=file_descriptor), threading.Lock()
+        self._reader = self.socket.makefile("rb")
 
     def send(self, message: Any) -> None:
-        """Send a list or an object; raise OSError if the other end is gone."""
+        """Send a JSON value; raise OSError if the other end is gone."""
         packed = pack_message(message)
         with self._send_lock:
             self.socket.sendall(packed)
 
     def receive(self) -> Any:
         """Return the next message; raise EOFError or OSError if the other end is gone."""
-        [size] = SIZE.unpack(self._read(SIZE.size))
+        [size] = LENGTH_PREFIX.unpack(self._read(LENGTH_PREFIX.size))
         return from_json(self._read(size))
 
     def _read(self, count: int) -> bytes:
-        found = self._incoming.read(count)
-        if len(found) < count:
+        data = self._reader.read(count)
+        if len(data) < count:
             raise EOFError
-        return found
+        return data
 
 
 class SendQueue:
-    """Sends messages without blocking: what the socket does not take at once is sent by a thread, in order.
+    """Sends messages without blocking: what the socket's buffer has no space for is sent by a thread, in order.
 
     While a socket has a SendQueue, nothing else may send on it.
     """
@@ -64,7 +65,7 @@ class SendQueue:
         threading.Thread(target=self._send_delayed, name="textmill-send", daemon=True).start()
 
     def put(self, message: Any) -> None:
-        """Send a list or an object. Nothing happens if the other end is gone: the receiving thread notices that."""
+        """Send a JSON value. If the other end is gone this does nothing: the receiving thread notices it."""
         packed = pack_message(message)
         with self._send_lock, suppress(OSError):
             if not self._delayed_count:
@@ -87,17 +88,17 @@ class SendQueue:
 
 
 def pack_message(message: Any) -> bytes:
-    """Return a list or an object as bytes: length, then JSON."""
-    text = to_json(message)
-    return SIZE.pack(len(text)) + text
+    """Return a JSON value as bytes: its length, then its text."""
+    encoded = to_json(message)
+    return LENGTH_PREFIX.pack(len(encoded)) + encoded
 
 
 def tune_interpreter() -> None:
-    """Prepare a process for serving: short thread switches, and garbage collection that rarely runs.
+    """Reduce latency in a serving process: frequent thread switches, rare garbage collection.
 
-    Objects that exist now are never collected again. Scanning them would stop every text for a tenth of a second.
+    Objects that exist now are excluded from garbage collection: scanning them would pause all requests for 0.1 s.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
@@ -110,7 +111,7 @@ def new_socket_pair() -> tuple[MessageSocket, socket.socket]:
 
 
 def pack_request(request: Request) -> list[Any]:
-    """Return a request as lists and numbers; of its settings, only those that differ from the default."""
+    """Return a request as a JSON value, without the sampling settings that have their default."""
     sample = request.sample.model_dump(exclude_defaults=True)
     return [request.ids, sample, request.stop, request.stop_ids, request.bias, request.logprobs, request.echo]
 
@@ -128,16 +129,18 @@ def replace_surrogates(text: str) -> str:
 
 
 def pack_chunk(number: int, chunk: TextChunk) -> list[Any]:
-    """Return a chunk and its request's number as lists and numbers."""
+    """Return a chunk as a JSON value; `number` identifies its request."""
     done = chunk.done
-    end = None if done is None else [done.reason, done.tokens, replace_surrogates(done.message), done.prompt_logprobs]
-    return [number, chunk.text, chunk.logprobs, end]
+    done_fields = (
+        None if done is None else [done.reason, done.tokens, replace_surrogates(done.message), done.prompt_logprobs]
+    )
+    return [number, chunk.text, chunk.logprobs, done_fields]
 
 
 def unpack_chunk(packed: list[Any]) -> tuple[int, TextChunk]:
     """Undo `pack_chunk`."""
-    number, text, logprobs, end = packed
-    if end is None:
+    number, text, logprobs, done_fields = packed
+    if done_fields is None:
         return number, TextChunk(text, logprobs)
-    reason, tokens, message, prompt_logprobs = end
+    reason, tokens, message, prompt_logprobs = done_fields
     return number, TextChunk(text, logprobs, Done(reason, tokens, "", message, prompt_logprobs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from textmill.config import SampleConfig
@@ -34,6 +34,16 @@ class Request:
     """0: no log-probabilities; k: those of each new token and of the k most likely tokens at its position."""
     echo: bool = False
     """Also compute log-probabilities of the prompt's own tokens."""
+    beam_rank: int = 0
+    """Which of the texts that beam search finds; 0 is the best."""
+
+
+def repeat_request(request: Request, count: int, first_seed: int) -> list[Request]:
+    """Return a request `count` times: the seeds count up from `first_seed`; beam search gives its best texts."""
+    return [
+        replace(request, sample=request.sample.model_copy(update={"seed": first_seed + number}), beam_rank=number)
+        for number in range(count)
+    ]
 
 
 class Token(NamedTuple):
@@ -79,9 +89,17 @@ def max_new_tokens(request: Request, positions: int, vocab: int) -> int:
 
 def max_new_tokens_served(request: Request, positions: int, vocab: int) -> int:
     """`max_new_tokens` for the scheduler, which does not do beam search."""
-    if request.sample.beams > 1:
-        raise TextmillError("sample.beams: the server has no beam search; set it to 1, or use textmill generate")
+    check_served_settings(request.sample)
     return max_new_tokens(request, positions, vocab)
+
+
+def check_served_settings(sample: SampleConfig) -> None:
+    """Raise if the scheduler cannot sample with these settings."""
+    if sample.beams > 1:
+        raise TextmillError(
+            f"sample.beams: {sample.beams}, but the server has no beam search; set sample.beams=1, or use textmill "
+            "generate"
+        )
 
 
 def describe_hang(seconds: float) -> str:

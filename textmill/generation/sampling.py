@@ -17,7 +17,7 @@ from torch import Tensor
 from textmill.config import SampleConfig
 from textmill.counters import GOLDEN_RATIO, mix
 from textmill.generation.gpu_sampling import MASKED, MIN_TEMPERATURE, TopKSampling, new_top_k_sampling
-from textmill.kernels.transfer_torch import on_device
+from textmill.kernels.transfer_torch import copy_to_device
 
 try:
     from textmill.kernels import sampling_triton as fused
@@ -64,7 +64,7 @@ def new_state(
     seen_V = counts_V = None
     if sample.repetition_penalty != 1:
         seen_V = torch.zeros(vocab, dtype=torch.bool, device=device)
-        seen_V[on_device([id_ for id_ in ids if id_ < vocab], device, torch.long)] = True
+        seen_V[copy_to_device([id_ for id_ in ids if id_ < vocab], device, torch.long)] = True
     if sample.presence_penalty or sample.frequency_penalty:
         counts_V = torch.zeros(vocab, device=device)
     return SamplingState(sample, ends, tuple(dict(bias).items()), 0, seen_V, counts_V)
@@ -179,11 +179,11 @@ def collect_rules(states: Sequence[SamplingState], device: torch.device) -> Samp
             used.add(key)
             values = [getattr(states[row].sample, key) for row in rows]
             warper = partial(function, largest_k=max(values)) if key == "top_k" else function
-            rows_N = None if len(rows) == len(states) else on_device(rows, device)
-            warpers.append((warper, rows_N, on_device(values, device, torch.float32).unsqueeze(1)))
+            rows_N = None if len(rows) == len(states) else copy_to_device(rows, device)
+            warpers.append((warper, rows_N, copy_to_device(values, device, torch.float32).unsqueeze(1)))
     sampled_N = None
     if sampled and len(sampled) < len(states):
-        sampled_N = on_device([state.sample.temperature > 0 for state in states], device)
+        sampled_N = copy_to_device([state.sample.temperature > 0 for state in states], device)
     simple = sampled and sampled_N is None and used <= {"temperature", "top_k"}
     top_k_only = new_top_k_sampling([state.sample for state in states], device) if simple else None
     adjusted = tuple(
@@ -222,7 +222,7 @@ def apply_bias_and_penalties(logits_NV: Tensor, states: Sequence[SamplingState],
         state, logits_V = states[row], logits_NV[row]
         if state.bias:
             ids, values = zip(*state.bias, strict=True)
-            logits_V[on_device(ids, logits_V.device)] += on_device(values, logits_V.device, torch.float32)
+            logits_V[copy_to_device(ids, logits_V.device)] += copy_to_device(values, logits_V.device, torch.float32)
         if state.seen_V is not None:
             penalty = torch.tensor(state.sample.repetition_penalty, device=logits_V.device)
             logits_V.copy_(apply_repetition_penalty(logits_V, state.seen_V, penalty))
@@ -237,7 +237,7 @@ def ban_end_tokens(
 ) -> None:
     """Mask the end tokens of these rows, in place."""
     if rows and rows not in end_positions:
-        positions_N2 = on_device([(row, id_) for row in rows for id_ in states[row].ends], logits_NV.device)
+        positions_N2 = copy_to_device([(row, id_) for row in rows for id_ in states[row].ends], logits_NV.device)
         end_positions[rows] = positions_N2[:, 0], positions_N2[:, 1]
     if rows:
         logits_NV[end_positions[rows]] = MASKED
@@ -275,11 +275,11 @@ def choose_next_ids(logits_NV: Tensor, states: Sequence[SamplingState], rules: S
 def _choose_next_ids_fused(logits_NV: Tensor, states: Sequence[SamplingState], rules: SamplingRules) -> Tensor:
     banned_NK = _find_banned_ids(states, rules, logits_NV.device)
     if rules.top_k_only is None:
-        ids_N: Tensor = fused.likeliest(logits_NV, banned_NK)
+        ids_N: Tensor = fused.greedy_ids(logits_NV, banned_NK)
     else:
         uniforms_N = rules.uniforms.at(states[0].new_tokens)
         kth_N = rules.top_k_only.kth_logit(logits_NV, banned_NK)
-        ids_N = fused.drawn(logits_NV, banned_NK, rules.top_k_only.temperatures_N, kth_N, uniforms_N)
+        ids_N = fused.sample_ids(logits_NV, banned_NK, rules.top_k_only.temperatures_N, kth_N, uniforms_N)
     return ids_N
 
 
@@ -290,5 +290,5 @@ def _find_banned_ids(states: Sequence[SamplingState], rules: SamplingRules, devi
         longest = max((len(states[row].ends) for row in below), default=0)
         banned = [states[row].ends if row in below else () for row in range(len(states))]
         ids = [[*ends, *[-1] * (longest - len(ends))] for ends in banned]
-        rules.banned_ids[below] = on_device(ids, device) if below else None
+        rules.banned_ids[below] = copy_to_device(ids, device) if below else None
     return rules.banned_ids[below]

@@ -144,7 +144,7 @@ class Scheduler:
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels before the first request; on a CPU there is nothing to do."""
         started = time.monotonic()
-        if count := self._batch.slots.warm():
+        if count := self._batch.slots.warm_up():
             sizes = {min(1 << power, self.slots) for power in range(self.slots.bit_length() + 1)}
             for sample, texts in product(WARM_UP_SAMPLES, sizes):
                 for number in range(texts):

@@ -9,16 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is a terminal; None is a stream that was closed before the program started."""
+    return stream is not None and stream.isatty()
 
 
 class Terminal:
     """Handles ctrl-C while it is open.
 
     KeyboardInterrupt is raised only inside `run_interruptible`, and only once, so that a second ctrl-C cannot interrupt
-    the handling of the first. SIGTERM ends the program at once: there is nothing to save.
+    the handling of the first. SIGTERM and SIGHUP end the program at once: there is nothing to save.
     """
 
     def __init__(self) -> None:
@@ -30,6 +35,7 @@ class Terminal:
             handlers: dict[signal.Signals, Any] = {
                 signal.SIGINT: self._on_interrupt,
                 signal.SIGTERM: signal.SIG_DFL,
+                signal.SIGHUP: signal.SIG_DFL,
             }
             self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
@@ -58,6 +64,8 @@ class Terminal:
 
     def lines(self) -> Iterator[str]:
         """Yield each line typed at a prompt, or read from a pipe, until the input ends."""
+        if sys.stdin is None:
+            return
         prompt = "> " if sys.stdin.isatty() else ""
         if prompt:
             with suppress(ImportError):

@@ -125,7 +125,7 @@ class Worker:
 def main() -> None:
     """Run a worker for the process that holds the other end of the socket."""
     # Terminals and service managers signal every process of a group. The parent decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent = MessageSocket(int(sys.argv[1]))
     code = Worker(parent).run(parent.receive())

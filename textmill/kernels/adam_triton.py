@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from textmill.kernels.pointers_triton import address, fits
+from textmill.kernels.pointers_triton import can_update_in_place, load_pointer
 from textmill.kernels.require_triton import tl, triton
-from textmill.kernels.transfer_torch import on_device
+from textmill.kernels.transfer_torch import copy_to_device
 
 BLOCK, WARPS = 2048, 8
 """Elements that one program updates, and its warps."""
@@ -37,8 +37,8 @@ def _update_block(  # type: ignore[no-untyped-def]
     """Update one block of one parameter; do nothing if the step is skipped."""
     which, block = tl.load(blocks + tl.program_id(0) * 2), tl.load(blocks + tl.program_id(0) * 2 + 1)
     at, size = block * N + tl.arange(0, N), tl.load(sizes + which)
-    weights, gradients = address(addresses, which) + at, address(addresses, count + which) + at
-    firsts, seconds = address(addresses, 2 * count + which) + at, address(addresses, 3 * count + which) + at
+    weights, gradients = load_pointer(addresses, which) + at, load_pointer(addresses, count + which) + at
+    firsts, seconds = load_pointer(addresses, 2 * count + which) + at, load_pointer(addresses, 3 * count + which) + at
     unscale, step, root = 1 / tl.load(scale), lr / tl.load(corrections), 1 / tl.load(corrections + 1)
     decay_factor = 1 - lr * decay
     if tl.load(skipped) == 0:
@@ -74,14 +74,14 @@ def _update_block(  # type: ignore[no-untyped-def]
             )
 
 
-class Places:
-    """Device tables for a parameter group: which block belongs to which parameter, and the address of each tensor."""
+class FusedAdamW:
+    """AdamW for one parameter group; keeps device tables of its blocks and of the address of each tensor."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.known_pointers: tuple[int, ...] = ()
 
-    def move(
+    def step(
         self,
         tensors: Sequence[list[Tensor]],
         scale: Tensor,
@@ -99,14 +99,14 @@ class Places:
             blocks = np.stack(
                 [np.repeat(np.arange(len(sizes)), counts), np.concatenate([np.arange(count) for count in counts])], 1
             )
-            self.sizes, self.tables = sizes, [on_device(table, device) for table in (blocks, np.array(sizes))]
+            self.sizes, self.tables = sizes, [copy_to_device(table, device) for table in (blocks, np.array(sizes))]
         pointers = tuple(tensor.data_ptr() for kind in tensors for tensor in kind)
         if pointers != self.known_pointers:
-            self.known_pointers, self.addresses = pointers, on_device(pointers, device, torch.int64)
+            self.known_pointers, self.addresses = pointers, copy_to_device(pointers, device, torch.int64)
         given = self.addresses, *self.tables, scale, skipped, corrections, len(sizes), *map(float, rates)
         _update_block[(len(self.tables[0]),)](*given, N=BLOCK, num_warps=WARPS)
 
 
-def fit(tensors: Sequence[list[Tensor]]) -> bool:
+def can_update_all(tensors: Sequence[list[Tensor]]) -> bool:
     """True if the kernel can update all these tensors in place."""
-    return all(fits(tensor) for kind in tensors for tensor in kind)
+    return all(can_update_in_place(tensor) for kind in tensors for tensor in kind)

@@ -14,8 +14,8 @@ COMPILERS = ("gcc", "clang")
 
 
 @cache
-def lacking() -> str:
-    """What is missing to build kernels, with how to install it; empty if nothing is missing."""
+def missing_requirement() -> str:
+    """What is missing for building Triton kernels, and how to install it; empty if nothing is missing."""
     if find_spec("triton") is None:
         return "Triton (it comes with torch's builds for GPUs on Linux)"
     if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):

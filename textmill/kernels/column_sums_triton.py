@@ -25,7 +25,7 @@ def _sum(parts, out, rows, width, R: tl.constexpr, C: tl.constexpr):  # type: ig
     tl.store(out + columns, tl.sum(total, 0), mask=columns < width)
 
 
-def summed(parts_PW: Tensor) -> Tensor:
+def column_sums(parts_PW: Tensor) -> Tensor:
     """The sum over rows of a contiguous fp32 matrix."""
     rows, width = parts_PW.shape
     out_W = torch.empty(width, device=parts_PW.device)

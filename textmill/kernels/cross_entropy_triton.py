@@ -28,16 +28,16 @@ def _running_log_sum(x, maxima, totals):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_gradient(  # type: ignore[no-untyped-def]
-    start, places, unmasked, lower, smoothed, SIGN: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr
+    start, offsets, unmasked, lower, smoothed, SIGN: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr
 ):
     """Overwrite the logits of the unmasked blocks with their gradient."""
     for first in range(0, unmasked, ROWS * 8):
         gradient_block = SIGN * tl.exp2(
-            tl.load(start + first + places, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower
+            tl.load(start + first + offsets, eviction_policy="evict_first").to(tl.float32) * LOG2E - lower
         )
         if SMOOTH:
             gradient_block -= smoothed
-        tl.store(start + first + places, gradient_block.to(start.dtype.element_ty), eviction_policy="evict_first")
+        tl.store(start + first + offsets, gradient_block.to(start.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -48,7 +48,7 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     """One row: log-sum-exp in a first pass, the gradient (or the argmax) in a second pass that reads from the cache."""
     row = tl.program_id(0).to(tl.int64)
     label, start = tl.load(labels + row), logits + row * padded
-    places = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    offsets = tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     unmasked = vocab // (ROWS * 8) * (ROWS * 8)
     maxima, totals, logit_sums = (
         tl.full([ROWS], LOW, tl.float32),
@@ -56,12 +56,12 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
         tl.zeros([ROWS], tl.float32),
     )
     for first in range(0, unmasked, ROWS * 8):
-        x = tl.load(start + first + places, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(start + first + offsets, eviction_policy="evict_last").to(tl.float32)
         maxima, totals = _running_log_sum(x, maxima, totals)
         if SMOOTH:
             logit_sums += tl.sum(x, 1)
     # Loads are masked by the padded width, which keeps them wide; the real vocabulary is masked in registers.
-    columns = unmasked + places
+    columns = unmasked + offsets
     last = tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32)
     maxima, totals = _running_log_sum(tl.where(columns < vocab, last, -float("inf")), maxima, totals)
     if SMOOTH:
@@ -83,30 +83,34 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # every thread has read the label's logit
         tl.store(start + columns, gradient_block.to(logits.dtype.element_ty), mask=columns < padded)
         for first in range(unmasked + ROWS * 8, padded, ROWS * 8):
-            tl.store(start + first + places, tl.zeros([ROWS, 8], logits.dtype.element_ty), mask=first + places < padded)
+            tl.store(
+                start + first + offsets, tl.zeros([ROWS, 8], logits.dtype.element_ty), mask=first + offsets < padded
+            )
         if weight < 0:  # z-loss can make the weight negative if the log-sum-exp is very low
-            _write_gradient(start, places, unmasked, lower, smoothed, -1.0, SMOOTH, ROWS)
+            _write_gradient(start, offsets, unmasked, lower, smoothed, -1.0, SMOOTH, ROWS)
         else:
-            _write_gradient(start, places, unmasked, lower, smoothed, 1.0, SMOOTH, ROWS)
+            _write_gradient(start, offsets, unmasked, lower, smoothed, 1.0, SMOOTH, ROWS)
         tl.debug_barrier()  # the label's entry is written last
         tl.store(start + tl.where(has_loss, label, 0), own.to(logits.dtype.element_ty), mask=has_loss)
     else:
         best = padded
         for first in range(0, padded, ROWS * 8):
-            columns = first + places
+            columns = first + offsets
             x = tl.load(start + columns, mask=columns < padded, other=0.0).to(tl.float32)
             best = tl.minimum(best, tl.min(tl.where((columns < vocab) & (x == top), columns, padded)))
         tl.store(correct + row, (best == label).to(tl.int32))
 
 
-def grade(logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float, z: float) -> Tensor:
-    """The loss of each row (0 where the label is negative); overwrites the logits with the gradient of sum(losses * weights)."""
+def cross_entropy_with_gradient(
+    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float, z: float
+) -> Tensor:
+    """The loss of each row (0 if the label is negative); the logits become the gradient of sum(losses * weights)."""
     losses_M = torch.empty(len(logits_MV), device=logits_MV.device)
     _run(logits_MV, labels_M, weights_M, losses_M, labels_M, vocab, smoothing, z, gradient=True)
     return losses_M
 
 
-def score(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def cross_entropy_and_correct(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """The loss of each row and whether its argmax is the label; leaves the logits unchanged."""
     losses_M = torch.empty(len(logits_MV), device=logits_MV.device)
     correct_M = torch.empty(len(logits_MV), dtype=torch.int32, device=logits_MV.device)
@@ -115,8 +119,8 @@ def score(logits_MV: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tens
 
 
 def _run(
-    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, losses_M: Tensor, correct_M: Tensor, vocab: int, smoothing: float, z: float,
-    *, gradient: bool,
+    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, losses_M: Tensor, correct_M: Tensor,
+    vocab: int, smoothing: float, z: float, *, gradient: bool,
 ) -> None:  # fmt: skip
     rows, padded = logits_MV.shape
     lanes = min(LANES, triton.next_power_of_2(triton.cdiv(padded, 8)))

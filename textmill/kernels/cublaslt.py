@@ -1,7 +1,8 @@
 """cuBLASLt through ctypes: one matmul with any of the algorithms that the library proposes.
 
-torch has no interface for choosing the algorithm. The library is the one that torch has already loaded. It is
-column-major: a row-major matrix is its transpose there, so out = a b is requested as out' = b' a'.
+torch has no interface for choosing the algorithm. The library is the one that torch has already loaded. It expects
+column-major matrices and reads a row-major matrix as its transpose. So out = a b is computed as out' = b' a', and b is
+the library's first operand (its "A").
 """
 
 from __future__ import annotations
@@ -15,44 +16,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+DTYPE_CODES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 """cuBLAS codes of data types."""
-IN_FP32 = 68
+COMPUTE_FP32 = 68
 """cuBLAS code of fp32 accumulation."""
-PROPOSALS = 16
-WORKSPACE = 32 << 20
+MAX_PROPOSALS = 16
+"""Most algorithms that the library may propose for one matmul."""
+WORKSPACE_BYTES = 32 << 20
 """Bytes of scratch memory that an algorithm may use."""
-TRANSPOSED_A, TRANSPOSED_B, AFTER, BIAS, BIAS_KIND = 3, 4, 7, 8, 26
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS, BIAS_DTYPE = 3, 4, 7, 8, 26
 """cuBLASLt codes of matmul attributes."""
-SWIZZLE, OPTION, MOST_OPTIONS = 4, 5, 7
+EPILOGUE_DEFAULT, EPILOGUE_BIAS = 1, 4
+"""cuBLASLt codes of what is done with the result: nothing, or adding the bias."""
+MAX_WORKSPACE = 1
+"""cuBLASLt code of the preference that limits the workspace."""
+SWIZZLE, CUSTOM_OPTION, CUSTOM_OPTION_MAX = 4, 5, 7
 """cuBLASLt codes: the order of a kernel's tiles, a kernel-specific option, and how many such options exist."""
 
 
-class Way(ctypes.Structure):
-    """One proposed algorithm: its kernel and tiles, and the workspace it needs (cublasLtMatmulHeuristicResult_t)."""
+class Algorithm(ctypes.Structure):
+    """One algorithm and the workspace it needs (cublasLtMatmulHeuristicResult_t).
+
+    `algo` (cublasLtMatmulAlgo_t) selects the kernel, its tiles and options; the cache on disk stores its bytes.
+    """
 
     _fields_ = (
-        ("kernel", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int), ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
+        ("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("status", ctypes.c_int),
+        ("waves_count", ctypes.c_float), ("reserved", ctypes.c_int * 4),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Form:
-    """What identifies a matmul for choosing its algorithm: out [M, N] = a [M, K] b [K, N]."""
+class MatmulSpec:
+    """The properties of a matmul that decide which algorithm is fastest: out [M, N] = a [M, K] b [K, N].
+
+    Its text is the key of the cache on disk: renaming a field discards what earlier runs measured.
+    """
 
     m: int
     n: int
     k: int
-    a_turned: bool
+    a_transposed: bool
     """True if a is column-major."""
-    b_turned: bool
-    kind: torch.dtype
-    out: torch.dtype
+    b_transposed: bool
+    dtype: torch.dtype
+    out_dtype: torch.dtype
     bias: bool
     """True if a bias row is added."""
-    adds: bool
-    """True if the result is added to another matrix, which may be out."""
+    has_addend: bool
+    """True if a matrix is added to the product: `addend`, which may be `out` itself."""
 
 
 @cache
@@ -70,8 +82,8 @@ def library() -> Any:
 
 
 @cache
-def card(device: torch.device) -> str:
-    """What a choice of algorithms is valid for: the GPU's name and the library's version."""
+def gpu_key(device: torch.device) -> str:
+    """The cache key of measured algorithms, which are valid only for one GPU model and one version of the library."""
     return f"{torch.cuda.get_device_name(device)}, cuBLAS {library().cublasLtGetVersion()}"
 
 
@@ -85,112 +97,129 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"cuBLAS refuses this matmul (status {status})")
+        raise RuntimeError(f"a cuBLASLt call failed with status {status}")
 
 
-class Product:
-    """A matmul of one form on one device, and its algorithms."""
+class Matmul:
+    """One matmul on one device: its cuBLASLt descriptors, its algorithms, and how to run it."""
 
-    def __init__(self, form: Form, device: torch.device) -> None:
-        self.form, self.device, self._descriptor = form, device, ctypes.c_void_p()
-        _check(library().cublasLtMatmulDescCreate(ctypes.byref(self._descriptor), IN_FP32, KINDS[torch.float32]))
-        self._set(TRANSPOSED_A, ctypes.c_int32(form.b_turned))
-        self._set(TRANSPOSED_B, ctypes.c_int32(form.a_turned))
-        self._set(AFTER, ctypes.c_uint32(4 if form.bias else 1))
-        if form.bias:
-            self._set(BIAS_KIND, ctypes.c_int32(KINDS[form.kind]))
-        self._b = self._layout(form.kind, *((form.k, form.n) if form.b_turned else (form.n, form.k)))
-        self._a = self._layout(form.kind, *((form.m, form.k) if form.a_turned else (form.k, form.m)))
-        self._out = self._layout(form.out, form.n, form.m)
-        self._one, self._before = ctypes.c_float(1.0), ctypes.c_float(float(form.adds))
+    def __init__(self, spec: MatmulSpec, device: torch.device) -> None:
+        self.spec, self.device, self._descriptor = spec, device, ctypes.c_void_p()
+        _check(
+            library().cublasLtMatmulDescCreate(ctypes.byref(self._descriptor), COMPUTE_FP32, DTYPE_CODES[torch.float32])
+        )
+        self._set_attribute(TRANSPOSE_A, ctypes.c_int32(spec.b_transposed))
+        self._set_attribute(TRANSPOSE_B, ctypes.c_int32(spec.a_transposed))
+        self._set_attribute(EPILOGUE, ctypes.c_uint32(EPILOGUE_BIAS if spec.bias else EPILOGUE_DEFAULT))
+        if spec.bias:
+            self._set_attribute(BIAS_DTYPE, ctypes.c_int32(DTYPE_CODES[spec.dtype]))
+        self._b = self._create_layout(spec.dtype, *((spec.k, spec.n) if spec.b_transposed else (spec.n, spec.k)))
+        self._a = self._create_layout(spec.dtype, *((spec.m, spec.k) if spec.a_transposed else (spec.k, spec.m)))
+        self._out = self._create_layout(spec.out_dtype, spec.n, spec.m)
+        self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(float(spec.has_addend))
 
-    def _set(self, what: int, value: Any) -> None:
+    def _set_attribute(self, attribute: int, value: Any) -> None:
         _check(
             library().cublasLtMatmulDescSetAttribute(
-                self._descriptor, what, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
+                self._descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
             )
         )
 
-    def _layout(self, kind: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
+    def _create_layout(self, dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
         sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-        _check(library().cublasLtMatrixLayoutCreate(ctypes.byref(layout), KINDS[kind], *sizes))
+        _check(library().cublasLtMatrixLayoutCreate(ctypes.byref(layout), DTYPE_CODES[dtype], *sizes))
         return layout
 
-    def ways(self) -> list[Way]:
-        """The algorithms that the library proposes, its favourite first."""
-        preference, found, ways = ctypes.c_void_p(), ctypes.c_int(), (Way * PROPOSALS)()
+    def propose_algorithms(self) -> list[Algorithm]:
+        """Return the algorithms that the library proposes, the one it expects to be fastest first."""
+        preference, found, algorithms = ctypes.c_void_p(), ctypes.c_int(), (Algorithm * MAX_PROPOSALS)()
         _check(library().cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
-        size = ctypes.c_size_t(WORKSPACE)
+        size = ctypes.c_size_t(WORKSPACE_BYTES)
         _check(
             library().cublasLtMatmulPreferenceSetAttribute(
-                preference, 1, ctypes.byref(size), ctypes.c_size_t(ctypes.sizeof(size))
+                preference, MAX_WORKSPACE, ctypes.byref(size), ctypes.c_size_t(ctypes.sizeof(size))
             )
         )
-        given = (
+        arguments = (
             self._descriptor,
             self._b,
             self._a,
             self._out,
             self._out,
             preference,
-            PROPOSALS,
-            ways,
+            MAX_PROPOSALS,
+            algorithms,
             ctypes.byref(found),
         )
-        status = library().cublasLtMatmulAlgoGetHeuristic(_handle(self.device), *given)
+        status = library().cublasLtMatmulAlgoGetHeuristic(_handle(self.device), *arguments)
         library().cublasLtMatmulPreferenceDestroy(preference)
-        return [] if status else [way for way in ways[: found.value] if way.state == 0]
+        return [] if status else [algorithm for algorithm in algorithms[: found.value] if algorithm.status == 0]
 
-    def kin(self, way: Way) -> list[Way]:
-        """The same kernel with another tile order or option: the library does not always propose the best of these."""
+    def list_variants(self, algorithm: Algorithm) -> list[Algorithm]:
+        """Return the kernel with other tile orders and options: the library does not always propose the fastest."""
         option_count, size, found = ctypes.c_int32(), ctypes.c_size_t(), {}
-        given = ctypes.byref(option_count), ctypes.c_size_t(ctypes.sizeof(option_count)), ctypes.byref(size)
-        library().cublasLtMatmulAlgoCapGetAttribute(ctypes.byref(way), MOST_OPTIONS, *given)
+        arguments = ctypes.byref(option_count), ctypes.c_size_t(ctypes.sizeof(option_count)), ctypes.byref(size)
+        library().cublasLtMatmulAlgoCapGetAttribute(ctypes.byref(algorithm), CUSTOM_OPTION_MAX, *arguments)
         for swizzle, option in itertools.product(range(2), range(option_count.value + 1)):
-            other = Way.from_buffer_copy(way)
-            for what, value in ((SWIZZLE, ctypes.c_uint32(swizzle)), (OPTION, ctypes.c_uint32(option))):
+            other = Algorithm.from_buffer_copy(algorithm)
+            for attribute, value in ((SWIZZLE, ctypes.c_uint32(swizzle)), (CUSTOM_OPTION, ctypes.c_uint32(option))):
                 setting = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
-                library().cublasLtMatmulAlgoConfigSetAttribute(ctypes.byref(other), what, *setting)
-            found[bytes(other.kernel)] = self.way_of(bytes(other.kernel))
-        return [other for kernel, other in found.items() if other is not None and kernel != bytes(way.kernel)]
+                library().cublasLtMatmulAlgoConfigSetAttribute(ctypes.byref(other), attribute, *setting)
+            found[bytes(other.algo)] = self.restore_algorithm(bytes(other.algo))
+        return [other for algo, other in found.items() if other is not None and algo != bytes(algorithm.algo)]
 
-    def way_of(self, kernel: bytes) -> Way | None:
-        """An algorithm saved earlier, perhaps by another process; None if the library does not accept it for this matmul."""
-        way, checked = Way(), Way()
-        if len(kernel) != ctypes.sizeof(way.kernel):
+    def restore_algorithm(self, algo: bytes) -> Algorithm | None:
+        """Return an algorithm saved earlier, perhaps by another process; None if the library rejects it here."""
+        algorithm, checked = Algorithm(), Algorithm()
+        if len(algo) != ctypes.sizeof(algorithm.algo):
             return None
-        ctypes.memmove(way.kernel, kernel, len(kernel))
-        given = self._descriptor, self._b, self._a, self._out, self._out, ctypes.byref(way), ctypes.byref(checked)
-        status = library().cublasLtMatmulAlgoCheck(_handle(self.device), *given)
-        return None if status or checked.state or checked.workspace > WORKSPACE else way
+        ctypes.memmove(algorithm.algo, algo, len(algo))
+        arguments = (
+            self._descriptor,
+            self._b,
+            self._a,
+            self._out,
+            self._out,
+            ctypes.byref(algorithm),
+            ctypes.byref(checked),
+        )
+        status = library().cublasLtMatmulAlgoCheck(_handle(self.device), *arguments)
+        return None if status or checked.status or checked.workspace > WORKSPACE_BYTES else algorithm
 
-    def make(
-        self, way: Way, a: Tensor, b: Tensor, bias: Tensor | None, onto: Tensor | None, out: Tensor, workspace: Tensor
+    def run(
+        self,
+        algorithm: Algorithm,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        addend: Tensor | None,
+        out: Tensor,
+        workspace: Tensor,
     ) -> None:
         """Run this algorithm in the current CUDA stream."""
         if bias is not None:
-            self._set(BIAS, ctypes.c_void_p(bias.data_ptr()))
-        here, before = out.data_ptr(), (out if onto is None else onto).data_ptr()
+            self._set_attribute(BIAS, ctypes.c_void_p(bias.data_ptr()))
+        out_pointer, addend_pointer = out.data_ptr(), (out if addend is None else addend).data_ptr()
         matrices = (
             b.data_ptr(),
             self._b,
             a.data_ptr(),
             self._a,
-            ctypes.addressof(self._before),
-            before,
+            ctypes.addressof(self._beta),
+            addend_pointer,
             self._out,
-            here,
+            out_pointer,
             self._out,
         )
-        last = (
-            ctypes.addressof(way.kernel),
+        algorithm_arguments = (
+            ctypes.addressof(algorithm.algo),
             workspace.data_ptr(),
             workspace.numel(),
             torch.cuda.current_stream(self.device).cuda_stream,
         )
         _check(
             library().cublasLtMatmul(
-                _handle(self.device), self._descriptor, ctypes.addressof(self._one), *matrices, *last
+                _handle(self.device), self._descriptor, ctypes.addressof(self._alpha), *matrices, *algorithm_arguments
             )
         )

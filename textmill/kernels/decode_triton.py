@@ -12,31 +12,33 @@ from torch import Tensor
 
 from textmill.kernels.require_triton import tl, triton
 
-FEW = 4
+MAX_FUSED_TEXTS = 4
 """Up to so many texts these kernels do the matmuls too; for more, cuBLAS is faster."""
 SPREAD = 264
 """Programs that attention is divided into if texts are long enough: two per multiprocessor of an H200."""
 MAX_PARTS, POSITIONS, WARPS = 8, 32, 2
 """Most parts that one text's positions are divided into, positions per iteration, and warps."""
-ROWS, TILE, PRODUCT_WARPS = 4, 8192, 4
+ROWS, TILE, LINEAR_WARPS = 4, 8192, 4
 """Most rows and elements of a matrix per program, and its warps."""
 LOWEST = -1e30
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _embed(ids, places, tokens, positions, out, width, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _embed(ids, position_ids, tokens, positions, out, width, C: tl.constexpr):  # type: ignore[no-untyped-def]
     row, columns = tl.program_id(0), tl.arange(0, C)
     inside = columns < width
     token = tl.maximum(tl.load(ids + row), 0) * width + columns
-    place = tl.load(places + row) * width + columns
+    position = tl.load(position_ids + row) * width + columns
     values = tl.load(tokens + token, mask=inside, other=0.0).to(tl.float32) + tl.load(
-        positions + place, mask=inside, other=0.0
+        positions + position, mask=inside, other=0.0
     )
     tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_norm(x, delta, bias, weight, shift, sums, out, width, epsilon, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_norm(  # type: ignore[no-untyped-def]
+    x, delta, bias, weight, shift, sums, out, width, epsilon, C: tl.constexpr
+):
     columns = tl.arange(0, C)
     inside = columns < width
     at = tl.program_id(0).to(tl.int64) * width + columns
@@ -54,7 +56,7 @@ def _add_norm(x, delta, bias, weight, shift, sums, out, width, epsilon, C: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
+def _fused_linear(  # type: ignore[no-untyped-def]
     x, weight, bias, scale, shift, added, out, outputs, epsilon,
     K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +85,9 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _joined(partial_outputs, weights, one, working, columns, C: tl.constexpr, S: tl.constexpr, LOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine_parts(  # type: ignore[no-untyped-def]
+    partial_outputs, weights, one, working, columns, C: tl.constexpr, S: tl.constexpr, LOW: tl.constexpr
+):
     """Combine the partial results of all parts; .cg bypasses the L1 cache, since other programs wrote them."""
     parts = tl.arange(0, S)
     finished = parts < working
@@ -101,20 +105,20 @@ def _joined(partial_outputs, weights, one, working, columns, C: tl.constexpr, S:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, cache, places, out, partial_outputs, weights, arrivals, heads, length, scale,
+    qkv, cache, position_ids, out, partial_outputs, weights, arrivals, heads, length, scale,
     D: tl.constexpr, C: tl.constexpr, T: tl.constexpr, S: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     text, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, C)
     inside = columns < D
     one, each = text * heads + head, heads * 2 * D
-    place = tl.load(places + text).to(tl.int32)
-    working = tl.minimum(S, tl.maximum(1, (place + T - 1) // T))
+    position = tl.load(position_ids + text).to(tl.int32)
+    working = tl.minimum(S, tl.maximum(1, (position + T - 1) // T))
     cached = cache + text.to(tl.int64) * length * each + head * 2 * D
     if part < working:
         rows = part * T + tl.arange(0, T)
         at = cached + rows[:, None] * each + columns[None, :]
-        valid = (rows < place)[:, None] & inside[None, :]
+        valid = (rows < position)[:, None] & inside[None, :]
         keys = tl.load(at, mask=valid, other=0.0)
         values = tl.load(at + D, mask=valid, other=0.0)
         current = qkv + one * 3 * D + columns
@@ -123,11 +127,11 @@ def _attend(  # type: ignore[no-untyped-def]
         value = tl.load(current + 2 * D, mask=inside, other=0.0)
         # Online softmax, separately for each of T lanes; the next keys and values are prefetched meanwhile.
         tops, totals, sums = tl.full((T,), LOW, tl.float32), tl.zeros((T,), tl.float32), tl.zeros((T, C), tl.float32)
-        for start in range(part * T, place, S * T):
-            now_keys, now_values, seen = keys, values, start + tl.arange(0, T) < place
+        for start in range(part * T, position, S * T):
+            now_keys, now_values, seen = keys, values, start + tl.arange(0, T) < position
             rows = start + S * T + tl.arange(0, T)
             at = cached + rows[:, None] * each + columns[None, :]
-            valid = (rows < place)[:, None] & inside[None, :]
+            valid = (rows < position)[:, None] & inside[None, :]
             keys = tl.load(at, mask=valid, other=0.0)
             values = tl.load(at + D, mask=valid, other=0.0)
             scores = tl.where(seen, tl.sum(query[None, :] * now_keys.to(tl.float32), 1), LOW)
@@ -142,8 +146,8 @@ def _attend(  # type: ignore[no-untyped-def]
         total = tl.sum(totals * scales, 0) + share
         output = tl.sum(sums * scales[:, None], 0) + share * value.to(tl.float32)
         if part == 0:
-            tl.store(cached + place * each + columns, key, mask=inside)
-            tl.store(cached + place * each + D + columns, value, mask=inside)
+            tl.store(cached + position * each + columns, key, mask=inside)
+            tl.store(cached + position * each + D + columns, value, mask=inside)
         if S == 1:
             tl.store(out + one * D + columns, (output / total).to(out.dtype.element_ty), mask=inside)
         else:
@@ -153,16 +157,16 @@ def _attend(  # type: ignore[no-untyped-def]
             tl.store(weights + (one * S + part) * 2 + 1, total)
             tl.debug_barrier()
             if tl.atomic_add(arrivals + one, 1, sem="acq_rel", scope="gpu") == working - 1:
-                found = _joined(partial_outputs, weights, one, working, columns, C, S, LOW)
+                found = _combine_parts(partial_outputs, weights, one, working, columns, C, S, LOW)
                 tl.store(out + one * D + columns, found.to(out.dtype.element_ty), mask=inside)
                 tl.store(arrivals + one, 0)
 
 
-def embed(ids_N: Tensor, places_N: Tensor, tokens_VE: Tensor, positions_TE: Tensor) -> Tensor:
+def embed(ids_N: Tensor, positions_N: Tensor, tokens_VE: Tensor, positions_TE: Tensor) -> Tensor:
     """Token plus position embeddings; an id below 0 counts as 0."""
     width = tokens_VE.shape[1]
     out_NE = torch.empty(len(ids_N), width, device=ids_N.device, dtype=tokens_VE.dtype)
-    _embed[(len(ids_N),)](ids_N, places_N, tokens_VE, positions_TE, out_NE, width, C=triton.next_power_of_2(width))
+    _embed[(len(ids_N),)](ids_N, positions_N, tokens_VE, positions_TE, out_NE, width, C=triton.next_power_of_2(width))
     return out_NE
 
 
@@ -186,27 +190,27 @@ def add_norm(x_NE: Tensor, delta_NE: Tensor, bias_E: Tensor, norm: torch.nn.Laye
     return sums_NE, out_NE
 
 
-def product(x_NK: Tensor, linear: Any, norm: Any = None, gelu: str = "", added: Tensor | None = None) -> Tensor:
+def fused_linear(x_NK: Tensor, linear: Any, norm: Any = None, gelu: str = "", added: Tensor | None = None) -> Tensor:
     """linear(norm(x)), then GELU ("tanh" or "none", as in torch) or a residual added; for few texts."""
     rows, inputs = x_NK.shape
     outputs, columns = linear.weight.shape[0], triton.next_power_of_2(inputs)
     out_NF = torch.empty(rows, outputs, device=x_NK.device, dtype=x_NK.dtype)
-    at_once, warps = _shape_of(outputs, columns)
-    _product[(triton.cdiv(outputs, at_once), rows)](
-        x_NK, linear.weight, linear.bias, norm.weight if norm else x_NK, norm.bias if norm else x_NK, x_NK if added is None else added,
-        out_NF, outputs, norm.eps if norm else 0.0, K=inputs, C=columns, R=at_once, NORM=norm is not None, GELU=gelu,
-        ADD=added is not None, num_warps=warps,
+    at_once, warps = _tile_shape(outputs, columns)
+    _fused_linear[(triton.cdiv(outputs, at_once), rows)](
+        x_NK, linear.weight, linear.bias, norm.weight if norm else x_NK, norm.bias if norm else x_NK,
+        x_NK if added is None else added, out_NF, outputs, norm.eps if norm else 0.0,
+        K=inputs, C=columns, R=at_once, NORM=norm is not None, GELU=gelu, ADD=added is not None, num_warps=warps,
     )  # fmt: skip
     return out_NF
 
 
-def _shape_of(outputs: int, columns: int) -> tuple[int, int]:
+def _tile_shape(outputs: int, columns: int) -> tuple[int, int]:
     """Rows of a matrix per program, and its warps."""
     most = max(1, min(ROWS, TILE // columns, outputs // 256))
-    return triton.next_power_of_2(most + 1) // 2, PRODUCT_WARPS
+    return triton.next_power_of_2(most + 1) // 2, LINEAR_WARPS
 
 
-def attend(qkv_NH3D: Tensor, cache: Tensor, places_N: Tensor, arrivals: Tensor) -> Tensor:
+def attend(qkv_NH3D: Tensor, cache: Tensor, positions_N: Tensor, arrivals: Tensor) -> Tensor:
     """Write each text's new key and value into the KV cache [slots, length, H, 2, D]; return attention, heads joined.
 
     `arrivals` holds a zero per head and slot: a counter of finished parts.
@@ -221,7 +225,7 @@ def attend(qkv_NH3D: Tensor, cache: Tensor, places_N: Tensor, arrivals: Tensor) 
         qkv_NH3D.new_empty(rows, heads, parts, each, dtype=torch.float32) for each in (columns, 2)
     )
     _attend[(rows, heads, parts)](
-        qkv_NH3D, cache, places_N, out_NE, partial_outputs, weights, arrivals, heads, cache.shape[1], head**-0.5,
+        qkv_NH3D, cache, positions_N, out_NE, partial_outputs, weights, arrivals, heads, cache.shape[1], head**-0.5,
         D=head, C=columns, T=POSITIONS, S=parts, LOW=LOWEST, num_warps=WARPS,
     )  # fmt: skip
     return out_NE

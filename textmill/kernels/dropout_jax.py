@@ -10,14 +10,14 @@ from jax import Array
 PRIME, FIRST, SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 
 
-def drop(x: Array, share: float, keys_N: Array | None, site: int) -> Array:
+def drop(x: Array, fraction: float, keys_N: Array | None, site: int) -> Array:
     """Zero a fraction of x [samples, ...] and scale up the rest; no dropout without keys."""
-    if keys_N is None or share == 0:
+    if keys_N is None or fraction == 0:
         return x
     counters = jnp.arange(math.prod(x.shape[1:]), dtype=jnp.uint32).reshape(x.shape[1:])
     keys = _mix(keys_N + jnp.uint32(site * PRIME % (1 << 32))).reshape(-1, *[1] * (x.ndim - 1))
-    keep = (_mix(counters * (keys | 1) + keys) >> 8) >= jnp.uint32(int(share * (1 << 24)))
-    return x * keep * (1 / (1 - share))
+    keep = (_mix(counters * (keys | 1) + keys) >> 8) >= jnp.uint32(int(fraction * (1 << 24)))
+    return x * keep * (1 / (1 - fraction))
 
 
 def _mix(x: Array) -> Array:

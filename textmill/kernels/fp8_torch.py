@@ -1,8 +1,8 @@
 """fp8 matmuls with one scale per row, and an MLP built from them.
 
 The output and the gradient of the inputs are fp8 matmuls; the gradient of the weights, which sums over rows, stays in
-bf16. Scaling and rounding are plain operations, which the compiler fuses into the kernel that produces the numbers.
-Around the GELU, the widest tensor, our own Triton kernels do it and read and write each row once.
+bf16. Scaling and rounding are torch operations, which the compiler fuses into the kernel that produces the numbers.
+Only around the GELU, the widest tensor, Triton kernels of our own do both; they read and write each row once.
 
 Shapes in names: M rows, K summed over, N columns, F inner width of the MLP.
 """
@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from textmill.kernels.matmul_torch import times
+from textmill.kernels.matmul_torch import matmul_to_dtype
 
 try:
     from textmill.kernels import gelu_fp8_triton
 except ImportError:  # Triton kernels cannot be built here
     gelu_fp8_triton = None  # type: ignore[assignment]
 
-KIND = torch.float8_e4m3fn
+FP8_DTYPE = torch.float8_e4m3fn
 """e4m3 for everything: with one scale per row gradients do not need the wider range of e5m2."""
-TINY = 1e-30
-"""Lower bound of a row's maximum, so that a row of zeros has a scale."""
-MULTIPLE = 16
+MIN_ROW_MAX = 1e-30
+"""Lower bound of a row's largest magnitude, so that the scale of a row of zeros is not 0."""
+WIDTH_MULTIPLE = 16
 """fp8 matmuls need widths that are multiples of this."""
 
 
@@ -34,14 +34,14 @@ QuantizedRows = tuple[Tensor, Tensor]
 """Rows in fp8 [M, K] and their scales [M, 1]."""
 
 
-def rows8(x_MK: Tensor) -> QuantizedRows:
+def quantize_rows(x_MK: Tensor) -> QuantizedRows:
     """Quantise to fp8: each row is scaled so that its largest magnitude becomes the largest fp8 number."""
     x_MK = x_MK.float()
-    scale_M1 = x_MK.abs().amax(1, keepdim=True).clamp_min(TINY) / torch.finfo(KIND).max
-    return (x_MK / scale_M1).to(KIND).contiguous(), scale_M1
+    scale_M1 = x_MK.abs().amax(1, keepdim=True).clamp_min(MIN_ROW_MAX) / torch.finfo(FP8_DTYPE).max
+    return (x_MK / scale_M1).to(FP8_DTYPE).contiguous(), scale_M1
 
 
-def product8(a: QuantizedRows, b: QuantizedRows) -> Tensor:
+def fp8_matmul(a: QuantizedRows, b: QuantizedRows) -> Tensor:
     """a times b's transpose, in bf16."""
     (a_MK, a_M1), (b_NK, b_N1) = a, b
     return torch._scaled_mm(
@@ -49,60 +49,64 @@ def product8(a: QuantizedRows, b: QuantizedRows) -> Tensor:
     )
 
 
-def mlp8(x_MK: Tensor, fc_FK: Tensor, bias_F: Tensor, proj_NF: Tensor, tanh: bool) -> Tensor:
+def fp8_mlp(x_MK: Tensor, fc_FK: Tensor, bias_F: Tensor, proj_NF: Tensor, tanh: bool) -> Tensor:
     """Two linear layers, the second without its bias, and a GELU between them."""
-    y_MN: Tensor = _MLP8.apply(x_MK.to(torch.bfloat16), fc_FK, bias_F, proj_NF, tanh)  # type: ignore[no-untyped-call]
+    y_MN: Tensor = _FP8MLP.apply(x_MK.to(torch.bfloat16), fc_FK, bias_F, proj_NF, tanh)  # type: ignore[no-untyped-call]
     return y_MN
 
 
-class _MLP8(torch.autograd.Function):
+class _FP8MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, fc_FK: Tensor, bias_F: Tensor, proj_NF: Tensor, tanh: bool) -> Tensor:
-        h_MF = product8(rows8(x_MK), rows8(fc_FK))
+        h_MF = fp8_matmul(quantize_rows(x_MK), quantize_rows(fc_FK))
         y_MF, y8_MF, scale_M1 = bias_gelu8(h_MF, bias_F, tanh)
         ctx.save_for_backward(x_MK, h_MF, y_MF, fc_FK, bias_F, proj_NF)
         ctx.tanh = tanh
-        return product8((y8_MF, scale_M1), rows8(proj_NF))
+        return fp8_matmul((y8_MF, scale_M1), quantize_rows(proj_NF))
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         x_MK, h_MF, y_MF, fc_FK, bias_F, proj_NF = ctx.saved_tensors
-        for_fc, for_proj = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
-        dproj_NF = times(dy_MN.T, y_MF, proj_NF.dtype) if for_proj else None
-        inner_MF = product8(rows8(dy_MN), rows8(proj_NF.T))
-        dh_MF, dh8_MF, scale_M1, sums_F = bias_gelu8_backward(inner_MF, h_MF, bias_F, ctx.tanh)
-        dfc_FK = times(dh_MF.T, x_MK, fc_FK.dtype) if for_fc else None
-        return product8((dh8_MF, scale_M1), rows8(fc_FK.T)), dfc_FK, sums_F.to(bias_F.dtype), dproj_NF, None
+        needs_dfc, needs_dproj = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        dproj_NF = matmul_to_dtype(dy_MN.T, y_MF, proj_NF.dtype) if needs_dproj else None
+        dy_MF = fp8_matmul(quantize_rows(dy_MN), quantize_rows(proj_NF.T))
+        dh_MF, dh8_MF, scale_M1, sums_F = bias_gelu8_backward(dy_MF, h_MF, bias_F, ctx.tanh)
+        dfc_FK = matmul_to_dtype(dh_MF.T, x_MK, fc_FK.dtype) if needs_dfc else None
+        return fp8_matmul((dh8_MF, scale_M1), quantize_rows(fc_FK.T)), dfc_FK, sums_F.to(bias_F.dtype), dproj_NF, None
 
 
 @torch.library.custom_op("textmill::bias_gelu8", mutates_args=())
 def bias_gelu8(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
     """GELU of h + bias, in h's precision and in fp8 with the rows' scales."""
     if h_MF.is_cuda and gelu_fp8_triton is not None:
-        return gelu_fp8_triton.forward(h_MF, bias_F, tanh, KIND, TINY)
+        return gelu_fp8_triton.forward(h_MF, bias_F, tanh, FP8_DTYPE, MIN_ROW_MAX)
     y_MF = F.gelu(h_MF.float() + bias_F.float(), approximate="tanh" if tanh else "none").to(h_MF.dtype)
-    return y_MF, *rows8(y_MF)
+    return y_MF, *quantize_rows(y_MF)
 
 
 @torch.library.custom_op("textmill::bias_gelu8_backward", mutates_args=())
 def bias_gelu8_backward(
     dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of h, in its precision and in fp8 with the rows' scales, and in fp32 the bias's."""
+    """The gradient of h, in h's precision and in fp8 with the rows' scales, and the gradient of the bias in fp32."""
     if h_MF.is_cuda and gelu_fp8_triton is not None:
-        return gelu_fp8_triton.backward(dy_MF, h_MF, bias_F, tanh, KIND, TINY)
+        return gelu_fp8_triton.backward(dy_MF, h_MF, bias_F, tanh, FP8_DTYPE, MIN_ROW_MAX)
     x_MF = h_MF.float() + bias_F.float()
-    exact_MF = torch.ops.aten.gelu_backward(dy_MF.float(), x_MF, approximate="tanh" if tanh else "none")
-    dx_MF = exact_MF.to(h_MF.dtype)
-    return dx_MF, *rows8(dx_MF), exact_MF.sum(0)
+    dx_fp32_MF = torch.ops.aten.gelu_backward(dy_MF.float(), x_MF, approximate="tanh" if tanh else "none")
+    dx_MF = dx_fp32_MF.to(h_MF.dtype)
+    return dx_MF, *quantize_rows(dx_MF), dx_fp32_MF.sum(0)
 
 
 @bias_gelu8.register_fake
 def _(h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=KIND), h_MF.new_empty(len(h_MF), 1, dtype=torch.float32)
+    return (
+        torch.empty_like(h_MF),
+        torch.empty_like(h_MF, dtype=FP8_DTYPE),
+        h_MF.new_empty(len(h_MF), 1, dtype=torch.float32),
+    )
 
 
 @bias_gelu8_backward.register_fake
 def _(dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale_M1, sums_F = (h_MF.new_empty(size, dtype=torch.float32) for size in ((len(h_MF), 1), (h_MF.shape[1],)))
-    return torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=KIND), scale_M1, sums_F
+    return torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=FP8_DTYPE), scale_M1, sums_F

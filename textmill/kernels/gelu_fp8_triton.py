@@ -1,7 +1,7 @@
-"""Bias + GELU + fp8 quantisation in one Triton kernel, and its backward pass (with column sums) in another.
+"""Bias + GELU + fp8 quantisation in one Triton kernel; the backward pass, with the bias gradient, in another.
 
-A program holds one full row in registers, so the row's maximum is known before anything is written. Programs
-interleave rows, so that together they read memory from start to end.
+A program holds one full row in registers, so the row's maximum is known before anything is written.
+Of P programs, program i processes the rows i, i + P, i + 2P ..., so that together they read memory sequentially.
 """
 
 from __future__ import annotations
@@ -9,107 +9,125 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.kernels.column_sums_triton import summed
-from textmill.kernels.gelu_triton import phi_of
+from textmill.kernels.column_sums_triton import column_sums
+from textmill.kernels.gelu_triton import phi_and_derivative
 from textmill.kernels.require_triton import tl, triton
 
-COLUMNS, PROGRAMS = 16, 2112
-"""Columns per thread (which determines the warps), and the number of programs."""
-COLUMNS_BACK, PROGRAMS_BACK = 16, 264
-"""The same for the backward pass, where each program keeps its own column sums."""
+COLUMNS_PER_THREAD, PROGRAMS = 16, 2112
+"""Forward pass: columns per thread, which determines the number of warps, and the number of programs."""
+BACKWARD_COLUMNS_PER_THREAD, BACKWARD_PROGRAMS = 16, 264
+"""The same for the backward pass, where each program also writes one row of partial column sums."""
 VECTOR = tl.constexpr(8)
 """Adjacent columns per thread: one bf16 vector load; fp8 uses the same number to avoid a layout conversion."""
 
 
 @triton.jit
-def _nan_max(one, other):  # type: ignore[no-untyped-def]
+def _nan_max(a, b):  # type: ignore[no-untyped-def]
     """Maximum that propagates NaN: a row with a NaN must not look finite."""
-    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_scale(row, TINY: tl.constexpr, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The same scale as in fp8_torch."""
-    return tl.div_rn(_nan_max(tl.reduce(tl.abs(row), 0, _nan_max), TINY), LARGEST)
+def _row_scale(row, MIN_ROW_MAX: tl.constexpr, FP8_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the row's largest magnitude divided by the largest fp8 number, as `fp8_torch.quantize_rows` does."""
+    return tl.div_rn(_nan_max(tl.reduce(tl.abs(row), 0, _nan_max), MIN_ROW_MAX), FP8_MAX)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    h, bias, y, y8, scales, rows, width, TANH: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, C: tl.constexpr
+    h,
+    bias,
+    y,
+    y8,
+    scales,
+    rows,
+    width,
+    TANH: tl.constexpr,
+    MIN_ROW_MAX: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    columns = tl.max_contiguous(tl.arange(0, C), VECTOR)
-    inside = columns < width
-    given = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    column_mask = columns < width
+    bias_values = tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    h_now = tl.load(h + row * width + columns, mask=inside & (row < rows), other=0.0)
+    next_h = tl.load(h + row * width + columns, mask=column_mask & (row < rows), other=0.0)
     for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
-        values, now, at = h_now.to(tl.float32) + given, row, row * width + columns
+        values, current_row, offsets = next_h.to(tl.float32) + bias_values, row, row * width + columns
         row += tl.num_programs(0)  # prefetch the next row
-        h_now = tl.load(h + row * width + columns, mask=inside & (row < rows), other=0.0)
-        phi, _ = phi_of(values, TANH)
+        next_h = tl.load(h + row * width + columns, mask=column_mask & (row < rows), other=0.0)
+        phi, _ = phi_and_derivative(values, TANH)
         out = (values * phi).to(y.dtype.element_ty)
-        tl.store(y + at, out, mask=inside)
-        rounded = out.to(tl.float32)
-        scale = _row_scale(rounded, TINY, LARGEST)
-        tl.store(y8 + at, (rounded * tl.div_rn(1.0, scale)).to(y8.dtype.element_ty), mask=inside)
-        tl.store(scales + now, scale)
+        tl.store(y + offsets, out, mask=column_mask)
+        out_fp32 = out.to(tl.float32)
+        scale = _row_scale(out_fp32, MIN_ROW_MAX, FP8_MAX)
+        tl.store(y8 + offsets, (out_fp32 * tl.div_rn(1.0, scale)).to(y8.dtype.element_ty), mask=column_mask)
+        tl.store(scales + current_row, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward(  # type: ignore[no-untyped-def]
-    dy, h, bias, dx, dx8, scales, sums, rows, width,
-    TANH: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr, C: tl.constexpr,
+    dy, h, bias, dx, dx8, scales, partial_sums, rows, width,
+    TANH: tl.constexpr, MIN_ROW_MAX: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.max_contiguous(tl.arange(0, C), VECTOR)
-    inside = columns < width
-    given = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
+    column_mask = columns < width
+    bias_values = tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([C], tl.float32)
-    at, here = row * width + columns, inside & (row < rows)
-    h_now, dy_now = tl.load(h + at, mask=here, other=0.0), tl.load(dy + at, mask=here, other=0.0)
+    column_totals = tl.zeros([BLOCK], tl.float32)
+    offsets, first_mask = row * width + columns, column_mask & (row < rows)
+    next_h = tl.load(h + offsets, mask=first_mask, other=0.0)
+    next_dy = tl.load(dy + offsets, mask=first_mask, other=0.0)
     for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
-        values, upstream = h_now.to(tl.float32) + given, dy_now.to(tl.float32)
-        now, at = row, row * width + columns
+        values, dy_values = next_h.to(tl.float32) + bias_values, next_dy.to(tl.float32)
+        current_row, offsets = row, row * width + columns
         row += tl.num_programs(0)  # prefetch the next row
-        after, valid = row * width + columns, inside & (row < rows)
-        h_now, dy_now = tl.load(h + after, mask=valid, other=0.0), tl.load(dy + after, mask=valid, other=0.0)
-        phi, derivative = phi_of(values, TANH)
-        exact = upstream * (phi + values * derivative)
-        total += exact
-        out = exact.to(dx.dtype.element_ty)
-        tl.store(dx + at, out, mask=inside)
-        rounded = out.to(tl.float32)
-        scale = _row_scale(rounded, TINY, LARGEST)
-        tl.store(dx8 + at, (rounded * tl.div_rn(1.0, scale)).to(dx8.dtype.element_ty), mask=inside)
-        tl.store(scales + now, scale)
-    tl.store(sums + tl.program_id(0) * width + columns, total, mask=inside)
+        next_offsets, next_mask = row * width + columns, column_mask & (row < rows)
+        next_h = tl.load(h + next_offsets, mask=next_mask, other=0.0)
+        next_dy = tl.load(dy + next_offsets, mask=next_mask, other=0.0)
+        phi, derivative = phi_and_derivative(values, TANH)
+        dx_fp32 = dy_values * (phi + values * derivative)
+        column_totals += dx_fp32
+        out = dx_fp32.to(dx.dtype.element_ty)
+        tl.store(dx + offsets, out, mask=column_mask)
+        out_fp32 = out.to(tl.float32)
+        scale = _row_scale(out_fp32, MIN_ROW_MAX, FP8_MAX)
+        tl.store(dx8 + offsets, (out_fp32 * tl.div_rn(1.0, scale)).to(dx8.dtype.element_ty), mask=column_mask)
+        tl.store(scales + current_row, scale)
+    tl.store(partial_sums + tl.program_id(0) * width + columns, column_totals, mask=column_mask)
 
 
-def _warps(width: int, columns: int) -> int:
-    """Warps of a program with so many columns per thread."""
+def _warp_count(width: int, columns: int) -> int:
+    """Return the warps that a program needs for a row, with this number of columns per thread."""
     return min(max(int(triton.next_power_of_2(width)) // (32 * columns), 1), 32)
 
 
-def forward(h_MF: Tensor, bias_F: Tensor, tanh: bool, kind: torch.dtype, tiny: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    h_MF: Tensor, bias_F: Tensor, tanh: bool, dtype: torch.dtype, min_row_max: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The Triton version of fp8_torch.bias_gelu8; h is contiguous."""
     rows, width = h_MF.shape
-    y_MF, y8_MF = torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=kind)
+    y_MF, y8_MF = torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=dtype)
     scale_M1 = torch.empty(rows, 1, device=h_MF.device)
-    programs, constants = min(PROGRAMS, rows), {"TANH": tanh, "TINY": tiny, "LARGEST": torch.finfo(kind).max}
-    given = h_MF, bias_F, y_MF, y8_MF, scale_M1, rows, width
-    _forward[(programs,)](*given, **constants, C=triton.next_power_of_2(width), num_warps=_warps(width, COLUMNS))
+    programs = min(PROGRAMS, rows)
+    constants = {"TANH": tanh, "MIN_ROW_MAX": min_row_max, "FP8_MAX": torch.finfo(dtype).max}
+    arguments = h_MF, bias_F, y_MF, y8_MF, scale_M1, rows, width
+    block, warps = triton.next_power_of_2(width), _warp_count(width, COLUMNS_PER_THREAD)
+    _forward[(programs,)](*arguments, **constants, BLOCK=block, num_warps=warps)
     return y_MF, y8_MF, scale_M1
 
 
 def backward(
-    dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool, kind: torch.dtype, tiny: float
+    dy_MF: Tensor, h_MF: Tensor, bias_F: Tensor, tanh: bool, dtype: torch.dtype, min_row_max: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The Triton version of fp8_torch.bias_gelu8_backward; all matrices are contiguous."""
     rows, width = h_MF.shape
-    dx_MF, dx8_MF = torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=kind)
+    dx_MF, dx8_MF = torch.empty_like(h_MF), torch.empty_like(h_MF, dtype=dtype)
     scale_M1 = torch.empty(rows, 1, device=h_MF.device)
-    programs, constants = min(PROGRAMS_BACK, rows), {"TANH": tanh, "TINY": tiny, "LARGEST": torch.finfo(kind).max}
-    sums = torch.empty(programs, width, device=h_MF.device)
-    given = dy_MF, h_MF, bias_F, dx_MF, dx8_MF, scale_M1, sums, rows, width
-    _backward[(programs,)](*given, **constants, C=triton.next_power_of_2(width), num_warps=_warps(width, COLUMNS_BACK))
-    return dx_MF, dx8_MF, scale_M1, summed(sums)
+    programs = min(BACKWARD_PROGRAMS, rows)
+    constants = {"TANH": tanh, "MIN_ROW_MAX": min_row_max, "FP8_MAX": torch.finfo(dtype).max}
+    partial_sums = torch.empty(programs, width, device=h_MF.device)
+    arguments = dy_MF, h_MF, bias_F, dx_MF, dx8_MF, scale_M1, partial_sums, rows, width
+    block, warps = triton.next_power_of_2(width), _warp_count(width, BACKWARD_COLUMNS_PER_THREAD)
+    _backward[(programs,)](*arguments, **constants, BLOCK=block, num_warps=warps)
+    return dx_MF, dx8_MF, scale_M1, column_sums(partial_sums)

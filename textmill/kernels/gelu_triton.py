@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from textmill.kernels.column_sums_triton import summed
+from textmill.kernels.column_sums_triton import column_sums
 from textmill.kernels.require_triton import tl, triton
 
 COLUMNS, ROWS, WARPS = 512, 4, 4
@@ -16,7 +16,7 @@ PROGRAMS = 264
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def phi_of(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
+def phi_and_derivative(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Phi(x), in the tanh form (written as a logistic function) or with erf, and its derivative.
 
     The fast exponential and division flush denormals to 0: fewer instructions, no visible effect on the result."""
@@ -31,14 +31,16 @@ def phi_of(x, TANH: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(x, bias, y, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _forward(  # type: ignore[no-untyped-def]
+    x, bias, y, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
     columns = tl.program_id(1) * C + tl.arange(0, C)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     inside = (columns < width)[None, :] & (row < rows)[:, None]
     at = row[:, None] * width + columns[None, :]
     given = tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + given[None, :]
-    phi, _ = phi_of(values, TANH)
+    phi, _ = phi_and_derivative(values, TANH)
     tl.store(y + at, (values * phi).to(y.dtype.element_ty), mask=inside)
 
 
@@ -50,7 +52,9 @@ def _load_rows(x, dy, row, rows, columns, width):  # type: ignore[no-untyped-def
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(x, bias, dy, dx, sums, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
+    x, bias, dy, dx, sums, rows, width, TANH: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
     """Programs interleave rows, so that together they read memory from start to end."""
     columns = tl.program_id(1) * C + tl.arange(0, C)
     inside = columns < width
@@ -63,7 +67,7 @@ def _backward(x, bias, dy, dx, sums, rows, width, TANH: tl.constexpr, R: tl.cons
         valid, at = (row < rows)[:, None] & inside[None, :], row[:, None] * width + columns[None, :]
         row += tl.num_programs(0) * R  # prefetch the next rows
         x_now, dy_now = _load_rows(x, dy, row, rows, columns, width)
-        phi, derivative = phi_of(values, TANH)
+        phi, derivative = phi_and_derivative(values, TANH)
         out = upstream * (phi + values * derivative)
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=valid)
         total += out
@@ -89,7 +93,7 @@ def bias_gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor, tanh: bool) 
     sums = torch.empty(programs, width, device=x_MF.device)
     grid = (programs, triton.cdiv(width, COLUMNS))
     _backward[grid](x_MF, bias_F, dy_MF, dx_MF, sums, rows, width, TANH=tanh, R=ROWS, C=COLUMNS, num_warps=WARPS)
-    return dx_MF, summed(sums)
+    return dx_MF, column_sums(sums)
 
 
 @bias_gelu.register_fake

@@ -1,11 +1,13 @@
-"""Matrix products of training, on a GPU each by the fastest of the ways that cuBLAS proposes, found by trying them.
+"""Matmuls for training; on a GPU each uses the fastest algorithm that cuBLASLt proposes, found by measuring them.
 
-The library's first proposal is the fastest for a card that is cool. One that trains is held at its power limit, and other tiles then do
-the same work with less: on an H200 they take 5 to 20% off most products of a GPT-2. So the card is warmed first, and the fastest few of
-short trials, and of those that differ from them by an order of tiles, have longer ones. What is chosen is kept for other runs
-(choices.py). Two ways differ in rounding, and so may runs on cards of another kind, and processes that choose at the same time.
-`engine.deterministic` leaves all products to torch.
-The loss chooses for the head's products always, a net for its own where it is compiled. Shapes in names: M rows, E inputs, F outputs.
+cuBLASLt's first proposal is the fastest on a cool GPU. A GPU that trains runs at its power limit, where other tile
+sizes need less power for the same work: on an H200 they make most matmuls of a GPT-2 5 to 20% faster. So the GPU is
+warmed up first. Every proposal gets a short trial; the fastest few, and variants of them with another tile order, get
+longer ones. The choice is cached for later runs (matmul_cache.py). Algorithms differ in rounding, so results may differ
+between GPU models, and between processes that measure at the same time. `engine.deterministic` uses torch's matmuls.
+
+The loss always uses tuned matmuls for the output head; a net uses them for its own layers if it is compiled.
+Shapes in names: M rows, E inputs, F outputs.
 """
 
 from __future__ import annotations
@@ -18,230 +20,236 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.kernels.cublaslt import KINDS, WORKSPACE, Form, Product, Way, card, library
-from textmill.kernels.matmul_cache import keep, kept
+from textmill.kernels.cublaslt import DTYPE_CODES, WORKSPACE_BYTES, Algorithm, Matmul, MatmulSpec, gpu_key, library
+from textmill.kernels.matmul_cache import load_algorithm, store_algorithm
 
-SMALL = 1e10
-"""Operations below which a product is torch's: nothing is to be gained there."""
-HEAT, TRY, TURN = 1.0, 0.006, 0.04
-"""Seconds of work before the first trial, so that the card is as warm as it will be; of a first trial, and of a turn among the few."""
-FEW = 4
-"""Ways that are fast enough in the first trials for their kin to be tried, and then for two turns, beside torch's."""
-WORTH = 0.99
-"""What part of torch's time another way may take at most to be chosen."""
-ALIGNED = 256
-"""Bytes at which matrices begin, as the library takes for granted."""
+MIN_FLOPS = 1e10
+"""Smaller matmuls are left to torch: tuning them gains nothing."""
+WARM_UP_SECONDS, SHORT_TRIAL_SECONDS, LONG_TRIAL_SECONDS = 1.0, 0.006, 0.04
+"""Work before the first trial, so that the GPU reaches its training temperature; and how long each trial runs."""
+FINALISTS = 4
+"""How many of the fastest algorithms get variants and long trials, compared with torch's own."""
+MAX_TIME_RATIO = 0.99
+"""An algorithm is chosen only if it needs at most this fraction of torch's time."""
+ALIGNMENT = 256
+"""Alignment in bytes that cuBLASLt assumes of every matrix."""
 
-Choice = tuple[Product, Way] | None
-"""How a product is made; None: by torch."""
+Choice = tuple[Matmul, Algorithm] | None
+"""How a matmul is computed; None: by torch."""
 Trial = tuple[Choice, Callable[[], None]]
-"""A way, and a product made in it."""
-_choices: dict[tuple[Form, torch.device], Choice] = {}
-_warm: set[torch.device] = set()
+"""A choice, and a function that runs the matmul with it."""
+_choices: dict[tuple[MatmulSpec, torch.device], Choice] = {}
+_warm_devices: set[torch.device] = set()
 
 
-def are_chosen(x_NTE: Tensor, weight_FE: Tensor) -> bool:
-    """Whether a linear layer's products are to be chosen: where it is compiled for training on a GPU, and not small."""
+def use_tuned_matmul(x_NTE: Tensor, weight_FE: Tensor) -> bool:
+    """True if a linear layer uses tuned matmuls: compiled for training on a GPU, and large enough."""
     trains = x_NTE.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()
-    return trains and 2 * x_NTE.numel() * len(weight_FE) >= SMALL
+    return trains and 2 * x_NTE.numel() * len(weight_FE) >= MIN_FLOPS
 
 
 def linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None) -> Tensor:
-    """As torch's own, autocast too."""
-    return (
-        _linear(x_NTE, weight_FE, bias_F, None) if are_chosen(x_NTE, weight_FE) else F.linear(x_NTE, weight_FE, bias_F)
-    )
+    """torch's F.linear, with tuned matmuls where they apply; autocast works as in torch."""
+    if use_tuned_matmul(x_NTE, weight_FE):
+        return _linear(x_NTE, weight_FE, bias_F, None)
+    return F.linear(x_NTE, weight_FE, bias_F)
 
 
 def add_linear(stream_NTF: Tensor, layer: nn.Linear, x_NTE: Tensor) -> Tensor:
-    """A stream and what a layer makes of x, whose bias has its gradient from elsewhere: it is the stream's, summed."""
+    """stream + layer(x). The bias gets no gradient here: norm_and_residual computes it from the stream's gradient."""
     return _linear(x_NTE, layer.weight, layer.bias.detach(), stream_NTF)
 
 
 def _linear(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_NTF: Tensor | None) -> Tensor:
     device = x_NTE.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NTE.dtype
-    stream_MF = None if stream_NTF is None else stream_NTF.to(kind).flatten(0, -2)
-    y_MF: Tensor = Linear.apply(x_NTE.to(kind).flatten(0, -2), weight_FE, bias_F, stream_MF)  # type: ignore[no-untyped-call]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_NTE.dtype
+    stream_MF = None if stream_NTF is None else stream_NTF.to(dtype).flatten(0, -2)
+    x_ME = x_NTE.to(dtype).flatten(0, -2)
+    y_MF: Tensor = Linear.apply(x_ME, weight_FE, bias_F, stream_MF)  # type: ignore[no-untyped-call]
     return y_MF.view(*x_NTE.shape[:-1], -1)
 
 
 class Linear(torch.autograd.Function):
-    """A linear layer in the precision of its inputs, added to a stream; the weights' gradients leave their products in the weights' own."""
+    """x W' + bias + stream in the precision of x; the matmul for the weight gradient writes the weight's precision."""
 
     @staticmethod
     def forward(ctx: Any, x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
         """x W' + bias + stream."""
-        kind, ctx.kind = x_ME.dtype, weight_FE.dtype
-        weight_FE = weight_FE.to(kind)
+        dtype, ctx.weight_dtype = x_ME.dtype, weight_FE.dtype
+        weight_FE = weight_FE.to(dtype)
         ctx.save_for_backward(x_ME, weight_FE)
-        y_MF: Tensor = chosen_linear(x_ME, weight_FE, None if bias_F is None else bias_F.to(kind), stream_MF)
+        y_MF: Tensor = tuned_linear(x_ME, weight_FE, None if bias_F is None else bias_F.to(dtype), stream_MF)
         return y_MF
 
     @staticmethod
     def backward(ctx: Any, dy_MF: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of all that asks for one."""
+        """The gradients of those inputs that need one."""
         x_ME, weight_FE = ctx.saved_tensors
         for_x, for_weight, for_bias, for_stream = ctx.needs_input_grad
-        slope_x = times(dy_MF, weight_FE, dy_MF.dtype) if for_x else None
-        slope_weight = times(dy_MF.t(), x_ME, ctx.kind) if for_weight else None
-        return slope_x, slope_weight, dy_MF.sum(0, dtype=ctx.kind) if for_bias else None, dy_MF if for_stream else None
+        dx_ME = matmul_to_dtype(dy_MF, weight_FE, dy_MF.dtype) if for_x else None
+        dweight_FE = matmul_to_dtype(dy_MF.t(), x_ME, ctx.weight_dtype) if for_weight else None
+        dbias_F = dy_MF.sum(0, dtype=ctx.weight_dtype) if for_bias else None
+        return dx_ME, dweight_FE, dbias_F, dy_MF if for_stream else None
 
 
 @torch.library.custom_op("textmill::linear", mutates_args=())
-def chosen_linear(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
-    """`product` with a matrix that lies turned, as torch's compiler takes it."""
-    return product(x_ME, weight_FE.t(), bias_F, stream_MF)
+def tuned_linear(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
+    """x W' + bias + stream, as an operator that torch.compile does not trace."""
+    return matmul(x_ME, weight_FE.t(), bias_F, stream_MF)
 
 
 @torch.library.custom_op("textmill::times", mutates_args=())
-def times(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
-    """a b in a precision of its own, as torch's compiler takes it."""
+def matmul_to_dtype(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
+    """a b in the given dtype, as an operator that torch.compile does not trace."""
     out = a.new_empty(a.shape[0], b.shape[1], dtype=kind)
-    multiply(a, b, out)
+    matmul_into(a, b, out)
     return out
 
 
-@chosen_linear.register_fake
+@tuned_linear.register_fake
 def _(x_ME: Tensor, weight_FE: Tensor, bias_F: Tensor | None, stream_MF: Tensor | None) -> Tensor:
     return x_ME.new_empty(x_ME.shape[0], weight_FE.shape[0])
 
 
-@times.register_fake
+@matmul_to_dtype.register_fake
 def _(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=kind)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-    """a b, with a row added to each of its own, and another matrix to all."""
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """a b + bias + addend, in the dtype of a."""
     out = a.new_empty(a.shape[0], b.shape[1])
-    multiply(a, b, out, bias=bias, onto=onto)
+    matmul_into(a, b, out, bias=bias, addend=addend)
     return out
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, onto: Tensor | None = None) -> None:
-    """out = a b, with a row added to each of its own, and another matrix to all, which may be out itself; summed in out's precision."""
-    form = _form_of(a, b, out, bias, onto)
-    choice = (
-        None if form is None or torch.are_deterministic_algorithms_enabled() else _choice(form, a, b, out, bias, onto)
-    )
+def matmul_into(a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, addend: Tensor | None = None) -> None:
+    """out = a b + bias + addend, summed in out's precision; the addend may be out itself."""
+    spec = None if torch.are_deterministic_algorithms_enabled() else _spec_of(a, b, out, bias, addend)
+    choice = None if spec is None else _choose(spec, a, b, out, bias, addend)
     if choice is None:
-        _by_torch(a, b, out, bias, onto)
-    else:
-        choice[0].make(
-            choice[1], a, b, bias, onto, out, _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream)
-        )
-
-
-def _by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> None:
-    wide: Any = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
-    if wide and not out.is_cuda:
-        a, b, wide = a.to(out.dtype), b.to(out.dtype), {}
-    if onto is None and bias is not None:
-        torch.addmm(bias, a, b, **wide, out=out)
+        _torch_matmul(a, b, out, bias, addend)
         return
-    torch.mm(a, b, **wide, out=out) if onto is None else torch.addmm(onto, a, b, **wide, out=out)
+    own, algorithm = choice
+    stream = torch.cuda.current_stream(out.device).cuda_stream
+    own.run(algorithm, a, b, bias, addend, out, _workspace(out.device, stream))
+
+
+def _torch_matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, addend: Tensor | None) -> None:
+    options: Any = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    if options and not out.is_cuda:
+        a, b, options = a.to(out.dtype), b.to(out.dtype), {}
+    if addend is None and bias is not None:
+        torch.addmm(bias, a, b, **options, out=out)
+        return
+    torch.mm(a, b, **options, out=out) if addend is None else torch.addmm(addend, a, b, **options, out=out)
     if bias is not None:
         out += bias
 
 
-def _form_of(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> Form | None:
-    """The product's form, where there is anything to choose."""
-    if not out.is_cuda or a.dtype == torch.float32 or a.dtype not in KINDS:
+def _spec_of(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, addend: Tensor | None) -> MatmulSpec | None:
+    """What identifies this matmul; None if cuBLASLt cannot compute it or tuning it gains nothing."""
+    if not out.is_cuda or a.dtype == torch.float32 or a.dtype not in DTYPE_CODES:
         return None
     (m, k), n = a.shape, b.shape[1]
-    if 2 * m * n * k < SMALL or library() is None:
+    if 2 * m * n * k < MIN_FLOPS or library() is None:
         return None
-    matrices = [a, b, out, out if onto is None else onto]
-    lies = [_turned(matrix) for matrix in matrices]
+    matrices = [a, b, out, out if addend is None else addend]
+    transposed = [_is_transposed(matrix) for matrix in matrices]
     if (
-        None in lies
-        or any(lies[2:])
+        None in transposed
+        or any(transposed[2:])
         or matrices[3].dtype != out.dtype
-        or any(matrix.data_ptr() % ALIGNED for matrix in matrices)
+        or any(matrix.data_ptr() % ALIGNMENT for matrix in matrices)
     ):
         return None
-    return Form(m, n, k, bool(lies[0]), bool(lies[1]), a.dtype, out.dtype, bias is not None, onto is not None)
+    a_transposed, b_transposed = bool(transposed[0]), bool(transposed[1])
+    return MatmulSpec(m, n, k, a_transposed, b_transposed, a.dtype, out.dtype, bias is not None, addend is not None)
 
 
-def _turned(matrix: Tensor) -> bool | None:
-    """Whether a matrix lies without gaps column by column, or row by row; None: neither."""
+def _is_transposed(matrix: Tensor) -> bool | None:
+    """True if a contiguous matrix is column-major, False if it is row-major; None if it is not contiguous."""
     rows, columns = matrix.shape
     return {(columns, 1): False, (1, rows): True}.get((matrix.stride(0), matrix.stride(1)))
 
 
 @cache
 def _workspace(device: torch.device, stream: int) -> Tensor:
-    """Memory for products of one stream; those of another may run at the same time."""
-    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    """Scratch memory for the matmuls of one CUDA stream; other streams may run at the same time."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def _choice(form: Form, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, onto: Tensor | None) -> Choice:
-    """How products of a form are made: the fastest way there is, tried once with the matrices of the first, or known from another run."""
-    key = form, out.device
+def _choose(spec: MatmulSpec, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, addend: Tensor | None) -> Choice:
+    """The fastest algorithm: known already, cached by another run, or measured now with these matrices."""
+    key = spec, out.device
     if key in _choices:
         return _choices[key]
     if torch.cuda.is_current_stream_capturing():
-        return None  # nothing can be tried now
-    made = Product(form, out.device)
-    known = _known(made)
-    if known is not None:
-        _choices[key] = known[0]
-        return known[0]
-    space = _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream)
-    result = out.clone() if onto is out else out  # which counts, where it is added to
-    before = result if onto is out else onto
-    own: Trial = None, lambda: _by_torch(a, b, result, bias, before)
+        return None  # nothing can be measured while a CUDA graph is captured
+    own = Matmul(spec, out.device)
+    cached = _cached_choice(own)
+    if cached is not None:
+        _choices[key] = cached[0]
+        return cached[0]
+    workspace = _workspace(out.device, torch.cuda.current_stream(out.device).cuda_stream)
+    result = out.clone() if addend is out else out  # trials must not change a sum that is still needed
+    before = result if addend is out else addend
+    by_torch: Trial = None, lambda: _torch_matmul(a, b, result, bias, before)
 
-    def tried(ways: list[Way]) -> list[Trial]:
-        return [((made, way), partial(made.make, way, a, b, bias, before, result, space)) for way in ways]
+    def trials(algorithms: list[Algorithm]) -> list[Trial]:
+        return [((own, one), partial(own.run, one, a, b, bias, before, result, workspace)) for one in algorithms]
 
-    if out.device not in _warm:
-        _seconds(own[1], HEAT)
-        _warm.add(out.device)
-    chosen = _choices[key] = _fastest(own, tried(made.ways()), lambda way: tried(made.kin(way)))
-    keep(card(out.device), str(form), b"" if chosen is None else bytes(chosen[1].kernel))
+    if out.device not in _warm_devices:
+        _seconds(by_torch[1], WARM_UP_SECONDS)
+        _warm_devices.add(out.device)
+    chosen = _fastest(
+        by_torch, trials(own.propose_algorithms()), lambda algorithm: trials(own.list_variants(algorithm))
+    )
+    _choices[key] = chosen
+    store_algorithm(gpu_key(out.device), str(spec), b"" if chosen is None else bytes(chosen[1].algo))
     return chosen
 
 
-def _known(made: Product) -> tuple[Choice] | None:
-    """What another run has chosen for such a product on such a card, if there was one."""
-    kernel = kept(card(made.device), str(made.form))
-    if not kernel:
-        return None if kernel is None else (None,)
-    way = made.way_of(kernel)
-    return None if way is None else ((made, way),)
+def _cached_choice(own: Matmul) -> tuple[Choice] | None:
+    """What an earlier run chose for this matmul on such a GPU; None: not measured yet."""
+    algo = load_algorithm(gpu_key(own.device), str(own.spec))
+    if not algo:
+        return None if algo is None else (None,)
+    algorithm = own.restore_algorithm(algo)
+    return None if algorithm is None else ((own, algorithm),)
 
 
-def _fastest(own: Trial, others: list[Trial], kin: Callable[[Way], list[Trial]]) -> Choice:
-    """The fastest way in two turns, of those that were fast in a first trial, and of their kin; torch's own, unless that is worth it."""
-    few = _fast(others)
-    few = _fast([*few, *(one for choice, _ in few if choice for one in kin(choice[1]))])
-    turns = [[_seconds(work, TURN) for _, work in (own, *few)] for _ in range(2)]
-    limit, *taken = (min(both) for both in zip(*turns, strict=True))
-    best, way = min(zip(taken, (way for way, _ in few), strict=True), key=lambda one: one[0], default=(limit, None))
-    return way if best <= WORTH * limit else None
+def _fastest(by_torch: Trial, proposed: list[Trial], variants: Callable[[Algorithm], list[Trial]]) -> Choice:
+    """The fastest finalist in the better of two long trials; torch's own unless it is beaten clearly."""
+    finalists = _fastest_few(proposed)
+    more = [trial for choice, _ in finalists if choice for trial in variants(choice[1])]
+    finalists = _fastest_few([*finalists, *more])
+    rounds = [[_seconds(work, LONG_TRIAL_SECONDS) for _, work in (by_torch, *finalists)] for _ in range(2)]
+    torch_seconds, *seconds = (min(both) for both in zip(*rounds, strict=True))
+    choices = [choice for choice, _ in finalists]
+    best, choice = min(zip(seconds, choices, strict=True), key=lambda one: one[0], default=(torch_seconds, None))
+    return choice if best <= MAX_TIME_RATIO * torch_seconds else None
 
 
-def _fast(some: list[Trial]) -> list[Trial]:
-    return sorted(some, key=lambda one: _seconds(one[1], TRY))[:FEW]
+def _fastest_few(trials: list[Trial]) -> list[Trial]:
+    return sorted(trials, key=lambda trial: _seconds(trial[1], SHORT_TRIAL_SECONDS))[:FINALISTS]
 
 
-def _seconds(work: Callable[[], None], spend: float) -> float:
-    """Seconds that the GPU needs for a piece of work, done again and again for as long as may be spent; infinite, if it cannot be done."""
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    taken = 0.0
-    for often in (1, 2, None):  # the first may wait until a kernel is loaded, the second says how often
-        if often is None and 2 * taken > spend:
+def _seconds(work: Callable[[], None], budget: float) -> float:
+    """GPU seconds of one call of `work`, averaged over about `budget` seconds of calls; infinite if it fails."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    each = 0.0
+    for fixed in (1, 2, None):  # the first call may load a kernel; the second measurement gives the number of repeats
+        if fixed is None and 2 * each > budget:
             break
-        times = often or int(spend / max(taken, 1e-6))
-        begun.record()
+        repeats = fixed or int(budget / max(each, 1e-6))
+        start.record()
         try:
-            for _ in range(times):
+            for _ in range(repeats):
                 work()
         except RuntimeError:
             return float("inf")
-        ended.record()
-        ended.synchronize()
-        taken = begun.elapsed_time(ended) / 1e3 / times
-    return taken
+        end.record()
+        end.synchronize()
+        each = start.elapsed_time(end) / 1e3 / repeats
+    return each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.kernels.column_sums_triton import summed
+from textmill.kernels.column_sums_triton import column_sums
 from textmill.kernels.require_triton import tl, triton
 
 CHUNK, PROGRAMS = 256, 528
@@ -86,4 +86,4 @@ def backward(
     given = dy_ME, x_ME, means_M, inverse_stds_M, weight_E, stream_ME, dx_ME, sums, rows, width
     columns = triton.next_power_of_2(width)
     _backward[(programs,)](*given, BIASES=biases, C=columns, num_warps=min(32, max(1, columns // CHUNK)))
-    return dx_ME, summed(sums.flatten(1)).view(-1, width)
+    return dx_ME, column_sums(sums.flatten(1)).view(-1, width)

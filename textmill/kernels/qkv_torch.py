@@ -18,13 +18,13 @@ except ImportError:  # Triton kernels cannot be built here
     qkv_triton = None  # type: ignore[assignment]
 
 
-def split(qkv_NTF: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(qkv_NTF: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [N, H, T, D] as views."""
     q, k, v = (part.transpose(1, 2) for part in qkv_NTF.view(*qkv_NTF.shape[:2], -1, 3, D).unbind(3))
     return q, k, v
 
 
-def project(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
+def project_qkv(x_NTE: Tensor, weight_FE: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [N, H, T, D] of a linear layer with tuned matmuls."""
     qkv_NTF = linear(x_NTE, weight_FE, bias_F.detach())  # _Split computes its gradient
     parts: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv_NTF, bias_F, D)  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv_NTF: Tensor, bias_F: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(bias_F)
-        return split(qkv_NTF, D)
+        return split_qkv(qkv_NTF, D)
 
     @staticmethod
     def backward(ctx: Any, dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -48,7 +48,7 @@ class _Split(torch.autograd.Function):
 def join_heads(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the joined QKV matrix [M, F], and its sum over tokens in fp32."""
     if dq_NHTD.is_cuda and qkv_triton is not None:
-        return qkv_triton.joined(dq_NHTD, dk_NHTD, dv_NHTD)
+        return qkv_triton.join_gradients(dq_NHTD, dk_NHTD, dv_NHTD)
     dqkv_MF = torch.stack([part.transpose(1, 2) for part in (dq_NHTD, dk_NHTD, dv_NHTD)], 3).flatten(2).flatten(0, 1)
     return dqkv_MF, dqkv_MF.sum(0, dtype=torch.float32)
 

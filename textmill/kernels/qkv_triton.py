@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from textmill.kernels.column_sums_triton import summed
+from textmill.kernels.column_sums_triton import column_sums
 from textmill.kernels.require_triton import tl, triton
 
 COLUMNS, ROWS, WARPS = 128, 8, 4
@@ -62,7 +62,7 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(own + 2 * D, tl.sum(total_v, 0), mask=columns < width)
 
 
-def joined(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
+def join_gradients(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the projection's output [tokens, heads x 3 x head width], and its column sums in fp32."""
     N, H, T, D = dq_NHTD.shape
     rows, width = N * T, H * D
@@ -73,4 +73,4 @@ def joined(dq_NHTD: Tensor, dk_NHTD: Tensor, dv_NHTD: Tensor) -> tuple[Tensor, T
     strides = *dq_NHTD.stride(), *dk_NHTD.stride(), *dv_NHTD.stride()
     given = dq_NHTD, dk_NHTD, dv_NHTD, out, sums, rows, T, width, *strides
     _join[programs, blocks](*given, D=D, R=ROWS, C=COLUMNS, num_warps=WARPS)
-    return out, summed(sums)
+    return out, column_sums(sums)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from textmill.kernels.availability import lacking
+from textmill.kernels.availability import missing_requirement
 
-if lacking():
-    raise ImportError(f"missing: {lacking()}")
+if missing_requirement():
+    raise ImportError(f"missing: {missing_requirement()}")
 
 import triton
 import triton.language as tl

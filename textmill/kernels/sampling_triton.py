@@ -14,7 +14,9 @@ PROGRAMS, PARTS, BLOCK = 1024, 256, 512
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _find_maximum(logits, banned, maxima, ids, not_finite, stride, vocab, each, K: tl.constexpr, B: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_maximum(  # type: ignore[no-untyped-def]
+    logits, banned, maxima, ids, not_finite, stride, vocab, each, K: tl.constexpr, B: tl.constexpr
+):
     row, part = tl.program_id(0), tl.program_id(1)
     best, where = tl.full((B,), float("-inf"), tl.float32), tl.full((B,), 2147483647, tl.int32)
     bad = tl.zeros((B,), tl.int32)
@@ -45,12 +47,13 @@ def _first_of_largest(maxima, ids, not_finite, out, P: tl.constexpr):  # type: i
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights(at, columns, inside, banned, row, top, temperature, threshold, K: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weights(  # type: ignore[no-untyped-def]
+    at, columns, inside, banned, row, top, temperature, threshold, K: tl.constexpr
+):
     """Unnormalised probabilities of some logits in fp64; 0 if the id is banned or the logit is below the threshold."""
     values = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
-    scaled = tl.div_rn(
-        values - top, temperature
-    )  # a plain / rounds differently from torch, which computed the threshold
+    # A plain / rounds differently from torch, which computed the threshold.
+    scaled = tl.div_rn(values - top, temperature)
     allowed = inside & (scaled >= threshold)
     for number in tl.static_range(K):
         allowed &= columns != tl.load(banned + row * K + number).to(tl.int32)
@@ -94,14 +97,14 @@ def _pick(  # type: ignore[no-untyped-def]
     row, parts = tl.program_id(0), tl.arange(0, P)
     top = tl.max(tl.load(maxima + row * P + parts), 0)
     temperature, threshold = tl.load(temperatures + row), tl.load(thresholds + row)
-    shares = tl.load(sums + row * P + parts)
-    ends = tl.cumsum(shares, 0)
-    point = tl.load(uniforms + row) * tl.sum(shares, 0)
+    masses = tl.load(sums + row * P + parts)
+    ends = tl.cumsum(masses, 0)
+    point = tl.load(uniforms + row) * tl.sum(masses, 0)
     # The part that the point falls into; if rounding puts it after all, the last part with any probability.
-    found = tl.min(tl.where((ends > point) & (shares > 0), parts, P), 0)
-    last = tl.max(tl.where(shares > 0, parts, 0), 0)
+    found = tl.min(tl.where((ends > point) & (masses > 0), parts, P), 0)
+    last = tl.max(tl.where(masses > 0, parts, 0), 0)
     part = tl.where(found < P, found, last)
-    before = tl.sum(tl.where(parts < part, shares, 0.0), 0)
+    before = tl.sum(tl.where(parts < part, masses, 0.0), 0)
     chosen, heaviest = vocab, 0
     for start in range(part * each, tl.minimum(vocab, (part + 1) * each), B):
         columns = start + tl.arange(0, B)
@@ -118,7 +121,7 @@ def _pick(  # type: ignore[no-untyped-def]
     tl.store(out + row, tl.where(bad == 0, id_, -1).to(tl.int64))
 
 
-def likeliest(logits_NV: Tensor, banned_NK: Tensor | None) -> Tensor:
+def greedy_ids(logits_NV: Tensor, banned_NK: Tensor | None) -> Tensor:
     """The first id with the largest logit in each row, without banned ids (-1: none); -1 if a logit is not finite."""
     _, _, (maxima_NP, ids_NP, not_finite_NP) = _find_maxima(logits_NV, banned_NK)
     out_N = logits_NV.new_empty(len(logits_NV), dtype=torch.long)
@@ -126,7 +129,7 @@ def likeliest(logits_NV: Tensor, banned_NK: Tensor | None) -> Tensor:
     return out_N
 
 
-def drawn(
+def sample_ids(
     logits_NV: Tensor, banned_NK: Tensor | None, temperatures_N: Tensor, kth_N: Tensor | None, uniforms_N: Tensor
 ) -> Tensor:
     """Sample one id per row by inverting the cumulative distribution at `uniforms_N` (0 to below 1).
@@ -152,8 +155,8 @@ def drawn(
         num_warps=4,
     )
     _pick[(len(logits_NV),)](
-        *given, maxima_NP, not_finite_NP, temperatures_N, thresholds_N, sums_NP, uniforms_N, out_N, *sizes[0], **sizes[1], P=maxima_NP.shape[1],
-        num_warps=4,
+        *given, maxima_NP, not_finite_NP, temperatures_N, thresholds_N, sums_NP, uniforms_N, out_N,
+        *sizes[0], **sizes[1], P=maxima_NP.shape[1], num_warps=4,
     )  # fmt: skip
     return out_N
 

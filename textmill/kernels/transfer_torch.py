@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for, through pinned memory."""
+"""Asynchronous copies between host and device through pinned memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 
-def on_device(
+def copy_to_device(
     values: np.ndarray[Any, Any] | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Copy an array or a list to a device, without waiting for earlier work of a GPU."""
+    """Copy an array or a list to a device, without waiting for work already queued on a GPU."""
     array = isinstance(values, np.ndarray)
     tensor = torch.from_numpy(np.ascontiguousarray(values)) if array else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class OnItsWay:
+class PendingCopy:
     """An asynchronous copy of a tensor to the host; reading it waits for this copy only, not for later work."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -33,7 +33,7 @@ class OnItsWay:
             self._finished.record()
 
     @property
-    def there(self) -> bool:
+    def ready(self) -> bool:
         """True if the copy has finished."""
         return self._finished is None or bool(self._finished.query())
 
@@ -44,10 +44,11 @@ class OnItsWay:
         return self._host.tolist()
 
 
-class Room:
-    """Pinned host memory for float tensors, allocated by a thread in the background and kept by torch's allocator.
+class PinnedBuffers:
+    """Pinned host memory for saving fp32 tensors, allocated in a background thread and cached by torch's allocator.
 
-    Allocating it is several times slower than copying to it (about a second for 1.5 GB), and the first save would wait."""
+    Allocating it is several times slower than copying to it (about a second for 1.5 GB); the first save would wait.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._thread = threading.Thread(target=self._allocate, args=(sizes,), name="pinned-buffers")
@@ -56,9 +57,8 @@ class Room:
     @staticmethod
     def _allocate(sizes: Sequence[int]) -> None:
         with suppress(RuntimeError):  # out of pinned memory
-            _ = [
-                torch.empty(size, dtype=torch.float32, pin_memory=True) for size in sizes
-            ]  # all at once, so that torch keeps each
+            # All are held at the same time, so that torch's allocator caches a buffer for each.
+            _ = [torch.empty(size, dtype=torch.float32, pin_memory=True) for size in sizes]
 
     def close(self) -> None:
         """Wait until the memory is allocated."""

@@ -23,8 +23,8 @@ from textmill.models.weights import Weight, sample_weights, to_checkpoint, to_me
 from textmill.storage.files import read_json
 
 __all__ = [
-    "Family", "Shape", "Weight", "find_part", "find_run_model", "initial_weights", "open_family", "shape_in", "to_checkpoint",
-    "to_memory", "weights_of",
+    "Family", "Shape", "Weight", "find_family_module", "find_run_model", "initial_weights", "open_family", "read_shape",
+    "to_checkpoint", "to_memory", "weights_of",
 ]  # fmt: skip
 
 
@@ -40,15 +40,17 @@ def open_family(name: str) -> Family:
     return cast(Family, import_module(f"textmill.models.{name}.facts"))
 
 
-def find_part(shape: Shape, part: str) -> ModuleType | None:
-    """A module of a shape's family: net_torch, net_jax or decode_torch; None: the family has none. A file has the torch net."""
+def find_family_module(shape: Shape, part: str) -> ModuleType | None:
+    """A module of a shape's family: net_torch, net_jax or decode_torch; None if the family has none.
+
+    A family in the user's own file has net_torch only, in that file."""
     if (file := find_family_file(shape.family)) is not None:
         return file.module if part == "net_torch" else None
     name = f"textmill.models.{shape.family}.{part}"
     return import_module(name) if find_spec(name) else None
 
 
-def shape_in(folder: Path) -> Shape:
+def read_shape(folder: Path) -> Shape:
     """The shape of the model in a folder, read from its config.json."""
     path = config_path(folder)
     hf = read_json(path)
@@ -58,17 +60,33 @@ def shape_in(folder: Path) -> Shape:
             f"{path}: model_type is {kind!r}; textmill knows {', '.join(SIZES)}; "
             f"if it is a family of your own, name its file: model.family=./{kind}.py"
         )
-    return open_family(kind).shape_of_hf(hf, str(path))
+    shape = open_family(kind).shape_of_hf(hf, str(path))
+    if path.name == "config.json":
+        _check_size(shape, path.parent)
+    return shape
 
 
-def find_run_model(config: RunConfig, step: StepChoice = "latest") -> Checkpoint:
-    """The model that a config stands for: the run's checkpoint, or `model.init_from`; its family is loaded."""
+def _check_size(shape: Shape, folder: Path) -> None:
+    """Refuse a config.json that describes a much larger model than the weights next to it, before it is built."""
+    held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    least = (shape.layers * shape.width + shape.vocab) * shape.width  # counting all would take as long as they are many
+    if held and least <= held:
+        least = shape.parameters
+    if held and least > held:
+        raise TextmillError(
+            f"{folder}: config.json describes {least:,} weights or more, its files have {held:,} bytes; "
+            "config.json and the weights disagree"
+        )
+
+
+def find_run_model(config: RunConfig, step: StepChoice | None = None) -> Checkpoint:
+    """The model of a config: the run's checkpoint, or `model.init_from`; loads its family."""
     open_family(config.model.family)
     return find_model(config.folder_of("train"), config.model.init_from, step)
 
 
 def weights_of(shape: Shape) -> list[Weight]:
-    """Every weight of a net of this shape, adapters not among them."""
+    """Every weight of a net of this shape, without adapters."""
     return open_family(shape.family).weights_of(shape)
 
 

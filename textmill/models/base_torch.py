@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
-from textmill.kernels.dropout_torch import keys_in
+from textmill.kernels.dropout_torch import block_keys
 from textmill.models.cache_torch import Cache
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.family import Shape
@@ -35,20 +35,20 @@ class BaseBlock(nn.Module):
 class BaseNet(nn.Module):
     """Token ids in, hidden states out. A family writes `begin`, `end`, `blocks`, `embedding` and `head`.
 
-    For tensor parallelism a module whose matrices are split by outputs takes their common input as its first argument, and ends in
-    the matrix that is split by inputs. Modules with dropout have `tokens_part` (dropout of the residual stream) or `heads_part`
-    (dropout of attention weights): which of several equal parts this rank has.
+    For tensor parallelism, a module with column-parallel matrices takes their common input as its first argument, and
+    ends in the row-parallel matrix. Modules with dropout have `tokens_part` (dropout of the residual stream) or
+    `heads_part` (dropout of attention weights): which of several equal parts this rank has.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.recompute = 0
-        """Activation checkpointing: so many blocks at a time are computed again in backward; 0: none."""
+        """Activation checkpointing: this many blocks at a time are recomputed in the backward pass; 0: none."""
         self.lora: LoraConfig | None = None
-        """The adapters next to its matrices."""
+        """The settings of its LoRA adapters, if it has any."""
         self.fp8 = False
-        """Whether training computes some matmuls in fp8."""
+        """True if training computes some matmuls in fp8."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -73,15 +73,15 @@ class BaseNet(nn.Module):
     def begin(
         self, ids_NT: Tensor, keys_N: Tensor | None, positions_NT: Tensor | None, documents_NT: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """The residual stream before the first block, and the context that every block gets; positions count from 0 if not given."""
+        """The residual stream before the first block, and the context for all blocks; default positions: 0, 1, 2 ..."""
         raise NotImplementedError
 
     def end(self, x_NTE: Tensor) -> Tensor:
-        """What comes after the last block."""
+        """The hidden states: what the net computes after the last block, usually a norm."""
         raise NotImplementedError
 
     def use_fp8(self) -> None:
-        """From now on training computes some matmuls in fp8; a family that can overrides this."""
+        """Compute some matmuls in fp8 in training; a family that supports fp8 overrides this."""
         raise TextmillError(
             f"engine.precision: the family {self.shape.family} has no fp8 code; set engine.precision=auto"
         )
@@ -96,7 +96,8 @@ class BaseNet(nn.Module):
     ) -> Tensor:
         """Hidden states of every token, in the precision of the matmuls.
 
-        `keys_N` turns dropout on; `cache` has the keys and values of earlier tokens; attention stays inside documents if given.
+        `keys_N` turns dropout on; `cache` has the keys and values of earlier tokens; with `documents_NT`, attention
+        stays inside documents.
         """
         positions = None if cache is None else cache.positions_NT
         x_NTE, context = execution.begin(self, ids_NT, keys_N, positions, documents_NT)
@@ -124,7 +125,7 @@ class BaseNet(nn.Module):
         execution: Execution,
     ) -> Tensor:
         for layer, block in enumerate(self.blocks[start:stop], start):
-            x_NTE = block(x_NTE, keys_in(keys_N, layer), cache, context, execution)
+            x_NTE = block(x_NTE, block_keys(keys_N, layer), cache, context, execution)
         return x_NTE
 
     def logits(self, x_NTE: Tensor) -> Tensor:
@@ -133,5 +134,5 @@ class BaseNet(nn.Module):
 
 
 def new_embedding(rows: int, width: int) -> nn.Embedding:
-    """An embedding without initial values: to sample them on the meta device torch would import its compiler."""
+    """An embedding without initial values: sampling them on the meta device would make torch import its compiler."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))

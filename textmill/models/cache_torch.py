@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 class Cache:
-    """Memory for the keys and values of so many slots, allocated once; `read` or `extend` says what the next forward pass adds."""
+    """Memory for the keys and values of a number of slots, allocated once.
+
+    Call `read` or `extend` before a forward pass to choose what it adds."""
 
     def __init__(
         self,
@@ -23,11 +25,11 @@ class Cache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        # A token's key and value are neighbours, as most nets compute them. One slot more is for rows that only fill up a batch.
+        # A token's key and value are neighbours, as most nets compute them. The extra slot is for padding rows.
         self.memory = torch.zeros(layers, slots + 1, length, heads, 2, head_width, device=device, dtype=dtype)
         self.rows: Tensor = torch.zeros(0, dtype=torch.long, device=device)
         self.positions_NT: Tensor | None = None
-        """Positions of the new tokens; None: contexts are read from their first token on."""
+        """Positions of the new tokens; None: the pass reads contexts from their first token (prefill)."""
         self.mask_N1TS: Tensor | None = None
         self.longest = 0
 
@@ -36,14 +38,16 @@ class Cache:
         self.rows, self.positions_NT, self.mask_N1TS = slots_N, None, None
 
     def extend(self, positions_NT: Tensor, longest: int) -> None:
-        """The next pass adds tokens at these positions to the first slots, none of which has more than `longest` tokens then."""
+        """The next pass adds tokens at these positions to the first slots; `longest` is their longest text then."""
         device = positions_NT.device
         self.rows = torch.arange(len(positions_NT), device=device)[:, None]
         self.positions_NT, self.longest = positions_NT, longest
         self.mask_N1TS = (torch.arange(longest, device=device) <= positions_NT[..., None])[:, None]
 
     def attend(self, layer: int, q_NHTD: Tensor, k_NHTD: Tensor, v_NHTD: Tensor) -> Tensor:
-        """Store a layer's new keys and values; causal attention of the queries over all of their text. Key heads may be fewer."""
+        """Store a layer's new keys and values; return causal attention of the queries over their entire texts.
+
+        There may be fewer key heads than query heads (grouped-query attention)."""
         keys, values = self.memory[layer].unbind(3)
         grouped = q_NHTD.shape[1] != k_NHTD.shape[1]
         if self.positions_NT is None:
@@ -59,6 +63,6 @@ class Cache:
         """Copy the first `used` tokens of one slot into another."""
         self.memory[:, target, :used] = self.memory[:, source, :used]
 
-    def take(self, sources: Tensor, used: int) -> None:
-        """Fill the first slots with the first `used` tokens of these."""
+    def reorder(self, sources: Tensor, used: int) -> None:
+        """Fill the first slots with the first `used` tokens of the slots `sources`, for beam search."""
         self.memory[:, : len(sources), :used] = self.memory[:, sources, :used]

@@ -1,7 +1,7 @@
-"""How a net is run: what comes before its blocks, one block, and what comes after, each eager or compiled.
+"""How a net is run: the part before its blocks, each block, and the part after, each eager or compiled.
 
-A compiler that gets an entire net works longer the deeper the net is, on blocks that are all alike: here it gets one block, and the
-program serves all of them. A block's gradients are ready when its backward ends, so that communication overlaps with the rest.
+All blocks are alike, so only one block is compiled, and all blocks share the compiled code: compile time does not grow
+with depth. Each block's gradients are ready when its backward pass ends, so communication overlaps with the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _end(net: Any, *given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Execution:
-    """Functions that call a net's `begin` and `end` and a block's `compute`, inside the hooks around a block."""
+    """Functions that call a net's `begin` and `end` and a block's `compute`; hooks of FSDP stay outside of them."""
 
     begin: Callable[..., Any] = _begin
     compute: Callable[..., Any] = _compute
@@ -38,5 +38,5 @@ EAGER = Execution()
 
 
 def compiled_execution(**settings: Any) -> Execution:
-    """Each function compiled at its first call; the settings are torch.compile's."""
+    """Each function compiled at its first call, with these settings of torch.compile."""
     return Execution(*(torch.compile(part, dynamic=False, **settings) for part in (_begin, _compute, _end)))

@@ -13,7 +13,7 @@ from textmill.models.weights import Weight
 
 
 class Shape(Protocol):
-    """Every number that a net is built from: a frozen dataclass, whose fields decide whether a run may resume."""
+    """Every number that a net is built from: a frozen dataclass; a run resumes only if its fields are unchanged."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -41,7 +41,7 @@ class Shape(Protocol):
 
     @property
     def vocab(self) -> int:
-        """Tokens of the vocabulary, padding not counted."""
+        """Vocabulary size without padding."""
         ...
 
     @property
@@ -56,37 +56,38 @@ class Shape(Protocol):
 
     @property
     def attention_dropout(self) -> float:
-        """Dropout on attention weights, which then must be kept for backward."""
+        """Dropout rate of attention weights; above 0 they must be kept for the backward pass."""
         ...
 
     @property
-    def drops(self) -> bool:
-        """Whether training uses dropout anywhere."""
+    def uses_dropout(self) -> bool:
+        """True if training uses dropout anywhere."""
         ...
 
     @property
     def parameters(self) -> int:
-        """How many numbers the checkpoint has."""
+        """The number of parameters in a checkpoint."""
         ...
 
     def with_dropout(self, fraction: float) -> Shape:
-        """The same net with another dropout everywhere."""
+        """The same shape with this dropout rate everywhere."""
         ...
 
     def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
-        """Multiplications and additions of forward and backward for one token of a sample of this length."""
+        """FLOPs of the forward and backward pass for one token of a sample of this length."""
         ...
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """What tensor-parallel ranks divide evenly, by the key under `model.shape`: heads, inner channels."""
+        """Sizes that the tensor-parallel ranks must divide, by the key under `model.shape`: heads, inner."""
         ...
 
 
 class Family(Protocol):
     """A model family: models/NAME/facts.py in the package, or the user's own file.
 
-    Its torch net is the class `Net` (a `textmill.models.base_torch.BaseNet`): in models/NAME/net_torch.py, or in the same file.
-    A package may add net_jax.py (for `engine.kind: jax`) and decode_torch.py (faster decoding on a GPU).
+    Its torch net is the class `Net` (a `textmill.models.base_torch.BaseNet`) in models/NAME/net_torch.py, or in the
+    user's file. A family in the package may add net_jax.py (for `engine.kind: jax`) and decode_torch.py (faster
+    decoding on a GPU).
     """
 
     NAME: str
@@ -94,14 +95,14 @@ class Family(Protocol):
     OBJECTIVE: str
     """What the net is trained for: next_token (causal)."""
     BATCH_FIELDS: frozenset[str]
-    """Optional fields of a Batch that the net or its loss takes: documents, types, pair_labels, weights."""
+    """Optional fields of a Batch that the net or its loss uses: documents, types, pair_labels, weights."""
 
     def shape_of(self, config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
-        """The shape that the `model` section describes; without `model.shape.positions` a shorter `train.length` limits them."""
+        """The shape of the `model` section; `length` limits the positions unless `model.shape.positions` is set."""
         ...
 
     def shape_of_hf(self, hf: dict[str, Any], where: str) -> Shape:
-        """The shape in a config.json; what the net cannot do is refused by name."""
+        """The shape in a config.json; an unsupported setting is an error that names it."""
         ...
 
     def hf_config_of(self, shape: Any) -> dict[str, Any]:
@@ -115,9 +116,9 @@ class Family(Protocol):
     def known_weights(
         self, named: Iterable[tuple[str, NDArray[np.float32]]]
     ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Weights of any file of this family under the names of `weights_of`; what the net does not need is dropped."""
+        """The weights of any checkpoint of this family, named as in `weights_of`, without those it does not need."""
         ...
 
     def small_shape(self, shape: Any, tensor: int) -> dict[str, Any]:
-        """Keys of `model.shape` for a tiny net of the same kind, for `verify`; `tensor` divides what ranks divide."""
+        """Keys of `model.shape` for a tiny net of the same kind, for `verify`; `tensor` ranks can divide its sizes."""
         ...

@@ -37,7 +37,9 @@ def load_family_file(name: str) -> FamilyFile:
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise TextmillError(f"model.family: {name} is not readable ({error.strerror}); name a Python file") from None
+        raise TextmillError(
+            f"model.family: {name} is not readable ({error.strerror}); name a Python file that exists"
+        ) from None
     sha256 = hashlib.sha256(source).hexdigest()
     for known in _loaded.values():
         if (known.path, known.sha256) == (path, sha256):
@@ -56,7 +58,7 @@ def load_family_file(name: str) -> FamilyFile:
 
 
 def _check(module: ModuleType, path: Path) -> None:
-    """Refuse a file that is no family; give it the defaults of what it may leave out."""
+    """Check that the file defines a family; add defaults for optional names."""
     missing = [name for name in NEEDED if not hasattr(module, name)]
     if missing:
         raise TextmillError(f"model.family: {path} does not define {', '.join(missing)}; see docs/own-model.md")
@@ -64,13 +66,13 @@ def _check(module: ModuleType, path: Path) -> None:
         raise TextmillError(
             f"model.family: {path} has NAME = {module.NAME!r}, a family of textmill; choose another name"
         )
-    defaults = {"OBJECTIVE": "next_token", "BATCH_FIELDS": frozenset({"documents"}), "known_weights": _as_they_are}
+    defaults = {"OBJECTIVE": "next_token", "BATCH_FIELDS": frozenset({"documents"}), "known_weights": _unchanged}
     for name, value in defaults.items():
         if not hasattr(module, name):
             setattr(module, name, value)
 
 
-def _as_they_are(named: Iterable[object]) -> Iterable[object]:
+def _unchanged(named: Iterable[object]) -> Iterable[object]:
     return named
 
 
@@ -79,6 +81,6 @@ def find_family_file(name: str) -> FamilyFile | None:
     return _loaded.get(name)
 
 
-def loaded_files() -> list[str]:
+def loaded_family_files() -> list[str]:
     """The paths of all loaded files, for a process that opens the same models."""
     return [str(file.path) for file in _loaded.values()]

@@ -1,4 +1,4 @@
-"""LoRA without a framework: which matrices get an adapter, how it starts, and the adapter_config.json that PEFT reads."""
+"""LoRA without a framework: which matrices get adapters, their initial values, and PEFT's adapter_config.json."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from textmill.models.weights import count_parameters, sample_weights
 from textmill.storage.tensor_files import Named
 
 SITES = 1 << 16
-"""Where dropout's counters of adapters begin, far above a net's own."""
+"""The first dropout site of adapters, far above the sites of a net."""
 ALL = "all"
-"""The target that stands for every matrix that can have an adapter."""
+"""The target that means every matrix that can have an adapter."""
 
 
-def adapters_of(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
-    """The weights of the adapters, A and B of each target matrix; B is laid out as its matrix' outputs are."""
+def adapter_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
+    """The weights of the adapters: A and B of each target matrix; B has the layout of its matrix's outputs."""
     if lora is None:
         return []
     weights = []
     for weight in target_weights(shape, lora):
-        # As wide as PEFT's uniform start between plus and minus one over the root of the inputs.
+        # The same standard deviation as PEFT's initialisation: uniform between +-1/sqrt(inputs).
         std = 1 / math.sqrt(3 * weight.inputs)
         first = Weight(weight.stem + LORA_A, (lora.rank, weight.inputs), std, decay=True, depth=weight.depth)
         layout: dict[str, Any] = {"parts": weight.parts, "groups": weight.groups}
         second = Weight(weight.stem + LORA_B, (weight.outputs, lora.rank), decay=True, depth=weight.depth, **layout)
-        # Tensor-parallel ranks divide the one of the two that meets what they divide of the matrix; all have the other.
+        # Tensor parallelism splits A of a row-parallel matrix and B of a column-parallel one, and not the other.
         for one, axis, ending in ((first, 1, LORA_A), (second, 0, LORA_B)):
             split = axis if weight.split == axis else None
             parameter = weight.parameter.removesuffix(".weight") + ending
@@ -41,23 +41,23 @@ def adapters_of(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
     return weights
 
 
-def weights_with(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
+def weights_with_adapters(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
     """All weights of a net, those of its adapters last."""
-    return [*weights_of(shape), *adapters_of(shape, lora)]
+    return [*weights_of(shape), *adapter_weights(shape, lora)]
 
 
-def saved_of(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
-    """The weights that a checkpoint stores: the adapters alone, where there are any."""
-    return adapters_of(shape, lora) or weights_of(shape)
+def saved_weights(shape: Shape, lora: LoraConfig | None) -> list[Weight]:
+    """The weights that a checkpoint stores: only the adapters, if there are any."""
+    return adapter_weights(shape, lora) or weights_of(shape)
 
 
-def count_with(shape: Shape, lora: LoraConfig | None) -> int:
-    """How many numbers a net with its adapters has."""
-    return count_parameters(weights_with(shape, lora))
+def count_with_adapters(shape: Shape, lora: LoraConfig | None) -> int:
+    """The number of parameters of a net with its adapters."""
+    return count_parameters(weights_with_adapters(shape, lora))
 
 
 def target_weights(shape: Shape, lora: LoraConfig) -> list[Weight]:
-    """The matrices that get an adapter: a pattern matches the end of a name, all of it, or a module that has the matrix."""
+    """The matrices that get an adapter: a pattern matches a full name, its last parts, or a module with the matrix."""
     matrices = {weight.parameter.removesuffix(".weight"): weight for weight in _matrices(shape)}
     if ALL in lora.targets:
         return list(matrices.values())
@@ -74,8 +74,8 @@ def target_weights(shape: Shape, lora: LoraConfig) -> list[Weight]:
     return [weight for name, weight in matrices.items() if name in chosen]
 
 
-def plain_targets(shape: Shape, lora: LoraConfig) -> list[str]:
-    """The targets as a run records them: `all` for patterns that match every matrix, so that both count as the same setting."""
+def normalized_targets(shape: Shape, lora: LoraConfig) -> list[str]:
+    """The targets as a run records them: `all` if they match every matrix, so that both count as the same setting."""
     return [ALL] if len(target_weights(shape, lora)) == len(_matrices(shape)) else lora.targets
 
 
@@ -83,27 +83,27 @@ def _matrices(shape: Shape) -> list[Weight]:
     return [weight for weight in weights_of(shape) if weight.lora]
 
 
-def sites_of(shape: Shape) -> dict[str, int]:
-    """The dropout site of each matrix' adapter, by the matrix' stem; the same whatever the targets are.
+def dropout_sites(shape: Shape) -> dict[str, int]:
+    """The dropout site of each matrix's adapter, by the matrix's stem; it does not depend on the targets.
 
-    From block to block a matrix' site grows by 3, as those of the net itself do: with keys of its own every block has the same."""
+    From block to block the site grows by 3, as the net's own sites do: `site_in_block` is the same in every block."""
     matrices = _matrices(shape)
     each = len(matrices) // shape.layers
     return {weight.stem: SITES * (1 + number % each) + 3 * (number // each) for number, weight in enumerate(matrices)}
 
 
-def drops(shape: Shape, lora: LoraConfig | None) -> bool:
-    """Whether training uses dropout, in the net or in its adapters."""
-    return shape.drops or (lora is not None and lora.dropout > 0)
+def uses_dropout(shape: Shape, lora: LoraConfig | None) -> bool:
+    """True if training uses dropout, in the net or in its adapters."""
+    return shape.uses_dropout or (lora is not None and lora.dropout > 0)
 
 
 def initial_adapters(shape: Shape, lora: LoraConfig, seed: int) -> Iterator[Named]:
-    """Adapters before the first step: A from seed and name, B zero, so that the net starts as its base."""
-    return sample_weights(adapters_of(shape, lora), seed)
+    """Initial adapters: A is random (seed and name decide it), B is zero, so that the net starts as its base model."""
+    return sample_weights(adapter_weights(shape, lora), seed)
 
 
-def lora_of(adapter: Adapter, shape: Shape) -> LoraConfig:
-    """The settings with which a net gets exactly the matrices of an adapter folder."""
+def lora_config_of(adapter: Adapter, shape: Shape) -> LoraConfig:
+    """The settings of an adapter folder: rank, alpha, dropout and exactly its matrices as targets."""
     known = {weight.stem: weight.parameter.removesuffix(".weight") for weight in _matrices(shape)}
     named = [(stem + ".weight", first) for stem, (first, _) in adapter.pairs.items()]
     stems = [name.removesuffix(".weight") for name, _ in open_family(shape.family).known_weights(named)]
@@ -112,13 +112,14 @@ def lora_of(adapter: Adapter, shape: Shape) -> LoraConfig:
 
 
 def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:
-    """The adapter_config.json with which PEFT opens the adapter; targets by the last word of their name where that suffices."""
+    """The adapter_config.json for PEFT; targets are the last parts of their names if those are unambiguous."""
     targets = target_weights(shape, lora)
     names = [weight.parameter.removesuffix(".weight") for weight in targets]
     ends = sorted({name.rpartition(".")[2] for name in names})
     alike = [weight for weight in _matrices(shape) if weight.stem.rpartition(".")[2] in ends]
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout, "bias": "none", "fan_in_fan_out": any(weight.transposed for weight in targets),
-        "inference_mode": True, "init_lora_weights": True, "target_modules": ends if len(alike) == len(names) else names,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none",
+        "fan_in_fan_out": any(weight.transposed for weight in targets), "inference_mode": True,
+        "init_lora_weights": True, "target_modules": ends if len(alike) == len(names) else names,
     }  # fmt: skip

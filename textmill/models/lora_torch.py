@@ -1,4 +1,4 @@
-"""LoRA in a torch net: each target matrix stays, and two narrow ones next to it are trained."""
+"""LoRA in a torch net: each target matrix stays frozen, and two low-rank matrices next to it are trained."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from textmill.config import LoraConfig
 from textmill.kernels import matmul_torch as matmul
-from textmill.kernels.dropout_torch import drop, site_in
+from textmill.kernels.dropout_torch import drop, site_in_block
 from textmill.models.base_torch import BaseNet
-from textmill.models.lora import sites_of, target_weights
+from textmill.models.lora import dropout_sites, target_weights
 
 
-class Adapted(nn.Linear):
-    """A matrix with an adapter: x W + scale drop(x) A B."""
+class AdaptedLinear(nn.Linear):
+    """A linear layer with an adapter: x W + scale dropout(x) A B."""
 
     def __init__(self, linear: nn.Linear, lora: LoraConfig, site: int) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
@@ -21,28 +21,28 @@ class Adapted(nn.Linear):
         self.lora, self.site = lora, site
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
-        return super().forward(x_NTE) + self.added(x_NTE, keys_N)
+        return super().forward(x_NTE) + self.adapter_output(x_NTE, keys_N)
 
-    def added(self, x_NTE: Tensor, keys_N: Tensor | None, columns: tuple[int, int] = (0, 1)) -> Tensor:
-        """What the adapter adds; x may be only some columns: `columns` is which of how many equal parts."""
+    def adapter_output(self, x_NTE: Tensor, keys_N: Tensor | None, columns: tuple[int, int] = (0, 1)) -> Tensor:
+        """What the adapter adds. If x has only some of the columns, `columns` is (number, count) of equal parts."""
         seen_NTE = drop(x_NTE, self.lora.dropout, keys_N, self.site, columns=columns)
         out: Tensor = self.lora_B(self.lora_A(seen_NTE)) * (self.lora.alpha / self.lora.rank)
         return out
 
 
 def apply_linear(linear: nn.Module, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
-    """x times a matrix of a net, and its bias; `keys_N` are for the dropout of an adapter, where there is one."""
-    if type(linear) is nn.Linear and matmul.are_chosen(x_NTE, linear.weight):
+    """A linear layer of a net, with its adapter if it has one; `keys_N` are the dropout keys for the adapter."""
+    if type(linear) is nn.Linear and matmul.use_tuned_matmul(x_NTE, linear.weight):
         return matmul.linear(x_NTE, linear.weight, linear.bias)
-    out: Tensor = linear(x_NTE, keys_N) if isinstance(linear, Adapted) else linear(x_NTE)
+    out: Tensor = linear(x_NTE, keys_N) if isinstance(linear, AdaptedLinear) else linear(x_NTE)
     return out
 
 
 def add_adapters(net: BaseNet, lora: LoraConfig) -> None:
-    """Put adapters next to the target matrices; the net has no memory yet."""
-    net.lora, sites = lora, sites_of(net.shape)
+    """Replace the target matrices by ones with adapters; call it before memory is allocated."""
+    net.lora, sites = lora, dropout_sites(net.shape)
     for weight in target_weights(net.shape, lora):
         parent, _, leaf = weight.parameter.removesuffix(".weight").rpartition(".")
         holder = net.get_submodule(parent)
-        site = site_in(net.shape.layers - weight.depth, sites[weight.stem])
-        setattr(holder, leaf, Adapted(getattr(holder, leaf), lora, site))
+        site = site_in_block(net.shape.layers - weight.depth, sites[weight.stem])
+        setattr(holder, leaf, AdaptedLinear(getattr(holder, leaf), lora, site))

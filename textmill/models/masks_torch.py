@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 BLOCK = 128
-"""Positions of one block of a mask."""
+"""Positions per block of a block mask."""
 Mask = Tensor | BlockMask
-"""Which tokens each one attends to: [N, 1, T, T], or blocks of that."""
+"""Which tokens each token attends to: [N, 1, T, T], or a block mask of that."""
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
@@ -25,7 +25,7 @@ def document_mask(documents_NT: Tensor) -> Tensor:
 
 
 def document_block_mask(documents_NT: Tensor) -> BlockMask:
-    """The same in blocks, so that attention skips blocks in which every pair is masked."""
+    """document_mask as a block mask: attention skips blocks that are fully masked."""
     N, T = documents_NT.shape
 
     def attends(n: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ def document_block_mask(documents_NT: Tensor) -> BlockMask:
     return create_block_mask(attends, N, None, T, T, device=documents_NT.device)
 
 
-def use_blocks(documents_NT: Tensor, head_width: int) -> bool:
-    """Whether masks in blocks are faster: in a net compiled for a GPU, with shapes that fill the blocks."""
+def use_block_mask(documents_NT: Tensor, head_width: int) -> bool:
+    """True if a block mask is faster: in a net compiled for a GPU, with shapes that fill the blocks."""
     fills = documents_NT.shape[1] % BLOCK == 0 and head_width in (16, 32, 64, 128, 256)
     return documents_NT.is_cuda and torch.compiler.is_compiling() and fills
 
 
 def document_starts(documents_NT: Tensor) -> Tensor:
     """The position at which each token's document starts."""
-    places_T = torch.arange(documents_NT.shape[1], device=documents_NT.device)
+    positions_T = torch.arange(documents_NT.shape[1], device=documents_NT.device)
     new_NT = F.pad(documents_NT[:, 1:] != documents_NT[:, :-1], (1, 0), value=False)
-    return torch.where(new_NT, places_T, 0).cummax(1).values
+    return torch.where(new_NT, positions_T, 0).cummax(1).values

@@ -1,4 +1,4 @@
-"""Weights from checkpoint layout to memory layout: every one that a net has, once, each of its own size."""
+"""Weights from checkpoint layout to memory layout, with checks that names and sizes fit the net."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from textmill.models import Shape, Weight, open_family, to_memory
 from textmill.storage.tensor_files import Named
 
 
-def laid_out(
+def lay_out_weights(
     weights: Iterable[Weight], shape: Shape, named: Iterable[Named], where: str
 ) -> Iterator[tuple[Weight, NDArray[np.float32]]]:
-    """Each of a net's weights once, in memory layout; `where` names the source in errors."""
+    """Each weight of a net exactly once, in memory layout; `where` names the source in errors."""
     missing = {weight.name: weight for weight in weights}
     for name, values in open_family(shape.family).known_weights(named):
         if name not in missing:
-            raise TextmillError(f"{where}: holds '{name}', which this model does not have")
+            raise TextmillError(f"{where}: has '{name}', which this model does not have")
         weight = missing.pop(name)
-        yield weight, in_memory(weight, values, where)
+        yield weight, lay_out_weight(weight, values, where)
     if missing:
-        raise TextmillError(f"{where}: lacks {len(missing)} weights, '{next(iter(missing))}' among them")
+        raise TextmillError(f"{where}: lacks {len(missing)} weights, such as '{next(iter(missing))}'")
 
 
-def in_memory(weight: Weight, values: NDArray[np.float32], where: str) -> NDArray[np.float32]:
-    """Values in checkpoint layout as the net holds them."""
+def lay_out_weight(weight: Weight, values: NDArray[np.float32], where: str) -> NDArray[np.float32]:
+    """Values from checkpoint layout to the net's memory layout."""
     if values.shape != weight.shape:
         raise TextmillError(f"{where}: '{weight.name}' is {list(values.shape)}; this model's is {list(weight.shape)}")
     return np.ascontiguousarray(to_memory(weight, values.astype(np.float32, copy=False)))

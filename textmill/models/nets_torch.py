@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from textmill.checkpoints.adapters import is_adapter, open_adapter, read_base_and_adapter, read_weights
 from textmill.config import LoraConfig
 from textmill.errors import TextmillError
-from textmill.models import Shape, Weight, find_part, shape_in, to_checkpoint
+from textmill.models import Shape, Weight, find_family_module, read_shape, to_checkpoint
 from textmill.models.base_torch import BaseNet
-from textmill.models.lora import lora_of, weights_with
+from textmill.models.lora import lora_config_of, weights_with_adapters
 from textmill.models.lora_torch import add_adapters
-from textmill.models.memory_layout import in_memory, laid_out
+from textmill.models.memory_layout import lay_out_weight, lay_out_weights
 from textmill.storage.tensor_files import Named
 
 
 def build_net(shape: Shape, lora: LoraConfig | None = None) -> BaseNet:
-    """The family's net as its modules build themselves: the caller's context decides where memory is allocated."""
-    module = find_part(shape, "net_torch")
+    """Build the family's net; the caller's context (such as the meta device) decides where memory is allocated."""
+    module = find_family_module(shape, "net_torch")
     if module is None:
         raise TextmillError(f"model.family: {shape.family} has no torch net; write models/{shape.family}/net_torch.py")
     net: BaseNet = module.Net(shape)
@@ -37,7 +37,7 @@ def new_net(
     lora: LoraConfig | None = None,
     shard: Callable[[BaseNet], None] | None = None,
 ) -> BaseNet:
-    """The family's net, with adapters if requested; memory is allocated for what `shard` leaves of it, and has no values yet."""
+    """The family's net without values, with adapters if requested; `shard` divides it before memory is allocated."""
     with torch.device("meta"):
         net = build_net(shape, lora)
         if shard is not None:
@@ -47,7 +47,7 @@ def new_net(
 
 
 def _memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor on the meta device; a plain one's shape is passed, since torch would import sympy to find it."""
+    """Memory for a meta tensor. A plain one's shape is passed explicitly: otherwise torch would import sympy."""
     plain = type(tensor) in (Tensor, nn.Parameter)
     return (
         torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -57,74 +57,64 @@ def _memory(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def open_net(folder: Path, device: torch.device, *, separate: bool = False) -> BaseNet:
-    """The net of a model folder, its weights in fp32; an adapter is merged into its base, or kept `separate` from it."""
-    shape = shape_in(folder)
-    if not is_adapter(folder):
-        _check_size(shape, folder)
+    """The net of a model folder with fp32 weights; an adapter is merged into its base, or kept as `separate` branch."""
+    shape = read_shape(folder)
     adapter = open_adapter(folder) if separate and is_adapter(folder) else None
-    net = new_net(shape, device, lora_of(adapter, shape) if adapter else None)
+    net = new_net(shape, device, lora_config_of(adapter, shape) if adapter else None)
     fill(net, read_base_and_adapter(adapter) if adapter else read_weights(folder), str(folder))
     return net
 
 
-def _check_size(shape: Shape, folder: Path) -> None:
-    """Refuse a config.json for which more memory would be allocated than its weights can fill."""
-    least, held = (
-        (shape.layers * shape.width + shape.vocab) * shape.width,
-        sum(path.stat().st_size for path in folder.glob("*.safetensors")),
-    )
-    if held and least > held:
-        raise TextmillError(
-            f"{folder}: config.json describes more than {least:,} weights, its files have {held:,} bytes; config.json and the weights disagree"
-        )
-
-
 def parameters_of(net: BaseNet) -> dict[str, tuple[Weight, nn.Parameter]]:
-    """Each weight by its checkpoint name, with the parameter that has its values."""
+    """Each weight and its torch parameter, by checkpoint name."""
     parameters = dict(net.named_parameters())
-    return {weight.name: (weight, parameters[weight.parameter]) for weight in weights_with(net.shape, net.lora)}
+    return {
+        weight.name: (weight, parameters[weight.parameter]) for weight in weights_with_adapters(net.shape, net.lora)
+    }
 
 
 def fill(
     net: BaseNet, named: Iterable[Named], where: str, put: Callable[[Weight, nn.Parameter, Tensor], Any] | None = None
 ) -> None:
-    """Fill the net: every weight once, each of its own size. `put` writes one where a process has parts of weights."""
+    """Fill the net with all its weights; `put` writes a weight if this process has only a part of it."""
     known = parameters_of(net)
     with torch.no_grad():
-        for weight, values in laid_out([weight for weight, _ in known.values()], net.shape, named, where):
+        for weight, values in lay_out_weights([weight for weight, _ in known.values()], net.shape, named, where):
             laid, parameter = torch.tensor(values), known[weight.name][1]
             put(weight, parameter, laid) if put else parameter.copy_(laid)
 
 
-def moments_in(net: BaseNet, named: Iterable[Named], where: str) -> Iterator[tuple[str, Weight, nn.Parameter, Tensor]]:
-    """Each moment's kind, the weight and the parameter that it belongs to, and its values in memory layout."""
+def match_moments(
+    net: BaseNet, named: Iterable[Named], where: str
+) -> Iterator[tuple[str, Weight, nn.Parameter, Tensor]]:
+    """For each optimizer moment: its kind, its weight and parameter, and its values in memory layout."""
     known = parameters_of(net)
     for name, values in named:
         kind, _, of = name.partition("/")
         weight, parameter = known[of]
-        yield kind, weight, parameter, torch.tensor(in_memory(weight, values, where))
+        yield kind, weight, parameter, torch.tensor(lay_out_weight(weight, values, where))
 
 
-def named_copies(
-    net: BaseNet, tensors: dict[nn.Parameter, Tensor], prefix: str = "", mine: Callable[[str], bool] = lambda _: True,
+def checkpoint_tensors(
+    net: BaseNet, tensors: dict[nn.Parameter, Tensor], prefix: str = "", wanted: Callable[[str], bool] = lambda _: True,
     gather: Callable[[Weight, nn.Parameter, Tensor], Tensor] = lambda _weight, _parameter, own: own,
 ) -> Iterator[Named]:  # fmt: skip
-    """Host copies of the tensor of each parameter given, if it is `mine`, in checkpoint names and layout; `gather` joins shards."""
+    """Host copies of the wanted parameters' tensors, in checkpoint names and layout; `gather` joins shards."""
     for name, (weight, parameter) in parameters_of(net).items():
         if parameter not in tensors:
             continue
         tensor = gather(weight, parameter, tensors[parameter].detach())
-        if not mine(prefix + name):
+        if not wanted(prefix + name):
             continue
         yield prefix + name, host_copy(to_checkpoint(weight, tensor.float())).numpy()
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy in host memory; a GPU transposes by itself and writes to pinned memory."""
+    """A contiguous copy in host memory; a GPU tensor is made contiguous on the GPU and copied to pinned memory."""
     if not tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     try:
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    except RuntimeError:  # none left
+    except RuntimeError:  # no pinned memory left
         memory = torch.empty(tensor.shape, dtype=tensor.dtype)
     return memory.copy_(tensor.contiguous())

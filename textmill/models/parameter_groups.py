@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from textmill.config import LoraConfig, TrainConfig
 from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.models.lora import adapters_of, weights_with
+from textmill.models.lora import adapter_weights, weights_with_adapters
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Rule:
     """How one weight is updated; weights with equal rules are one parameter group of the optimizer."""
 
     trained: bool
-    """A weight that is not has no gradient, no moments and no decay."""
+    """A frozen weight has no gradient, no moments and no weight decay."""
     decay: float
-    """Its weight decay: that of the config, or 0."""
+    """Its weight decay: `train.weight_decay` or 0."""
     rate: float
     """Its learning rate, as a multiple of the step's."""
 
@@ -28,20 +28,20 @@ class Rule:
 def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -> dict[str, Rule]:
     """The rule of every weight by its checkpoint name; the same for every engine.
 
-    The rate of block i is `train.learning_rate * train.layer_decay ** (layers - i)`, so the last block has one power of it and
-    the first has `layers`; embeddings (and so the tied head) have `layers + 1`, and what comes after the blocks has none.
-    Matrices and embeddings are decayed, or what `train.weight_decay_only` names instead, and of those nothing that `train.no_weight_decay` names.
-    Where there are adapters, they have rules too, and nothing else is trained.
+    Layer-wise learning rate: a weight uses the step's rate times `train.layer_decay` to the power of its depth: 0 after
+    the blocks, 1 in the last block, `layers` in the first, `layers + 1` in the embeddings (and so in a tied head).
+    Weight decay applies to matrices and embeddings, or to what `train.weight_decay_only` names instead, except for
+    what `train.no_weight_decay` names. With LoRA, only the adapters are trained.
     """
-    weights = {weight.parameter: weight for weight in weights_with(shape, lora)}
+    weights = {weight.parameter: weight for weight in weights_with_adapters(shape, lora)}
     frozen, decayed, undecayed = (
         matching(getattr(train, key), weights, f"train.{key}")
         for key in ("freeze", "weight_decay_only", "no_weight_decay")
     )
     if lora is not None:
-        frozen |= weights.keys() - {weight.parameter for weight in adapters_of(shape, lora)}
+        frozen |= weights.keys() - {weight.parameter for weight in adapter_weights(shape, lora)}
     if len(frozen) == len(weights):
-        raise TextmillError("train.freeze: leaves nothing to train; take some of it out")
+        raise TextmillError("train.freeze: matches every weight, so nothing is trained; remove some patterns")
     rules = {}
     for short, weight in weights.items():
         trained = short not in frozen
@@ -51,20 +51,20 @@ def rules_of(shape: Shape, train: TrainConfig, lora: LoraConfig | None = None) -
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a parameter's name, or a module that has it."""
+    """True if a pattern matches a parameter's name, or a module that has it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def matching(patterns: Iterable[str], names: Iterable[str], setting: str) -> set[str]:
-    """The names that some pattern matches; a pattern that matches none is refused."""
+    """The names that some pattern matches; a pattern that matches none is an error."""
     names, found = list(names), set()
     for pattern in patterns:
         matched = {name for name in names if matches(name, pattern)}
         if not matched:
             parts = {
-                ".".join(words[:count])
-                for words in (name.split(".") for name in names)
-                for count in range(1, len(words) + 1)
+                ".".join(path[:count])
+                for path in (name.split(".") for name in names)
+                for count in range(1, len(path) + 1)
             }
             near = difflib.get_close_matches(pattern, sorted(parts), n=3, cutoff=0.4) or names[:3]
             raise TextmillError(

@@ -1,4 +1,4 @@
-"""Weights of one net in a net with another vocabulary, or with more or fewer positions."""
+"""Resize the weights of a net to another vocabulary, or to more or fewer positions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from textmill.storage.tensor_files import Named
 Array = NDArray[np.float32]
 
 
-def resized(
+def resize_weights(
     weights: Iterable[Named], shape: Shape, kept: Mapping[int, int] | None, new: Mapping[int, Sequence[int]]
 ) -> Iterator[Named]:
     """The weights of a net of this shape.
 
-    `kept` has the old id of each token that existed before (None: ids do not change); `new` has, for each new token, the old ids whose
-    mean vector it starts from.
+    `kept` maps the id of each token that existed before to its old id (None: ids do not change); `new` maps each new
+    token to the old ids whose mean vector it starts from.
     """
     wanted = {weight.name: weight for weight in weights_of(shape)}
     for name, values in open_family(shape.family).known_weights(weights):
@@ -33,7 +33,7 @@ def resized(
 
 
 def _by_token(values: Array, vocab: int, kept: Mapping[int, int] | None, new: Mapping[int, Sequence[int]]) -> Array:
-    """A vector for every token; an unused id gets the mean of all."""
+    """A vector for every token; an unused id gets the mean of all vectors."""
     found = np.tile(values.mean(axis=0, dtype=np.float64).astype(np.float32), (vocab, 1))
     if kept is None:
         found[: len(values)] = values
@@ -45,12 +45,12 @@ def _by_token(values: Array, vocab: int, kept: Mapping[int, int] | None, new: Ma
 
 
 def resize_positions(values: Array, positions: int) -> Array:
-    """Vectors of so many positions: the first ones, or, where there are more than before, linear interpolation."""
+    """Vectors for `positions` positions: the first ones, or linear interpolation if there are more than before."""
     if positions <= len(values):
         return values[:positions]
-    places = np.linspace(0, len(values) - 1, positions)
-    below = np.minimum(places.astype(np.int64), max(0, len(values) - 2))
-    fraction = (places - below)[:, None]
+    points = np.linspace(0, len(values) - 1, positions)
+    below = np.minimum(points.astype(np.int64), max(0, len(values) - 2))
+    fraction = (points - below)[:, None]
     above = np.minimum(below + 1, len(values) - 1)
     found: Array = (values[below] * (1 - fraction) + values[above] * fraction).astype(np.float32)
     return found

@@ -24,7 +24,8 @@ SAMPLING_THREADS = 8
 class Weight:
     """One parameter: its names, its layout in checkpoint and memory, and how it is initialised, sharded and updated.
 
-    Engines, tensor parallelism, Muon, LoRA, resizing, JAX, conversion and `verify` read these fields and never match names.
+    Engines, tensor parallelism, Muon, LoRA, resizing, JAX, conversion and `verify` read these fields and never match
+    names.
     """
 
     name: str
@@ -32,37 +33,37 @@ class Weight:
     shape: tuple[int, ...]
     """Its size in a checkpoint, with the real vocabulary."""
     std: float = 0.0
-    """Standard deviation of its initial values; 0: all of them are 0, or 1 with `ones`."""
+    """Standard deviation of its initial values; 0: all are 0, or 1 with `ones`."""
     ones: bool = False
-    """Whether it starts as ones, as a norm's scale does."""
+    """True if it starts as ones, as a norm's scale does."""
     parameter: str = ""
-    """Its name in the net (`named_parameters`), which `train.freeze` and `model.lora.targets` use; empty: the checkpoint's."""
+    """Its name in the net (`named_parameters`), used by `train.freeze` and `model.lora.targets`; default: `name`."""
     transposed: bool = False
-    """Whether a checkpoint stores the matrix as inputs x outputs; the net always has outputs x inputs, as nn.Linear."""
+    """True if checkpoints store the matrix as inputs x outputs; the net always has outputs x inputs, as nn.Linear."""
     parts: tuple[int, ...] = ()
-    """Outputs of each of several matrices stored as one, in checkpoint order: queries, keys, values. Empty: one matrix."""
+    """Outputs of several matrices stored as one, in checkpoint order (queries, keys, values); empty: one matrix."""
     groups: int = 1
-    """In memory the parts are interleaved in so many groups, each with its slice of every part: whole heads stay together."""
+    """In memory, parts are interleaved in this many groups, each with its slice of every part: heads stay together."""
     padded_rows: int = 0
-    """Rows in memory, where zero rows are added to those of the checkpoint (the vocabulary); 0: none are added."""
+    """Rows in memory, where zero rows pad the checkpoint's rows (the vocabulary); 0: no padding."""
     by_token: bool = False
-    """Whether its rows are tokens of the vocabulary: the embedding, the head."""
+    """True if its rows are tokens of the vocabulary: the embedding, the head."""
     by_position: bool = False
-    """Whether its rows are positions."""
+    """True if its rows are positions."""
     decay: bool = False
-    """Whether weight decay applies unless `train.weight_decay_only` names others."""
+    """True if weight decay applies, unless `train.weight_decay_only` names others."""
     muon: bool = False
-    """Whether `train.optimizer: muon` updates it; else AdamW does. For matrices only."""
+    """True if `train.optimizer: muon` uses Muon for it instead of AdamW. For matrices only."""
     lora: bool = False
-    """Whether `model.lora` can put an adapter next to it. For matrices of blocks only, and as many in each block."""
+    """True if `model.lora` can add an adapter to it. For matrices of blocks only, the same number in each block."""
     depth: int = 0
-    """How far below the head: 0 after the blocks, 1 in the last block, layers in the first, layers + 1 in the embeddings."""
+    """Distance from the output: 0 after the blocks, 1 in the last block, `layers` in the first, then embeddings."""
     split: int | None = None
-    """The dimension in memory that tensor-parallel ranks divide; none: each rank has all of it.
+    """The dimension in memory that tensor-parallel ranks divide; None: each rank has all of it.
 
-    0: column-parallel (outputs) or rows of the vocabulary; 1: row-parallel (inputs; its outputs are summed over ranks)."""
+    0: column-parallel (outputs), or rows of the vocabulary; 1: row-parallel (inputs; outputs are summed over ranks)."""
     partial_gradient: bool = False
-    """Whether tensor-parallel ranks, though each has all of it, see a part of its gradient each: the gradient is their sum."""
+    """True if each tensor-parallel rank has all of the weight but computes a part of its gradient: ranks sum them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameter", self.parameter or self.name)
@@ -86,12 +87,12 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """How many numbers it has, padding not counted."""
+        """The number of its elements, without padding."""
         return math.prod(self.shape)
 
     @property
     def part_rows(self) -> list[slice]:
-        """The rows of each part inside one group in memory; one slice of all rows where there is one matrix."""
+        """The rows of each part inside one group in memory; one slice with all rows if it is a single matrix."""
         ends = np.cumsum([rows // self.groups for rows in self.parts or (self.outputs,)]).tolist()
         return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -102,7 +103,7 @@ class Weight:
 
 
 def to_memory(weight: Weight, values: Array) -> Array:
-    """From checkpoint layout to the net's: outputs x inputs, parts interleaved by group, vocabulary padded with zero rows."""
+    """From checkpoint layout to memory layout: outputs x inputs, parts interleaved by group, vocabulary padded."""
     values = values.T if weight.transposed else values
     if weight.parts:
         values = values[_memory_order(weight)]
@@ -130,7 +131,7 @@ def _memory_order(weight: Weight) -> NDArray[np.int64]:
 
 
 def sample_weights(weights: Iterable[Weight], seed: int) -> Iterator[tuple[str, Array]]:
-    """Initial values of weights, sampled by threads (numpy releases the interpreter lock); only a few wait in memory."""
+    """Initial values of weights, sampled in threads (numpy releases the GIL), with only a few in memory at a time."""
     threads = min(SAMPLING_THREADS, os.cpu_count() or 1)
     for weight, values in prefetch(lambda weight: _sample(weight, seed), weights, threads=threads, depth=threads):
         yield weight.name, values
@@ -145,14 +146,14 @@ def _sample(weight: Weight, seed: int) -> Array:
 
 
 def count_parameters(weights: Iterable[Weight]) -> int:
-    """How many numbers weights have, padding not counted."""
+    """The number of parameters, without padding."""
     return sum(weight.size for weight in weights)
 
 
 def count_flops(
     weights: Iterable[Weight], layers: int, width: int, length: int, trained: Iterable[Weight] | None = None
 ) -> float:
-    """Multiplications and additions of forward and backward for one token: 6N + 12LHQT where everything is trained.
+    """FLOPs of the forward and backward pass for one token: 6N + 12LHQT if everything is trained.
 
     Otherwise forward is the same, a frozen weight has no gradient, and backward ends at the lowest block with a trained
     weight; adapters (trained weights that are not the net's own) are added.

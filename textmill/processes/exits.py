@@ -24,7 +24,8 @@ def run_and_exit(work: Callable[[], int]) -> NoReturn:
         code = work()
     except Exception:
         sys.excepthook(*sys.exc_info())
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process is ending already
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the process is ending already
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Stop signals of training: the first stops after the current step, the second exits at once."""
+"""Stop signals of training: the first stops after the current step, the second (unless SIGHUP) exits at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from textmill.errors import EXIT_STOPPED, AlreadyReported, Interrupted, Textmill
 from textmill.storage.files import write_json
 
 STOPPED_FILE = "stopped.json"
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+
+
+def handled_signals() -> list[signal.Signals]:
+    """The stop signals to handle: not SIGHUP where it is ignored, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
 
 
 class StopSignals:
@@ -33,7 +39,7 @@ class StopSignals:
             self._write_end = write_end
             self._old_wakeup_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._receive, name="signals", daemon=True).start()
-            self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+            self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled_signals()}
         return self
 
     def _receive(self) -> None:
@@ -42,6 +48,8 @@ class StopSignals:
             while numbers := self._read_end.recv(1):
                 if numbers[0] not in SIGNALS:
                     continue
+                if self.received is not None and numbers[0] == signal.SIGHUP:
+                    continue  # a closed terminal sends it, and the shell sends it again: nobody asked for haste
                 if self.received is not None:
                     os._exit(EXIT_STOPPED)
                 self.received = signal.Signals(numbers[0]).name
@@ -62,7 +70,7 @@ def default_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in handled_signals()}
     try:
         yield
     finally:
@@ -76,9 +84,10 @@ def write_stopped_file(run: Path, why: str, step: int | None = None) -> None:
         write_json(run / STOPPED_FILE, {"why": why, **({} if step is None else {"step": step})})
 
 
-def stop_error(signal: str, run: Path, step: int, first: bool) -> TextmillError:
-    """The exception that ends a run which was stopped by a signal and is saved; only rank 0 reports it."""
+def stop_error(signal: str, run: Path, step: int, first: bool, saved: bool = True) -> TextmillError:
+    """The exception that ends a run which was stopped by a signal; only rank 0 reports it."""
     if not first:
         return AlreadyReported(EXIT_STOPPED)
     write_stopped_file(run, f"stopped by {signal}", step)
-    return Interrupted(f"stopped by {signal} at step {step:,}, saved; run the same command again to resume")
+    state = "saved" if saved else "not saved, because its loss is not finite"
+    return Interrupted(f"stopped by {signal} at step {step:,}, {state}; run the same command again to resume")

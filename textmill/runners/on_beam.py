@@ -263,7 +263,8 @@ def _read_outcome(folder: Path, number: int, shard: Any, failure: str) -> Any:
             f"runner: the Beam pipeline failed: {failure}; fix that and run the command again: finished shards are kept"
         )
     raise TextmillError(
-        f"runner: no result for {shard!r} in runner.shared_folder; use a folder that this machine and every worker can access"
+        f"runner: no result for {shard!r} in runner.shared_folder; use a folder that this machine and every worker "
+        "can access"
     )
 
 

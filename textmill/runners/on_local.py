@@ -190,8 +190,9 @@ class _Pool:
 
 
 def _start_worker(reader: connection.Connection) -> None:
-    # Ctrl-C reaches all processes of the group; only the parent handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and the end of a terminal reach all processes of the group; only the parent handles them.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     Thread(target=_end_with_parent, args=(reader,), daemon=True).start()
 
 

@@ -7,7 +7,7 @@ from textmill.config import RunConfig
 from textmill.errors import EXIT_BUG, AlreadyReported
 
 
-def serve(config: RunConfig, step: StepChoice = "latest") -> None:
+def serve(config: RunConfig, step: StepChoice | None = None) -> None:
     """Serve a model over HTTP until stopped."""
     # FastAPI is slow to import.
     from textmill.server.connections import raise_file_limit

@@ -21,8 +21,10 @@ from textmill.server.service import Service
 BACKLOG = 2048
 DRAIN_SECONDS = 0.2
 """How long a stopping server still answers connections that were made before it stopped listening."""
-SEND_SECONDS = 5.0
+SEND_SECONDS = 5
 """Time after the grace for sending the ends of cancelled texts."""
+FORCE_EXIT_SECONDS = 0.2
+"""How often a stopping server checks for a second ctrl-C."""
 
 
 class Server(uvicorn.Server):
@@ -33,11 +35,13 @@ class Server(uvicorn.Server):
         self.service, self.problem = service, ""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new, let running texts finish, and end the others with an error."""
+        """Let running texts finish, and end the others with an error. Until then, reply to new requests with 503."""
         self.problem, self.service.stopping = self.service.problem(), True
         closing = asyncio.create_task(
             asyncio.to_thread(self.service.scheduler.close, self.service.config.shutdown_grace)
         )
+        while not closing.done() and not self.force_exit:
+            await asyncio.wait({closing}, timeout=FORCE_EXIT_SECONDS)
         await self._stop_listening(sockets or [])
         await super().shutdown(sockets)
         await closing
@@ -83,7 +87,7 @@ def run(service: Service, listening: socket.socket) -> str:
     host_in_url = f"[{host}]" if ":" in host else host
     settings = uvicorn.Config(
         new_app(service), http=protocol, lifespan="off", ws="none", access_log=False, log_level="warning",
-        server_header=False, timeout_graceful_shutdown=int(serve.shutdown_grace + SEND_SECONDS) + 1, backlog=BACKLOG,
+        server_header=False, timeout_graceful_shutdown=SEND_SECONDS, backlog=BACKLOG,
     )  # fmt: skip
     if service.key is None and host not in ("127.0.0.1", "::1"):
         warn(f"serve.host={serve.host}: anyone who can reach this machine can use the model; set serve.key_file")

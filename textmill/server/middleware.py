@@ -85,7 +85,7 @@ class AccessControl:
         """Reject the request, or pass it on."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            error = self._check_host(headers)
+            error = _check_host_header(scope, headers) or self._check_host(headers)
             if scope["path"] not in PUBLIC_PATHS:
                 error = (
                     error or self._check_origin(headers) or self._check_key(headers) or self._check_queue(scope["path"])
@@ -110,8 +110,17 @@ class AccessControl:
         )
 
     def _check_origin(self, headers: Headers) -> HttpError | None:
-        allowed = self.service.config.allowed_origins
-        if headers.get("sec-fetch-site") != "cross-site" or "*" in allowed or headers.get("origin") in allowed:
+        """Accept the server's own page, allowed origins, and clients that are no browser. Another port is another site.
+
+        A browser sets Sec-Fetch-Site, but not over http to another machine; then the Origin must be the server's own.
+        """
+        allowed, origin, site = (
+            self.service.config.allowed_origins,
+            headers.get("origin"),
+            headers.get("sec-fetch-site"),
+        )
+        own = origin is None or _has_host(origin, headers.get("host", ""))
+        if "*" in allowed or origin in allowed or site in ("same-origin", "none") or (site is None and own):
             return None
         return HttpError(
             403,
@@ -137,6 +146,21 @@ class AccessControl:
         stats = self.service.scheduler.stats()
         full = stats["active"] + stats["waiting"] >= stats["slots"] + stats["queue"]
         return queue_full_error(self.service) if full else None
+
+
+def _check_host_header(scope: Scope, headers: Headers) -> HttpError | None:
+    """HTTP/1.1 requires exactly one Host header (RFC 9112, 3.2)."""
+    found = len(headers.getlist("host"))
+    if found == 1 or (found == 0 and scope["http_version"] == "1.0"):
+        return None
+    return HttpError(400, f"the request has {found} Host headers; send one", code="host")
+
+
+def _has_host(origin: str, host: str) -> bool:
+    """Whether a page's origin has this Host header; both may leave out the default port of the scheme."""
+    scheme, _, origin_host = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return origin_host.removesuffix(port) == host.lower().removesuffix(port)
 
 
 @lru_cache(maxsize=64)

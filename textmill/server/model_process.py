@@ -17,7 +17,7 @@ from textmill.errors import EXIT_BUG, AlreadyReported, TextmillError, warn
 from textmill.generation.messages import MessageSocket, SendQueue, new_socket_pair, pack_request, unpack_chunk
 from textmill.generation.requests import Done, QueueFull, Request, describe_hang, max_new_tokens_served
 from textmill.generation.text_chunks import DeliverChunk, TextChunk
-from textmill.models.family_files import loaded_files
+from textmill.models.family_files import loaded_family_files
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
 STDERR = 2
@@ -177,7 +177,7 @@ def open_remote_scheduler(checkpoint: Checkpoint, engine: EngineConfig, serve: S
             "folder": str(checkpoint.folder),
             "engine": engine.model_dump(mode="json"),
             "serve": serve.model_dump(mode="json"),
-            "family_files": loaded_files(),
+            "family_files": loaded_family_files(),
         }
         worker.send(settings)
         reply = worker.receive()

@@ -9,6 +9,7 @@ from pathlib import Path
 from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import EngineConfig, RunConfig, ServeConfig
 from textmill.errors import TextmillError
+from textmill.generation.requests import check_served_settings
 from textmill.models import find_run_model
 from textmill.server.model_process import open_remote_scheduler
 from textmill.server.service import Scheduler, Service
@@ -20,10 +21,11 @@ OpenScheduler = Callable[[Checkpoint, EngineConfig, ServeConfig], Scheduler]
 
 
 def open_service(
-    config: RunConfig, step: StepChoice = "latest", open_scheduler: OpenScheduler = open_remote_scheduler
+    config: RunConfig, step: StepChoice | None = None, open_scheduler: OpenScheduler = open_remote_scheduler
 ) -> Service:
     """Open the service of a config. By default the model runs in a process of its own."""
     serve, key = config.serve, read_api_key(config.serve)
+    check_served_settings(config.sample)
     checkpoint = find_run_model(config, step)
     template = open_template(checkpoint.tokenizer)
     scheduler = open_scheduler(checkpoint, config.engine, serve)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from textmill.server.chat_replies import ChatReply, get_stop_ids, read_chat_prompt
 from textmill.server.completion_replies import CompletionReply
-from textmill.server.error_replies import HttpError
+from textmill.server.error_replies import HttpError, quote_value
 from textmill.server.in_flight import InFlightRequest, start_request, wait_for_texts
 from textmill.server.json_routes import JsonRoute, post
 from textmill.server.request_checks import (
@@ -67,8 +67,15 @@ def _add_generation(routes: APIRouter, service: Service) -> None:
     @routes.get("/generate", response_model=None)
     async def generate(http: Request, sentence: str | None = None) -> Response:
         """Continue a sentence, or answer it with a chat model, using the server's sampling settings."""
-        if sentence is None:
-            raise HttpError(400, "sentence: is missing; use /generate?sentence=TEXT", field="sentence")
+        unknown = [name for name in http.query_params if name != "sentence"]
+        if unknown:
+            name = quote_value(unknown[0])
+            message = f"{name}: is not a parameter of GET /generate; send it to POST /v1/completions, or leave it out"
+            raise HttpError(400, message, field=unknown[0])
+        given = http.query_params.getlist("sentence")
+        if sentence is None or len(given) > 1:
+            found = "is missing" if sentence is None else f"is given {len(given)} times"
+            raise HttpError(400, f"sentence: {found}; use /generate?sentence=TEXT", field="sentence")
         return await _generate(service, http, sentence)
 
 

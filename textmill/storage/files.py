@@ -83,7 +83,16 @@ def write_text(path: Path, text: str) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
     """Write an indented JSON file atomically."""
-    return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    return write_text(path, _json_text(value))
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def is_as_written(path: Path) -> bool:
+    """True if a JSON file has exactly the bytes that `write_json` writes for its content."""
+    return path.read_bytes() == _json_text(read_json(path)).encode(errors="surrogatepass")
 
 
 def read_json(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from textmill.storage.files import (
     file_lock,
     find_damage,
     hash_json,
+    is_as_written,
     read_json,
     replace_folder,
     write_json,
@@ -26,6 +28,9 @@ from textmill.storage.files import (
 Force = Literal["no", "changed", "yes"]
 MANIFEST = "manifest.json"
 MADE_FROM = "made_from.json"
+RUN_YAML = "run.yaml"
+YAML_CHECKSUM = "# SHA-256 of the lines above: "
+"""Starts the last line of a run.yaml. It holds paths, so its checksum is not in the manifest, which holds none."""
 RESULT_SECTIONS = ("corpus", "tokenizer", "tokens", "train")
 """Config sections whose settings decide the content of a folder."""
 
@@ -111,7 +116,8 @@ class Stage:
         fingerprint = hash_json({name: entry["sha256"] for name, entry in files.items()})
         # run.yaml holds paths too; the manifest does not, so it is the same on every machine.
         if self.run_yaml is not None:
-            write_text(part / "run.yaml", self.run_yaml)
+            write_text(part / RUN_YAML, add_yaml_checksum(self.run_yaml))
+            facts = {**facts, "run_yaml_has_checksum": True}
         manifest = {
             "verb": self.command,
             "fingerprint": fingerprint,
@@ -122,10 +128,12 @@ class Stage:
         write_json(part / MANIFEST, {**manifest, "seal": hash_json(manifest)})
 
 
-def open_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a stage folder."""
+def open_manifest(folder: Path, command: str = "prepare, fit-tokenizer or tokenize") -> dict[str, Any]:
+    """Read the manifest of a stage folder; `command` is the one that makes it."""
     if not (folder / MANIFEST).is_file():
-        raise TextmillError(f"{folder}: no {MANIFEST} found; the previous stage has not been run")
+        raise TextmillError(
+            f"{folder}: no {MANIFEST} found; run textmill {command} first, or textmill run, which runs all stages"
+        )
     manifest: dict[str, Any] = read_json(folder / MANIFEST)
     return manifest
 
@@ -136,7 +144,27 @@ def find_stage_damage(folder: Path) -> list[str]:
     seal = manifest.pop("seal", None)
     if seal != hash_json(manifest):
         return [f"{MANIFEST} does not match its own checksum"]
-    return find_damage(folder, manifest["files"])
+    damage = [] if is_as_written(folder / MANIFEST) else [f"{MANIFEST} has other bytes than those that were written"]
+    if "run_yaml_has_checksum" in manifest:
+        damage += find_yaml_damage(folder)
+    return damage + find_damage(folder, manifest["files"])
+
+
+def add_yaml_checksum(text: str) -> str:
+    """A run.yaml with its own checksum as the last line, which replaces the one that it has."""
+    body = text.partition(YAML_CHECKSUM)[0]
+    return f"{body}{YAML_CHECKSUM}{hashlib.sha256(body.encode()).hexdigest()}\n"
+
+
+def find_yaml_damage(folder: Path) -> list[str]:
+    """Whether the run.yaml of a folder is missing or does not match its own checksum."""
+    try:
+        text = (folder / RUN_YAML).read_bytes().decode()
+    except FileNotFoundError:
+        return [f"{RUN_YAML} is missing"]
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{RUN_YAML} cannot be read ({error})"]
+    return [] if text == add_yaml_checksum(text) else [f"{RUN_YAML} does not match its own checksum"]
 
 
 def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ def _merge_prefixes(out: Path, parts: list[Path], force: Force) -> Path:
 
 
 def _merge_folders(out: Path, parts: list[Path], force: Force) -> Path:
-    manifests = [open_manifest(part) for part in parts]
+    manifests = [open_manifest(part, "tokenize") for part in parts]
     for part, manifest in zip(parts, manifests, strict=True):
         if differs := [name for name in SAME_ENTRIES if manifest.get(name) != manifests[0].get(name)]:
             raise TextmillError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +16,17 @@ from textmill.config.renamed import rename_settings
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.storage.files import hash_file, hash_json
+from textmill.storage.files import find_damage, hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.store import TokenStore, open_store, store_paths, store_prefix
 from textmill.tokens.token_tables import Table, count_rows, find_table_files, is_dataset, named_files, open_tables
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_named, open_tokenizer
 
 SAMPLE_RANGES, SAMPLE_TOKENS = 64, 1 << 15
-"""The fingerprint of a store reads this many ranges of ids, with this many tokens each."""
+"""The fingerprint of a store without a manifest reads this many ranges of ids, with this many tokens each."""
+
+STORE_FILES = (".bin", ".idx", ".mask")
+"""The files that training reads; others, such as quarantined records, may be left out of a copy."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Splits:
     """The fingerprint of all tokens; a run cannot be resumed with another one."""
     manifest: dict[str, Any]
     """The manifest written by `tokenize`; empty for existing stores."""
+    files: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    """The files that training reads and that a manifest lists, with their length and checksum there."""
 
     def nonempty(self, split: str) -> list[WeightedStore]:
         """The stores of a split that have tokens, with their weights."""
@@ -74,6 +79,7 @@ class _SplitSource:
     stores: dict[str, TokenStore]
     fingerprint: str
     features: dict[str, FeatureRows] | None = None
+    files: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
 
 def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Splits:
@@ -83,11 +89,12 @@ def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Sp
         sources = [_open_existing(config, number, tokenizer) for number in range(len(config.tokens.use))]
         weights = [one.weight for one in config.tokens.use]
         fingerprint = hash_json([[one.fingerprint, weight] for one, weight in zip(sources, weights, strict=True)])
-        return Splits(_weighted_stores(sources, weights), tokenizer, fingerprint, {})
+        files = {path: entry for one in sources for path, entry in one.files.items()}
+        return Splits(_weighted_stores(sources, weights), tokenizer, fingerprint, {}, files)
     folder, tokens = config.folder_of("tokenizer"), config.folder_of("tokens")
-    manifest, tokenizer = open_manifest(tokens), tokenizer or open_tokenizer(folder)
+    manifest, tokenizer = open_manifest(tokens, "tokenize"), tokenizer or open_tokenizer(folder)
     source = _open_folder(tokens, tokenizer, folder, config.train.layout == "features")
-    return Splits(_weighted_stores([source], [1.0]), tokenizer, source.fingerprint, manifest)
+    return Splits(_weighted_stores([source], [1.0]), tokenizer, source.fingerprint, manifest, source.files)
 
 
 def tokenizer_of(config: RunConfig) -> TextTokenizer:
@@ -123,15 +130,16 @@ def _weighted_stores(sources: list[_SplitSource], weights: list[float]) -> dict[
 
 def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with_features: bool) -> _SplitSource:
     """Open a folder written by `tokenize` or `merge`, with its feature rows if requested and present."""
-    manifest = open_manifest(folder)
+    manifest = open_manifest(folder, "tokenize")
     if tokenizer.fingerprint != manifest["tokenizer"]:
         raise TextmillError(
             f"{folder}: was made with another tokenizer than {named}; make it again with: textmill tokenize --force"
         )
+    files = _check_files(folder, manifest)
     stores: dict[str, TokenStore] = {split: open_store(folder / split) for split in SPLITS}
     made_from = rename_settings(manifest["made_from"])
     if not with_features or made_from.get("tokens.kind") != "features":
-        return _SplitSource(stores, manifest["fingerprint"])
+        return _SplitSource(stores, manifest["fingerprint"], files=files)
     settings = {name: made_from[f"tokens.features.{name}"] for name in FeaturesConfig.model_fields}
     rule, has_end_token = FeaturesConfig(**settings), bool(made_from["tokens.append_end"])
     names = {
@@ -139,7 +147,23 @@ def _open_folder(folder: Path, tokenizer: TextTokenizer, named: Path | str, with
     }
     tables = {split: _open_table(tuple(folder / name for name in names[split])) for split in SPLITS}
     features: dict[str, FeatureRows] = {split: FeatureRows(tables[split], rule, has_end_token) for split in SPLITS}
-    return _SplitSource(stores, manifest["fingerprint"], features)
+    return _SplitSource(stores, manifest["fingerprint"], features, files)
+
+
+def _check_files(folder: Path, manifest: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """Compare the fingerprint and the length of every file with the manifest; return the files for a full check."""
+    listed: dict[str, dict[str, Any]] = manifest["files"]
+    files = {
+        name: entry for name, entry in listed.items() if name.endswith(STORE_FILES) or name.startswith("features/")
+    }
+    damage = find_damage(folder, files, deep=False)
+    if manifest["fingerprint"] != hash_json({name: entry["sha256"] for name, entry in listed.items()}):
+        damage.insert(0, f"{MANIFEST} does not match its own fingerprint")
+    if damage:
+        raise TextmillError(
+            f"{folder}: {damage[0]}; put the file back, or make it again with: textmill tokenize --force"
+        )
+    return {folder / name: entry for name, entry in files.items()}
 
 
 def _open_table(files: tuple[Path, ...]) -> Table:
@@ -197,12 +221,13 @@ def _open_converted(config: RunConfig, number: int, path: Path, tokenizer: TextT
         raise TextmillError(
             f"{folder}: {path} or corpus.split has changed since it was converted; run: textmill tokenize --force"
         )
+    files = _check_files(folder, manifest)
     stores: dict[str, TokenStore] = {split: open_store(converted_folder(config, number) / split) for split in SPLITS}
     fingerprint = hash_json([manifest["fingerprint"], manifest["made_from"], number])
     if config.train.layout != "features":
-        return _SplitSource(stores, fingerprint)
+        return _SplitSource(stores, fingerprint, files=files)
     tables = open_tables(path, partial(split_borders, config.corpus.split))
-    return _SplitSource(stores, fingerprint, {split: FeatureRows(tables[split]) for split in SPLITS})
+    return _SplitSource(stores, fingerprint, {split: FeatureRows(tables[split]) for split in SPLITS}, files)
 
 
 def _files_unchanged(manifest: dict[str, Any], number: int, path: Path) -> bool:

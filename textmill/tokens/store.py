@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,19 @@ class TokenStore:
     document_count: int = 0
     loss_mask: NDArray[np.uint8] | None = None
     """Conversations only: 1 for each token with loss, else 0."""
+
+    file_sizes: tuple[tuple[Path, int], ...] = ()
+    """The memory-mapped files, and their bytes when they were opened."""
+
+    def check_mapped(self) -> None:
+        """Raise an error if a file has been truncated: reading beyond its end would kill the process (SIGBUS)."""
+        for path, size in self.file_sizes:
+            with suppress(FileNotFoundError):  # a removed file stays readable while it is mapped
+                if (found := path.stat().st_size) < size:
+                    raise TextmillError(
+                        f"{path}: was truncated from {size:,} to {found:,} bytes while it was read; "
+                        "put the file back, or make it again with: textmill tokenize --force"
+                    )
 
     def __len__(self) -> int:
         return self.document_count
@@ -83,8 +97,12 @@ class TokenStore:
         """The documents from `begin` up to but not including `end`, as a view; nothing is copied."""
         edges = self.document_starts(np.array([begin, end], np.int64))
         loss_mask = None if self.loss_mask is None else self.loss_mask[edges[0] : edges[1]]
-        return TokenStore(
-            self.prefix, self.ids[edges[0] : edges[1]], self.index, self.first_document + begin, end - begin, loss_mask
+        return replace(
+            self,
+            ids=self.ids[edges[0] : edges[1]],
+            first_document=self.first_document + begin,
+            document_count=end - begin,
+            loss_mask=loss_mask,
         )
 
     def _tokens_before(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -111,7 +129,10 @@ def open_store(prefix: Path) -> TokenStore:
             f"the two files do not belong together"
         )
     ids = np.memmap(ids_path, index.dtype, "r") if found else np.zeros(0, index.dtype)
-    return TokenStore(prefix, ids, index, 0, len(index.documents) - 1, _open_mask(loss_mask_path(prefix), len(ids)))
+    mask = _open_mask(loss_mask_path(prefix), len(ids))
+    mapped = (index_path, ids_path) if mask is None else (index_path, ids_path, loss_mask_path(prefix))
+    sizes = tuple((path, path.stat().st_size) for path in mapped)
+    return TokenStore(prefix, ids, index, 0, len(index.documents) - 1, mask, sizes)
 
 
 def _open_mask(path: Path, tokens: int) -> NDArray[np.uint8] | None:

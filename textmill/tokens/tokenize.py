@@ -60,14 +60,14 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     if config.tokens.use:
         return tokenize_existing(config, force)
     folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
-    source = open_manifest(corpus)
+    source = open_manifest(corpus, "prepare")
     _check_sentences(config, source)
     chat = bool(source["made_from"].get("corpus.chat"))
     if not (config.folder_of("tokenizer") / MANIFEST).is_file():
         print("tokenize: no tokenizer yet; fitting one first")
         fit_tokenizer(config)
     check_fitted(config)
-    tokenizer = open_manifest(config.folder_of("tokenizer"))
+    tokenizer = open_manifest(config.folder_of("tokenizer"), "fit-tokenizer")
     made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"]}
     if chat:
         made_from["chat"] = dict(require_chat_template(config).turns)

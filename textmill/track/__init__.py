@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from textmill.config import TrackConfig
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 from textmill.track.console import Console, Throughput, new_console
 from textmill.track.jsonl import METRICS_FILE, JsonLines, truncate_after
 
@@ -50,11 +50,23 @@ class Trackers:
 
     def note(self, text: str) -> None:
         """Print a line on the console."""
+        self._call_console(lambda console: console.note(text))
+
+    def advance(self, step: int) -> None:
+        """Show that a step is done; it may be logged or not."""
+        self._call_console(lambda console: console.advance(step))
+
+    def _call_console(self, call: Callable[[Console], None]) -> None:
         if self._console is not None and "console" in self._open:
             try:
-                self._console.note(text)
+                call(self._console)
             except Exception as error:
                 self._switch_off("console", error)
+
+    def set_steps(self, steps: int) -> None:
+        """Tell the console the number of steps of the run, if it was not known at the start."""
+        if self._console is not None:
+            self._console.set_steps(steps)
 
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
@@ -76,7 +88,7 @@ def open_trackers(
     config: TrackConfig,
     folder: Path,
     *,
-    steps: int,
+    steps: int | None,
     start: int,
     tokens: Callable[[int], int],
     flops_per_token: float,
@@ -126,8 +138,4 @@ def _import_tracker(kind: str) -> Any:
 
 def _warn(name: str, error: Exception) -> None:
     text = " ".join(str(error).split()) or "no reason given"
-    print(
-        f"textmill: {name} is switched off: {type(error).__name__}: {text}; training continues",
-        file=sys.stderr,
-        flush=True,
-    )
+    warn(f"{name} is switched off: {type(error).__name__}: {text}; training continues")

@@ -15,7 +15,9 @@ class Console(Protocol):
     """A tracker that also prints notes."""
 
     def log(self, step: int, values: Values) -> None: ...
+    def advance(self, step: int) -> None: ...
     def note(self, text: str) -> None: ...
+    def set_steps(self, steps: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -23,7 +25,8 @@ class Console(Protocol):
 class Throughput:
     """Computes throughput and remaining time from the steps done."""
 
-    steps: int
+    steps: int | None
+    """Steps of the run; None while they are not known."""
     start: int
     tokens: Callable[[int], int]
     """Tokens of the first N steps; the batch size may grow during a run."""
@@ -38,7 +41,7 @@ class Throughput:
     def seconds_left(self, step: int) -> float | None:
         """Estimated from all tokens since the first logged step; includes evaluation and saving, but not the start."""
         first, since = self.first_logged or (self.start, self.start_time)
-        if step <= first:
+        if step <= first or self.steps is None:
             return None
         return (
             (self.clock() - since)
@@ -57,7 +60,9 @@ class Throughput:
         return values.get("tokens_per_second", average)
 
     def format_step(self, step: int) -> str:
-        """' 120/1000', with the same width at every step."""
+        """' 120/1000', with the same width at every step; '120/?' while the number of steps is not known."""
+        if self.steps is None:
+            return f"{step}/?"
         return f"{step:>{len(str(self.steps))}}/{self.steps}"
 
     def format_values(self, step: int, values: Values) -> list[str]:
@@ -93,9 +98,16 @@ class PlainConsole:
         if valid is not None:
             self._print(f"{where}  {format_valid(values)}")
 
+    def advance(self, step: int) -> None:
+        """Steps that are not logged get no line."""
+
     def note(self, text: str) -> None:
         """Print a line."""
         self._print(text)
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps of the run."""
+        self._throughput.steps = steps
 
     def close(self) -> None:
         """Nothing to close."""
@@ -114,6 +126,7 @@ class LiveConsole:
 
         self._throughput = throughput
         self._valid: float | None = None
+        self._texts: list[str] = []
         columns = (
             TextColumn("step {task.fields[place]}"),
             BarColumn(bar_width=20),
@@ -126,22 +139,28 @@ class LiveConsole:
         self._bar.start()
 
     def log(self, step: int, values: Values) -> None:
-        """Update the line; it keeps showing the last valid loss."""
+        """Update the line; it keeps showing the last loss and the last valid loss."""
         if "valid_loss" in values:
             self._valid = values["valid_loss"]
             self.note(f"step {step}: {format_valid(values)}")
-        if "loss" not in values:
-            return
-        texts = self._throughput.format_values(step, values)
-        if self._valid is not None:
-            texts.insert(1, f"valid {self._valid:.4f}")
-        self._bar.update(
-            self._task, completed=step, place=self._throughput.format_step(step), description="  ".join(texts)
-        )
+        if "loss" in values:
+            self._texts = self._throughput.format_values(step, values)
+        valid = [] if self._valid is None else [f"valid {self._valid:.4f}"]
+        self._bar.update(self._task, description="  ".join([*self._texts[:1], *valid, *self._texts[1:]]))
+        self.advance(step)
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=step, place=self._throughput.format_step(step))
 
     def note(self, text: str) -> None:
         """Print a line above the live one."""
         self._bar.console.print(text, markup=False, soft_wrap=True)
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps of the run."""
+        self._throughput.steps = steps
+        self._bar.update(self._task, total=steps)
 
     def close(self) -> None:
         """Stop updating; the last line stays visible."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,21 @@ class JsonLines:
         self._stream = open(path, "a", encoding="utf-8")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write one line, `step` first; floats are written with the digits that give back the same float."""
-        self._stream.write(json.dumps({"step": step, **values}) + "\n")
+        """Write one line, `step` first; floats are written with the digits that give back the same float.
+
+        JSON has no NaN and no infinity: they are written as null.
+        """
+        finite = {name: None if _is_not_finite(value) else value for name, value in values.items()}
+        self._stream.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def truncate_after(path: Path, step: int) -> None:

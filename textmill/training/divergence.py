@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from pathlib import Path
 from typing import Protocol
 
+from textmill.checkpoints.folders import list_checkpoints
 from textmill.errors import AlreadyReported, TextmillError
 from textmill.track import Trackers
 
-MAX_BAD_LOGS = 5
-"""The run ends after this many logged steps in a row without a finite loss."""
+MAX_BAD_STEPS = 5
+"""The run ends after this many steps in a row without a finite loss."""
+READ_LATER = 8
+"""A step is counted this many steps later, so that counting does not wait for the device; on all ranks alike."""
 MAX_SPIKES = 20
 """The run ends after this many updates in a row were skipped because of a loss spike."""
 
@@ -26,7 +31,7 @@ class Step(Protocol):
 class SpikeCounts(Protocol):
     """The part of an engine's spike guard that is needed here."""
 
-    deviations: float
+    threshold: float
 
     def counts(self) -> dict[str, int]: ...
 
@@ -36,7 +41,37 @@ class SkippedUpdates:
 
     def __init__(self, run: Path, guard: SpikeCounts | None, first: bool) -> None:
         self.run, self.guard, self.first = run, guard, first
-        self._bad_logs, self._spikes_reported = 0, guard.counts()["left"] if guard else 0
+        self._bad_steps, self._spikes_reported = 0, guard.counts()["left"] if guard else 0
+        self._uncounted: deque[tuple[int, Step]] = deque()
+
+    def add(self, done: int, result: Step) -> None:
+        """Count a step; raise when the run has diverged. A spike guard has waited for the step anyway."""
+        self._uncounted.append((done, result))
+        self._count_until(done if self.guard else done - READ_LATER)
+
+    def _count_until(self, last: int) -> None:
+        while self._uncounted and self._uncounted[0][0] <= last:
+            done, result = self._uncounted.popleft()
+            # A loss scale above 1 is halved until the gradients fit in fp16. At 1 or below, only the user can help.
+            bad = self._is_skipped(done, result) and (result.scale or 1.0) <= 1.0
+            self._bad_steps = self._bad_steps + 1 if bad else 0
+            if self._bad_steps >= MAX_BAD_STEPS:
+                self._end_diverged(done, result.scale)
+
+    def _is_skipped(self, done: int, result: Step) -> bool:
+        """Whether the update was skipped for another reason than a spike, which some engines skip by a NaN gradient."""
+        return result.skipped and not (self.guard and self.guard.counts()["last"] == done)
+
+    def refuses_save(self, done: int, loss: float, valid_loss: float | None, *, last: bool, trackers: Trackers) -> bool:
+        """Whether this step must not replace a good checkpoint, because its loss is not finite; an error if it is the
+        last step."""
+        self._count_until(done)  # a save waits for the step anyway, and must not follow a divergence
+        if math.isfinite(loss) and (valid_loss is None or math.isfinite(valid_loss)):
+            return False
+        if last:
+            self._end_diverged(done, None)
+        trackers.note(f"step {done}: not saved, because its loss is not finite; earlier checkpoints stay")
+        return True
 
     def metrics(self, result: Step) -> dict[str, float]:
         """Values to log: the loss scale of fp16, and the number of updates skipped because of spikes so far."""
@@ -45,22 +80,16 @@ class SkippedUpdates:
 
     def check(self, done: int, result: Step, trackers: Trackers) -> None:
         """Report updates skipped up to this step; raise when the run has diverged."""
-        at_scale = "" if result.scale is None else f" at a loss scale of {result.scale:,.0f}"
         spikes = self._report_spikes(done, trackers)
-        skipped = result.skipped and spikes.get("last") != done  # some engines skip a spike by a gradient of NaN
-        # A loss scale above 1 is halved until the gradients fit in fp16. At 1 or below, only the user can help.
-        self._bad_logs = self._bad_logs + 1 if skipped and (result.scale or 1.0) <= 1.0 else 0
-        if skipped:
-            trackers.note(f"step {done}: loss or gradient is not finite{at_scale}; skipped the update")
+        if self._is_skipped(done, result):
+            trackers.note(f"step {done}: loss or gradient is not finite{_at_scale(result.scale)}; skipped the update")
         if spikes and spikes["streak"] >= MAX_SPIKES:
             self._end(
                 f"step {done}: loss spikes: the last {spikes['streak']} updates were skipped; check the data at this "
                 "step, or resume from an earlier checkpoint with --step and a higher train.spikes.threshold or a lower "
                 "train.learning_rate"
             )
-        if self._bad_logs >= MAX_BAD_LOGS:
-            advice = "lower train.learning_rate or set engine.precision=fp32, and start from scratch with --force"
-            self._end(f"diverged: the loss is no longer finite at step {done}{at_scale}; {advice}")
+        self._count_until(done)
 
     def _report_spikes(self, done: int, trackers: Trackers) -> dict[str, int]:
         if self.guard is None:
@@ -68,11 +97,23 @@ class SkippedUpdates:
         counts = self.guard.counts()
         if new := counts["left"] - self._spikes_reported:
             updates = "1 update" if new == 1 else f"{new} updates"
-            reason = f"its loss was more than {self.guard.deviations:g} deviations above the median"
+            reason = f"its loss was more than {self.guard.threshold:g} deviations above the median"
             trackers.note(f"step {done}: loss spike: skipped {updates}, the last in step {counts['last']}; {reason}")
         self._spikes_reported = counts["left"]
         return counts
 
+    def _end_diverged(self, done: int, scale: float | None) -> None:
+        saved = ", ".join(map(str, list_checkpoints(self.run)))
+        kept = f" (kept checkpoints: {saved})" if saved else ""
+        self._end(
+            f"diverged: the loss is no longer finite at step {done}{_at_scale(scale)}; lower train.learning_rate or "
+            f"set engine.precision=fp32, and start from scratch with --force, or choose another train.folder{kept}"
+        )
+
     def _end(self, reason: str) -> None:
         error = TextmillError(f"{self.run}: {reason}")
         raise error if self.first else AlreadyReported(error.exit_code)
+
+
+def _at_scale(scale: float | None) -> str:
+    return "" if scale is None else f" at a loss scale of {scale:,.0f}"

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig
-from textmill.engines import Engine, Step, Sums, open_ranks
+from textmill.engines import Engine, Step, open_ranks
+from textmill.processes.command_time import CommandTime
 from textmill.processes.ranks import run_on_all
 from textmill.processes.signals import StopSignals, stop_error, write_stopped_file
-from textmill.schedules import lr_at
 from textmill.storage import faults
-from textmill.storage.files import claim_folder, format_path, write_text
+from textmill.storage.files import claim_folder, format_path
 from textmill.storage.prefetch import prefetch
 from textmill.storage.stages import Force
 from textmill.tokens.batches.batch import Batch, corrupt_labels
 from textmill.tokens.batches.by_step import Batches
-from textmill.tokens.batches.from_config import valid_batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
 from textmill.training.divergence import SkippedUpdates
 from textmill.training.replica_check import check_replicas
-from textmill.training.run_folder import (
-    INDEX_FOLDER,
-    checkpoint_files,
-    clean_run_folder,
-    open_run_trackers,
-    take_snapshot,
-)
+from textmill.training.run_folder import checkpoint_files, open_run_folder, take_snapshot
 from textmill.training.run_length import RunLength
+from textmill.training.run_minutes import MinutesTimer
 from textmill.training.sample_prompts import write_samples
-from textmill.training.saving import Saver, agree_to_stop
+from textmill.training.saving import agree_to_stop, open_saver
 from textmill.training.setup import build_engine, prepare_run
 from textmill.training.start import Start
 from textmill.training.step_log import StepLog, describe_best
+from textmill.training.token_check import TokenCheck
+from textmill.training.valid_loss import Validation
 
 
-def train(config: RunConfig, force: Force = "no", step: StepChoice = "latest") -> Path:
+def train(
+    config: RunConfig, force: Force = "no", step: StepChoice = "latest", *, command: CommandTime | None = None
+) -> Path:
     """Train to the last step, resuming from the newest checkpoint if there is one; return the run folder."""
+    command = command or CommandTime()
     run = config.folder_of("train")
     with (
         closing(open_ranks(config)) as ranks,
@@ -60,7 +58,7 @@ def train(config: RunConfig, force: Force = "no", step: StepChoice = "latest") -
         engine = run_on_all(ranks, lambda: build_engine(resolved, start, ranks, resources))
         run_on_all(ranks, keep_folder)
         with StopSignals() as stop_signals:
-            Training(config, run_length, data, start, engine, stop_signals).run_steps(batches)
+            Training(config, run_length, data, start, engine, stop_signals).run_steps(batches, command)
     return run
 
 
@@ -74,28 +72,29 @@ class Training:
         self.engine, self.ranks, self.first, self.signals = engine, engine.ranks, engine.first, signals
         self.run, self.files = config.folder_of("train"), checkpoint_files(config, data, start)
         self.skipped_updates = SkippedUpdates(self.run, engine.guard, self.first)
-        rule = self.train.checkpoints
-        self.saver = Saver(self.run, keep=rule.keep, keep_every=rule.keep_every, ranks=self.ranks.new_group())
+        self.saver = open_saver(self.run, self.train, start.step, self.ranks)
+        self.token_check = TokenCheck(self.run, data.files if self.first else {})
+        self.validation = Validation(config, data, engine, length.sample_length)
         self.valid_loss: float | None = None
 
-    def run_steps(self, batches: Batches) -> None:
+    def run_steps(self, batches: Batches, command: CommandTime) -> None:
         """Run all remaining steps."""
-        self.trackers = Trackers()
-        if self.first:
-            clean_run_folder(self.run, self.start.step)
-            write_text(self.run / "run.yaml", self.config.to_yaml())
-            self.trackers = open_run_trackers(self.config, self.length, self.start, self.engine.facts())
+        open_folder = partial(open_run_folder, self.config, self.length, self.start, self.engine.facts())
+        self.trackers = open_folder() if self.first else Trackers()
         self.step_log = StepLog(self.length, self.start.step, self._log)
+        self.timer = MinutesTimer(command, self.start.step + 1, self.ranks, self.step_log, self.validation.costs)
 
         def read(step: int) -> Batch:
             return batches.batch_at(step, self.engine.samples_of(batches.sizes.size_at(step)))
 
         try:
             for step, batch in prefetch(read, range(self.start.step, self.length.steps)):
+                if step == self.length.steps:
+                    break
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
                 batch = corrupt_labels(batch) if faults.is_due("spike", step) else batch
-                self._after_step(step + 1, self.engine.train_step(batch, step, lr_at(step, self.train)))
+                self._after_step(step + 1, self.engine.train_step(batch, step, self.length.lr_at(step)))
             self.saver.wait()
             if self.first:
                 self.trackers.note(describe_best(self.run))
@@ -105,54 +104,56 @@ class Training:
 
     def _after_step(self, done: int, result: Step) -> None:
         """Log, check, evaluate, save and stop, as far as due after `done` steps."""
-        train, is_due, log = self.train, self.length.is_due, self.step_log
-        log.flush()
-        if result.news:
-            self.trackers.note(f"step {done}: {result.news}")
+        self.step_log.flush()
+        self.skipped_updates.add(done, result)
+        length = self.length if self.length.known else self.timer.after_step(self.length, done, result)
+        train, is_due, log = self.train, length.is_due, self.step_log
+        self.trackers.advance(done)
+        if result.note:
+            self.trackers.note(f"step {done}: {result.note}")
         if done == 1 or is_due(train.log_every, done):
             log.add(done, result)
-        if done == 1 or self.engine.guard:  # wait for the first step; a spike guard reports the latest one
+        if done == 1 or self.engine.guard or length is not self.length:  # a spike guard reports the latest step
             log.flush()
+        if length is not self.length:
+            self._change_length(length)
         check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
         self.valid_loss = None
         if is_due(train.evaluate_every, done):
             with log.paused(result):
-                self.valid_loss = self._evaluate(done)
-        stop_signal = agree_to_stop(self.ranks, self.signals, self.saver)
+                self.valid_loss = self.validation.measure(done, self.trackers)
+        stop_signal = agree_to_stop(self.ranks, self.signals, self.saver, self.token_check)
         if stop_signal or is_due(train.save_every, done):
             with log.paused(result):
-                self._save(done, result)
+                saved = self._save(done, result)
         if stop_signal and done < self.length.steps:
             self.saver.wait()
-            raise stop_error(stop_signal, self.run, done, self.first)
+            raise stop_error(stop_signal, self.run, done, self.first, saved)
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
-        values = {
-            "loss": result.loss,
-            "learning_rate": lr_at(done - 1, self.train),
-            "grad_norm": result.norm,
-            "tokens_per_second": tokens_per_second,
-        }
+        values = {"loss": result.loss, "learning_rate": self.length.lr_at(done - 1), "grad_norm": result.norm}
+        values["tokens_per_second"] = tokens_per_second
         self.trackers.log(done, values | self.skipped_updates.metrics(result))
         self.skipped_updates.check(done, result, self.trackers)
 
-    def _evaluate(self, done: int) -> float | None:
-        all_batches = valid_batches(
-            self.train, self.data, length=self.length.sample_length, folder=self.run / INDEX_FOLDER
-        )
-        batches = itertools.islice(all_batches, self.train.evaluate_batches)
-        sums = sum((self.engine.eval_step(batch) for batch in batches), Sums(0.0, 0, 0))
-        if not sums.asked:
-            return None
-        loss = sums.loss / sums.asked
-        self.trackers.log(done, {"valid_loss": loss, "valid_accuracy": sums.correct / sums.asked})
-        return loss
+    def _change_length(self, length: RunLength) -> None:
+        """`train.minutes`: use a new estimate of the number of steps, or the final number."""
+        self.length, self.train = length, length.train
+        if length.known:
+            self.trackers.set_steps(length.steps)
+            self.trackers.note(f"train: {length.describe()}")
 
-    def _save(self, done: int, result: Step) -> None:
-        engine, start, loss = self.engine, self.start, result.loss
+    def _save(self, done: int, result: Step) -> bool:
+        """Save, unless the loss is not finite; the last save waits until the token files are checked."""
+        engine, start, loss, last = self.engine, self.start, result.loss, done == self.length.steps
+        if self.skipped_updates.refuses_save(done, loss, self.valid_loss, last=last, trackers=self.trackers):
+            return False
+        if last:
+            run_on_all(self.ranks, lambda: self.token_check.wait(self.ranks, self.signals))
         self.saver.save(take_snapshot(engine, done, start, self.length, loss, self.valid_loss, self.files))
         self.trackers.note(f"step {done}: saving {format_path(self.run / f'step-{done:07d}')}")
         if self.train.sample_prompts:
             self.saver.wait()
             for line in write_samples(self.config, self.run / f"step-{done:07d}", done) if self.first else ():
                 self.trackers.note(line)
+        return True

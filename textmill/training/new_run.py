@@ -12,10 +12,10 @@ from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, open_model
 from textmill.config import LoraConfig, RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.models import Shape, initial_weights, open_family, shape_in
+from textmill.models import Shape, initial_weights, open_family, read_shape
 from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
-from textmill.models.resizing import resized
+from textmill.models.resizing import resize_weights
 from textmill.storage.tensor_files import Named, fingerprint_weights
 from textmill.tokens.chat_checks import check_training_data
 from textmill.tokens.splits import Splits
@@ -32,7 +32,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
         transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
         shape = _resize_shape(shape, data, given, transfer)
         _check_fit(shape, config, data, given)
-        weights: Iterable[Named] = resized(given.weights(), shape, transfer.kept, transfer.new)
+        weights: Iterable[Named] = resize_weights(given.weights(), shape, transfer.kept, transfer.new)
     else:
         _check_fit(shape, config, data, given)
         weights = initial_weights(shape, config.train.seed)
@@ -48,7 +48,7 @@ def check_start(config: RunConfig) -> None:
     check_trackers(config.track)
     family = open_family(config.model.family)
     if config.model.init_from:
-        shape = shape_in(open_model(config.model.init_from).folder)
+        shape = read_shape(open_model(config.model.init_from).folder)
     else:
         shape = family.shape_of(config.model, vocab=1, end=0)
     rules_of(shape, config.train, config.model.lora)
@@ -79,7 +79,7 @@ def _resize_shape(shape: Shape, data: Splits, given: Checkpoint, transfer: Vocab
         print(f"train: {transfer.summary}", flush=True)
     elif transfer.summary:  # a new vocabulary: intended, or tokenizer.use was forgotten
         warn(transfer.summary)
-    before = shape_in(given.folder).positions
+    before = read_shape(given.folder).positions
     if shape.positions != before:
         method = "interpolated" if shape.positions > before else "the first ones"
         print(f"train: {shape.positions:,} positions instead of {before:,}: {method}", flush=True)

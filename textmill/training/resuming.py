@@ -11,9 +11,10 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice, find_checkpoint
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.config.load import merge_trees, read_recorded_config
 from textmill.config.renamed import rename_settings
-from textmill.errors import TextmillError, warn
+from textmill.config.training import UNITS
+from textmill.errors import TextmillError
 from textmill.models import Shape
-from textmill.models.lora import plain_targets
+from textmill.models.lora import normalized_targets
 from textmill.storage.stages import Force, list_changes
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.splits import Splits
@@ -26,7 +27,7 @@ def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoic
     """Resume from the run's checkpoint or start a new run; reads only, `clean_run_folder` removes what is outdated."""
     run = config.folder_of("train")
     check_trackers(config.track)
-    found = find_checkpoint(run, which) if force != "yes" else None
+    found = find_checkpoint(run, which, to_resume=True) if force != "yes" else None
     if found is not None:
         before = found.progress["made_from"]
         # The given weights may be gone by now; the checkpoint has their shape and fingerprint.
@@ -53,16 +54,14 @@ def _with_plain_targets(before: dict[str, Any], shape: Shape) -> dict[str, Any]:
     lora = before.get("model.lora")
     if not lora:
         return before
-    return {**before, "model.lora": {**lora, "targets": plain_targets(shape, LoraConfig(targets=lora["targets"]))}}
+    return {**before, "model.lora": {**lora, "targets": normalized_targets(shape, LoraConfig(targets=lora["targets"]))}}
 
 
 def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
     progress = found.progress
     before = {**read_recorded_config(found.folder / "run.yaml"), "textmill": progress["textmill"]}
     after = {**config.model_dump(mode="json"), "textmill": __version__}
-    changes = list_changes(_flatten(before), _flatten(after))
-    for line in changes:
-        warn(f"changed since step {found.step}: {line}")
+    changes = list_changes(*_flatten_both(before, after))
     updates = int(progress["updates"])
     start = Start(
         found.step,
@@ -73,8 +72,10 @@ def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
         str(found.folder),
         rename_settings(progress["made_from"]),
         progress["changes"] + [{"step": found.step, "change": line} for line in changes],
+        changes,
         loss_scale=progress.get("scaling", {}),
         spikes=progress.get("spikes", {}),
+        run_length=progress.get("run_length", {}),
     )
     if config.model.lora is None:
         return start
@@ -85,6 +86,19 @@ def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
         base=adapter.base_name,
         changed_weights=list(adapter.full_weights.items()),
     )
+
+
+def _flatten_both(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings before and after, flat; the run's length only in the unit that sets it, not as unused steps."""
+    flat = [_flatten(before), _flatten(after)]
+    lengths = [{name: one.pop(f"train.{name}", None) for name in UNITS} for one in flat]
+    units = [next((name for name in UNITS[1:] if one[name] is not None), "steps") for one in lengths]
+    for one, length, unit in zip(flat, lengths, units, strict=True):
+        if units[0] == units[1]:
+            one[f"train.{unit}"] = length[unit]
+        else:
+            one["the length of the run"] = f"train.{unit}={length[unit]}"
+    return flat
 
 
 def _flatten(tree: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,35 +12,59 @@ from typing import Any
 from textmill import __version__
 from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX
 from textmill.checkpoints.file_plan import FilePlan
-from textmill.checkpoints.folders import Snapshot, link_best, list_checkpoints, remove_leftovers
+from textmill.checkpoints.folders import Snapshot, link_best, list_checkpoints
+from textmill.checkpoints.pruning import remove_leftovers
 from textmill.config import RunConfig
+from textmill.errors import warn
 from textmill.models import open_family
-from textmill.models.lora import peft_config_of, weights_with
+from textmill.models.lora import peft_config_of, weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.processes.signals import STOPPED_FILE
-from textmill.storage.files import remove_folder
+from textmill.storage.files import remove_folder, write_bytes, write_text
+from textmill.storage.stages import RUN_YAML, add_yaml_checksum
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, open_trackers
-from textmill.track.jsonl import truncate_after
+from textmill.track.jsonl import METRICS_FILE, truncate_after
 from textmill.training.run_length import RunLength
 from textmill.training.start import Start
 
 SAMPLES_FILE = "samples.jsonl"
+REPLACED_METRICS = "metrics.replaced.jsonl"
+"""The metrics of a run before it went back to an earlier step, until it has saved again."""
 INDEX_FOLDER = "index"
 """The folder of large data indexes, which all ranks of a run share."""
 
 
 def clean_run_folder(run: Path, step: int) -> None:
-    """Remove what is newer than the step to resume from, and stopped.json; for a new run (step 0) everything."""
+    """Remove stopped.json and, for a new run (step 0), everything of the run before.
+
+    When a run goes back to an earlier step, its later checkpoints and their metrics stay until it has saved again.
+    """
     remove_leftovers(run)
     (run / STOPPED_FILE).unlink(missing_ok=True)
-    for later, folder in list_checkpoints(run).items():
-        if later > step:
-            remove_folder(folder)
+    metrics, replaced = run / METRICS_FILE, run / REPLACED_METRICS
+    if replaced.is_file():  # the run went back to an earlier step before, but did not save after that
+        os.replace(replaced, metrics)
+    if later := [one for one in list_checkpoints(run) if one > step]:
+        when = "when this run saves its first checkpoint" if step else "now"
+        steps = f"{'step' if len(later) == 1 else 'steps'} {', '.join(map(str, later))}"
+        print(f"train: starts again from step {step}; the checkpoints of {steps} are removed {when}", flush=True)
+    if later and step and metrics.is_file():
+        write_bytes(replaced, [metrics.read_bytes()])
+    if later and not step:
+        remove_replaced(run, 0, 0)
     link_best(run)
     truncate_after(run / SAMPLES_FILE, step)
     if not step:
         remove_folder(run / "evaluation")
+
+
+def remove_replaced(run: Path, step: int, saved: int) -> None:
+    """Remove the checkpoints after `step`, except the one just saved, and their metrics."""
+    (run / REPLACED_METRICS).unlink(missing_ok=True)
+    for later, folder in list_checkpoints(run).items():
+        if later > step and later != saved:
+            remove_folder(folder)
 
 
 def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str, bytes]:
@@ -53,20 +78,24 @@ def checkpoint_files(config: RunConfig, data: Splits, start: Start) -> dict[str,
     return {name: text.encode() for name, text in texts.items()}
 
 
-def open_run_trackers(config: RunConfig, run_length: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
-    """Open all trackers of the run; their first lines describe the engine and the length of the run."""
+def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, facts: dict[str, Any]) -> Trackers:
+    """Clean the run folder, write run.yaml and open all trackers; their first lines describe engine and run length."""
+    clean_run_folder(config.folder_of("train"), start.step)
+    write_text(config.folder_of("train") / RUN_YAML, add_yaml_checksum(config.to_yaml()))
     rules = rules_of(start.shape, config.train, config.model.lora)
-    trained = [weight for weight in weights_with(start.shape, config.model.lora) if rules[weight.name].trained]
+    trained = [weight for weight in weights_with_adapters(start.shape, config.model.lora) if rules[weight.name].trained]
     trackers = open_trackers(
         config.track,
         config.folder_of("train"),
-        steps=run_length.steps,
+        steps=run_length.steps if run_length.known else None,
         start=start.step,
         tokens=run_length.tokens_after,
         flops_per_token=start.shape.flops_per_token(run_length.sample_length, trained),
         peak_flops=facts["peak_flops"],
         settings=config.model_dump(mode="json"),
     )
+    for line in start.new_changes:
+        warn(f"changed since step {start.step}: {line}")
     action = f"resumes from step {start.step:,}" if start.step else "starts"
     trackers.note(f"train: {describe_engine(facts)}; {action}")
     trackers.note(f"train: {run_length.describe()}")
@@ -104,7 +133,8 @@ def take_snapshot(
         "changes": start.changes,
         "textmill": __version__,
         "scaling": engine.scaling(),
-        "spikes": engine.guard.saved() if engine.guard else {},
+        "spikes": engine.guard.save_state() if engine.guard else {},
+        "run_length": run_length.save_state(),
     }
     family = open_family(start.shape.family)
     tensor_bytes = {weight.name: 4 * math.prod(weight.shape) for weight in family.weights_of(start.shape)}

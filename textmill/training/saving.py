@@ -6,17 +6,28 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from textmill.checkpoints.folders import Snapshot, find_checkpoint_damage, prune, write_checkpoint
-from textmill.errors import Interrupted
-from textmill.processes.ranks import SINGLE_PROCESS, Ranks
+import numpy as np
+
+from textmill.checkpoints.folders import Snapshot, find_checkpoint_damage, write_checkpoint
+from textmill.checkpoints.pruning import prune
+from textmill.config import TrainConfig
+from textmill.errors import AlreadyReported, Interrupted, TextmillError
+from textmill.processes.ranks import SINGLE_PROCESS, Ranks, run_on_all
 from textmill.processes.signals import StopSignals
+from textmill.training.run_folder import remove_replaced
+from textmill.training.token_check import TokenCheck
 
 
 class Saver:
-    """Writes checkpoints in a thread; `ranks` must be a process group that nothing else uses."""
+    """Writes checkpoints in a thread; `ranks` must be a process group that nothing else uses.
 
-    def __init__(self, run: Path, *, keep: int, keep_every: int | None, ranks: Ranks = SINGLE_PROCESS) -> None:
-        self.run, self.ranks = run, ranks
+    Checkpoints after step `start` are of the run before it went back to `start`; the first save removes them.
+    """
+
+    def __init__(
+        self, run: Path, *, keep: int, keep_every: int | None, ranks: Ranks = SINGLE_PROCESS, start: int | None = None
+    ) -> None:
+        self.run, self.ranks, self._branch_start = run, ranks, start
         self._prune = partial(prune, run, keep=keep, keep_every=keep_every)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -29,11 +40,22 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
+            if self.ranks.any(not all(np.isfinite(values).all() for _, values in snapshot.weights)):
+                self._raise_not_finite(snapshot.step)
             folder = write_checkpoint(self.run, snapshot, self.ranks)
             if self.ranks.first and not find_checkpoint_damage(folder, deep=False):
+                if self._branch_start is not None:
+                    remove_replaced(self.run, self._branch_start, snapshot.step)
+                    self._branch_start = None
                 self._prune()
         except BaseException as error:
             self._error = error
+
+    def _raise_not_finite(self, step: int) -> None:
+        reason = f"step {step} is not saved: a weight is not finite; earlier checkpoints are kept"
+        advice = "lower train.learning_rate and start from scratch with --force, or choose another train.folder"
+        error = TextmillError(f"{self.run}: diverged: {reason}; {advice}")
+        raise error if self.ranks.first else AlreadyReported(error.exit_code)
 
     @property
     def failed(self) -> bool:
@@ -57,11 +79,21 @@ class Saver:
             raise error
 
 
-def agree_to_stop(ranks: Ranks, stop_signals: StopSignals, saver: Saver) -> str | None:
-    """The stop signal that any rank received, so that all stop after the same step; raises if a save failed."""
-    if not ranks.any(stop_signals.received is not None or saver.failed):
+def open_saver(run: Path, train: TrainConfig, start: int, ranks: Ranks) -> Saver:
+    """The saver of a run that starts or resumes at step `start`, over a process group of its own."""
+    rule = train.checkpoints
+    return Saver(run, keep=rule.keep, keep_every=rule.keep_every, ranks=ranks.new_group(), start=start)
+
+
+def agree_to_stop(ranks: Ranks, stop_signals: StopSignals, saver: Saver, token_check: TokenCheck) -> str | None:
+    """The stop signal that any rank received, so that all stop after the same step; raises if a save or a check of the
+    token files failed."""
+    if not ranks.any(stop_signals.received is not None or saver.failed or token_check.failed):
         return None
-    signals, failures = zip(*ranks.all_gather([stop_signals.received, saver.failed]), strict=True)
+    states = ranks.all_gather([stop_signals.received, saver.failed, token_check.failed])
+    signals, failures, damages = zip(*states, strict=True)
+    if any(damages):
+        run_on_all(ranks, token_check.raise_error)
     if any(failures):
         saver.wait()
     return next(filter(None, signals), None)

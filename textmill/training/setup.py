@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 
 from textmill.checkpoints.folders import StepChoice
-from textmill.config import RunConfig
+from textmill.config import RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
+from textmill.errors import TextmillError
 from textmill.processes.ranks import Ranks, report_each
 from textmill.storage import faults
 from textmill.storage.stages import Force
@@ -18,6 +20,9 @@ from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import Start
 
+BYTES_PER_ID = 16
+"""Inputs and labels of a batch, in 8 bytes each."""
+
 
 def prepare_run(config: RunConfig, force: Force, step: StepChoice) -> tuple[Splits, Start, Batches, RunLength]:
     """Open the data, choose what to start from, and compute the length of the run."""
@@ -25,8 +30,19 @@ def prepare_run(config: RunConfig, force: Force, step: StepChoice) -> tuple[Spli
     data = open_splits(config)
     start = choose_start(config, data, force, step)
     length = config.train.length or start.shape.positions
+    _check_batch_memory(config.train, length)
     batches = open_batches(config.train, data, length=length, folder=config.folder_of("train") / INDEX_FOLDER)
-    return data, start, batches, plan_run_length(config.train, batches, length)
+    return data, start, batches, plan_run_length(config.train, batches, length, start.run_length)
+
+
+def _check_batch_memory(train: TrainConfig, length: int) -> None:
+    """Refuse a batch whose token ids alone do not fit into this machine's memory."""
+    needed, memory = max(train.sizes) * length * BYTES_PER_ID, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise TextmillError(
+            f"train.batch: {max(train.sizes):,} samples of {length:,} tokens need {needed / 1e9:,.0f} GB, "
+            f"this machine has {memory / 1e9:,.0f} GB; lower it"
+        )
 
 
 def build_engine(config: RunConfig, start: Start, ranks: Ranks, resources: ExitStack) -> Engine:
@@ -36,5 +52,5 @@ def build_engine(config: RunConfig, start: Start, ranks: Ranks, resources: ExitS
     weights, moments = report_each(ranks, start.weights), report_each(ranks, start.moments)
     engine.load(weights, moments, start.updates, start.source, start.loss_scale)
     if engine.guard:
-        engine.guard.take(start.spikes)
+        engine.guard.load_state(start.spikes)
     return engine

@@ -8,9 +8,9 @@ from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import RunConfig
-from textmill.models import Shape, open_family, shape_in
+from textmill.models import Shape, open_family, read_shape
 from textmill.models.family_files import find_family_file
-from textmill.models.lora import plain_targets
+from textmill.models.lora import normalized_targets
 from textmill.storage.tensor_files import Named
 from textmill.tokens.splits import Splits
 
@@ -35,6 +35,8 @@ class Start:
     """Settings and inputs that decide the result; a resumed run must have the same ones."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """Settings that were changed in mid-run, by step."""
+    new_changes: list[str] = field(default_factory=list)
+    """Those that were changed since the checkpoint, to be reported when the run resumes."""
     base: str | None = None
     """LoRA: the base model, by folder or hub name."""
     changed_weights: list[Named] = field(default_factory=list)
@@ -43,6 +45,8 @@ class Start:
     """fp16: the state of the loss scale."""
     spikes: dict[str, Any] = field(default_factory=dict)
     """`train.spikes.threshold`: the state of the spike guard."""
+    run_length: dict[str, Any] = field(default_factory=dict)
+    """`train.minutes`: the number of steps that was computed."""
 
 
 def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> Shape:
@@ -50,7 +54,7 @@ def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> S
     family, tokenizer = open_family(config.model.family), data.tokenizer
     if given is None:
         return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
-    shape, override = shape_in(given.folder), config.model.shape
+    shape, override = read_shape(given.folder), config.model.shape
     if isinstance(override, str):
         return shape
     if override.dropout is not None:
@@ -65,7 +69,7 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
     model = {f"model.{name}": value for name, value in vars(shape).items()}
     lora = config.model.lora.model_dump() if config.model.lora else None
     if lora and config.model.lora:
-        lora["targets"] = plain_targets(shape, config.model.lora)
+        lora["targets"] = normalized_targets(shape, config.model.lora)
     if lora and not lora["dropout"]:
         del lora["dropout"]  # runs older than lora.dropout still resume
     inputs = {

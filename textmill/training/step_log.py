@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,16 +19,21 @@ OVERFITTING_RATIO = 1.005
 """Overfitting is reported if the last valid loss is above the lowest one by this factor."""
 
 
-class Step(Protocol):
-    """The part of a step's result that is needed here."""
+class StepResult(Protocol):
+    """What the log needs of the result of a training step."""
 
     @property
-    def loss(self) -> float: ...
+    def loss(self) -> float:
+        """Waits until the device has computed it."""
+        ...
+
     @property
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether the loss can be read without waiting."""
+        ...
 
 
-Result = TypeVar("Result", bound=Step)
+Result = TypeVar("Result", bound=StepResult)
 
 
 class StepLog(Generic[Result]):
@@ -41,9 +47,11 @@ class StepLog(Generic[Result]):
         self.run_length, self.report = run_length, report
         self._last_time, self._last_step = time.perf_counter(), step
         self._pending: tuple[int, Result] | None = None
+        self.paused_seconds = 0.0
+        """The time of other work so far."""
 
     def add(self, done: int, result: Result) -> None:
-        """Report the step now, or later if its loss is not ready."""
+        """Report the step with number `done` now, or later if its loss is not ready."""
         self._pending = done, result
         if result.ready:
             self.flush()
@@ -62,22 +70,25 @@ class StepLog(Generic[Result]):
 
     @contextmanager
     def paused(self, result: Result) -> Iterator[None]:
-        """Other work after a finished step; its time does not count in the throughput."""
+        """Exclude the work in this context, such as an evaluation, from the throughput; waits for the step first."""
         self.flush()
         _ = result.loss
         start = time.perf_counter()
         yield
-        self._last_time += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._last_time += seconds
+        self.paused_seconds += seconds
 
 
 def describe_best(run: Path) -> str:
-    """The best checkpoint, for the end of a run; also says if a better step was not saved, and if the run overfits."""
+    """Describe the best checkpoint of a run; also report a better step that was not saved, and overfitting."""
     losses = read_valid_losses(run)
     if not losses:
         return "train: no checkpoint has a valid loss, so there is no best one"
     best = min(losses, key=losses.__getitem__)
     lines = (run / METRICS_FILE).read_text(encoding="utf-8").splitlines() if (run / METRICS_FILE).is_file() else []
-    measured = losses | {line["step"]: line["valid_loss"] for line in map(json.loads, lines) if "valid_loss" in line}
+    logged = [(line["step"], line["valid_loss"]) for line in map(json.loads, lines) if "valid_loss" in line]
+    measured = losses | {step: loss for step, loss in logged if loss is not None and math.isfinite(loss)}
     lowest = min(measured, key=measured.__getitem__)
     folder = run / BEST_LINK if (run / BEST_LINK).exists() else list_checkpoints(run)[best]
     text = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {format_path(folder)}"

@@ -1,4 +1,4 @@
-"""The command verify: a small copy of a run's parallel config, on processes of this machine, against one process."""
+"""The command verify: train a small copy of a parallel config on this machine and compare it with one process."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from pathlib import Path
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.verification.comparison import Finding, findings_of
+from textmill.verification.comparison import Comparison, compare_trial
 from textmill.verification.launcher import launch
-from textmill.verification.small_config import Plan, plan_of
+from textmill.verification.small_config import Plan, build_plan
 
 
-class Parted(TextmillError):
-    """Processes that should agree do not: no mistake of the user's."""
+class MeshMismatch(TextmillError):
+    """The mesh computes other numbers than one process: a bug, not a user's mistake."""
 
     exit_code = 1
 
 
 def verify(config: RunConfig) -> None:
-    """Prove that the config's mesh gives the numbers of one process; say where they part if they do not."""
-    began, plan = time.monotonic(), plan_of(config)
-    print(f"verify: {plan.spoken()}", flush=True)
+    """Check that the config's mesh gives the numbers of one process; report where they differ."""
+    start, plan = time.monotonic(), build_plan(config)
+    print(f"verify: {plan.describe()}", flush=True)
     with tempfile.TemporaryDirectory(prefix="textmill-verify-") as folder:
-        alone, many = launch(
-            [(plan.alone, Path(folder) / "alone", 1), (plan.many, Path(folder) / "many", plan.processes)]
+        single, parallel = launch(
+            [(plan.single, Path(folder) / "single", 1), (plan.parallel, Path(folder) / "parallel", plan.processes)]
         )
-    faults: list[Finding] = []
-    for trial, one, other in zip(plan.trials, alone, many, strict=True):
-        found = findings_of(trial, one, other)
-        faults += [finding for finding in found if not finding.holds]
-        for finding in found:
-            print(f"  {trial.precision:<5} {finding.spoken()}", flush=True)
-    _conclude(plan, faults, time.monotonic() - began)
+    failed: list[Comparison] = []
+    for trial, one, many in zip(plan.trials, single, parallel, strict=True):
+        comparisons = compare_trial(trial, one, many)
+        failed += [comparison for comparison in comparisons if not comparison.passed]
+        for comparison in comparisons:
+            print(f"  {trial.precision:<5} {comparison.format_line()}", flush=True)
+    _conclude(plan, failed, time.monotonic() - start)
 
 
-def _conclude(plan: Plan, faults: list[Finding], seconds: float) -> None:
-    if faults:
+def _conclude(plan: Plan, failed: list[Comparison], seconds: float) -> None:
+    if failed:
         sys.stdout.flush()
-        hint = next((finding.hint for finding in faults if finding.hint), "")
-        raise Parted(
-            f"verify: {plan.mesh} does not give the numbers of {plan.one}: {faults[0].what}{'; ' if hint else ''}{hint}"
+        hint = next((comparison.hint for comparison in failed if comparison.hint), "")
+        raise MeshMismatch(
+            f"verify: {plan.mesh} does not give the numbers of {plan.reference}: "
+            f"{failed[0].what}{'; ' if hint else ''}{hint}"
         )
-    print(f"verify: {plan.mesh} gives the numbers of {plan.one} ({seconds:.0f} s)")
+    print(f"verify: {plan.mesh} gives the numbers of {plan.reference} ({seconds:.0f} s)")

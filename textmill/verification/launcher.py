@@ -1,4 +1,4 @@
-"""Processes of a trial, started by ourselves on this machine, with the words of a launcher in their environment."""
+"""Start the processes of a trial on this machine, with the environment variables that a launcher would set."""
 
 from __future__ import annotations
 
@@ -18,66 +18,68 @@ from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
 from textmill.storage.tensor_files import Named, read_tensors
-from textmill.verification.small_config import hand_over
+from textmill.verification.small_config import write_config
 
-PATIENCE = 900
+TIMEOUT = 900
 """Seconds that a trial may take."""
 PORTS = (20_000, 32_000)
-"""Where a port is looked for: below those that connections are given by chance."""
-QUIET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID")
-"""Words of the launcher that this process itself may have been started by."""
+"""The range of `free_port`: below the ports that the system gives to outgoing connections."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID")
+"""Removed from the environment of a trial's processes, in case this process was itself started by a launcher."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a trial's processes saw."""
+class TrialResult:
+    """The numbers that a trial's processes recorded."""
 
     steps: list[dict[str, float]]
     valid: list[float]
-    copies: list[str]
+    weight_hashes: list[str]
+    """The hash of all weights at the end, by rank."""
     gradients: list[Named]
 
 
-def launch(trials: list[tuple[list[RunConfig], Path, int]]) -> list[list[Seen]]:
-    """Run lists of configs, each list on so many processes, all lists at the same time."""
-    with ExitStack() as held:
+def launch(trials: list[tuple[list[RunConfig], Path, int]]) -> list[list[TrialResult]]:
+    """Run lists of configs, each list in a folder on a number of processes; all lists run at the same time."""
+    with ExitStack() as stack:
         started = [
-            (held.enter_context(_started(configs, folder, processes)), folder) for configs, folder, processes in trials
+            (stack.enter_context(_start(configs, folder, processes)), folder) for configs, folder, processes in trials
         ]
         for jobs, folder in started:
-            _await(jobs, folder)
-    return [[_seen(folder / str(number)) for number in range(len(configs))] for configs, folder, _ in trials]
+            _wait(jobs, folder)
+    return [[_read_result(folder / str(number)) for number in range(len(configs))] for configs, folder, _ in trials]
 
 
-def _await(jobs: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well, or one has not."""
-    until = time.monotonic() + PATIENCE
+def _wait(jobs: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """Wait until all processes have succeeded; raise as soon as one fails or the time is over."""
+    deadline = time.monotonic() + TIMEOUT
     while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             late = next(number for number, job in enumerate(jobs) if job.poll() is None)
             raise TextmillError(
-                f"verify: process {late} of {len(jobs)} did not end in {PATIENCE} seconds; {_last(folder, late)}"
+                f"verify: process {late} of {len(jobs)} did not end in {TIMEOUT} seconds; {_last_line(folder, late)}"
             )
         time.sleep(0.05)
     for number, job in enumerate(jobs):
         if job.poll():
             raise TextmillError(
-                f"verify: process {number} of {len(jobs)} ended with {job.returncode}; {_last(folder, number)}"
+                f"verify: process {number} of {len(jobs)} exited with code {job.returncode}; "
+                f"{_last_line(folder, number)}"
             )
 
 
-def _seen(folder: Path) -> Seen:
-    seen: dict[str, Any] = read_json(folder / "seen.json")
+def _read_result(folder: Path) -> TrialResult:
+    result: dict[str, Any] = read_json(folder / "result.json")
     gradients = [(name, values.copy()) for name, values in read_tensors(folder / "gradients.safetensors")]
-    return Seen(seen["steps"], seen["valid"], seen["copies"], gradients)
+    return TrialResult(result["steps"], result["valid"], result["weight_hashes"], gradients)
 
 
 @contextmanager
-def _started(configs: list[RunConfig], folder: Path, processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes for a list of configs, each with a file for what it says; none outlives this."""
+def _start(configs: list[RunConfig], folder: Path, processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the processes for a list of configs, each with a file for its output; all are killed at the end."""
     for number, config in enumerate(configs):
         (folder / str(number)).mkdir(parents=True)
-        hand_over(config, folder / str(number))
+        write_config(config, folder / str(number))
     command = [
         sys.executable,
         "-m",
@@ -87,8 +89,8 @@ def _started(configs: list[RunConfig], folder: Path, processes: int) -> Iterator
     jobs = []
     try:
         for number, environment in enumerate(_environments(configs[0].engine.one_process, processes)):
-            with open(folder / f"said-{number}", "wb") as said:
-                jobs.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+            with open(_output_file(folder, number), "wb") as output:
+                jobs.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
         yield jobs
     finally:
         for job in jobs:
@@ -96,20 +98,22 @@ def _started(configs: list[RunConfig], folder: Path, processes: int) -> Iterator
             job.wait()
 
 
-def _environments(one: bool, processes: int) -> list[dict[str, str]]:
-    """What each process is told: its number among all; where one process has all devices, how many of them to pretend."""
-    plain = {key: value for key, value in os.environ.items() if key not in QUIET} | {"OMP_NUM_THREADS": "1"}
-    if one:
-        flags = f"--xla_force_host_platform_device_count={processes} --xla_backend_optimization_level=0"  # a program is used a few times
-        return [plain | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}]
+def _environments(one_process: bool, processes: int) -> list[dict[str, str]]:
+    """The environment of each process: rank and world size; or, for one process, the number of simulated devices."""
+    base = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    base["OMP_NUM_THREADS"] = "1"
+    if one_process:
+        # Without optimization: compiling takes longer than the few steps of a trial.
+        flags = f"--xla_force_host_platform_device_count={processes} --xla_backend_optimization_level=0"
+        return [base | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}]
     if processes == 1:
-        return [plain]
-    meet = plain | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        return [base]
+    group = base | {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def free_port() -> int:
-    """A port of this machine that is free, and will be when it is wanted: the system deals out none of these."""
+    """A free port of this machine, from a range that the system does not give to other connections."""
     while True:
         port = random.randrange(*PORTS)
         with socket.socket() as trial, suppress(OSError):
@@ -117,7 +121,11 @@ def free_port() -> int:
             return port
 
 
-def _last(folder: Path, number: int) -> str:
-    """The last line that a process said."""
-    lines = (folder / f"said-{number}").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"it said: {lines[-1]}" if lines else "it said nothing"
+def _output_file(folder: Path, number: int) -> Path:
+    return folder / f"output-{number}"
+
+
+def _last_line(folder: Path, number: int) -> str:
+    """The last line that a process printed."""
+    lines = _output_file(folder, number).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f"its last line: {lines[-1]}" if lines else "it printed nothing"

@@ -1,4 +1,4 @@
-"""A small copy of a run: its family, mesh, accumulation, kind of precision, loss and checkpointing, on a net that takes no time."""
+"""Small copies of a run's config: same family, mesh, gradient accumulation, precision and loss, on a tiny net."""
 
 from __future__ import annotations
 
@@ -13,140 +13,138 @@ import numpy as np
 from textmill.checkpoints.folders import open_model
 from textmill.config import LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
-from textmill.engines.deepspeed_config import read_file, settled
+from textmill.engines.deepspeed_config import fill_unset, read_user_config
 from textmill.engines.meshes import mesh_of
-from textmill.models import Shape, open_family, shape_in
-from textmill.models.lora import weights_with
+from textmill.models import Shape, open_family, read_shape
+from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import matches
 from textmill.storage.files import read_json, write_text
 from textmill.tokens.batches.batch import IGNORED, Batch
 
 STEPS = 8
-"""Updates that are compared."""
-LENGTH, VOCAB, LAYERS, MICRO = 24, 150, 2, 2
-MOST = 4
-"""Processes up to which a mesh is tried as it is; of a larger one each axis is cut to two."""
-RATE, GENTLE_RATE = 1e-2, 1e-3
-"""The learning rate of every step; a gentle one where rounding would grow with it: in half precision, and for adapters, which are soon more
-than a net that has learnt nothing."""
+"""Optimizer steps that are compared."""
+LENGTH, VOCAB, LAYERS, MICRO_BATCH = 24, 150, 2, 2
+MAX_PROCESSES = 4
+"""Each axis of a mesh with more processes is reduced to two."""
+LEARNING_RATE, LOW_LEARNING_RATE = 1e-2, 1e-3
+"""The low one is for half precision and adapters, where a high one would amplify rounding differences."""
 AXES = ("replicate", "shard", "tensor")
 BOUNDS = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
-"""How far losses may lie apart, relative, by the arithmetic of the products."""
-MUON = 5e-3
-OF_THE_RUN = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16", "optimizer",
-    "scheduler",
+"""The largest relative difference of losses, by the precision of the matmuls."""
+MUON_BOUND = 5e-3
+REPLACED_KEYS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "fp16", "bf16", "optimizer", "scheduler",
 )  # fmt: skip
-"""Parts of a DeepSpeed file that a small copy says anew."""
+"""Keys of a user's DeepSpeed JSON that a small copy replaces."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One precision's run and how equal is equal in it."""
+    """One precision that is tried, and the bounds of its comparisons."""
 
     precision: str
     loss_bound: float
     gradient_bound: float
     replicated: frozenset[str] = frozenset()
-    """Weights that every tensor-parallel rank has all of."""
+    """Weights that every tensor-parallel rank has in full."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run twice: on one process, and on all of the mesh."""
+    """The configs to train: each trial on one process (`single`) and on the mesh (`parallel`)."""
 
-    alone: list[RunConfig]
-    many: list[RunConfig]
+    single: list[RunConfig]
+    parallel: list[RunConfig]
     trials: list[Trial]
     processes: int
     sizes: dict[str, int]
 
     @property
     def mesh(self) -> str:
-        """The mesh in words; before it the stage of ZeRO where there is one."""
-        zero = getattr(self.many[0].engine, "zero", None)
+        """The mesh as text, after the ZeRO stage if there is one."""
+        zero = getattr(self.parallel[0].engine, "zero", None)
         return ("" if zero is None else f"zero {zero}, ") + " x ".join(
             f"{axis} {size}" for axis, size in self.sizes.items() if size > 1
         )
 
     @property
-    def one(self) -> str:
-        """What the mesh is held against."""
-        return "one device" if self.many[0].engine.one_process else "one process"
+    def reference(self) -> str:
+        """What the mesh is compared with."""
+        return "one device" if self.parallel[0].engine.one_process else "one process"
 
-    def spoken(self) -> str:
-        """What is about to be done."""
-        config = self.many[0]
-        kinds = " and ".join(trial.precision for trial in self.trials)
-        batch = f"{config.train.batch} samples a step by {config.engine.micro_batch}"
-        where = "devices that one process pretends" if config.engine.one_process else "processes of this machine"
-        return f"{self.mesh} on {self.processes} {where}, {batch}, {STEPS} steps in {kinds}"
+    def describe(self) -> str:
+        """The first line of the report."""
+        config = self.parallel[0]
+        precisions = " and ".join(trial.precision for trial in self.trials)
+        batch = f"batch {config.train.batch}, micro-batch {config.engine.micro_batch}"
+        where = "simulated devices of one process" if config.engine.one_process else "processes of this machine"
+        return f"{self.mesh} on {self.processes} {where}, {batch}, {STEPS} steps in {precisions}"
 
 
-def plan_of(config: RunConfig) -> Plan:
-    """The small copies of a config: a list for one process, a list for the mesh, a pair a precision."""
-    config = _without_file(config)
+def build_plan(config: RunConfig) -> Plan:
+    """The small copies of a config, for one process and for the mesh, in each precision."""
+    config = _inline_user_config(config)
     full = _full_shape(config)
-    if isinstance(
-        config.engine, TorchEngine
-    ):  # what does not fit the real net and batch is refused as a run would refuse it
-        said = config.engine.mesh
-        mesh_of(config, full, (said.replicate or 1) * said.shard * said.tensor)
-    sizes, precisions = mesh_sizes(config), precisions_of(config)
-    ways = sizes["replicate"] * sizes["shard"]
-    own = turns_of(config, ways) * MICRO
+    if isinstance(config.engine, TorchEngine):
+        mesh = config.engine.mesh
+        mesh_of(config, full, (mesh.replicate or 1) * mesh.shard * mesh.tensor)  # raises if it does not fit the run
+    sizes, precisions = _mesh_sizes(config), _precisions(config)
+    data_ranks = sizes["replicate"] * sizes["shard"]
+    rank_batch = _accumulation_steps(config, data_ranks) * MICRO_BATCH
     pairs = []
     for precision in precisions:
-        small = _shrunk(config, full, precision, ways * own, sizes["tensor"])
-        pairs.append((_on(small, dict.fromkeys(AXES, 1), own), _on(small, sizes, MICRO)))
+        small = _shrink(config, full, precision, data_ranks * rank_batch, sizes["tensor"])
+        pairs.append((_on_mesh(small, dict.fromkeys(AXES, 1), rank_batch), _on_mesh(small, sizes, MICRO_BATCH)))
     muon, replicated = config.train.optimizer == "muon", _replicated(pairs[0][0])
     trials = [
-        Trial(one, max(BOUNDS[one], MUON if muon else 0.0), 1e-5 if one == "fp32" else 2e-2, replicated)
-        for one in precisions
+        Trial(name, max(BOUNDS[name], MUON_BOUND if muon else 0.0), 1e-5 if name == "fp32" else 2e-2, replicated)
+        for name in precisions
     ]
-    return Plan([alone for alone, _ in pairs], [many for _, many in pairs], trials, math.prod(sizes.values()), sizes)
+    single, parallel = [one for one, _ in pairs], [many for _, many in pairs]
+    return Plan(single, parallel, trials, math.prod(sizes.values()), sizes)
 
 
 def _replicated(small: RunConfig) -> frozenset[str]:
     shape = open_family(small.model.family).shape_of(small.model, vocab=VOCAB, end=0)
-    return frozenset(weight.name for weight in weights_with(shape, small.model.lora) if weight.split is None)
+    return frozenset(weight.name for weight in weights_with_adapters(shape, small.model.lora) if weight.split is None)
 
 
-def _without_file(config: RunConfig) -> RunConfig:
-    """DeepSpeed's own file speaks of the run's batch and precision, which a small copy changes: the rest of it becomes settings."""
+def _inline_user_config(config: RunConfig) -> RunConfig:
+    """Move a user's DeepSpeed JSON into the config, without its batch and precision, which a small copy changes."""
     engine = config.engine
     if not isinstance(engine, DeepSpeedEngine) or engine.deepspeed_config is None:
         return config
-    theirs = read_file(engine.deepspeed_config)
-    rest = {name: value for name, value in theirs.items() if name not in OF_THE_RUN}
+    user = read_user_config(engine.deepspeed_config)
+    rest = {name: value for name, value in user.items() if name not in REPLACED_KEYS}
     update = {"deepspeed_config": None, "deepspeed_overrides": rest | engine.deepspeed_overrides}
-    return config.model_copy(update={"engine": settled(engine, theirs).model_copy(update=update)})
+    return config.model_copy(update={"engine": fill_unset(engine, user).model_copy(update=update)})
 
 
-def mesh_sizes(config: RunConfig) -> dict[str, int]:
-    """The axes of the mesh; two copies where none is said, and a large one cut down."""
+def _mesh_sizes(config: RunConfig) -> dict[str, int]:
+    """The axes of the mesh: two replicas if none is set; a large mesh is reduced."""
     mesh = getattr(config.engine, "mesh", None)
     sizes = {axis: getattr(mesh, axis, None) or 1 for axis in AXES}
     if math.prod(sizes.values()) == 1:
         sizes["replicate"] = 2
-    return sizes if math.prod(sizes.values()) <= MOST else {axis: min(size, 2) for axis, size in sizes.items()}
+    return sizes if math.prod(sizes.values()) <= MAX_PROCESSES else {axis: min(size, 2) for axis, size in sizes.items()}
 
 
-def turns_of(config: RunConfig, ways: int) -> int:
-    """Micro-batches of a step on each process: as many as the run will have, up to three; two where it is not known."""
+def _accumulation_steps(config: RunConfig, data_ranks: int) -> int:
+    """Micro-batches of a step on each rank: as in the run, at most three; two if `engine.micro_batch` is auto."""
     if config.engine.micro_batch == "auto":
         return 2
-    return max(1, min(3, config.train.batch // (ways * config.engine.micro_batch)))
+    return max(1, min(3, config.train.batch // (data_ranks * config.engine.micro_batch)))
 
 
-def precisions_of(config: RunConfig) -> list[str]:
-    """fp32, in which equal is equal, and the kind that the run will use."""
+def _precisions(config: RunConfig) -> list[str]:
+    """fp32, whose bounds are tight, and the half precision that the run may use."""
     kind = getattr(config.engine, "precision", "fp32")
     return ["fp32"] + [one for one in ("bf16", "fp16") if kind == one or (one == "bf16" and kind in ("auto", "fp8"))]
 
 
-def _shrunk(config: RunConfig, full: Shape, precision: str, batch: int, tensor: int) -> RunConfig:
-    """The config with a small net and a small batch, whatever its data."""
+def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: int) -> RunConfig:
+    """The config with a small net and a small batch, on a CPU."""
     family = open_family(config.model.family)
     shape = ShapeConfig(**family.small_shape(full, tensor), positions=LENGTH)
     model = config.model.model_copy(update={"shape": shape, "init_from": None})
@@ -175,7 +173,7 @@ def _shrunk(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
     })  # fmt: skip
 
 
-def _on(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig:
+def _on_mesh(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig:
     """The config on a mesh of these sizes."""
     update: dict[str, Any] = {"micro_batch": micro_batch}
     if (mesh := getattr(config.engine, "mesh", None)) is not None:
@@ -186,43 +184,49 @@ def _on(config: RunConfig, sizes: dict[str, int], micro_batch: int) -> RunConfig
 
 
 def _full_shape(config: RunConfig) -> Shape:
-    """The net that the run will have, but for its vocabulary."""
+    """The shape of the run's own net, except for its vocabulary."""
     family = open_family(config.model.family)
     if config.model.init_from:
-        return shape_in(open_model(config.model.init_from).folder)
+        return read_shape(open_model(config.model.init_from).folder)
     return family.shape_of(config.model, vocab=VOCAB, end=0)
 
 
-def hand_over(config: RunConfig, folder: Path) -> None:
-    """Write a small copy for the processes that run it; its adapters apart, since they lie on first weights, which no run's may."""
+def write_config(config: RunConfig, folder: Path) -> None:
+    """Write a small copy for the processes of a trial.
+
+    `model.lora` has a file of its own: here adapters are on random weights, which the config's validation rejects.
+    """
     model = config.model.model_copy(update={"lora": None})
     write_text(folder / "config.json", config.model_copy(update={"model": model}).model_dump_json())
     write_text(folder / "lora.json", config.model.lora.model_dump_json() if config.model.lora else "null")
 
 
-def handed_over(folder: Path) -> RunConfig:
-    """The way back of `hand_over`."""
+def read_config(folder: Path) -> RunConfig:
+    """Read what `write_config` wrote."""
     config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     lora = read_json(folder / "lora.json")
     model = config.model.model_copy(update={"lora": lora and LoraConfig(**lora)})
     return config.model_copy(update={"model": model})
 
 
-def rate_of(config: RunConfig) -> float:
+def learning_rate(config: RunConfig) -> float:
     """The learning rate of a trial's steps."""
-    return GENTLE_RATE if config.model.lora or config.engine.precision != "fp32" else RATE
+    return LOW_LEARNING_RATE if config.model.lora or config.engine.precision != "fp32" else LEARNING_RATE
 
 
-def batches_of(config: RunConfig) -> Iterator[Batch]:
-    """Global batches whose samples ask for different numbers of tokens, one of them for none; with documents where they are kept apart."""
-    dice, rows = np.random.default_rng(7), config.train.batch
+def build_batches(config: RunConfig) -> Iterator[Batch]:
+    """Random global batches whose samples have different numbers of loss tokens, one of them none.
+
+    They have document numbers if the run isolates documents.
+    """
+    random, rows = np.random.default_rng(7), config.train.batch
     for step in range(STEPS):
-        ids = (dice.integers(0, 12, (rows, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
+        ids = (random.integers(0, 12, (rows, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
         labels = ids[:, 1:].copy()
         for row in range(rows):
             labels[row, LENGTH - row * LENGTH // rows :] = IGNORED
         labels[step % rows] = IGNORED
         documents = None
         if config.train.packed.isolate_documents:
-            documents = 1 + (np.arange(LENGTH)[None] >= dice.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
+            documents = 1 + (np.arange(LENGTH)[None] >= random.integers(4, LENGTH - 4, (rows, 1))).astype(np.int32)
         yield Batch(ids[:, :-1], labels, np.arange(step * rows, (step + 1) * rows), documents)

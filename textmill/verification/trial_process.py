@@ -1,4 +1,4 @@
-"""One process of a trial: the steps, and what it saw of them, written for who compares.
+"""One process of a trial: trains the small config, and rank 0 writes the numbers for the comparison.
 
 python -m textmill.verification.trial_process FOLDER ...
 """
@@ -22,48 +22,48 @@ from textmill.processes.exits import run_and_exit
 from textmill.storage.files import write_json
 from textmill.storage.tensor_files import encode_safetensors
 from textmill.tokens.batches.batch import Batch
-from textmill.verification.small_config import VOCAB, batches_of, handed_over, rate_of
+from textmill.verification.small_config import VOCAB, build_batches, learning_rate, read_config
 
-SCALING = {"scale": 1024.0, "good": 0, "left": 2}
-"""Where the loss scale of fp16 stands after the steps that it takes to come down, which would all be left out."""
+LOSS_SCALE = {"scale": 1024.0, "good": 0, "left": 2}
+"""The loss scale to start from in fp16: from the default, the first steps would overflow and be skipped."""
 
 
-def part(batch: Batch, rows: slice) -> Batch:
+def select_rows(batch: Batch, rows: slice) -> Batch:
     """Some samples of a batch."""
     arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return replace(batch, **{name: array[rows] for name, array in arrays.items() if array is not None})
 
 
-def hash_of(named: Iterable[Named]) -> str:
-    """One hash of all values by name."""
+def hash_tensors(named: Iterable[Named]) -> str:
+    """One hash of all names and values."""
     digest = hashlib.sha256()
     for name, values in named:
         digest.update(name.encode() + values.tobytes())
     return digest.hexdigest()
 
 
-def seen_by(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
-    """The numbers of every step; the first process writes what the first step left of the gradients."""
-    rows, seen = engine.samples_of(config.train.batch), []
-    for step, batch in enumerate(batches_of(config)):
-        done = engine.train_step(part(batch, rows), step, rate_of(config))
-        seen.append({"loss": done.loss, "norm": done.norm, "asked": done.asked})
+def run_trial(engine: Engine, config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Train and return the numbers of every step; rank 0 writes the first step's gradients, read from the momentum."""
+    rows, steps = engine.samples_of(config.train.batch), []
+    for step, batch in enumerate(build_batches(config)):
+        result = engine.train_step(select_rows(batch, rows), step, learning_rate(config))
+        steps.append({"loss": result.loss, "norm": result.norm, "loss_tokens": result.loss_tokens})
         if step == 0:
             moments = [(name, values) for name, values in engine.moments() if not name.startswith("v/")]
             if engine.first:
                 (folder / "gradients.safetensors").write_bytes(b"".join(encode_safetensors(moments)))
     sums = engine.eval_step(batch)
     return {
-        "steps": seen,
-        "valid": [sums.loss, sums.asked, sums.correct],
-        "copies": engine.ranks.all_gather(hash_of(engine.weights())),
+        "steps": steps,
+        "valid": [sums.loss, sums.loss_tokens, sums.correct],
+        "weight_hashes": engine.ranks.all_gather(hash_tensors(engine.weights())),
     }
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the config of each folder, one after the other, on the processes that were started together."""
-    folders = [Path(word) for word in words]
-    configs = [handed_over(folder) for folder in folders]
+    folders = [Path(argument) for argument in arguments]
+    configs = [read_config(folder) for folder in folders]
     ranks = open_ranks(configs[0])
     for config, folder in zip(configs, folders, strict=True):
         family = open_family(config.model.family)
@@ -71,10 +71,10 @@ def main(words: list[str]) -> int:
         weights = [*initial_weights(shape, config.train.seed)]
         weights += initial_adapters(shape, config.model.lora, config.train.seed) if config.model.lora else []
         engine = open_engine(config, shape, ranks)
-        engine.load(weights, [], 0, "the first weights", SCALING if config.engine.precision == "fp16" else None)
-        seen = seen_by(engine, config, folder)
+        engine.load(weights, [], 0, "the initial weights", LOSS_SCALE if config.engine.precision == "fp16" else None)
+        result = run_trial(engine, config, folder)
         if engine.first:
-            write_json(folder / "seen.json", seen)
+            write_json(folder / "result.json", result)
         engine.close()
     ranks.close()
     return EXIT_DONE

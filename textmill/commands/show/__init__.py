@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from textmill.commands.show.corpus import show_corpus
+from textmill.commands.show.dropped import show_dropped
 from textmill.commands.show.steps import show_step
 from textmill.commands.show.tokens import show_tokens
 from textmill.config import RunConfig
@@ -20,15 +21,20 @@ VIEWS: dict[str, tuple[str, Callable[[RunConfig], None]]] = {
 """What shows the folder of a stage, by the command that writes it."""
 
 
-def show(where: str, settings: list[str] | None = None, step: int | None = None) -> None:
-    """Print the corpus or the token stores at WHERE, both for a project, or the documents that a training step saw."""
+def show(where: str, settings: list[str] | None = None, step: int | None = None, dropped: str | None = None) -> None:
+    """Print the corpus or the token stores at WHERE, both for a project, the documents that a training step saw, or
+    those that a rule dropped."""
     config = open_where(where, settings or []).config
+    if dropped is not None:
+        show_dropped(config, dropped)
+        return
     if step is not None:
         show_step(config, step)
         return
     root = Path(where)
     command = open_manifest(root)["verb"] if (root / MANIFEST).is_file() else None
-    written = [name for name, (stage, _) in VIEWS.items() if (config.folder_of(stage) / MANIFEST).is_file()]  # type: ignore[arg-type]
+    folders = {name: config.folder_of(stage) for name, (stage, _) in VIEWS.items()}  # type: ignore[arg-type]
+    written = [name for name, folder in folders.items() if (folder / MANIFEST).is_file()]
     chosen = [command] if command in VIEWS else written
     if not chosen:
         raise TextmillError(f"{where}: nothing to show there yet; prepare a corpus first: textmill prepare {where}")

@@ -35,7 +35,8 @@ def show_corpus(config: RunConfig) -> None:
     print(f"{format_path(folder)}: {len(corpus):,} documents")
     for split, counts in account["by_split"].items():
         print(
-            f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  {counts['characters']:>14,} characters"
+            f"  {split:<6} {counts['documents']:>12,} documents  {counts['bytes'] / 1e6:>10,.2f} MB  "
+            f"{counts['characters']:>14,} characters"
         )
     print_bars(
         "sources, by documents kept",

@@ -46,7 +46,8 @@ def show_step(config: RunConfig, step: int) -> None:
     seen = {name: made_from[name] for name in DECISIVE if name in made_from}
     if changes := list_changes(seen, {name: now[name] for name in seen}):
         raise TextmillError(
-            f"{run}: was trained with other settings: {'; '.join(changes)}; use those of the run: textmill show {format_path(run)}"
+            f"{run}: was trained with other settings: {'; '.join(changes)}; use those of the run: "
+            f"textmill show {format_path(run)}"
         )
     length = made_from.get("train.length", config.train.length)
     if not length:

@@ -41,6 +41,9 @@ class Cleaner:
     dropped: Counter[str] = field(default_factory=Counter)
     """Documents dropped by each filter; a document counts for the first filter it fails."""
 
+    dropped_by: str = ""
+    """The filter that dropped the last dropped document."""
+
     def clean(self, text: str, url: str | None = None) -> str | None:
         """The cleaned text, or None if a filter dropped it."""
         if self._count_drop("url" if self._is_blocked(url) else None):
@@ -72,6 +75,7 @@ class Cleaner:
     def _count_drop(self, reason: str | None) -> bool:
         if reason:
             self.dropped[reason] += 1
+            self.dropped_by = reason
         return bool(reason)
 
     def _failed_filter(self, text: str) -> str | None:

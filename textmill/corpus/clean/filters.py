@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +87,7 @@ def repeated_ngram_fraction(words: list[str]) -> float:
     """The fraction of characters in ten-word n-grams that occur earlier in the text."""
     if len(words) <= NGRAM_WORDS:
         return 0.0
-    numbers = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
+    numbers: defaultdict[str, int] = defaultdict(count(1).__next__)
     ids = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
     ngrams = np.zeros(len(words) - NGRAM_WORDS + 1, np.uint64)
     for position in range(NGRAM_WORDS):  # a polynomial hash of the word numbers, modulo 2**64

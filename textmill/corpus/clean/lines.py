@@ -22,7 +22,8 @@ _PHRASES = r"""
 | back\ to\ top | advertisement$ | print\ this\ page | (?:please\ )?enable\ javascript
 | javascript\ (?:is|must\ be)\ (?:disabled|enabled|required)
 | (?:next|previous)\ (?:page|post|article)$
-| 무단\ ?(?:전재|복제|배포) | 저작권자 | (?:이용|서비스)\ ?약관$ | 개인\ ?정보\ ?(?:처리|취급)\ ?방침$ | 본문\ ?(?:바로\ ?가기|으로)
+| 무단\ ?(?:전재|복제|배포) | 저작권자 | (?:이용|서비스)\ ?약관$ | 개인\ ?정보\ ?(?:처리|취급)\ ?방침$ 
+| 본문\ ?(?:바로\ ?가기|으로)
 | (?:더\ ?보기|공유하기|로그인|회원\ ?가입|구독하기|댓글\ ?쓰기|맨\ ?위로|목록으로|관련\ ?기사)$
 | tüm\ hakları\ saklıdır | (?:ana\ )?içeriğe\ (?:geç|atla) | (?:gizlilik|çerez)\ politikası$
 | kullanım\ (?:koşulları|şartları)$
@@ -32,6 +33,7 @@ _PHRASES = r"""
 """
 _PHRASE = re.compile(rf"[^\w©(]*+(?:{_PHRASES})", re.IGNORECASE | re.VERBOSE)
 _NAVIGATION = re.compile(r"[^|»›·•>\n]{1,24}(?:[ \t]*[|»›·•>][ \t]*[^|»›·•>\n]{1,24}){2,}\s*")
+_SEPARATOR = re.compile(r"[|»›·•>]")
 _ENDS = (".", "!", "?", "。", "！", "？", "…")
 
 
@@ -49,12 +51,17 @@ def drop_boilerplate(text: str) -> str:
     end. A table row, which starts with |, is kept.
     """
     lines = text.split("\n")
-    kept = [line for line in lines if not line or len(line) > MAX_BOILERPLATE_CHARACTERS or not is_boilerplate(line)]
+    may_navigate = _SEPARATOR.search(text) is not None
+    kept = [
+        line
+        for line in lines
+        if not line or len(line) > MAX_BOILERPLATE_CHARACTERS or not is_boilerplate(line, may_navigate)
+    ]
     return text if len(kept) == len(lines) else "\n".join(kept)
 
 
-def is_boilerplate(line: str) -> bool:
-    """True if a line is boilerplate around an article."""
+def is_boilerplate(line: str, may_navigate: bool = True) -> bool:
+    """True if a line is boilerplate around an article; `may_navigate`: the text has a separator of navigation."""
     line = line.strip()
     if (
         (found := _PHRASE.match(line))
@@ -62,4 +69,10 @@ def is_boilerplate(line: str) -> bool:
         and (len(line) <= 60 or not line.endswith(_ENDS))
     ):
         return True
-    return not line.startswith("|") and not line.endswith(_ENDS) and _NAVIGATION.fullmatch(line) is not None
+    return (
+        may_navigate
+        and not line.endswith(_ENDS)
+        and not line.startswith("|")
+        and _SEPARATOR.search(line) is not None
+        and _NAVIGATION.fullmatch(line) is not None
+    )

@@ -26,19 +26,33 @@ _SUSPECT = re.compile(
 )  # fmt: skip
 
 
+_SINGLE = re.compile("[\x80-\x9f\ud800-\udfff]")
+"""Control characters and surrogates that ftfy repairs one by one."""
+
+
 def repair(text: str) -> str:
     """Repair UTF-8 that was decoded as Latin-1, Windows, Mac or DOS text."""
-    if text.isascii() or not _SUSPECT.search(text):
+    if text.isascii() or not (found := _SUSPECT.search(text)):
         return text
-    fix, fixer_config = _fixer()
-    return "\n".join([fix(line, fixer_config) if _SUSPECT.search(line) else line for line in text.split("\n")])
+    is_bad, fix, fixer_config = _fixer()
+    parts, done = [], 0
+    while found:
+        start, stop = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.start())
+        line = text[start : stop if stop >= 0 else len(text)]
+        parts.append(text[done:start])
+        # ftfy leaves other lines as they are, after more work.
+        parts.append(fix(line, fixer_config) if is_bad(line) or _SINGLE.search(line) else line)
+        done = start + len(line)
+        found = _SUSPECT.search(text, done)
+    return "".join([*parts, text[done:]])
 
 
 @cache
-def _fixer() -> tuple[Any, Any]:
-    """ftfy's function and a configuration that repairs only the encoding."""
+def _fixer() -> tuple[Any, Any, Any]:
+    """ftfy's functions to judge and to repair a text, and a configuration that repairs only the encoding."""
     from ftfy import TextFixerConfig, fix_text
+    from ftfy.badness import is_bad
 
     off = dict.fromkeys(("unescape_html", "remove_terminal_escapes", "fix_latin_ligatures", "fix_character_width",
                          "uncurl_quotes", "fix_line_breaks", "remove_control_chars"), False)  # fmt: skip
-    return fix_text, TextFixerConfig(**off, normalization=None)
+    return is_bad, fix_text, TextFixerConfig(**off, normalization=None)

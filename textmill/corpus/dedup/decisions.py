@@ -25,7 +25,9 @@ from textmill.corpus.dedup.near_duplicates import (
     sketch_chunk,
     write_shingle_sets,
 )
+from textmill.corpus.dedup.repeats import find_exact_repeats, find_near_repeats
 from textmill.corpus.document import SPLITS, Split
+from textmill.corpus.dropped import REPEAT_DTYPE
 from textmill.corpus.passes import ChunkTask
 from textmill.corpus.shards import open_shard
 from textmill.corpus.source import Source
@@ -55,6 +57,8 @@ class Decisions:
     """The number of dropped duplicates by kind."""
     pairs: list[dict[str, Any]]
     """The first near-duplicate pairs, for the user to inspect."""
+    repeats: list[NDArray[Any]]
+    """With `corpus.keep_dropped`: the dropped duplicates, each with the document that it repeats."""
 
 
 def decide_documents(
@@ -63,14 +67,15 @@ def decide_documents(
     """Assign splits, then drop exact duplicates, then near-duplicates."""
     splits = [_assign_splits(task, declared[task.chunk.source]) for task in tasks]
     if config.dedup == "none":
-        return Decisions(splits, [{} for _ in tasks], [])
+        return Decisions(splits, [{} for _ in tasks], [], [np.zeros(0, REPEAT_DTYPE) for _ in tasks])
     memory = config.dedup_memory << 20
     keep = exact_keep_masks(_LazyDigests(tasks), splits if any(declared.values()) else None, memory)
     dropped = [{"duplicate": int((~mask).sum())} for mask in keep]
     for split, mask in zip(splits, keep, strict=True):
         split[~mask] = -1
+    repeats = find_exact_repeats(_LazyDigests(tasks), keep) if config.keep_dropped else []
     if config.dedup == "exact":
-        return Decisions(splits, dropped, [])
+        return Decisions(splits, dropped, [], repeats)
     for task, mask in zip(tasks, keep, strict=True):
         write_bytes(task.path("exact"), [mask.tobytes()])
     confirmed = _find_near_duplicates(tasks, config, run)
@@ -81,7 +86,11 @@ def decide_documents(
         splits[chunk][rows] = -1
         if len(rows):
             dropped[chunk]["near_duplicate"] = len(rows)
-    return Decisions(splits, dropped, list(_preview_pairs(_first_pairs(confirmed), numbering, keep, kept)))
+    if config.keep_dropped:
+        near_repeats = find_near_repeats(confirmed, kept, numbering.starts[:-1], keep)
+        repeats = [np.concatenate(both) for both in zip(repeats, near_repeats, strict=True)]
+    pairs = list(_preview_pairs(_first_pairs(confirmed), numbering, keep, kept))
+    return Decisions(splits, dropped, pairs, repeats)
 
 
 def _assign_splits(task: ChunkTask, declared: Split | None) -> NDArray[np.int8]:

@@ -11,18 +11,20 @@ from textmill.corpus.dedup.shingles import Hashes
 from textmill.counters import mix
 
 MIN_RECALL = 0.995
-"""The lowest probability that two documents exactly at the threshold share a band; more similar ones do better."""
+"""Two documents with a similarity equal to the threshold share a band with at least this probability."""
 MAX_SKETCH_SIZE = 256
-"""The most values in a sketch; more rows per band give fewer false candidates."""
+"""Most values in a sketch, which is bands x rows per band. More rows give fewer false candidates."""
 MAX_ROUNDS = 16
-"""Rounds that place every shingle in one slot; slots still empty afterwards are filled one by one."""
+"""Rounds that hash every shingle into a slot; slots that are empty after them are filled one by one."""
 EMPTY = np.uint64(2**64 - 1)
-_STEP = 0x9E3779B97F4A7C15
+"""The value of a slot that no shingle has been hashed into yet."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Multiplied by the number of a round or slot, this gives the seed of its hash function (as in SplitMix64)."""
 _MAX_HASHES_AT_ONCE = 1 << 20
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
-    """The number of bands and of rows per band: as many rows as MIN_RECALL at this Jaccard similarity allows."""
+    """Return the number of bands, and the most rows per band with which MIN_RECALL holds at this Jaccard similarity."""
     for rows in range(MAX_SKETCH_SIZE, 1, -1):
         miss_probability = 1 - threshold**rows
         if miss_probability <= 0:
@@ -37,12 +39,12 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 
 
 def recall_at(similarity: float, bands: int, rows: int) -> float:
-    """The probability that two sets of this Jaccard similarity agree in at least one band."""
+    """Return the probability that two sets of this Jaccard similarity have at least one equal band."""
     return float(1 - (1 - similarity**rows) ** bands)
 
 
 def band_hashes(hashes: Hashes, counts: NDArray[np.int64], bands: int, rows: int) -> Hashes:
-    """One row per document with a hash per band; document i has `counts[i]` of the shingle `hashes`."""
+    """Return the band hashes [documents, bands]; the first `counts[0]` of the shingle `hashes` belong to document 0."""
     values = sketch(hashes, counts, bands * rows).reshape(len(counts), bands, rows)
     combined = np.zeros((len(counts), bands), dtype=np.uint64)
     for row in range(rows):
@@ -51,20 +53,20 @@ def band_hashes(hashes: Hashes, counts: NDArray[np.int64], bands: int, rows: int
 
 
 def sketch(hashes: Hashes, counts: NDArray[np.int64], size: int) -> Hashes:
-    """For each document `size` values; two documents agree in a value with probability equal to their similarity.
+    """Return a sketch [documents, size]; two documents have an equal value with a probability of their similarity.
 
     Fast similarity sketching (Dahlgaard, Knudsen, Thorup 2017): each round hashes every shingle into one of `size`
-    slots. A slot keeps the smallest value of the first round that fills it. A long text needs one round, so one hash
-    per shingle.
+    slots. The first round that fills a slot decides its value: the smallest hash of that round. A long text fills all
+    slots in one round, so it needs one hash per shingle.
     """
     values = np.full((len(counts), size), EMPTY)
     rows = np.arange(len(counts))
     for round_number in range(MAX_ROUNDS):
-        hashed = mix(hashes + np.uint64(round_number * _STEP % 2**64)) if round_number else hashes
-        slot = ((hashed >> np.uint64(32)) * np.uint64(size) >> np.uint64(32)).astype(np.int64)
-        slot += np.repeat(np.arange(0, len(rows) * size, size), counts)
+        hashed = mix(hashes + np.uint64(round_number * _SEED_STEP % 2**64)) if round_number else hashes
+        slot_indices = ((hashed >> np.uint64(32)) * np.uint64(size) >> np.uint64(32)).astype(np.int64)
+        slot_indices += np.repeat(np.arange(0, len(rows) * size, size), counts)
         minima = np.full(len(rows) * size, EMPTY)
-        np.minimum.at(minima, slot, hashed)
+        np.minimum.at(minima, slot_indices, hashed)
         current = values[rows]
         current = np.where(current == EMPTY, minima.reshape(current.shape), current)
         values[rows] = current
@@ -77,7 +79,7 @@ def sketch(hashes: Hashes, counts: NDArray[np.int64], size: int) -> Hashes:
 
 
 def _fill_empty(values: Hashes, hashes: Hashes, counts: NDArray[np.int64]) -> Hashes:
-    """Fill each empty slot with the minimum over all shingles, hashed with a salt of that slot."""
+    """Fill each empty slot with the smallest hash of all shingles, under a hash function of this slot."""
     starts = np.cumsum(counts) - counts
     documents, slots = np.nonzero(values == EMPTY)
     total_hashes = np.cumsum(counts[documents])
@@ -85,7 +87,7 @@ def _fill_empty(values: Hashes, hashes: Hashes, counts: NDArray[np.int64]) -> Ha
         lengths = counts[documents[batch]]
         first = np.cumsum(lengths) - lengths
         index = np.repeat(starts[documents[batch]] - first, lengths) + np.arange(int(lengths.sum()))
-        salts = mix((slots[batch] + MAX_ROUNDS).astype(np.uint64) * np.uint64(_STEP))
+        salts = mix((slots[batch] + MAX_ROUNDS).astype(np.uint64) * np.uint64(_SEED_STEP))
         rehashed = mix(hashes[index] ^ np.repeat(salts, lengths))
         values[documents[batch], slots[batch]] = np.minimum.reduceat(rehashed, first)
     return values

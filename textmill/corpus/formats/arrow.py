@@ -11,7 +11,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.document import Document
 from textmill.corpus.formats.parquet import batch_records
 from textmill.corpus.records import BadRecord
-from textmill.corpus.source import SourceChunk
+from textmill.corpus.source import Source, SourceChunk
 from textmill.corpus.streams import BrokenStream, open_seekable
 from textmill.corpus.text_fields import parse_text_key
 
@@ -29,6 +29,13 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                 batch.select(fields.columns(names)) if fields.columns(names) else batch, fields, row, names
             )
             row += batch.num_rows
+
+
+def sample_rows(source: Source, count: int) -> list[dict[str, Any]]:
+    """The first rows of a file, with all columns."""
+    with open_seekable(source.address) as stream:
+        batch = next(_batches(stream), None)
+        return batch.slice(0, count).to_pylist() if batch is not None else []
 
 
 def _batches(stream: Any) -> Iterator[Any]:

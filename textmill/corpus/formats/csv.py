@@ -1,12 +1,14 @@
-"""Read CSV and TSV files with a header row; a quoted field may span lines."""
+"""Read CSV and TSV files; a quoted field may span lines, and after a stray quote reading goes on at the next line."""
 
 from __future__ import annotations
 
 import csv
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
 from textmill.corpus import records
+from textmill.corpus.csv_dialect import Dialect, column_names, find_dialect
 from textmill.corpus.document import Document
 from textmill.corpus.records import (
     RAW_BYTES,
@@ -17,16 +19,21 @@ from textmill.corpus.records import (
     read_lines,
 )
 from textmill.corpus.source import SourceChunk
-from textmill.corpus.streams import stored_name
-from textmill.corpus.text_fields import parse_text_key
+from textmill.corpus.streams import read_head
+from textmill.corpus.text_fields import TextFields, parse_text_key
+from textmill.errors import TextmillError
+
+MAX_ROW_BYTES = 16 << 20
+"""A row that spans lines and is longer than this was opened by a stray quote; a row of one line may be longer."""
 
 
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """Yield one record per row; a row with a different number of fields than the header is a bad record."""
-    fields, lines = parse_text_key(chunk.source, config), _LineReader(chunk)
-    is_tab_separated = ".tsv" in stored_name(chunk.source.address).rpartition("/")[2]
+    fields = parse_text_key(chunk.source, config)
+    dialect = find_dialect(chunk.source.address, read_head(chunk.source), config)
     csv.field_size_limit(records.MAX_RECORD_BYTES)
-    rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)
+    lines = _LineReader(chunk)
+    rows = csv.reader(lines, delimiter=dialect.delimiter, quoting=dialect.quoting_rule, strict=True)
     header: list[str] | None = None
     while True:
         lines.start_row()
@@ -35,41 +42,101 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             if not row:
                 continue  # a blank line is not a row
             if header is None:
-                header = [_text(name).strip() for name in row]
-                continue
+                header = _column_names(row, dialect, fields)
+                if dialect.header:
+                    continue
             if len(row) != len(header):
                 raise UnreadableRecord(f"found {len(row)} fields; the header has {len(header)}: {header[:12]}")
             value = {name: _text(field) for name, field in zip(header, row, strict=True)}
         except StopIteration:
             return
         except csv.Error as error:
-            yield BadRecord(chunk.source.name, lines.place, f"not CSV: {error}", lines.raw)
+            lines.resume_at_second_line()
+            yield lines.bad_record(f"not CSV: {error}")
         except UnreadableRecord as error:
-            yield BadRecord(chunk.source.name, lines.place, str(error)[:RAW_BYTES], lines.raw)
+            if header is not None and lines.is_stray_quote(dialect, len(header)):
+                lines.resume_at_second_line()
+            yield lines.bad_record(str(error))
         else:
-            yield from fields.documents(value, lines.place, lines.raw)
+            yield from fields.documents(value, lines.place, lines.row[0][:RAW_BYTES])
 
 
 class _LineReader:
-    """Lines for the csv module, with the place and the first bytes of the current row."""
+    """Lines for the csv module; the lines of the current row are kept, so that they can be read again."""
 
     def __init__(self, chunk: SourceChunk) -> None:
-        self.lines = read_lines(chunk)
-        self.place, self.raw, self.at_row_start = "line 1", b"", True
+        self.source, self.lines = chunk.source.name, read_lines(chunk)
+        self.again: deque[tuple[int, bytes, int]] = deque()
+        """Lines that were part of a broken row and are read once more."""
+        self.numbers: list[int] = []
+        self.row: list[bytes] = []
+        self.row_bytes = 0
 
     def start_row(self) -> None:
-        self.at_row_start = True
+        self.numbers, self.row, self.row_bytes = [], [], 0
+
+    @property
+    def place(self) -> str:
+        """Where the current row starts."""
+        return f"line {self.numbers[0] if self.numbers else 1}"
+
+    def bad_record(self, reason: str) -> BadRecord:
+        """The current row as a bad record."""
+        return BadRecord(
+            self.source, self.place, reason[:RAW_BYTES], b"".join(self.row)[:RAW_BYTES], max(self.row_bytes, 1)
+        )
+
+    def resume_at_second_line(self) -> None:
+        """Give up the first line of the current row only."""
+        rest = zip(self.numbers[1:], self.row[1:], map(len, self.row[1:]), strict=True)
+        self.again.extendleft(reversed(list(rest)))
+        self.row_bytes -= sum(map(len, self.row[1:]))
+        del self.numbers[1:], self.row[1:]
+
+    def is_stray_quote(self, dialect: Dialect, columns: int) -> bool:
+        """True if the first line of the current row is complete when its quotes are read as characters."""
+        return len(self.row) > 1 and any(
+            len(row) == columns
+            for row in Dialect(dialect.delimiter, False, False).parse([self._decode(self.row[0], 0)])
+        )
 
     def __iter__(self) -> _LineReader:
         return self
 
     def __next__(self) -> str:
-        number, line, length = next(self.lines)
-        if self.at_row_start:
-            self.place, self.raw, self.at_row_start = f"line {number}", line[:RAW_BYTES], False
+        number, line, length = self.again.popleft() if self.again else next(self.lines)
+        self.numbers.append(number)
+        self.row.append(line)
+        self.row_bytes += length
         check_line_length(length)
+        if self.row_bytes > MAX_ROW_BYTES and len(self.row) > 1:
+            raise csv.Error(f"a quote opens a field that is not closed within {MAX_ROW_BYTES:,} bytes")
+        return self._decode(line, number)
+
+    def _decode(self, line: bytes, number: int) -> str:
         text = line.decode(errors="surrogateescape")
         return text.removeprefix("\ufeff") if number == 1 else text
+
+
+def _column_names(row: list[str], dialect: Dialect, fields: TextFields) -> list[str]:
+    """The names in the header; of equal names that are not read, all but the first get a number."""
+    if not dialect.header:
+        return column_names(len(row))
+    names = [_text(name).strip() for name in row]
+    seen: Counter[str] = Counter()
+    read_columns = fields.columns(names)
+    for place, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1 and name in read_columns:
+            raise TextmillError(
+                f"{fields.source}: the header has the column '{name}' twice (columns {names.index(name) + 1} and "
+                f"{place + 1}); rename one of them"
+            )
+    counted: Counter[str] = Counter()
+    for place, name in enumerate(names):
+        counted[name] += 1
+        names[place] = name if counted[name] == 1 else f"{name} ({counted[name]})"
+    return names
 
 
 def _text(field: str) -> str:

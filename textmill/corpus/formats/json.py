@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import re
 from collections.abc import Iterator
 
 from textmill.config import CorpusConfig
@@ -17,6 +18,7 @@ from textmill.corpus.streams import BUFFER_BYTES, open_stream
 from textmill.corpus.text_fields import TextFields, parse_text_key
 
 _DECODER = json.JSONDecoder()
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"?|[][{},]', re.DOTALL)
 RETRY_CHARACTERS = 16
 """A syntax error this close to the buffer's end may be a value that continues, so parsing is retried."""
 
@@ -24,7 +26,7 @@ RETRY_CHARACTERS = 16
 def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
     """Yield one record per array element or value; after a syntax error the rest of the file cannot be read."""
     fields = parse_text_key(chunk.source, config)
-    with open_stream(chunk.source.address) as stream:
+    with open_stream(chunk.source) as stream:
         if _is_lines(stream.peek(BUFFER_BYTES)):
             for number, line, length in read_lines(chunk):
                 yield from jsonl.line_records(line, length, f"line {number}", fields)
@@ -34,12 +36,9 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             while scanner.peek():
                 yield from _value_records(scanner, fields)
         except UnreadableRecord as error:
-            yield BadRecord(
-                chunk.source.name,
-                scanner.place,
-                f"{error}; the rest of the file is not read"[:RAW_BYTES],
-                scanner.raw(),
-            )
+            reason, raw, lost = str(error)[: RAW_BYTES // 2], scanner.raw(), scanner.count_rest()
+            reason = f"{reason}; the rest of the file is not read: {lost:,} bytes"
+            yield BadRecord(chunk.source.name, scanner.place, reason, raw, lost)
 
 
 def _is_lines(head: bytes) -> bool:
@@ -51,6 +50,38 @@ def _is_lines(head: bytes) -> bool:
         return isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def sample_values(head: str, is_lines: bool) -> list[object]:
+    """The values at the start of a file, from its first characters; the elements of a list count as values."""
+    if is_lines or _is_lines(head.encode()):
+        values = [value for line in head.splitlines()[:-1] or [head] if (value := _parse_start(line)) is not None]
+    else:
+        values = [_parse_start(head)]
+    return [element for value in values for element in (value if isinstance(value, list) else [value])]
+
+
+def _parse_start(text: str) -> object:
+    """The first value of a text; if the text ends within it, all that is complete. None if it is not JSON."""
+    text = text.lstrip()
+    try:
+        return _DECODER.raw_decode(text)[0]
+    except (ValueError, RecursionError):
+        pass
+    closers, cut, closers_at_cut, at = "", 0, "", 0
+    for match in _STRUCTURE.finditer(text):
+        token, at = match[0], match.end()
+        if token in "{[":
+            closers = ("}" if token == "{" else "]") + closers
+            cut, closers_at_cut = at, closers
+        elif token in "}]":
+            closers = closers[1:]
+        elif token == ",":
+            cut, closers_at_cut = at - 1, closers
+    try:
+        return _DECODER.raw_decode(text[:cut] + closers_at_cut)[0]
+    except (ValueError, RecursionError):
+        return None
 
 
 def _value_records(scanner: _Scanner, fields: TextFields) -> Iterator[Document | BadRecord]:
@@ -103,6 +134,13 @@ class _Scanner:
     def raw(self) -> bytes:
         """The start of the current value, for the quarantine."""
         return self.text[self.start : self.start + RAW_BYTES].encode(errors="backslashreplace")[:RAW_BYTES]
+
+    def count_rest(self) -> int:
+        """Bytes from the start of the current value to the end of the file."""
+        count = len(self.text[self.start :].encode(errors="surrogateescape"))
+        while block := self.stream.read1(BUFFER_BYTES):
+            count += len(block)
+        return count
 
     def read_more(self) -> bool:
         """Read more text: as much as is held already, so that a long value is not parsed again too often."""

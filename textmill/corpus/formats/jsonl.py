@@ -35,7 +35,7 @@ def line_records(line: bytes, length: int, place: str, fields: TextFields) -> It
             return
         value = parse_json(text)
     except UnreadableRecord as error:
-        yield BadRecord(fields.source, place, str(error)[:RAW_BYTES], line[:RAW_BYTES])
+        yield BadRecord(fields.source, place, str(error)[:RAW_BYTES], line[:RAW_BYTES], length)
         return
     yield from fields.documents(value, place, line)
 

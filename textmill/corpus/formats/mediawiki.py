@@ -14,8 +14,9 @@ from textmill.corpus.records import RAW_BYTES, BadRecord
 from textmill.corpus.source import SourceChunk
 from textmill.corpus.streams import BrokenStream, open_stream
 from textmill.corpus.text_fields import parse_text_key
-from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, wikitext_to_plain
+from textmill.corpus.wiki_markup import HIDDEN_PREFIXES, is_redirect, wikitext_to_plain
 
+ROOT = "mediawiki"
 FILE_NAMESPACE, CATEGORY_NAMESPACE = "6", "14"
 """Namespaces whose links show no text; each language names them differently."""
 
@@ -24,7 +25,7 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
     """Yield pages with the fields id, title and text (plain); `title` is kept as metadata by default. Redirects are
     skipped."""
     fields, hidden = parse_text_key(chunk.source, config, kept_fields=("title",)), set(HIDDEN_PREFIXES)
-    with open_stream(chunk.source.address) as stream:
+    with open_stream(chunk.source) as stream:
         for element in _elements(stream):
             if _name(element) == "namespace":
                 if element.get("key") in (FILE_NAMESPACE, CATEGORY_NAMESPACE) and element.text:
@@ -34,6 +35,8 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
             if _text(children.get("ns")) not in ("0", "") or "redirect" in children:
                 continue
             wikitext = next((_text(child) for child in children.get("revision", ()) if _name(child) == "text"), "")
+            if is_redirect(wikitext, hidden):  # some dumps mark redirects only in the text
+                continue
             page = {
                 "id": _text(children.get("id")),
                 "title": _text(children.get("title")),
@@ -52,6 +55,11 @@ def _elements(stream: io.BufferedReader) -> Iterator[Element]:
             parser.feed(block)
             for event, element in parser.read_events():
                 if event == "start":
+                    if not path and not found_any and _name(element) != ROOT:
+                        raise BrokenStream(
+                            f"not a MediaWiki dump: its first element is <{_name(element)}>, not <{ROOT}>; "
+                            "convert the file to JSON lines"
+                        )
                     path.append(element)
                     continue
                 path.pop()

@@ -57,12 +57,16 @@ def read(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRec
                     yield from batch_records(batch, fields, next_row, file.schema_arrow.names)
                     next_row += batch.num_rows
             except (pa.ArrowException, OSError) as error:
-                yield BadRecord(
-                    chunk.source.name,
-                    f"row {next_row}",
-                    f"damaged from here to row {row}: {_first_line(error)}"[:RAW_BYTES],
-                    b"",
-                )
+                reason = f"damaged from here to row {row}: {_first_line(error)}"[:RAW_BYTES]
+                lost = group_metadata.total_byte_size * (row - next_row) // max(group_metadata.num_rows, 1)
+                yield BadRecord(chunk.source.name, f"row {next_row}", reason, b"", lost)
+
+
+def sample_rows(source: Source, count: int) -> list[dict[str, Any]]:
+    """The first rows of a file, with all columns."""
+    with _open(source) as file:
+        batch = next(file.iter_batches(batch_size=count, use_threads=False), None)
+        return [row for row in _rows(batch) if isinstance(row, dict)] if batch is not None else []
 
 
 def batch_records(batch: Any, fields: TextFields, first: int, names: list[str]) -> Iterator[Document | BadRecord]:

@@ -57,12 +57,12 @@ def _line_records(chunk: SourceChunk) -> Iterator[Document | BadRecord]:
             text = decode_utf8(line)
             yield Document(text[: -1 - text.endswith("\r\n")] if text.endswith("\n") else text, name, place)
         except UnreadableRecord as error:
-            yield BadRecord(name, place, str(error)[:RAW_BYTES], line[:RAW_BYTES])
+            yield BadRecord(name, place, str(error)[:RAW_BYTES], line[:RAW_BYTES], length)
 
 
 def _file_record(chunk: SourceChunk) -> Document | BadRecord:
     name, blocks, size = chunk.source.name, [], 0
-    with open_stream(chunk.source.address) as stream:
+    with open_stream(chunk.source) as stream:
         while size <= records.MAX_RECORD_BYTES and (block := stream.read1(records.READ_BYTES)):
             blocks.append(block)
             size += len(block)
@@ -74,7 +74,7 @@ def _file_record(chunk: SourceChunk) -> Document | BadRecord:
             )
         return Document(decode_utf8(raw), name, "file")
     except UnreadableRecord as error:
-        return BadRecord(name, "file", str(error), raw[:RAW_BYTES])
+        return BadRecord(name, "file", str(error), raw[:RAW_BYTES], len(raw))
 
 
 def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Document | BadRecord]:
@@ -84,7 +84,7 @@ def _segment_records(chunk: SourceChunk, config: CorpusConfig) -> Iterator[Docum
         if config.documents == "section"
         else (1, MAX_BLOCK_CHARACTERS, 2 * MAX_BLOCK_CHARACTERS)
     )
-    with open_stream(chunk.source.address) as stream:
+    with open_stream(chunk.source) as stream:
         for number, text in enumerate(split_text(stream, *limits), 1):
             yield _segment_record(text, chunk.source.name, f"{config.documents} {number}")
 

@@ -40,7 +40,7 @@ ExportStep = tuple[str, Callable[[], dict[str, int]]]
 
 
 def check_export(config: CorpusConfig, sources: Sequence[Source]) -> None:
-    """Raise an error first_number any work if the export is not possible."""
+    """Raise an error before any work if the export is not possible."""
     indexes = [source for source in sources if source.format == "mongo"]
     if config.mongo_write_back:
         if not indexes:
@@ -114,7 +114,7 @@ def _empty_dropped(server: Server, source: Source, shards: Sequence[Path]) -> di
 
 
 def _load(folder: Path, path: str, collection: str, field: str) -> None:
-    server, manifest = open_server(path), open_manifest(folder)
+    server, manifest = open_server(path), open_manifest(folder, "prepare")
     steps: list[ExportStep] = []
     start = partial(
         reserve_idx_range,

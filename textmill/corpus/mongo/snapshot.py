@@ -60,21 +60,39 @@ def find_irregularities(server: Server, ranges: Sequence[CollectionRange]) -> It
     }
     for collection_range in ranges:
         name, size = collection_range.collection, collection_range.size
-        count = server.request(lambda db, name=name: db[name].estimated_document_count())  # type: ignore[misc]
-        if count < size:
-            yield f"{name}: {size - count:,} of {size:,} positions have no document (deleted?); they are skipped"
-        if count > size:
-            yield (
-                f"{name}: {count - size:,} of {count:,} documents have no unique idx; "
-                f"documents without idx are not read"
-            )
+        count = server.request(partial(_count, collection=name))
+        numbered = server.request(partial(_count, collection=name, is_numbered=True))
+        filled = numbered if _has_unique_index(server, name) else server.request(partial(_distinct, collection=name))
+        if filled < size:
+            yield f"{name}: {size - filled:,} of {size:,} positions have no document (deleted?); they are skipped"
+        if numbered < count:
+            yield f"{name}: {count - numbered:,} of {count:,} documents have no idx; they are not read"
+        if filled < numbered:
+            yield f"{name}: {numbered - filled:,} of {count:,} documents have an idx that another one has too"
         if name in recorded_counts and recorded_counts[name] != count:
             yield (
                 f"{name}: {META_COLLECTION} records {recorded_counts[name]} documents, the collection has {count:,}; "
-                f"the collection's number is used"
+                f"the recorded number is ignored"
             )
         if not has_idx_index(server, name):
             yield f"{name}: no index on idx, so reading is slow; {INDEX_ADVICE}('{server.path}')"
+
+
+def _count(db: Any, collection: str, is_numbered: bool = False) -> int:
+    """The number of documents of a collection, or of those with an idx."""
+    found = db[collection].count_documents({"idx": {"$gte": 0}} if is_numbered else {})
+    return int(found)
+
+
+def _distinct(db: Any, collection: str) -> int:
+    """The number of different idx in a collection."""
+    steps = [{"$match": {"idx": {"$gte": 0}}}, {"$group": {"_id": "$idx"}}, {"$group": {"_id": None, "n": {"$sum": 1}}}]
+    return next((int(row["n"]) for row in db[collection].aggregate(steps, allowDiskUse=True)), 0)
+
+
+def _has_unique_index(server: Server, collection: str) -> bool:
+    indexes = server.request(lambda db: db[collection].index_information())
+    return any(index.get("unique") and [key for key, _ in index["key"]] == ["idx"] for index in indexes.values())
 
 
 def has_idx_index(server: Server, collection: str) -> bool:
@@ -97,11 +115,13 @@ def fingerprint_collections(server: Server, ranges: Sequence[CollectionRange], r
     )
 
 
-def _probe(server: Server, collection_range: CollectionRange, read_original: bool) -> tuple[int, list[str]]:
+def _probe(server: Server, collection_range: CollectionRange, read_original: bool) -> tuple[int | list[int], list[str]]:
+    """The number of documents, with that of documents without idx if there are any, and the probed documents."""
     name, size = collection_range.collection, collection_range.size
     positions = sorted({(size - 1) * number // (PROBES + 1) for number in range(PROBES + 2)}) if size else []
     fields = {CLEANED_FIELD: 0} if read_original else None
-    count = server.request(lambda db: db[name].estimated_document_count())
-    added = server.request(lambda db: db[name].count_documents({"idx": {"$gte": size}}))
+    count = server.request(lambda db: db[name].count_documents({"idx": {"$gte": 0, "$lt": size}}))
     rows = server.request(lambda db: list(db[name].find({"idx": {"$in": positions}}, fields)))
-    return count - added, sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)
+    numbered = server.request(partial(_count, collection=name, is_numbered=True))
+    others = server.request(lambda db: db[name].estimated_document_count()) - numbered
+    return [count, others] if others else count, sorted(json.dumps(row, default=str, sort_keys=True) for row in rows)

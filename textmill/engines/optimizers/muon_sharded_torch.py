@@ -1,4 +1,4 @@
-"""Muon where ranks have shards of matrices: each rank gathers some of them, computes their steps, and broadcasts these."""
+"""Muon for sharded matrices: each rank gathers some of them, computes their steps and broadcasts the results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from textmill.engines.optimizers.muon_torch import Member, Muon
 from textmill.engines.parallel_torch import Parallel
 
 Placed = tuple[Member, nn.Parameter]
-"""A member, of which a rank updates its own part, and the net's parameter that it belongs to."""
+"""A matrix, of which a rank updates its own part, and the net's parameter."""
 
 
 class ShardedMuon:
-    """Matrices are dealt to the ranks in turn. A matrix' rank keeps its full momentum, so that none is stored twice."""
+    """Matrices are assigned to ranks round-robin; only the rank of a matrix stores its (full) momentum."""
 
     def __init__(self, placed: list[Placed], parallel: Parallel, momentum: float, *, compiled: bool) -> None:
         self.placed, self.parallel, self.world = placed, parallel, dist.get_world_size()
         self.shapes = [weight.memory_shape for (weight, _, _), _ in placed]
         self.steps: dict[int, nn.Parameter] = {}
-        """This rank's matrices by number: the last step of each, in full."""
+        """The last full step of each matrix of this rank, by number."""
         for number, ((_, own, _), _) in enumerate(placed):
             if number % self.world == parallel.rank:
                 self.steps[number] = nn.Parameter(torch.zeros(self.shapes[number], device=own.device))
@@ -29,12 +29,12 @@ class ShardedMuon:
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
-        """One update, equal to Muon's own, of what this rank has of every matrix."""
+        """Muon's update of this rank's part of every matrix."""
         for number, ((weight, own, _), parameter) in enumerate(self.placed):
             assert own.grad is not None
-            whole = self.parallel.gather(weight, parameter, own.grad)
+            full = self.parallel.gather(weight, parameter, own.grad)
             if number in self.steps:
-                self.steps[number].grad = whole
+                self.steps[number].grad = full
                 self.steps[number].zero_()
         self.muon.step(lr, clip, finite)
         for number, ((weight, own, rule), _) in enumerate(self.placed):
@@ -43,24 +43,24 @@ class ShardedMuon:
         for step in self.steps.values():
             step.grad = None
 
-    def _broadcast(self, number: int, whole: Tensor | None, like: Tensor) -> Tensor:
-        """A full matrix, from the rank that has it to all."""
-        values = like.new_empty(self.shapes[number]) if whole is None else whole.detach().contiguous()
+    def _broadcast(self, number: int, full: Tensor | None, like: Tensor) -> Tensor:
+        """Broadcast a full matrix from the rank that has it."""
+        values = like.new_empty(self.shapes[number]) if full is None else full.detach().contiguous()
         dist.broadcast(values, number % self.world)
         return values
 
     def momentum(self) -> dict[nn.Parameter, Tensor]:
-        """What this rank has of each matrix' momentum, by the net's parameter."""
-        kept, found = self.muon.momentum(), {}
+        """This rank's part of each matrix's momentum, by the net's parameter."""
+        momenta, found = self.muon.momentum(), {}
         for number, ((weight, own, _), parameter) in enumerate(self.placed):
-            whole = self._broadcast(number, kept[self.steps[number]] if number in self.steps else None, own)
-            found[parameter] = self.parallel.local_part(weight, whole).clone()
+            full = self._broadcast(number, momenta[self.steps[number]] if number in self.steps else None, own)
+            found[parameter] = self.parallel.local_part(weight, full).clone()
         return found
 
-    def take(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Resume with a momentum, of which each rank has its part."""
-        for number, ((weight, own, _), of) in enumerate(self.placed):
-            if of is parameter:
-                whole = self.parallel.gather(weight, parameter, values.to(own.device))
+    def load_state(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set the momentum of a parameter from each rank's part of it."""
+        for number, ((weight, own, _), owner) in enumerate(self.placed):
+            if owner is parameter:
+                full = self.parallel.gather(weight, parameter, values.to(own.device))
                 if number in self.steps:
-                    self.muon.take(self.steps[number], whole)
+                    self.muon.load_state(self.steps[number], full)

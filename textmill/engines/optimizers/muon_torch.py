@@ -1,4 +1,7 @@
-"""Muon: momentum made orthogonal by Newton-Schulz, all matrices of one shape at a time. B matrices of R rows and C columns."""
+"""Muon: momentum orthogonalised by Newton-Schulz iterations, for all matrices of one shape at once.
+
+Shapes in names: B matrices of R rows and C columns.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from textmill.engines.shared_torch import kernels
+from textmill.engines.shared_torch import load_kernels
 from textmill.models import Weight
 from textmill.models.parameter_groups import Rule
 
@@ -19,9 +22,10 @@ if TYPE_CHECKING:
 
 COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
 """The quintic's coefficients in each of the five iterations of Newton-Schulz."""
-LIKE_ADAM = 0.2
-"""An orthogonal step times this and the root of its longer side is about as long as one of AdamW, so that rates carry over."""
-TINY = 1e-7
+ADAM_SCALE = 0.2
+"""An orthogonal step times this and the root of its longer side is about as long as AdamW's, so learning rates carry
+over."""
+MIN_NORM = 1e-7
 
 Member = tuple[Weight, nn.Parameter, Rule]
 
@@ -37,12 +41,12 @@ class Matrix:
     """Its rows inside each group of the parameter's rows."""
 
     def view(self, values: Tensor) -> Tensor:
-        """The matrix in a tensor laid out as the parameter: [groups, rows of a group, columns]."""
+        """The matrix in a tensor of the parameter's layout: [groups, rows of a group, columns]."""
         return values.view(self.groups, -1, values.shape[-1])[:, self.rows]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix as it is stacked: rows are never more than columns."""
+        """Rows and columns of the stacked matrix: rows <= columns."""
         groups, rows, columns = self.view(self.parameter.detach()).shape
         return min(groups * rows, columns), max(groups * rows, columns)
 
@@ -52,18 +56,18 @@ class Matrix:
         return matrix.mT if matrix.shape[1] > matrix.shape[2] else matrix
 
     def unstacked(self, matrix: Tensor) -> Tensor:
-        """A stacked matrix as `view` has it."""
+        """A stacked matrix in the shape of `view`."""
         groups, rows, columns = self.view(self.parameter.detach()).shape
         return (matrix.mT if groups * rows > columns else matrix).reshape(groups, rows, columns)
 
 
 def matrices_of(weight: Weight, parameter: nn.Parameter, rule: Rule) -> list[Matrix]:
-    """The matrices of a parameter that has all of its weight."""
+    """The matrices of a parameter that is not sharded."""
     return [Matrix(parameter, rule, weight.groups, rows) for rows in weight.part_rows]
 
 
 class Muon:
-    """The update of block matrices, all of one shape at a time."""
+    """Muon's update of block matrices, stacked by shape."""
 
     def __init__(self, members: list[Member], momentum: float, *, compiled: bool) -> None:
         stacks: dict[tuple[int, int, bool], list[Member]] = {}
@@ -75,14 +79,16 @@ class Muon:
                 matrices.setdefault((*matrix.shape, equal), []).append(matrix)
             if equal:
                 stacks.setdefault((*found[0].shape, True), []).append(member)
-        self.stacks = {key: _stack(matrices[key], stacks.get(key), momentum, compiled=compiled) for key in matrices}
+        self.stacks = {
+            key: _build_stack(matrices[key], stacks.get(key), momentum, compiled=compiled) for key in matrices
+        }
 
     @torch.no_grad()
     def step(self, lr: float, clip: Tensor, finite: Tensor) -> None:
-        """One update with gradients times `clip`; where `finite` is false nothing changes, and nothing waits to know."""
+        """One update with gradients x `clip`; skipped if `finite` is false. Does not wait for the device."""
         for (_, columns, _), stack in self.stacks.items():
             steps = orthogonalise(stack.gather(clip, finite))
-            stack.apply(steps, lr, lr * LIKE_ADAM * math.sqrt(columns), finite)
+            stack.apply(steps, lr, lr * ADAM_SCALE * math.sqrt(columns), finite)
 
     def momentum(self) -> dict[nn.Parameter, Tensor]:
         """The momentum of each parameter, in its own layout."""
@@ -91,17 +97,17 @@ class Muon:
             stack.read_momentum(found)
         return found
 
-    def take(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Resume with this momentum of a parameter."""
+    def load_state(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set the momentum of a parameter."""
         for stack in self.stacks.values():
-            stack.take(parameter, values)
+            stack.load_state(parameter, values)
 
 
 class Stack:
-    """Matrices of one shape: what an update does to them before and after their steps are made orthogonal."""
+    """Matrices of one shape: the parts of an update before and after orthogonalisation."""
 
     def __init__(self, matrices: list[Matrix], momentum: float, *, compiled: bool) -> None:
-        self.matrices, self.kept = matrices, momentum
+        self.matrices, self.beta = matrices, momentum
         self.blend: Callable[..., Tensor] = torch.compile(_blend, dynamic=False) if compiled else _blend
         self.momenta = self._stacked([torch.zeros_like(matrix.parameter) for matrix in matrices])
         self.decays: dict[float, list[Tensor]] = {}
@@ -110,31 +116,31 @@ class Stack:
             self.decays.setdefault(matrix.rule.rate * matrix.rule.decay, []).append(view)
         rates = [matrix.rule.rate for matrix in matrices]
         self.rates = torch.tensor(rates, device=self.momenta.device)[:, None, None]
-        """The learning rate of each matrix, as a multiple of the step's."""
-        # A CPU without bf16 would take minutes where its own precision takes seconds.
+        """The learning-rate factor of each matrix."""
+        # On a CPU without bf16 units, bf16 takes minutes where fp32 takes seconds.
         self.precision = torch.bfloat16 if self.momenta.is_cuda else torch.float32
 
     def gather(self, clip: Tensor, finite: Tensor) -> Tensor:
-        """Move the momenta by the gradients; return Nesterov's look-ahead, each matrix divided by its norm."""
+        """Update the momenta; return Nesterov's look-ahead, each matrix divided by its norm."""
         grads = self._stacked([matrix.parameter.grad for matrix in self.matrices])  # type: ignore[misc]
-        return divide_by_norm(self.blend(self.momenta, grads, self.kept, clip, finite, self.precision))
+        return divide_by_norm(self.blend(self.momenta, grads, self.beta, clip, finite, self.precision))
 
     def apply(self, steps: Tensor, lr: float, rate: float, finite: Tensor) -> None:
-        """Decay the weights by `lr` and move them by their steps times `rate`, after `gather`."""
+        """After `gather`: decay the weights by `lr` and subtract steps x `rate`."""
         for decay, views in self.decays.items():
             torch._foreach_mul_(views, torch.where(finite, 1 - lr * decay, 1.0))
-        moved = (steps.float() * (torch.where(finite, rate, 0.0) * self.rates)).unsqueeze(1).unbind()
+        scaled = (steps.float() * (torch.where(finite, rate, 0.0) * self.rates)).unsqueeze(1).unbind()
         views = [matrix.view(matrix.parameter.detach()) for matrix in self.matrices]
-        torch._foreach_sub_(views, [matrix.unstacked(one) for matrix, one in zip(self.matrices, moved, strict=True)])
+        torch._foreach_sub_(views, [matrix.unstacked(one) for matrix, one in zip(self.matrices, scaled, strict=True)])
 
     def read_momentum(self, found: dict[nn.Parameter, Tensor]) -> None:
-        """Write each matrix' momentum into the tensor of its parameter."""
+        """Write each matrix's momentum into its parameter's tensor in `found`."""
         for matrix, momentum in zip(self.matrices, self.momenta.unsqueeze(1).unbind(), strict=True):
             values = found.setdefault(matrix.parameter, torch.empty_like(matrix.parameter.detach()))
             matrix.view(values).copy_(matrix.unstacked(momentum))
 
-    def take(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Resume with this momentum, where matrices of this stack are the parameter's."""
+    def load_state(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set the momentum of a parameter's matrices in this stack."""
         for matrix, momentum in zip(self.matrices, self.momenta.unsqueeze(1).unbind(), strict=True):
             if matrix.parameter is parameter:
                 momentum.copy_(matrix.stacked(values))
@@ -143,33 +149,33 @@ class Stack:
         return torch.cat([matrix.stacked(one) for matrix, one in zip(self.matrices, values, strict=True)])
 
 
-def _stack(
+def _build_stack(
     matrices: list[Matrix], members: list[Member] | None, momentum: float, *, compiled: bool
 ) -> Stack | FusedStack:
-    """The fused kernels take parameters on a GPU whose matrices all have one shape."""
+    """A stack with fused kernels if they support its parameters: on a GPU, all matrices of one shape."""
     on_gpu = members is not None and all(parameter.is_cuda for _, parameter, _ in members)
-    fused = kernels("textmill.engines.optimizers.muon_triton") if on_gpu else None
-    if fused is not None and members and all(fused.fits(parameter) for _, parameter, _ in members):
-        made: FusedStack = fused.FusedStack(members, matrices[0].shape, momentum, TINY)
-        return made
+    fused = load_kernels("textmill.engines.optimizers.muon_triton") if on_gpu else None
+    if fused is not None and members and all(fused.can_update_in_place(parameter) for _, parameter, _ in members):
+        stack: FusedStack = fused.FusedStack(members, matrices[0].shape, momentum, MIN_NORM)
+        return stack
     return Stack(matrices, momentum, compiled=compiled)
 
 
-def _blend(momenta: Tensor, grads: Tensor, kept: float, clip: Tensor, finite: Tensor, precision: torch.dtype) -> Tensor:
-    """Move the momenta in place; return Nesterov's look-ahead in the precision given."""
+def _blend(momenta: Tensor, grads: Tensor, beta: float, clip: Tensor, finite: Tensor, precision: torch.dtype) -> Tensor:
+    """Update the momenta in place; return Nesterov's look-ahead in this precision."""
     grads = torch.where(finite, grads * clip, 0.0)
-    momenta.copy_(torch.where(finite, momenta.lerp(grads, 1 - kept), momenta))
-    return grads.lerp(momenta, kept).to(precision)
+    momenta.copy_(torch.where(finite, momenta.lerp(grads, 1 - beta), momenta))
+    return grads.lerp(momenta, beta).to(precision)
 
 
 def divide_by_norm(x_BRC: Tensor) -> Tensor:
     """Each matrix divided by its norm."""
     norms_B11: Tensor = x_BRC.norm(dim=(1, 2), keepdim=True)
-    return x_BRC / norms_B11.clamp_min(TINY)
+    return x_BRC / norms_B11.clamp_min(MIN_NORM)
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Each matrix [B, R, C] of norm 1 with its singular values driven towards 1, in the precision given."""
+    """Drive the singular values of matrices [B, R, C] of norm 1 towards 1, in the precision of `x`."""
     for linear, cubic, quintic in COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic), x, beta=linear)

@@ -18,27 +18,27 @@ from jax import Array
 
 from textmill.config import LoraConfig, TrainConfig
 from textmill.models import Shape, Weight
-from textmill.models.lora import weights_with
+from textmill.models.lora import weights_with_adapters
 from textmill.models.parameter_groups import rules_of
 
 State = dict[str, Any]
-LIKE_ADAM, TINY = 0.2, 1e-7
-"""The length of Muon's steps against AdamW's, and the least norm of a matrix: those of torch's side."""
+ADAM_SCALE, MIN_NORM = 0.2, 1e-7
+"""The constants of muon_torch.py."""
 
 
 @dataclass(frozen=True)
 class JaxStep:
-    """Numbers still on the device; reading one waits for it."""
+    """The results of one optimizer step, on the device; reading a value waits for it."""
 
     loss_value: Array
     norm_value: Array
-    asked_value: Array
+    loss_tokens_value: Array
     scale: float | None = None
-    news: str | None = None
+    note: str | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether reading would wait for nothing."""
+        """Whether the values can be read without waiting."""
         return bool(self.norm_value.is_ready())
 
     @property
@@ -52,42 +52,44 @@ class JaxStep:
         return float(self.norm_value)
 
     @property
-    def asked(self) -> int:
-        """Tokens that were asked for."""
-        return int(self.asked_value)
+    def loss_tokens(self) -> int:
+        """Tokens with a label in the global batch."""
+        return int(self.loss_tokens_value)
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was left out, because loss or gradient was not finite."""
+        """Whether the update was skipped because loss or gradient was not finite."""
         return not math.isfinite(self.norm)
 
 
 class Optimizer:
-    """The update of all weights; a gradient that is not finite, or a spike, changes nothing."""
+    """The update of all weights; a non-finite gradient or a spike skips it."""
 
     def __init__(self, shape: Shape, train: TrainConfig, lora: LoraConfig | None, precision: Any) -> None:
-        """Muon's matrices are made orthogonal in this precision."""
+        """`precision` is that of Muon's orthogonalisation."""
         self.train, self.rules, self.precision = train, rules_of(shape, train, lora), precision
-        trained = [weight for weight in weights_with(shape, lora) if self.rules[weight.name].trained]
+        trained = [weight for weight in weights_with_adapters(shape, lora) if self.rules[weight.name].trained]
         self.matrices = {weight.name: weight for weight in trained if train.optimizer == "muon" and weight.muon}
         self.rest = [weight.name for weight in trained if weight.name not in self.matrices]
         self.trained = {weight.name: math.prod(weight.shape) for weight in trained}
         self.adam = optax.scale_by_adam(train.betas[0], train.betas[1], train.epsilon)
-        # Newton-Schulz alone: optax's own momentum corrects a bias at the start that torch's Muon leaves.
+        # Newton-Schulz only: unlike torch's Muon, optax's momentum has a bias correction.
         axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
         self.orthogonal = optax.contrib.scale_by_muon(
-            beta=0.0, nesterov=False, eps=TINY, weight_dimension_numbers=lambda _: axes
+            beta=0.0, nesterov=False, eps=MIN_NORM, weight_dimension_numbers=lambda _: axes
         )
 
     def kinds(self) -> dict[str, list[str]]:
-        """Each kind of state by its name in a checkpoint, and the weights that have it."""
+        """The weights of each kind of state, by its name in a checkpoint."""
         return {"m": self.rest, "v": self.rest, **({"momentum": list(self.matrices)} if self.matrices else {})}
 
     def step(
         self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array, spike: Array
     ) -> tuple[dict[str, Array], State, Array]:
-        """The weights and the state after one update, or none where there is a spike, and the gradients' norm before clipping;
-        only trained weights have gradients."""
+        """Weights and state after one update, which a spike skips, and the gradient norm before clipping.
+
+        Only trained weights have gradients.
+        """
         grads = {name: grad.astype(jnp.float32) for name, grad in grads.items()}
         norm = jnp.sqrt(sum(jnp.square(grad).sum() for grad in grads.values()))
         if self.train.clip:
@@ -95,11 +97,11 @@ class Optimizer:
         rest_rate = lr * self.train.muon.adamw_rate_factor if self.matrices else lr
         new, after = self._adam(weights, state, grads, rest_rate)
         if self.matrices:
-            turned, after["momentum"] = self._muon(weights, state["momentum"], grads, lr)
-            new = {**new, **turned}
+            matrices, after["momentum"] = self._muon(weights, state["momentum"], grads, lr)
+            new = {**new, **matrices}
         new = {name: new.get(name, values) for name, values in weights.items()}
-        kept = jnp.isfinite(norm) & ~spike
-        return *jax.tree.map(lambda one, other: jnp.where(kept, one, other), (new, after), (weights, state)), norm
+        updated = jnp.isfinite(norm) & ~spike
+        return *jax.tree.map(lambda one, other: jnp.where(updated, one, other), (new, after), (weights, state)), norm
 
     def _adam(
         self, weights: dict[str, Array], state: State, grads: dict[str, Array], lr: Array
@@ -119,18 +121,18 @@ class Optimizer:
     def _muon(
         self, weights: dict[str, Array], momenta: dict[str, Array], grads: dict[str, Array], lr: Array
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        kept = self.train.muon.momentum
-        after = {name: momenta[name] + (1 - kept) * (grads[name] - momenta[name]) for name in self.matrices}
+        beta = self.train.muon.momentum
+        after = {name: momenta[name] + (1 - beta) * (grads[name] - momenta[name]) for name in self.matrices}
         new = {}
         for name, weight in self.matrices.items():
-            ahead = (grads[name] + kept * (after[name] - grads[name])).astype(self.precision)
+            ahead = (grads[name] + beta * (after[name] - grads[name])).astype(self.precision)
             steps, scale = self._steps(weight, ahead)
-            rate = lr * self.rules[name].rate * LIKE_ADAM * scale
+            rate = lr * self.rules[name].rate * ADAM_SCALE * scale
             new[name] = self._decayed(name, weights[name], lr) - rate * steps
         return new, after
 
     def _steps(self, weight: Weight, ahead: Array) -> tuple[Array, Any]:
-        """A weight's matrices made orthogonal, and the root of each one's longer side; matrices of one shape are one batch."""
+        """A weight's orthogonalised matrices, and the root of each one's longer side."""
         columns = ahead.shape[1]
         grouped = ahead.reshape(weight.groups, -1, columns)
         parts = [grouped[:, rows].reshape(-1, columns) for rows in weight.part_rows]

@@ -20,12 +20,12 @@ from textmill.models.parameter_groups import rules_of
 
 
 class Optimizer:
-    """The optimizers and their state; a gradient that is not finite, or a spike, changes nothing; no step waits for the device."""
+    """The optimizers and their state; a non-finite gradient or a spike skips the update, decided on the device."""
 
     def __init__(self, net: BaseNet, train: TrainConfig, parallel: Parallel, *, compiled: bool = False) -> None:
         self.train, self.parallel, trained = train, parallel, []
         self.own: dict[nn.Parameter, nn.Parameter] = {}
-        """Each parameter of the net, and what this rank updates of it: the parameter itself unless FSDP shards it."""
+        """This rank's part of each parameter of the net: the parameter itself unless FSDP shards it."""
         for weight, parameter, rule in trained_of(net, train):
             self.own[parameter] = nn.Parameter(parallel.local(parameter)) if parallel.sharded else parameter
             trained.append((weight, self.own[parameter], rule))
@@ -39,7 +39,7 @@ class Optimizer:
         self.rest = [parameter for parameter, own in self.own.items() if own in adams]
         self.trained = sum(math.prod(weight.shape) for weight, _, _ in trained)
         self.done = torch.zeros((), dtype=torch.int64, device=self.parameters[0].device)
-        """Updates done, skipped ones not counted."""
+        """Updates done, without skipped ones."""
 
     def _muon(self, matrices: list[Member], *, compiled: bool) -> Muon | ShardedMuon:
         if self.parallel.mesh.shard * self.parallel.mesh.tensor == 1:
@@ -49,9 +49,10 @@ class Optimizer:
         return ShardedMuon(placed, self.parallel, self.train.muon.momentum, compiled=compiled)
 
     def step(self, lr: float, scale: Tensor | None = None, spike: Tensor | None = None) -> Tensor:
-        """One update from the gradients, which are `scale` times too large and dropped afterwards; none where there is a spike.
+        """One update, which a spike skips; returns the gradient norm before clipping.
 
-        Returns the gradients' norm before clipping."""
+        The gradients are multiplied by the loss scale `scale`; they are set to None afterwards.
+        """
         for parameter, own in self.own.items():
             own.grad = (
                 self.parallel.local(parameter.grad)
@@ -62,52 +63,52 @@ class Optimizer:
         self.parallel.join_gradients(gradients)
         norm = self.parallel.gradient_norm(gradients)
         norm = norm if scale is None else norm / scale
-        kept = torch.isfinite(norm) if spike is None else torch.isfinite(norm) & ~spike
+        updated = torch.isfinite(norm) if spike is None else torch.isfinite(norm) & ~spike
         clip = (self.train.clip / (norm + 1e-6)).clamp_max(1.0) if self.train.clip else torch.ones_like(norm)
         clip = clip if scale is None else clip / scale
         if self.muon:
-            self.muon.step(lr, clip, kept)
+            self.muon.step(lr, clip, updated)
         self.adam.step(
             lr * (self.train.muon.adamw_rate_factor if self.muon else 1.0),
             clip.reciprocal(),
-            (~kept).float(),
+            (~updated).float(),
             self.done,
         )
-        self.done += kept
+        self.done += updated
         for parameter, own in self.own.items():
             parameter.grad = own.grad = None
         return norm
 
     def count(self) -> int:
-        """Updates done, skipped ones not counted."""
+        """Updates done, without skipped ones."""
         return int(self.done)
 
-    def stated(self) -> list[Weight]:
-        """The weight of each tensor of optimizer state, once there is any."""
+    def state_weights(self) -> list[Weight]:
+        """The weight of each tensor of optimizer state that exists after the first update."""
         return [
             weight for weight, _ in self.weights for _ in range(1 if _uses_muon(weight, self.train) else len(MOMENTS))
         ]
 
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
-        """Each kind of state by its name in a checkpoint; none before the first update."""
+        """The optimizer state by kind, as checkpoints name it; none before the first update."""
         if self.count():
             for kind, key in MOMENTS.items():
                 yield kind, {parameter: self.adam.state[self.own[parameter]][key] for parameter in self.rest}
             if self.muon:
                 yield "momentum", self.muon.momentum()
 
-    def take(self, kind: str, parameter: nn.Parameter, values: Tensor, count: int) -> None:
-        """Resume with a parameter's state of one kind, after so many updates; the values are what this rank has of it."""
+    def load_state(self, kind: str, parameter: nn.Parameter, values: Tensor, count: int) -> None:
+        """Set a parameter's state of one kind after `count` updates; `values` is this rank's part."""
         self.done.fill_(count)
         if kind == "momentum":
             assert self.muon
-            self.muon.take(parameter, values)
+            self.muon.load_state(parameter, values)
             return
-        self.adam.take(kind, self.own[parameter], values)
+        self.adam.load_state(kind, self.own[parameter], values)
 
 
 def trained_of(net: BaseNet, train: TrainConfig) -> list[Member]:
-    """The trained weights of a net with their rules; nothing else has gradients from now on."""
+    """The trained weights of a net with their rules; freezes all others."""
     rules, members = rules_of(net.shape, train, net.lora), []
     for name, (weight, parameter) in parameters_of(net).items():
         parameter.requires_grad_(rules[name].trained)

@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of one split, next to a unigram and a bigram model."""
+"""Perplexity and bits per byte of one split, or loss and accuracy of a chat model's answers, next to two baselines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.baselines import count, sum_losses
-from textmill.evaluation.metrics import compute_metrics, describe_windows, format_metrics
+from textmill.evaluation.metrics import compute_metrics, describe_answers, describe_windows, format_metrics
 from textmill.evaluation.task import Result, Scorer
 from textmill.storage.stages import open_manifest
 from textmill.tokens.splits import open_splits
@@ -31,11 +33,18 @@ class SplitTokens:
     facts: dict[str, Any]
     """How the tokens were made, as far as it changes the numbers."""
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether the stores mark the assistant's tokens."""
+        return all(store.loss_mask is not None for store in (*self.stores, *self.train))
+
 
 def measure(scorer: Scorer, config: RunConfig) -> Result:
     """Sum the loss of every token of `evaluate.split` and divide it by tokens, words and bytes."""
     tokens = _open_used(scorer, config) if config.tokens.use else _open_made(scorer, config)
     window = min(config.train.length or scorer.positions, scorer.positions)
+    if config.train.layout == "chat" and tokens.has_answers:
+        return _measure_answers(scorer, config, tokens, window)
     stride = config.evaluate.stride or window
     if stride > window:
         raise TextmillError(
@@ -50,6 +59,25 @@ def measure(scorer: Scorer, config: RunConfig) -> Result:
     }  # fmt: skip
 
 
+def _measure_answers(scorer: Scorer, config: RunConfig, tokens: SplitTokens, window: int) -> Result:
+    """Loss and accuracy of the assistant's tokens: what the user says is given, the model need not predict it."""
+    truncate = config.train.chat.truncate
+    found = [scorer.sum_answer_losses(store, length=window, truncate=truncate) for store in tokens.stores]
+    counted = sum(one.tokens for one in found)
+    if not counted:
+        raise TextmillError(
+            f"{config.folder_of('tokens')}: the {config.evaluate.split} split has no assistant tokens in windows of "
+            f"{window} tokens; raise train.length, or measure another split (evaluate.split)"
+        )
+    model = compute_metrics(sum(one.loss for one in found), {"tokens": counted}, str(scorer.checkpoint.folder))
+    return {
+        "split": config.evaluate.split, "documents": tokens.counts["documents"], "tokens": counted, "window": window,
+        "truncate": truncate, "precision": scorer.precision, "device": scorer.device,
+        "model": {**model, "accuracy": sum(one.correct for one in found) / counted},
+        **(_measure_baselines(tokens, scorer.tokenizer.end, answers_only=True) if config.evaluate.baselines else {}),
+    }  # fmt: skip
+
+
 def format_table(result: Result) -> str:
     """A row for the model and for each baseline."""
     return format_metrics({row: result[row] for row in ROWS if row in result})
@@ -57,7 +85,7 @@ def format_table(result: Result) -> str:
 
 def describe_method(result: Result) -> str:
     """Windows, counts and baselines."""
-    return describe_windows(result)
+    return describe_answers(result) if "truncate" in result else describe_windows(result)
 
 
 def result_name(config: RunConfig) -> str:
@@ -68,7 +96,7 @@ def result_name(config: RunConfig) -> str:
 def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
     """What `tokenize` wrote, after checking that the model can read it."""
     folder, split, checkpoint = config.folder_of("tokens"), config.evaluate.split, scorer.checkpoint.folder
-    manifest = open_manifest(folder)
+    manifest = open_manifest(folder, "tokenize")
     if manifest["tokenizer"] != scorer.tokenizer.fingerprint:
         raise TextmillError(
             f"{folder}: made with another tokenizer than that of {checkpoint}; tokenize for this model: "
@@ -105,8 +133,14 @@ def _empty_split(where: Path | str, split: str, filled: list[str], then: str = "
     )
 
 
-def _measure_baselines(tokens: SplitTokens, first: int) -> Result:
-    seen = count(*tokens.train, vocab=tokens.vocab, first=first)
-    losses = sum_losses(seen, *tokens.stores, first=first)
-    metrics = {name: compute_metrics(loss, tokens.counts, f"the {name}") for name, loss in losses.items()}
-    return {**metrics, "counted": seen.counted, "train_tokens": sum(store.tokens for store in tokens.train)}
+def _measure_baselines(tokens: SplitTokens, first: int, answers_only: bool = False) -> Result:
+    seen = count(*tokens.train, vocab=tokens.vocab, first=first, answers_only=answers_only)
+    losses = sum_losses(seen, *tokens.stores, first=first, answers_only=answers_only)
+    counts = {"tokens": _count_answers(tokens.stores)} if answers_only else tokens.counts
+    metrics = {name: compute_metrics(loss, counts, f"the {name}") for name, loss in losses.items()}
+    trained = _count_answers(tokens.train) if answers_only else sum(store.tokens for store in tokens.train)
+    return {**metrics, "counted": seen.counted, "train_tokens": trained}
+
+
+def _count_answers(stores: list[TokenStore]) -> int:
+    return sum(int(np.count_nonzero(store.loss_mask)) for store in stores if store.loss_mask is not None)

@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from textmill.kernels.graph_capture_torch import capturing
-from textmill.kernels.transfer_torch import on_device
+from textmill.kernels.graph_capture_torch import capture_graph
+from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models.decode_torch import PREFILL_TOKENS, NetSlots
 from textmill.models.gpt2.net_torch import MLP, Net
 
 try:
     from textmill.kernels import decode_triton as fused
-except ImportError:  # no kernel can be built here
+except ImportError:  # Triton kernels cannot be built here
     fused = None  # type: ignore[assignment]
 
 SHORTEST = 32
-"""Prompts are padded to a power of two, at least this: capturing a new shape takes a hundred times as long as replaying it."""
+"""Prompts are padded to a power of two, at least this: capturing a shape takes 100 times as long as replaying it."""
 
 
 def usable(net: Net) -> bool:
-    """Whether the kernels can run the net where it is."""
+    """True if the kernels can run this net on its device."""
     return net.head.is_cuda and fused is not None
 
 
@@ -42,16 +42,16 @@ class FastSlots(NetSlots):
         self.ids_N = torch.zeros(slots, dtype=torch.long, device=self.device)
         self.positions_N = torch.zeros(slots, dtype=torch.long, device=self.device)
         self.next: list[int] = []
-        """What `positions_N` has after the last step: each position advances by itself."""
+        """The values of `positions_N` after the last step: the captured step advances them on the GPU."""
         self.arrivals = torch.zeros(slots * net.shape.heads, dtype=torch.int32, device=self.device)
-        """Counters of attention's partial results; always 0 between steps."""
+        """Counters of finished partial attention results; always 0 between steps."""
         self.steps: dict[int, tuple[Any, Tensor]] = {}
         self.prefills: dict[tuple[int, int], tuple[Any, Tensor, Tensor, Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
-    def warm(self) -> int:
-        """Capture every step and prefill that texts can need, so that none of them waits for it; how many there are."""
+    def warm_up(self) -> int:
+        """Capture every step and prefill that texts can need, so that no text waits for a capture; return how many."""
         counts, shapes = step_sizes(self.slots), prefill_shapes(self.slots, self.length)
         for count in counts:
             self._step_graph(count)
@@ -59,16 +59,16 @@ class FastSlots(NetSlots):
             self._prefill_graph(rows, tokens)
         return len(counts) + len(shapes)
 
-    def together(self, count: int, longest: int) -> bool:
-        """A limit on the tokens of one prefill, padding counted."""
-        return super().together(*padded_shape(count, longest))
+    def fits_one_prefill(self, count: int, longest: int) -> bool:
+        """A limit on the tokens of one prefill, including padding."""
+        return super().fits_one_prefill(*padded_shape(count, longest))
 
     @torch.inference_mode()
     def prefill(self, first: int, contexts: list[list[int]]) -> Tensor:
-        """Replay the captured prefill of the next larger shape; rows that only pad it go into the spare slot."""
+        """Replay the captured prefill of the next larger shape; padding rows go into the extra slot."""
         T, N = max(map(len, contexts)), len(contexts)
         rows, tokens = padded_shape(N, T)
-        if not self.together(N, T) or tokens > self.length:
+        if not self.fits_one_prefill(N, T) or tokens > self.length:
             return super().prefill(first, contexts)
         ids_NT = torch.tensor([context + [0] * (tokens - len(context)) for context in [*contexts, *[[]] * (rows - N)]])
         slots_N = torch.tensor([*range(first, first + N), *[self.slots] * (rows - N)])
@@ -92,8 +92,8 @@ class FastSlots(NetSlots):
         count = len(positions)
         self.ids_N[:count] = ids_N
         if positions != self.next:
-            self.positions_N[:count] = on_device(positions, self.device)
-        self.next = []  # unless the step succeeds, nothing is known of them
+            self.positions_N[:count] = copy_to_device(positions, self.device)
+        self.next = []  # stays empty if the step fails: the positions are unknown then
         graph, logits_NV = self._step_graph(min(power_of_two(count), self.slots))
         graph.replay()
         self.next = [position + 1 for position in positions]
@@ -101,34 +101,37 @@ class FastSlots(NetSlots):
 
     def _step_graph(self, count: int) -> tuple[Any, Tensor]:
         if count not in self.steps:
-            few, positions_N = count <= fused.FEW and _has_no_adapter(self.net), self.positions_N.clone()
+            few, positions_N = count <= fused.MAX_FUSED_TEXTS and _has_no_adapter(self.net), self.positions_N.clone()
             self.steps[count] = self._capture(
                 lambda: self._step(count, few=few), lambda: self.positions_N.copy_(positions_N)
             )
         return self.steps[count]
 
     def _step(self, count: int, *, few: bool) -> Tensor:
-        """Logits after one more token of each text; every position advances."""
+        """Logits after one more token of each text; every position advances by one."""
         hidden_NE = self._hidden(count, few=few)
-        # A slot without a text advances too, and may not run out of its memory.
+        # A slot without a text advances too, and must stay inside its memory.
         self.positions_N[:count].add_(1).clamp_(max=self.length - 1)
         return self.net.logits(hidden_NE)
 
     def _hidden(self, count: int, *, few: bool) -> Tensor:
         """The last hidden states of a step: one kernel for everything between two matmuls.
 
-        With few texts, launching kernels takes most of the time: then one kernel does a matmul and all around it, norms included.
+        With few texts, kernel launches take most of the time; then one kernel does a matmul and everything around it,
+        including norms.
         """
         net, blocks = self.net, [*self._blocks(), None]
         x_NE: Tensor = fused.embed(self.ids_N[:count], self.positions_N[:count], net.wte.weight, net.wpe.weight)
         h_NE = x_NE if few else blocks[0].ln_1(x_NE)
         for layer, (block, following) in enumerate(pairwise(blocks)):
             attn, mlp, norm = block.attn, block.mlp, following.ln_1 if following else net.ln_f
-            qkv_NF = fused.product(x_NE, attn.c_attn, norm=block.ln_1) if few else attn.c_attn(h_NE)
+            qkv_NF = fused.fused_linear(x_NE, attn.c_attn, norm=block.ln_1) if few else attn.c_attn(h_NE)
             y_NE = self._attend(layer, qkv_NF.view(count, net.shape.heads, 3, -1))
             x_NE, h_NE = _add_linear(x_NE, y_NE, attn.c_proj, block.ln_2, few=few)
             inner_NF = (
-                fused.product(x_NE, mlp.c_fc, norm=block.ln_2, gelu=mlp.approximate) if few else _activations(mlp, h_NE)
+                fused.fused_linear(x_NE, mlp.c_fc, norm=block.ln_2, gelu=mlp.approximate)
+                if few
+                else _activations(mlp, h_NE)
             )
             x_NE, h_NE = _add_linear(x_NE, inner_NF, mlp.c_proj, norm, few=few)
         hidden_NE: Tensor = net.ln_f(x_NE) if few else h_NE
@@ -142,9 +145,10 @@ class FastSlots(NetSlots):
         return out
 
     def _capture(self, work: Callable[[], Tensor], undo: Callable[[], object]) -> tuple[Any, Tensor]:
-        """Work as a CUDA graph, and its result's memory; it is done twice before, and undone.
+        """Capture `work` as a CUDA graph; return the graph and the tensor with its result.
 
-        All graphs share their memory: a result is used up, in the stream's order, before another is replayed.
+        `work` runs twice before, as a warm-up, and `undo` reverts each run. All graphs share their memory: a result is
+        consumed, in stream order, before another graph is replayed.
         """
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -154,13 +158,13 @@ class FastSlots(NetSlots):
                 undo()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self.pool):
+        with capture_graph(graph, self.pool):
             result = work()
         return graph, result
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is not below a count."""
+    """The smallest power of two that is at least `count`."""
     return 1 << max(0, count - 1).bit_length()
 
 
@@ -170,12 +174,12 @@ def padded_shape(count: int, longest: int) -> tuple[int, int]:
 
 
 def step_sizes(slots: int) -> list[int]:
-    """Numbers of texts that steps are captured for."""
+    """The batch sizes for which steps are captured."""
     return sorted({min(power_of_two(count), slots) for count in range(1, slots + 1)})
 
 
 def prefill_shapes(slots: int, length: int) -> list[tuple[int, int]]:
-    """Shapes of prompts, rows and tokens, that prefills are captured for: all that so many slots of this length can need."""
+    """The shapes (rows, tokens) for which prefills are captured: all that this many slots of this length can need."""
     rows = sorted({padded_shape(count, 1)[0] for count in range(1, slots + 1)})
     tokens = sorted({padded_shape(1, T)[1] for T in range(1, length)})
     return [(row, many) for row in rows for many in tokens if row * many <= PREFILL_TOKENS and many <= length]
@@ -201,11 +205,11 @@ def _activations(mlp: MLP, h_NE: Tensor) -> Tensor:
 def _add_linear(
     x_NE: Tensor, y_NE: Tensor, linear: nn.Module, norm: nn.LayerNorm, *, few: bool
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream with a matrix' output for y added, and its norm; with few texts the next matmul computes the norm."""
+    """The residual stream plus linear(y), and its norm; with few texts the next matmul computes the norm itself."""
     if few:
-        x_NE = fused.product(y_NE, linear, added=x_NE)
+        x_NE = fused.fused_linear(y_NE, linear, added=x_NE)
         return x_NE, x_NE
-    if type(linear) is not nn.Linear:  # one with an adapter
+    if type(linear) is not nn.Linear:  # it has an adapter
         x_NE = x_NE + linear(y_NE)
         return x_NE, norm(x_NE)
     added: tuple[Tensor, Tensor] = fused.add_norm(x_NE, F.linear(y_NE, linear.weight), linear.bias, norm)

@@ -49,35 +49,35 @@ class Shape:
     family: str = "gpt2"
 
     def with_dropout(self, fraction: float) -> Shape:
-        """The same net with another dropout everywhere."""
+        """The same shape with this dropout rate everywhere."""
         return replace(self, embedding_dropout=fraction, attention_dropout=fraction, residual_dropout=fraction)
 
     @property
-    def drops(self) -> bool:
-        """Whether training uses dropout anywhere."""
+    def uses_dropout(self) -> bool:
+        """True if training uses dropout anywhere."""
         return bool(self.embedding_dropout or self.attention_dropout or self.residual_dropout)
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding in memory: a multiple that matrix units like."""
+        """Rows of the embedding in memory: a multiple of 128, which makes matmuls faster."""
         return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def parameters(self) -> int:
-        """How many numbers its checkpoint has."""
+        """The number of parameters in a checkpoint."""
         return count_parameters(weights_of(self))
 
     def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
-        """Multiplications and additions of forward and backward for one token."""
+        """FLOPs of the forward and backward pass for one token."""
         return count_flops(weights_of(self), self.layers, self.width, length, trained)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Whole heads and columns of the MLP."""
+        """Attention heads and the MLP's inner width."""
         return {"heads": self.heads, "inner": self.inner}
 
 
 def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
-    """The shape that the `model` section describes; a named size trained on a shorter `length` has no more positions than that."""
+    """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
     if isinstance(config.shape, str):
         path = Path(config.shape)
         path = path / "config.json" if path.is_dir() else path
@@ -86,7 +86,7 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
     numbers = dict(shape_numbers(config))
     dropout = numbers.pop("dropout")
     if length and config.shape.positions is None:
-        numbers["positions"] = length  # a position that training never reaches would be noise when text is made
+        numbers["positions"] = length  # positions that are never trained would be noise in generation
     numbers.setdefault("inner", 4 * numbers["width"])
     return Shape(
         vocab=vocab, end=end, embedding_dropout=dropout, attention_dropout=dropout, residual_dropout=dropout, **numbers
@@ -94,7 +94,7 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
-    """The shape of a transformers config.json; what our net cannot do is refused by name."""
+    """The shape of a transformers config.json; an unsupported setting is an error that names it."""
     if not isinstance(hf, dict):
         raise TextmillError(f"{where}: found a {type(hf).__name__}; it is not a GPT-2 config.json")
     for key, wanted in MUST_BE.items():
@@ -117,12 +117,13 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         )
     if hf["n_embd"] % hf["n_head"]:
         raise TextmillError(
-            f"{where}: {hf['n_head']} heads do not divide the width {hf['n_embd']}; mend n_head or n_embd"
+            f"{where}: {hf['n_head']} heads do not divide the width {hf['n_embd']}; fix n_head or n_embd"
         )
     return Shape(
         layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
-        positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf, where), activation=SAME_ACTIVATION[activation],
-        epsilon=hf.get("layer_norm_epsilon", 1e-5), **{name: hf.get(key, 0.1) for key, name in DROPOUTS.items()},
+        positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf, where),
+        activation=SAME_ACTIVATION[activation], epsilon=hf.get("layer_norm_epsilon", 1e-5),
+        **{name: hf.get(key, 0.1) for key, name in DROPOUTS.items()},
     )  # fmt: skip
 
 
@@ -158,16 +159,19 @@ def weights_of(shape: Shape) -> list[Weight]:
         return [Weight(f"{name}.weight", (width,), ones=True), Weight(f"{name}.bias", (width,))]
 
     def matrix(name: str, inputs: int, outputs: int, std: float, **layout: Any) -> list[Weight]:
-        marks: Any = {"transposed": True, "decay": True, "muon": True, "lora": True}
-        # Each tensor-parallel rank adds a row-parallel matrix' bias to the sum: all have it.
+        flags: Any = {"transposed": True, "decay": True, "muon": True, "lora": True}
+        # A row-parallel matrix's bias is added after the sum over ranks, so every rank has all of it.
         bias = layout if layout["split"] == 0 else {}
         return [
-            Weight(f"{name}.weight", (inputs, outputs), std, **marks, **layout),
+            Weight(f"{name}.weight", (inputs, outputs), std, **flags, **layout),
             Weight(f"{name}.bias", (outputs,), **bias),
         ]
 
     tables = [
-        Weight("transformer.wte.weight", (shape.vocab, width), 0.02, by_token=True, padded_rows=shape.padded_vocab, split=0),
+        Weight(
+            "transformer.wte.weight", (shape.vocab, width), 0.02,
+            by_token=True, padded_rows=shape.padded_vocab, split=0,
+        ),
         Weight("transformer.wpe.weight", (shape.positions, width), 0.02, by_position=True),
     ]  # fmt: skip
     weights = [replace(table, decay=True, depth=shape.layers + 1) for table in tables]
@@ -187,7 +191,7 @@ def weights_of(shape: Shape) -> list[Weight]:
 
 
 def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
-    """Weights of any GPT-2 file under one name: files of the bare net lack the prefix, old files have masks and the tied head."""
+    """Weights of any GPT-2 file under transformers' names: adds a missing prefix, drops masks and the tied head."""
     for name, values in named:
         if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
@@ -195,10 +199,11 @@ def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Arr
 
 
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
-    """A tiny net with the same activation and the largest of the dropouts."""
+    """A tiny net with the same activation and the largest of the three dropout rates."""
     heads, head_width = 2 * tensor, 8
     dropout = max(shape.embedding_dropout, shape.attention_dropout, shape.residual_dropout)
     width = heads * head_width
     return {
-        "layers": 2, "heads": heads, "width": width, "inner": 4 * width, "activation": shape.activation, "dropout": dropout,
+        "layers": 2, "heads": heads, "width": width, "inner": 4 * width,
+        "activation": shape.activation, "dropout": dropout,
     }  # fmt: skip

@@ -17,7 +17,7 @@ from textmill.checkpoints.adapters import LORA_A, LORA_B
 from textmill.config import LoraConfig
 from textmill.kernels.dropout_jax import drop
 from textmill.models.gpt2.facts import Shape
-from textmill.models.lora import sites_of
+from textmill.models.lora import dropout_sites
 
 Weights = dict[str, Array]
 
@@ -27,24 +27,24 @@ HEAD = "transformer.wte.weight"
 
 @dataclass(frozen=True)
 class NetOptions:
-    """How the net is computed: only adapters change the result, except for rounding."""
+    """How the net is computed; except for adapters and rounding, the result does not depend on it."""
 
     precision: jnp.dtype
-    """Of the matmuls and of the residual stream between them."""
+    """The dtype of the matmuls and of the residual stream."""
     recompute: int = 0
-    """Activation checkpointing: so many blocks at a time are computed again in backward; 0: none."""
+    """Activation checkpointing: this many blocks at a time are recomputed in the backward pass; 0: none."""
     fused: bool = False
-    """Attention by cuDNN's kernels."""
+    """Use cuDNN's attention kernels."""
     lora: LoraConfig | None = None
-    """The adapters next to matrices, where the weights have some."""
+    """The settings of the LoRA adapters, if there are any."""
     gathered: Callable[[str, Array], Array] | None = None
-    """A weight as a matmul needs it, where devices have shards."""
+    """Gathers a weight of which each device has a shard (FSDP); None: weights are not sharded."""
     by_sample: Callable[[Array], Array] = lambda x: x
-    """An array [samples, ...] sharded so that each device has samples of its own."""
+    """Shards an array [samples, ...] so that each device has different samples."""
 
 
-def narrowed(weights: Weights, precision: jnp.dtype) -> Weights:
-    """The weights in the precision of the matmuls, once a step; LayerNorms and embeddings stay as they are."""
+def cast_matrices(weights: Weights, precision: jnp.dtype) -> Weights:
+    """The weights with matrices cast to the matmuls' precision, once per step; LayerNorms and embeddings stay fp32."""
     return {
         name: values.astype(precision) if ".attn." in name or ".mlp." in name else values
         for name, values in weights.items()
@@ -86,16 +86,16 @@ def _blocks(
     mask_N1TT: Array | None,
 ) -> Array:
     for layer in layers:
-        h, share = f"transformer.h.{layer}", shape.residual_dropout
+        h, dropout = f"transformer.h.{layer}", shape.residual_dropout
         y_NTE = _attention(weights, layer, shape, options, _norm(weights, f"{h}.ln_1", shape, x_NTE), keys_N, mask_N1TT)
-        x_NTE = options.by_sample(x_NTE + drop(y_NTE, share, keys_N, 3 * layer + 2))
+        x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 2))
         y_NTE = _mlp(weights, f"{h}.mlp", shape, options, _norm(weights, f"{h}.ln_2", shape, x_NTE), keys_N)
-        x_NTE = options.by_sample(x_NTE + drop(y_NTE, share, keys_N, 3 * layer + 3))
+        x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 3))
     return x_NTE
 
 
 def _norm(weights: Weights, name: str, shape: Shape, x_NTE: Array) -> Array:
-    # Only what came in is kept for backward: the rest is read faster from x than from memory of its own.
+    # Only the input is kept for the backward pass: recomputing the rest is faster than reading it from memory.
     normed: Array = jax.checkpoint(partial(_normed, shape.epsilon))(
         x_NTE, weights[f"{name}.weight"], weights[f"{name}.bias"]
     )
@@ -112,7 +112,7 @@ def _normed(epsilon: float, x: Array, scale: Array, shift: Array) -> Array:
 def _linear(
     weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None
 ) -> Array:
-    """x times the matrix, which is outputs x inputs, and the bias; and what an adapter adds."""
+    """A linear layer (its matrix is outputs x inputs), with its adapter if it has one."""
     work = partial(jnp.einsum, "nti,oi->nto")
     y_NTE = _matmul(weights, f"{name}.weight", options, work, x_NTE) + weights[f"{name}.bias"]
     narrow_NTR = _narrow(weights, name, shape, options, x_NTE, keys_N)
@@ -122,10 +122,10 @@ def _linear(
 def _narrow(
     weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None
 ) -> Array | None:
-    """The inputs of an adapter's second matrix: scale drop(x) A; none where the matrix has no adapter."""
+    """The input of an adapter's second matrix: scale dropout(x) A; None if the layer has no adapter."""
     if options.lora is None or name + LORA_A not in weights:
         return None
-    seen_NTE = drop(x_NTE, options.lora.dropout, keys_N, sites_of(shape)[name])
+    seen_NTE = drop(x_NTE, options.lora.dropout, keys_N, dropout_sites(shape)[name])
     return _matmul(weights, name + LORA_A, options, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (
         options.lora.alpha / options.lora.rank
     )
@@ -134,12 +134,12 @@ def _narrow(
 def _matmul(
     weights: Weights, name: str, options: NetOptions, work: Callable[[Array, Array], Array], x_NTE: Array
 ) -> Array:
-    """A product with a weight; one that lies in parts is put together for it, and once more in backward, rather than kept."""
+    """A matmul with a weight; a sharded weight is gathered for it, and again in the backward pass, instead of kept."""
     if options.gathered is None:
         return work(x_NTE, weights[name])
-    whole = partial(options.gathered, name)
-    product: Array = jax.checkpoint(lambda x, weight: work(x, whole(weight)))(x_NTE, weights[name])
-    return product
+    gather = partial(options.gathered, name)
+    out: Array = jax.checkpoint(lambda x, weight: work(x, gather(weight)))(x_NTE, weights[name])
+    return out
 
 
 def _attention(
@@ -166,7 +166,7 @@ def _attention(
             else y_NTHD + _matmul(weights, f"{name}.c_attn{LORA_B}", options, partial(part, which), narrow_NTR)
         )
 
-    # Three products leave queries, keys and values each in one piece, as the attention kernels want them.
+    # Three matmuls give contiguous queries, keys and values, as the attention kernels need them.
     q, k, v = map(projected, range(3))
     if keys_N is not None and shape.attention_dropout:
         y_NTHD = _attention_with_dropout(q, k, v, shape.attention_dropout, keys_N, 3 * layer + 1, mask_N1TT)
@@ -180,14 +180,14 @@ def _attention(
 
 
 def _attention_with_dropout(
-    q: Array, k: Array, v: Array, share: float, keys_N: Array, site: int, mask_N1TT: Array | None
+    q: Array, k: Array, v: Array, dropout: float, keys_N: Array, site: int, mask_N1TT: Array | None
 ) -> Array:
     """Attention weights written out, for dropout on them."""
     scores_NHTT = jnp.einsum("nthd,nshd->nhts", q, k) * q.shape[-1] ** -0.5
     mask = _causal(scores_NHTT.shape[-1]) if mask_N1TT is None else mask_N1TT
     scores_NHTT = jnp.where(mask, scores_NHTT, -jnp.inf).astype(jnp.float32)
-    shares_NHTT = drop(jax.nn.softmax(scores_NHTT), share, keys_N, site).astype(q.dtype)
-    return jnp.einsum("nhts,nshd->nthd", shares_NHTT, v)
+    weights_NHTT = drop(jax.nn.softmax(scores_NHTT), dropout, keys_N, site).astype(q.dtype)
+    return jnp.einsum("nhts,nshd->nthd", weights_NHTT, v)
 
 
 def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:

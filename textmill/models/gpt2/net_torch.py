@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from textmill.errors import TextmillError
-from textmill.kernels.attention_torch import attended, is_written
+from textmill.kernels.attention_torch import can_use_fused_attention, fused_attention
 from textmill.kernels.dropout_torch import drop
-from textmill.kernels.fp8_torch import MULTIPLE, mlp8
-from textmill.kernels.matmul_torch import add_linear, are_chosen, linear
+from textmill.kernels.fp8_torch import WIDTH_MULTIPLE, fp8_mlp
+from textmill.kernels.matmul_torch import add_linear, linear, use_tuned_matmul
 from textmill.kernels.norms_torch import norm_and_residual
-from textmill.kernels.qkv_torch import project
+from textmill.kernels.qkv_torch import project_qkv
 from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
 from textmill.models.cache_torch import Cache
 from textmill.models.gpt2.facts import Shape
@@ -24,12 +24,12 @@ from textmill.models.masks_torch import (
     document_block_mask,
     document_mask,
     document_starts,
-    use_blocks,
+    use_block_mask,
 )
 
 try:
     from textmill.kernels.gelu_triton import bias_gelu
-except ImportError:  # no kernel can be built here
+except ImportError:  # Triton kernels cannot be built here
     bias_gelu = None  # type: ignore[assignment]
 
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         mask: Mask | None,
         stream_NTE: Tensor | None = None,
     ) -> Tensor:
-        """Attention's output; added to the residual stream if that is given, which then has the last bias's gradient."""
+        """Attention's output, plus the residual stream if given; its last bias gets its gradient in the next norm."""
         y_NTE = self._attend(x_NTE, keys_N, cache, mask)
         if stream_NTE is None:
             return apply_linear(self.c_proj, y_NTE, keys_N)
@@ -62,8 +62,13 @@ class Attention(nn.Module):
         """Attention's weighted values, heads joined."""
         N, T, _ = x_NTE.shape
         dropout, D = self.shape.attention_dropout, self.shape.width // self.shape.heads
-        if mask is None and cache is None and (keys_N is None or not dropout) and is_written(x_NTE, self.c_attn, D):
-            return attended(x_NTE, self.c_attn, D)
+        if (
+            mask is None
+            and cache is None
+            and (keys_N is None or not dropout)
+            and can_use_fused_attention(x_NTE, self.c_attn, D)
+        ):
+            return fused_attention(x_NTE, self.c_attn, D)
         q_NHTD, k_NHTD, v_NHTD = self._split(x_NTE, keys_N)
         if cache is not None:
             y_NHTD = cache.attend(self.layer, q_NHTD, k_NHTD, v_NHTD)
@@ -80,25 +85,25 @@ class Attention(nn.Module):
     def _split(self, x_NTE: Tensor, keys_N: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values of every head."""
         D = self.shape.width // self.shape.heads
-        if type(self.c_attn) is nn.Linear and are_chosen(x_NTE, self.c_attn.weight):
-            return project(x_NTE, self.c_attn.weight, self.c_attn.bias, D)
+        if type(self.c_attn) is nn.Linear and use_tuned_matmul(x_NTE, self.c_attn.weight):
+            return project_qkv(x_NTE, self.c_attn.weight, self.c_attn.bias, D)
         qkv = apply_linear(self.c_attn, x_NTE, keys_N).view(*x_NTE.shape[:2], -1, 3, D)
         return tuple(part.transpose(1, 2) for part in qkv.unbind(3))
 
     def _attention_weights(
         self, q_NHTD: Tensor, k_NHTD: Tensor, dropout: float, keys_N: Tensor, mask_N1TT: Tensor | None
     ) -> Tensor:
-        """Attention weights written out, for dropout on them."""
+        """Explicit attention weights, for dropout on them."""
         scores = (q_NHTD @ k_NHTD.transpose(2, 3)) * q_NHTD.shape[-1] ** -0.5
         mask = causal_mask(scores.shape[2], scores.device) if mask_N1TT is None else mask_N1TT
         scores = scores.masked_fill(~mask, float("-inf"))
         return drop(scores.softmax(-1, dtype=torch.float32), dropout, keys_N, 1, self.heads_part).to(q_NHTD.dtype)
 
 
-def _narrow(x: Tensor) -> Tensor:
-    """The residual stream in the precision of the matmuls: half the bytes between them."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+def _to_matmul_dtype(x: Tensor) -> Tensor:
+    """The residual stream in the precision of the matmuls: half the memory traffic."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class MLP(nn.Module):
@@ -112,7 +117,7 @@ class MLP(nn.Module):
         self.fp8 = False
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None, stream_NTE: Tensor | None = None) -> Tensor:
-        """The MLP's output; added to the residual stream if that is given, which then has the last bias's gradient."""
+        """The MLP's output, plus the residual stream if given; its last bias gets its gradient in the norm before."""
         if self.fp8 and torch.is_grad_enabled():
             y_NTE = self._in_fp8(x_NTE.flatten(0, -2)).view(x_NTE.shape)
             bias_E = self.c_proj.bias.to(y_NTE.dtype)
@@ -123,7 +128,7 @@ class MLP(nn.Module):
         return add_linear(stream_NTE, self.c_proj, y_NTF)
 
     def _in_fp8(self, x_ME: Tensor) -> Tensor:
-        return mlp8(x_ME, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.approximate == "tanh")
+        return fp8_mlp(x_ME, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.approximate == "tanh")
 
     def inner(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         """The activations between the two matrices."""
@@ -149,7 +154,7 @@ class Block(BaseBlock):
 
     def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Mask | None) -> Tensor:
         """The residual stream after this block; the context is the mask."""
-        if (keys_N is None or not self.dropout) and self._adds(x_NTE):
+        if (keys_N is None or not self.dropout) and self._adds_in_matmul(x_NTE):
             y_NTE, x_NTE = norm_and_residual(x_NTE, self.ln_1)
             x_NTE = self.attn(y_NTE, keys_N, cache, context, x_NTE)
             y_NTE, x_NTE = norm_and_residual(x_NTE, self.ln_2, self.attn.c_proj.bias, self.mlp.c_proj.bias)
@@ -159,14 +164,14 @@ class Block(BaseBlock):
         x_NTE = x_NTE + drop(y_NTE, self.dropout, keys_N, 2, self.tokens_part)
         return x_NTE + drop(self.mlp(self.ln_2(x_NTE), keys_N), self.dropout, keys_N, 3, self.tokens_part)
 
-    def _adds(self, x_NTE: Tensor) -> bool:
-        """Whether the last matmul of each half adds to the residual stream itself: no adapter, and a chosen matmul kernel."""
+    def _adds_in_matmul(self, x_NTE: Tensor) -> bool:
+        """True if the last matmul of attention and MLP adds the residual stream itself: tuned matmuls, no adapter."""
         plain = all(type(half.c_proj) is nn.Linear for half in (self.attn, self.mlp))
-        return plain and are_chosen(x_NTE, self.attn.c_proj.weight)
+        return plain and use_tuned_matmul(x_NTE, self.attn.c_proj.weight)
 
 
 class Net(BaseNet):
-    """GPT-2 with learnt positions and a tied head."""
+    """GPT-2, with learned positions and a tied head."""
 
     shape: Shape
 
@@ -194,16 +199,15 @@ class Net(BaseNet):
         return self.wte.weight
 
     def use_fp8(self) -> None:
-        """From now on training computes the MLPs' matmuls in fp8; the head's are the loss's to compute."""
-        if self.shape.width % MULTIPLE or self.shape.inner % MULTIPLE:
+        """Compute the MLPs' matmuls in fp8 in training; the loss does so for the head."""
+        if self.shape.width % WIDTH_MULTIPLE or self.shape.inner % WIDTH_MULTIPLE:
             widths = f"{self.shape.width} and {self.shape.inner}"
             raise TextmillError(
-                f"engine.precision: fp8 needs widths that {MULTIPLE} divides, found {widths}; set engine.precision=auto"
+                f"engine.precision: fp8 needs widths that are multiples of {WIDTH_MULTIPLE}, found {widths}; "
+                "set engine.precision=auto"
             )
         if self.lora is not None:
-            raise TextmillError(
-                "engine.precision: fp8 is not made for the narrow matrices of model.lora; set engine.precision=auto"
-            )
+            raise TextmillError("engine.precision: fp8 does not support model.lora; set engine.precision=auto")
         self.fp8 = True
         for module in self.modules():
             if isinstance(module, MLP):
@@ -218,15 +222,15 @@ class Net(BaseNet):
         if documents_NT is not None:
             mask = self._mask(documents_NT, keys_N)
             positions = positions - document_starts(documents_NT)
-        x_NTE = _narrow(self.wte(ids_NT) + self.wpe(positions))
+        x_NTE = _to_matmul_dtype(self.wte(ids_NT) + self.wpe(positions))
         return drop(x_NTE, self.shape.embedding_dropout, keys_N, 0, self.tokens_part), mask
 
     def end(self, x_NTE: Tensor) -> Tensor:
         """The last LayerNorm."""
-        return _narrow(self.ln_f(x_NTE))
+        return _to_matmul_dtype(self.ln_f(x_NTE))
 
     def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:
-        """Attention inside documents; dropout on attention weights and activation checkpointing need the mask written out."""
-        written = self.recompute or (keys_N is not None and self.shape.attention_dropout)
-        blocks = not written and use_blocks(documents_NT, self.shape.width // self.shape.heads)
+        """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""
+        explicit = self.recompute or (keys_N is not None and self.shape.attention_dropout)
+        blocks = not explicit and use_block_mask(documents_NT, self.shape.width // self.shape.heads)
         return document_block_mask(documents_NT) if blocks else document_mask(documents_NT)

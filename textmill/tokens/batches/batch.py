@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 IGNORED = -100
 """The label of a position without loss (PyTorch's `ignore_index`)."""
+OPTIONAL_FIELDS = ("documents", "types", "pair_labels", "weights")
+"""Fields of a Batch that only some layouts fill; a model family declares those that it uses as BATCH_FIELDS."""
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,29 @@ from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.blend import Blend
 from textmill.tokens.batches.layout import Layout, SampleArrays
+from textmill.tokens.store import TokenStore
 
 
 class Batches:
-    """The batches of a run: one layout per store, their weights in the blend, and the batch sizes."""
+    """The batches of a run: one layout per store, their weights in the blend, and the batch sizes.
 
-    def __init__(self, layouts: Sequence[Layout], weights: Sequence[float], sizes: BatchSizes) -> None:
-        self.layouts, self.sizes = layouts, sizes
+    `stores` are checked before each batch: one that is truncated while it is mapped would kill the process.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        weights: Sequence[float],
+        sizes: BatchSizes,
+        stores: Sequence[TokenStore] = (),
+    ) -> None:
+        self.layouts, self.sizes, self.stores = layouts, sizes, stores
         self.blend = Blend(list(weights))
 
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or only the samples of it that `part` selects."""
+        for mapped in self.stores:
+            mapped.check_mapped()
         samples = self._sample_numbers(step)[part]
         stores, numbers = self.blend.locate(samples)
         found = [(rows, self.layouts[store].build_samples(numbers[rows])) for store, rows in _rows_by_store(stores)]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.layout import SampleArrays, SampleDocuments, check_ids, gather_ranges
-from textmill.tokens.batches.packed import document_numbers
+from textmill.tokens.batches.packed import number_spans
 from textmill.tokens.batches.prefix_sums import CountAt, prefix_sums, prefix_sums_path
 from textmill.tokens.batches.shuffle import permute, shuffle_in_epoch
 from textmill.tokens.store import TokenStore
@@ -42,7 +42,7 @@ class ChatLayout:
 
         def build_counts() -> CountAt:
             lengths = store.document_lengths()
-            return lambda positions: np.clip(lengths[self._order(positions)].astype(np.int64) - 1, 0, length)
+            return lambda positions: np.clip(lengths[self._document_at(positions)].astype(np.int64) - 1, 0, length)
 
         path = prefix_sums_path(folder, store, 0, "chat", length, "as it is" if seed is None else seed)
         self.ends = prefix_sums(len(store), build_counts, path)
@@ -68,14 +68,14 @@ class ChatLayout:
         if not self.pack:
             return SampleArrays(inputs, labels)
         documents = np.zeros_like(inputs)
-        documents[filled] = np.repeat(document_numbers(rows), counts)
+        documents[filled] = np.repeat(number_spans(rows), counts)
         return SampleArrays(inputs, labels, documents)
 
     def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
         """The conversations in these samples."""
         return SampleDocuments(*self._find(samples))
 
-    def _order(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _document_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return positions if self.seed is None else permute(len(self.store), positions, self.seed, _CONVERSATIONS_KEY)
 
     def _find(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -85,7 +85,7 @@ class ChatLayout:
         per_sample = np.append(self.firsts[1:], len(self.store))[bins] - first
         rows = np.repeat(np.arange(len(samples)), per_sample)
         positions = np.arange(len(rows)) + np.repeat(first - (np.cumsum(per_sample) - per_sample), per_sample)
-        return rows, self._order(positions)
+        return rows, self._document_at(positions)
 
 
 def _first_conversations(ends: NDArray[np.int64], length: int) -> NDArray[np.int64]:

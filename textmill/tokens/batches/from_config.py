@@ -24,16 +24,20 @@ def open_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pat
     """The batches of the train split, blended by weight; large indexes are cached in `folder`."""
     stores = splits.by_split["train"]
     layouts = [_build_layout(train, one, splits.tokenizer, length, train.seed, folder) for one in stores]
-    return Batches(layouts, [one.weight for one in stores], BatchSizes(train.batch, train.batch_rampup))
+    sizes = BatchSizes(train.batch, train.batch_rampup)
+    return Batches(layouts, [one.weight for one in stores], sizes, [one.store for one in stores])
 
 
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
     """The valid split in its own order and in the layout of training, with loss on every token once."""
     stores, tokenizer = splits.nonempty("valid"), splits.tokenizer
+    for one in stores:
+        one.store.check_mapped()
     if train.layout == "packed" and not train.packed.isolate_documents:
         for one in stores:
             yield from window_batches(
-                one.store, length=length, stride=length, batch=train.batch, first=tokenizer.end, vocab=tokenizer.vocab
+                one.store, length=length, stride=length, batch=train.batch,
+                first_input=tokenizer.end, vocab=tokenizer.vocab,
             )  # fmt: skip
     else:
         all_kept = train.model_copy(update={"packed": train.packed.model_copy(update={"last_window": "keep"})})

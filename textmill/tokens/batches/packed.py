@@ -17,25 +17,25 @@ from textmill.tokens.batches.shuffle import permute
 from textmill.tokens.store import TokenStore
 
 _DOCUMENTS_KEY, _WINDOWS_KEY = 1, 2
-"""Keys of the two shuffles of an epoch: of documents, and of windows."""
+"""Each epoch shuffles the documents and then the windows; these keys make the two permutations independent."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Ranges of documents that fill windows, in the order of the windows."""
+    """The document ranges that a set of windows consists of, in the order of the windows."""
 
     rows: NDArray[np.int64]
-    """The window that each span is in, as a position among the requested ones."""
+    """Which of the requested windows each span belongs to: 0 for the first, 1 for the second ..."""
     documents: NDArray[np.int64]
     """The document that it comes from."""
     starts: NDArray[np.int64]
-    """Where it starts in the ids of the store."""
+    """Its first token, as an index into the ids of the store."""
     counts: NDArray[np.int64]
     """How many tokens it has."""
 
 
 class PackedLayout:
-    """Windows of `length` inputs plus the token after them. Without a seed, in the order of the store."""
+    """Windows of `length` inputs plus one token, the last label. Without a seed nothing is shuffled."""
 
     def __init__(
         self, store: TokenStore, *, length: int, seed: int | None, isolate_documents: bool = False,
@@ -46,7 +46,7 @@ class PackedLayout:
         self.store, self.length, self.seed = store, length, seed
         self.isolate_documents, self.vocab, self.folder = isolate_documents, vocab, folder
         self.ids = np.asarray(store.ids)
-        # A last window that is kept is filled up from the start of the epoch, so that no token is left out.
+        # "keep" fills an incomplete last window with the first tokens of the epoch, so that no token is left out.
         self.samples_per_epoch = -(-store.tokens // length) if last_window == "keep" else (store.tokens - 1) // length
         if not self.samples_per_epoch:
             raise TextmillError(
@@ -56,7 +56,7 @@ class PackedLayout:
         self.document_ends = lru_cache(maxsize=2)(self._document_ends)
 
     def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
-        """The windows with these numbers."""
+        """Build the windows with these numbers."""
         inputs = np.empty((len(samples), self.length), np.int32)
         labels = np.empty_like(inputs)
         documents = np.empty_like(inputs) if self.isolate_documents else None
@@ -66,10 +66,10 @@ class PackedLayout:
             check_ids(ids.ravel(), self.vocab, self.store.prefix)
             inputs[rows], labels[rows] = ids[:, :-1], ids[:, 1:]
             if documents is not None:
-                numbers = np.repeat(document_numbers(spans.rows), spans.counts).reshape(ids.shape)
+                numbers = np.repeat(number_spans(spans.rows), spans.counts).reshape(ids.shape)
                 documents[rows] = numbers[:, :-1]
                 labels[rows] = np.where(numbers[:, 1:] == numbers[:, :-1], labels[rows], IGNORED)
-        if self.seed is None:  # unshuffled, for evaluation: tokens that only fill the last window have no loss again
+        if self.seed is None:  # for evaluation: the tokens that fill up the last window must not have loss twice
             targets = (samples % self.samples_per_epoch * self.length)[:, None] + np.arange(1, self.length + 1)
             labels[targets >= self.store.tokens] = IGNORED
         return SampleArrays(inputs, labels, documents)
@@ -85,7 +85,8 @@ class PackedLayout:
             np.concatenate([spans.documents for _, spans in found]),
         )
 
-    def _order(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _document_at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the documents at these positions of the epoch's order."""
         return positions if self.seed is None else permute(len(self.store), positions, self.seed, _DOCUMENTS_KEY, epoch)
 
     def _document_ends(self, epoch: int) -> NDArray[np.int64]:
@@ -93,9 +94,9 @@ class PackedLayout:
 
         def build_counts() -> CountAt:
             lengths = self.store.document_lengths()
-            return lambda positions: lengths[self._order(epoch, positions)].astype(np.int64)
+            return lambda positions: lengths[self._document_at(epoch, positions)].astype(np.int64)
 
-        order = "as it is" if self.seed is None else self.seed
+        order = "as it is" if self.seed is None else self.seed  # part of the cache key
         path = prefix_sums_path(self.folder, self.store, epoch, "packed", order)
         self.store.advise(random=False)
         ends = prefix_sums(len(self.store), build_counts, path)
@@ -103,23 +104,24 @@ class PackedLayout:
         return ends
 
     def _find_spans(self, epoch: int, positions: NDArray[np.int64]) -> Spans:
-        """The document spans of the windows at these positions of the epoch, for all windows at once."""
+        """Find the document spans of the windows at these positions of the epoch."""
         windows = positions
         if self.seed is not None:
             windows = permute(self.samples_per_epoch, positions, self.seed, _WINDOWS_KEY, epoch)
         ends, tokens = self.document_ends(epoch), self.store.tokens
-        rows, begins, left = np.arange(len(windows)), windows * self.length, np.full(len(windows), self.length + 1)
-        parts: list[Spans] = []
-        while len(rows):  # once, and again for windows that continue at the start of the epoch
-            counts = np.minimum(left, tokens - begins)
-            parts.append(self._cut_at_documents(epoch, ends, rows, begins, counts))
-            unfinished = left > counts
-            rows, left = rows[unfinished], (left - counts)[unfinished]
-            begins = np.zeros_like(left)
-        if len(parts) == 1:
-            return parts[0]
+        rows, stream_starts = np.arange(len(windows)), windows * self.length
+        remaining = np.full(len(windows), self.length + 1)
+        span_groups: list[Spans] = []
+        while len(rows):  # again for windows that reach the end of the epoch and continue at its start
+            counts = np.minimum(remaining, tokens - stream_starts)
+            span_groups.append(self._cut_at_documents(epoch, ends, rows, stream_starts, counts))
+            unfinished = remaining > counts
+            rows, remaining = rows[unfinished], (remaining - counts)[unfinished]
+            stream_starts = np.zeros_like(remaining)
+        if len(span_groups) == 1:
+            return span_groups[0]
         joined = [
-            np.concatenate([getattr(part, name) for part in parts])
+            np.concatenate([getattr(spans, name) for spans in span_groups])
             for name in ("rows", "documents", "starts", "counts")
         ]
         order = np.argsort(joined[0], kind="stable")
@@ -130,31 +132,32 @@ class PackedLayout:
         epoch: int,
         ends: NDArray[np.int64],
         rows: NDArray[np.int64],
-        begins: NDArray[np.int64],
+        stream_starts: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> Spans:
-        """Cut ranges of the epoch's stream, which must not pass its end, at the borders of documents."""
-        first = np.searchsorted(ends, begins, side="right")
-        last = np.searchsorted(ends, begins + counts - 1, side="right")
+        """Split ranges of the epoch's token stream at document boundaries; no range may pass the end of the stream."""
+        first = np.searchsorted(ends, stream_starts, side="right")
+        last = np.searchsorted(ends, stream_starts + counts - 1, side="right")
         per_range = last - first + 1
         ranges = np.repeat(np.arange(len(rows)), per_range)
         positions = np.arange(len(ranges)) + np.repeat(first - (np.cumsum(per_range) - per_range), per_range)
         document_stops = np.asarray(ends[positions])
         document_begins = np.where(positions > 0, np.asarray(ends[np.maximum(positions - 1, 0)]), 0)
-        starts = np.maximum(begins[ranges], document_begins)
-        sizes = np.minimum((begins + counts)[ranges], document_stops) - starts
-        documents = self._order(epoch, positions)
-        filled = sizes > 0
-        in_store = self.store.document_starts(documents) + starts - document_begins
-        return Spans(rows[ranges][filled], documents[filled], in_store[filled], sizes[filled])
+        starts = np.maximum(stream_starts[ranges], document_begins)
+        sizes = np.minimum((stream_starts + counts)[ranges], document_stops) - starts
+        documents = self._document_at(epoch, positions)
+        has_tokens = sizes > 0
+        store_starts = self.store.document_starts(documents) + starts - document_begins
+        return Spans(rows[ranges][has_tokens], documents[has_tokens], store_starts[has_tokens], sizes[has_tokens])
 
 
 def _rows_by_epoch(samples: NDArray[np.int64], per_epoch: int) -> list[tuple[int, NDArray[np.int64]]]:
+    """Return each epoch that the samples belong to, and which of the samples do."""
     epochs = samples // per_epoch
     return [(int(epoch), np.flatnonzero(epochs == epoch)) for epoch in np.unique(epochs)]
 
 
-def document_numbers(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+def number_spans(rows: NDArray[np.int64]) -> NDArray[np.int32]:
     """Number the spans of each row 1, 2, 3 ...; `rows` is the row of each span, in ascending order."""
     first = np.searchsorted(rows, rows, side="left")
     return (np.arange(len(rows)) - first + 1).astype(np.int32)

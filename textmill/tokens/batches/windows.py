@@ -1,4 +1,4 @@
-"""Windows over a whole store in which every token is predicted exactly once: for the loss on a split."""
+"""Sliding windows over a complete store for its loss: every token is predicted exactly once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from textmill.tokens.store import TokenStore
 
 
 def count_windows(store: TokenStore, *, length: int, stride: int) -> int:
-    """How many windows cover the store."""
+    """Count the windows that cover the store."""
     return 1 + max(0, -(-(store.tokens - length) // stride)) if store.tokens else 0
 
 
 def window_batches(
-    store: TokenStore, *, length: int, stride: int, batch: int, first: int, vocab: int | None = None
+    store: TokenStore, *, length: int, stride: int, batch: int, first_input: int, vocab: int | None = None
 ) -> Iterator[Batch]:
-    """Windows of `length` tokens that start every `stride` tokens; the stream begins with the token `first`.
+    """Yield windows of `length` tokens that start every `stride` tokens.
+
+    Inputs are the labels shifted by one; `first_input` is the input at the first token, which has none before it.
 
     The first window has loss on all its tokens. Later windows have loss only on tokens that no earlier window
-    predicted. So each token is predicted once. Except near the start, it has at least `length - stride` tokens of
-    context.
+    predicted. Tokens after the first window have at least `length - stride` tokens of context.
     """
     count = count_windows(store, length=length, stride=stride)
-    for begin in range(0, count, batch):
-        samples = np.arange(begin, min(begin + batch, count), dtype=np.int64)
-        inputs = np.full((len(samples), length), first, np.int32)
+    for first_window in range(0, count, batch):
+        samples = np.arange(first_window, min(first_window + batch, count), dtype=np.int64)
+        inputs = np.full((len(samples), length), first_input, np.int32)
         labels = np.full((len(samples), length), IGNORED, np.int32)
         for row, sample in enumerate(samples.tolist()):
             start = sample * stride

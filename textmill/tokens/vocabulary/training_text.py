@@ -93,7 +93,7 @@ def find_text_parts(config: RunConfig, split: Split = "train") -> list[TextPart]
 def text_fingerprint(config: RunConfig) -> dict[str, str]:
     """Changes when the text or the settings for reading it change."""
     if config.tokenizer.fit_on == "corpus":
-        return {"corpus": open_manifest(config.folder_of("corpus"))["fingerprint"]}
+        return {"corpus": open_manifest(config.folder_of("corpus"), "prepare")["fingerprint"]}
     sources = _sources(config)
     states = [
         (name, source_state(source).fingerprint or hash_file(source.path))
@@ -107,7 +107,9 @@ def text_fingerprint(config: RunConfig) -> dict[str, str]:
 def _sources(config: RunConfig) -> list[Source]:
     folders = [config.folder_of(stage) for stage in STAGE_FOLDERS]
     own = folders + [folder.with_name(folder.name + ".part") for folder in folders]
-    return find_sources(config.corpus.sources, skip=own, corpora=config.corpus.corpora_file)
+    return find_sources(
+        config.corpus.sources, skip=own, corpora=config.corpus.corpora_file, encoding=config.corpus.encoding
+    )
 
 
 def count_words(parts: Sequence[TextPart], config: RunConfig) -> Iterator[Counter[str]]:

@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import pytest
 
-from bench import engine_ends
-from bench.engine_ends import children, ended
+from bench import engine_exits
+from bench.engine_exits import list_children, run_to_exit
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who is whose child")
@@ -30,21 +30,21 @@ def give_up_when_ready(command: list[str], *, stdout: IO[str], timeout: float, *
 
 
 @pytest.mark.parametrize(
-    ("command", "wanted"),
+    ("command", "expected"),
     [
-        (["true"], "well"),
+        (["true"], "ok"),
         (["sh", "-c", "echo oh; exit 3"], "failed with 3: oh\n"),
         (["sh", "-c", "echo ready; exec sleep 600"], "hung"),
-        (["sh", "-c", "sleep 600 & exit 0"], r"well, left 1 behind \(\w+, alive\)"),
-        (["sh", "-c", "sleep 600 & echo ready; exec sleep 600"], r"hung, left 1 behind \(\w+, alive\)"),
-        ([sys.executable, "-c", NOT_WAITED_FOR], r"well, left 1 behind \(\S+, a zombie\)"),
+        (["sh", "-c", "sleep 600 & exit 0"], r"ok, left processes: \w+, alive"),
+        (["sh", "-c", "sleep 600 & echo ready; exec sleep 600"], r"hung, left processes: \w+, alive"),
+        ([sys.executable, "-c", NOT_WAITED_FOR], r"ok, left processes: \S+, a zombie"),
     ],
 )
 def test_leftover_processes_are_counted_and_killed(
-    command: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+    command: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if wanted.startswith("hung"):
-        monkeypatch.setattr(engine_ends.subprocess, "run", give_up_when_ready)
-    before = children()
-    assert re.fullmatch(wanted, ended(command, dict(os.environ)))
-    assert children().keys() == before.keys()
+    if expected.startswith("hung"):
+        monkeypatch.setattr(engine_exits.subprocess, "run", give_up_when_ready)
+    before = list_children()
+    assert re.fullmatch(expected, run_to_exit(command, dict(os.environ)))
+    assert list_children().keys() == before.keys()

@@ -1,4 +1,4 @@
-"""The loss scale of fp16: as high as the gradients bear, moved on the device, so that no step waits to know whether one overflowed."""
+"""The dynamic loss scale of fp16, updated on the device, so that no step waits to know whether it overflowed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ LOWEST = 1.0
 WINDOW = 1000
 """Steps in a row without an overflow after which the scale doubles."""
 HYSTERESIS = 2
-"""Overflows since the last doubling from which on each one halves the scale."""
+"""Overflows since the last doubling after which each further one halves the scale."""
 
 
-class Scaler:
-    """Megatron's dynamic scaler."""
+class LossScaler:
+    """Megatron's dynamic loss scaler."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.tensor(FIRST, device=device)
         self.good, self.left = torch.tensor(0, device=device), torch.tensor(HYSTERESIS, device=device)
 
-    def move(self, finite: Tensor) -> None:
-        """After a step: up when all of a window was finite, down when the overflows are more than are borne."""
+    def update(self, finite: Tensor) -> None:
+        """After a step: double the scale after a window without overflows, halve it after too many of them."""
         good = torch.where(finite, self.good + 1, 0)
         left = torch.where(finite, self.left, self.left - 1)
         grows, shrinks = good == WINDOW, ~finite & (left <= 0)
@@ -31,10 +31,10 @@ class Scaler:
         self.good, self.left = torch.where(grows, 0, good), torch.where(grows, HYSTERESIS, left)
 
     def state(self) -> dict[str, float]:
-        """All that it goes on from."""
+        """The state for a checkpoint: scale, steps since the last overflow, overflows left until it halves."""
         return {"scale": float(self.scale), "good": int(self.good), "left": int(self.left)}
 
-    def take(self, state: dict[str, float]) -> None:
-        """Go on from a state."""
+    def load_state(self, state: dict[str, float]) -> None:
+        """Resume from a saved state."""
         self.scale = torch.full_like(self.scale, state["scale"])
         self.good, self.left = torch.full_like(self.good, state["good"]), torch.full_like(self.left, state["left"])

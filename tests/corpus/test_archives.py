@@ -1,0 +1,111 @@
+"""Files that cannot be read are named, archives are read, and what follows the data of a file costs no record."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from textmill.config import CorpusConfig, RunConfig
+from textmill.corpus.document import Document
+from textmill.corpus.prepare import prepare
+from textmill.corpus.reader import open_corpus
+from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.sources import find_sources, portable_names, split_into_chunks
+from textmill.errors import TextmillError
+
+INNER = {
+    "a.jsonl": b'{"text": "first words"}\n{"text": "second words"}\n',
+    "deep/b.txt.gz": gzip.compress(b"third words"),
+    "deep/notes.docx": b"PK",
+    "deep/.hidden.txt": b"hidden",
+}
+
+
+def write_archive(path: Path) -> None:
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in INNER.items():
+                archive.writestr(name, data)
+        return
+    with tarfile.open(path, "w:gz" if path.suffix in (".gz", ".tgz") else "w") as archive:
+        for name, data in INNER.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+
+
+def config_of(folder: Path) -> RunConfig:
+    corpus = {"sources": [str(folder / "texts")], "folder": str(folder / "corpus")}
+    return RunConfig.model_validate({"corpus": corpus, "runner": {"workers": 1}})
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz", "a.tgz"])
+def test_archives_are_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "texts").mkdir()
+    write_archive(tmp_path / "texts" / name)
+    folder = prepare(config_of(tmp_path))
+    found = {document.text: Path(document.source).relative_to(tmp_path).as_posix() for document in open_corpus(folder)}
+    assert found == {
+        "first words": f"texts/{name}/a.jsonl",
+        "second words": f"texts/{name}/a.jsonl",
+        "third words": f"texts/{name}/deep/b.txt.gz",
+    }
+    account = json.loads((folder / "account.json").read_text(encoding="utf-8"))
+    assert account["skipped_files"] == [str(tmp_path / "texts" / name / "deep" / "notes.docx")]
+
+
+def test_a_changed_archive_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts").mkdir()
+    write_archive(tmp_path / "texts" / "a.zip")
+    sources = find_sources([str(tmp_path / "texts")])
+    monkeypatch.chdir(tmp_path / "texts")
+    assert portable_names(find_sources(["a.zip"])) == portable_names(sources)
+    prepare(config_of(tmp_path))
+    monkeypatch.setitem(INNER, "a.jsonl", b'{"text": "other words"}\n{"text": "second words"}\n')
+    write_archive(tmp_path / "texts" / "a.zip")
+    with pytest.raises(TextmillError, match="made from other settings or inputs"):
+        prepare(config_of(tmp_path))
+
+
+def test_damaged_archives_are_named(tmp_path: Path) -> None:
+    for name in ("a.zip", "a.tar.gz"):
+        (tmp_path / name).write_bytes(b"no archive")
+        with pytest.raises(TextmillError, match=f"{name}: not a readable archive"):
+            find_sources([str(tmp_path / name)])
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.pdf", "c.docx", "README"):
+        (tmp_path / "texts" / name).write_text("some words", encoding="utf-8")
+    prepare(config_of(tmp_path))
+    assert "3 files have no format that textmill reads and will be skipped: " in (printed := capsys.readouterr().out)
+    assert all(name in printed for name in ("README", "b.pdf", "c.docx"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.csv.gz", "a.json.gz"])
+def test_what_follows_gzip_data_costs_no_record(tmp_path: Path, name: str) -> None:
+    text = {
+        "a.jsonl.gz": '{"text": "first"}\n{"text": "last"}', "a.txt.gz": "first\nlast", "a.csv.gz": "text\nfirst\nlast",
+        "a.json.gz": '[{"text": "first"}, {"text": "last"}]',
+    }[name]  # fmt: skip
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) + b"garbage")
+    config = CorpusConfig(documents="line")
+    (chunk,) = split_into_chunks(find_sources([str(tmp_path / name)]), "line")
+    *before, bad = read_records(chunk, config)
+    assert [record.text for record in before if isinstance(record, Document)] == ["first", "last"]
+    assert isinstance(bad, BadRecord)
+    assert "follow the data" in bad.reason
+
+
+def test_other_xml_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "feed.xml").write_text("<rss><channel><item>words</item></channel></rss>", encoding="utf-8")
+    (chunk,) = split_into_chunks(find_sources([str(tmp_path / "feed.xml")]), "section")
+    (bad,) = read_records(chunk, CorpusConfig())
+    assert "not a MediaWiki dump: its first element is <rss>" in str(bad)

@@ -1,0 +1,103 @@
+"""Facts about a text from a sample: sizes, duplicates, scripts, and bytes per token of smaller vocabularies."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from textmill.cli import main
+from textmill.config import CorpusConfig, TokenizerConfig
+from textmill.corpus.sources import find_sources
+from textmill.errors import TextmillError
+from textmill.planning.inspect_text import HELD_OUT, inspect_text
+from textmill.planning.probe_machine import probe_machine
+from textmill.where import open_where
+
+
+def write_documents(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents))
+    return path
+
+
+def test_a_vocabulary_is_the_beginning_of_a_larger_one(tmp_path: Path) -> None:
+    """The tokenizers library fits the smaller one directly; both need the same tokens for held-out documents."""
+    from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer, train_vocabulary
+
+    words = Path("textmill/corpora/tinyshakespeare.txt").read_text()[:200_000].split("\n\n")
+    documents = list(dict.fromkeys(words))
+    facts = inspect_text(
+        find_sources([str(write_documents(tmp_path / "a.jsonl", documents))]), CorpusConfig(), (400, 900)
+    )
+    fitted = [text for number, text in enumerate(documents, 1) if number % HELD_OUT]
+    held_out = [text for number, text in enumerate(documents, 1) if not number % HELD_OUT]
+    config = TokenizerConfig(vocab=400)
+    counter = WordCounter(new_tokenizer(config))
+    for text in fitted:
+        counter.add(text)
+    direct = train_vocabulary(counter.counts(), config)
+    tokens = sum(len(direct.encode(text, add_special_tokens=False).ids) + 1 for text in held_out)
+    assert facts.bytes_per_token[400] == pytest.approx(sum(len(text.encode()) for text in held_out) / tokens, rel=0.005)
+    assert facts.bytes_per_token[900] > facts.bytes_per_token[400]
+
+
+def test_size_duplicates_and_scripts(tmp_path: Path) -> None:
+    dice = random.Random(3)
+    korean = [" ".join(dice.choices("물레방아는 강가에 서 있다 아침마다".split(), k=40)) for _ in range(50)]
+    facts = inspect_text(find_sources([str(write_documents(tmp_path / "a.jsonl", korean * 2))]), CorpusConfig(), (512,))
+    assert facts.documents == 100
+    assert facts.duplicates == pytest.approx(0.5)
+    assert facts.bytes >= 2 * sum(len(text.encode()) for text in korean)
+    assert list(facts.scripts) == ["Hangul"]
+
+
+ODD = {
+    "one document": "Once upon a time there was a mill. " * 60,
+    "two kilobytes": "\n\n".join(f"Paragraph {number} of a short text." for number in range(60)),
+    "one repeated line": "all work and no play\n" * 5000,
+    "many scripts": "\n\n".join(chr(start + shift) * 9 for start in range(0x400, 0x3000, 97) for shift in range(20)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_texts_get_a_plan_that_opens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.machines import TWO_CORES
+
+    monkeypatch.setattr("textmill.commands.new.probe_machine", lambda: TWO_CORES)
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(ODD[kind])
+    assert main(["new", "mine", "--text", "a.txt", "--minutes", "0.5"]) == 0
+    assert open_where("mine", []).config.train.minutes in (0.5, None)
+
+
+def test_binary_files_get_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_bytes(random.Random(1).randbytes(5000))
+    assert main(["new", "mine", "--text", "a.jsonl"]) == 2
+    assert "name files with text" in capsys.readouterr().err
+    with pytest.raises(TextmillError, match="unreadable records"):
+        inspect_text(find_sources(["a.jsonl"]), CorpusConfig(), (512,))
+
+
+def test_two_texts_are_both_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.machines import TWO_CORES
+
+    monkeypatch.setattr("textmill.commands.new.probe_machine", lambda: TWO_CORES)
+    monkeypatch.chdir(tmp_path)
+    write_documents(Path("a.jsonl"), ["one text"] * 3)
+    write_documents(Path("b.jsonl"), ["another text"] * 3)
+    assert main(["new", "mine", "--text", "a.jsonl", "--text", "b.jsonl"]) == 0
+    assert open_where("mine", []).config.corpus.sources == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+
+
+def test_the_machine_is_measured() -> None:
+    facts = probe_machine("cpu")
+    (small, slow), (large, fast) = facts.rates
+    assert small < large
+    assert 1e8 < slow < 1e14
+    assert 1e8 < fast < 1e14
+    assert slow <= facts.flops(1_000_000) * 1.5

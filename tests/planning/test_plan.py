@@ -1,0 +1,78 @@
+"""The planning rules: sizes of published optima, a plan for every text, and more minutes never make a smaller net."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.machines import H200, TWO_CORES
+from textmill.config import RunConfig
+from textmill.planning.facts import MachineFacts, TextFacts
+from textmill.planning.plan import MAX_EPOCHS, default_minutes, plan_for
+
+ENGLISH = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
+FLAT = MachineFacts("cuda", "a card", 16, 140 << 30, ((1_000_000, 4e14), (100_000_000, 4e14)), 0.0)
+"""A card that reaches the same with any net, as the published table assumes."""
+
+
+def text_of(size: float, **more: float) -> TextFacts:
+    return replace(TextFacts(round(size), max(1, round(size / 5000)), 0.0, ENGLISH, {"Latin": 1.0}), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("million_tokens", "seconds", "million_parameters"),
+    [(20, 60, 19), (20, 170, 63), (52, 60, 19), (52, 170, 32), (250, 170, 32), (250, 540, 58)]
+)  # fmt: skip
+def test_sizes_are_near_those_of_the_scaling_laws(million_tokens: int, seconds: int, million_parameters: int) -> None:
+    """Compute-optimal sizes at 4e14 FLOP/s, where repeated text allows them; the rules choose from a few widths."""
+    text = text_of(million_tokens * 1e6 * 4.3 / 0.9)
+    other = sum(text.bytes / rate / 16 for rate in (8e6, 4e6, 8e6))
+    plan = plan_for(text, FLAT, (seconds + other) / 60)
+    assert million_parameters / 2.1 < plan.parameters / 1e6 < million_parameters * 2.1
+
+
+@given(st.floats(2e3, 1e11), st.floats(0.2, 600), st.sampled_from([TWO_CORES, H200]))
+def test_every_text_gets_a_plan_that_the_config_accepts(size: float, minutes: float, machine: MachineFacts) -> None:
+    plan = plan_for(text_of(size), machine, minutes)
+    shape = {"layers": plan.layers, "heads": plan.heads, "width": plan.width, "dropout": plan.dropout}
+    RunConfig.model_validate({
+        "model": {"shape": shape}, "tokenizer": {"vocab": plan.vocab},
+        "train": {"length": plan.length, "batch": plan.batch, "steps": plan.steps, "optimizer": "muon",
+                  "learning_rate": plan.learning_rate, "weight_decay": plan.weight_decay,
+                  "muon": {"adamw_rate_factor": plan.adamw_rate_factor}},
+    })  # fmt: skip
+    assert plan.width % plan.heads == 0
+    assert plan.epochs <= MAX_EPOCHS
+    assert math.isfinite(plan.weight_decay)
+    assert plan.seconds <= max(5.0, 60 * minutes) * 1.01
+
+
+@given(st.floats(1e5, 1e10), st.floats(0.5, 100), st.floats(1, 10), st.sampled_from([TWO_CORES, H200]))
+def test_more_minutes_never_make_a_smaller_net(
+    size: float, minutes: float, times: float, machine: MachineFacts
+) -> None:
+    text = text_of(size)
+    assert plan_for(text, machine, minutes * times).parameters >= plan_for(text, machine, minutes).parameters
+
+
+def test_duplicates_count_once() -> None:
+    assert plan_for(text_of(2e7, duplicates=0.5), H200, 5).train_tokens < plan_for(text_of(2e7), H200, 5).train_tokens
+
+
+def test_without_minutes_a_small_text_ends_when_more_does_not_help() -> None:
+    assert default_minutes(text_of(1e6), H200) < 3
+    assert default_minutes(text_of(1e9), H200) == 30
+    assert default_minutes(text_of(1e8), TWO_CORES) == 5
+
+
+def test_the_korean_trial() -> None:
+    """docs/autopilot.md: of the nets tried on 12 MB of Korean, 6 x 384 with a weight decay of 2 was the best."""
+    korean = {512: 2.39, 1024: 3.49, 2048: 4.41, 4096: 5.23, 8192: 5.95, 16384: 6.55, 32000: 7.03}
+    plan = plan_for(TextFacts(12_000_000, 8300, 0.0, korean, {"Hangul": 1.0}), H200, 1)
+    assert (plan.layers, plan.width, plan.vocab) == (6, 384, 8192)
+    assert 1.5 < plan.weight_decay < 2.5
+    assert 10_000 < plan.batch * plan.length < 20_000

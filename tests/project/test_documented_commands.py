@@ -1,0 +1,193 @@
+"""Every command in README.md and docs/ runs as printed; only settings that make it smaller are appended."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.conftest import ROOT
+from tests.support.waiting import LONGEST
+from tests.support.web import get
+from textmill.cli import main
+from textmill.config import TokenizerConfig
+from textmill.tokens.vocabulary.tokenizer import fit
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_RUN = {
+    "--dropped near_duplicate": "the small text of the test has no near-duplicates",
+    "corpus.sources=mongo:db_config.json": "needs a MongoDB server; tests/corpus/test_mongo_server.py has one",
+}
+SHORT = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", "train.evaluate_batches=1"]
+SMALLER = {
+    "run": [*SHORT, "sample.max_tokens=5"], "train": SHORT, "generate": ["sample.max_tokens=5"],
+    "chat": ["sample.max_tokens=5"], "serve": ["sample.max_tokens=5", "serve.port=0"],
+    "fit-tokenizer": ["tokenizer.vocab=300"],
+}  # fmt: skip
+"""What is appended to each command. A server takes any free port, because another one may use the printed port."""
+SMALLER_LINES = {
+    "textmill train quickstart  # from": [
+        *("train.batch=1", "train.length=8", "train.evaluate_batches=1"),
+        *("model.shape.layers=1", "model.shape.heads=1", "model.shape.width=8"),
+    ],
+    "textmill train runs/quickstart --step": ["train.evaluate_batches=1"],
+    "textmill train runs/quickstart train.steps=4000": ["train.steps=2002"],
+    "textmill train runs/quickstart --force": ["train.steps=2"],
+    "tokens.kind=features": [
+        "tokens.features.max_length=32",
+        "tokens.features.min_length=4",
+        "tokens.features.stride=16",
+    ],
+    "textmill train my.yaml train.layout=packed": ["train.batch=2", "train.length=32", "train.steps=120"],
+    "textmill train runs/mine train.steps=1000": ["train.steps=3"],
+    "textmill train runs/mine train.steps=3000": ["train.steps=4"],
+    "textmill train runs/mine train.steps=4000": ["train.steps=5"],
+}
+"""Lines whose steps matter: --step 1600 needs a checkpoint of step 1600, `show --step 120` a run of 120 steps."""
+TOKENIZE_QUICKSTART = ["prepare quickstart", "fit-tokenizer quickstart", "tokenize quickstart"]
+MINE = ["new mine --text texts/*.txt", "prepare mine", "fit-tokenizer mine"]
+SETUP = {
+    "batches": ["prepare my.yaml", "fit-tokenizer my.yaml", "tokenize my.yaml"],
+    "chat": ["run ko.yaml"],
+    "engines": ["run mine.yaml", "prepare run.yaml", "fit-tokenizer run.yaml", "tokenize run.yaml"],
+    "evaluate": ["run quickstart"],
+    "export": ["run quickstart", "run mine.yaml"],
+    "faults": TOKENIZE_QUICKSTART,
+    "features": MINE,
+    "finetune": ["run base.yaml"],
+    "generate": ["run quickstart", "run chat-ko.yaml folder=runs/answers"],
+    "lora": [
+        *MINE,
+        "tokenize mine",
+        "run base.yaml",
+        "run adapted.yaml model.init_from=runs/base tokenizer.use=runs/base/tokenizer model.lora.rank=2",
+    ],
+    "serve": ["run quickstart"],
+    "tokenizers": ["prepare my.yaml"],
+    "tokens": ["prepare my.yaml", "fit-tokenizer my.yaml"],
+    "train": [*TOKENIZE_QUICKSTART, *MINE, "tokenize mine"],
+}
+"""What a page takes as given."""
+
+
+def commands_of(page: Path) -> list[str]:
+    """Return the lines of a page's code blocks that call textmill."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    shells = [block for language, block in blocks if language in ("", "sh", "console")]
+    lines = [line.strip().removeprefix("$ ") for block in shells for line in block.splitlines()]
+    return [re.sub(r"\s+#", "  #", line) for line in lines if re.match(r"textmill [a-z-]", line)]
+
+
+WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
+
+
+def test_the_tables_name_lines_and_pages_that_exist() -> None:
+    lines = [line for page in PAGES for line in commands_of(page)]
+    assert len(lines) > 50
+    for part in (*NOT_RUN, *SMALLER_LINES):
+        assert any(part in line for line in lines), part
+    assert set(SETUP) <= {page.stem for page in WITH_COMMANDS}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the pages name: texts, configs, a model of transformers, prompts, a key, a model family."""
+    folder = tmp_path_factory.mktemp("documented") / "files"
+    (folder / "texts").mkdir(parents=True)
+    sentences = [f"The mill number {number} stands by the river and turns." for number in range(300)]
+    for part in range(3):
+        (folder / "texts" / f"{part}.txt").write_text("\n\n".join(sentences[part::3]), encoding="utf-8")
+    rows = [json.dumps({"text": f"Another text, number {number}, about a wheel."}) for number in range(100)]
+    (folder / "more.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    config = "corpus: {sources: ['texts/*.txt'], section_chars: 200}\ntokenizer: {vocab: 300}\nmodel: {size: nano}\n"
+    for name in ("my", "mine", "base", "ko", "adapted", "run"):
+        (folder / f"{name}.yaml").write_text(config, encoding="utf-8")
+    pairs = [f"{number}시에 뭐 해?,{number}시에는 물레방아를 돌려요.,0\n" for number in range(60)]
+    (folder / "ChatbotData.csv").write_text("Q,A,label\n" + "".join(pairs), encoding="utf-8")
+    for name in ("chat-ko.yaml", "finetune.yaml"):
+        shutil.copy(ROOT / "recipes" / name, folder)
+    shutil.copy(ROOT / "tests" / "support" / "mynet.py", folder)
+    (folder / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n', encoding="utf-8")
+    (folder / "key.txt").write_text("a-long-secret\n", encoding="utf-8")
+    tokenizer = fit(iter([sentences]), TokenizerConfig(vocab=300))
+    net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64, vocab_size=tokenizer.vocab))
+    for name in ("pretrained", "gpt2", "some/gpt2-folder", "gpt2_files"):
+        (folder / name).mkdir(parents=True)
+        tokenizer.save(folder / name)
+        net.save_pretrained(folder / name)
+    return folder
+
+
+class Workspace:
+    """A copy of the files, in which the commands of a page run one after the other."""
+
+    def __init__(self, files: Path, folder: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files, self.folder, self.page, self.monkeypatch = files, folder, page, monkeypatch
+        self.renewals = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Start again with what the page takes as given."""
+        self.renewals += 1
+        root = shutil.copytree(self.files, self.folder / str(self.renewals))
+        self.monkeypatch.chdir(root)
+        for line in SETUP.get(self.page, []):
+            words = line.split()
+            assert main([*words, *(SMALLER["run"] if words[0] == "run" else [])]) == 0, line
+        if self.page == "lora":
+            (checkpoint,) = Path("runs/adapted/run").glob("step-*")
+            shutil.copytree(checkpoint, "folder-of-peft")
+
+    def run(self, line: str) -> int:
+        """Run a command as printed, with settings that make it smaller; return its exit code."""
+        words = shlex.split(line, comments=True)[1:]
+        smaller = next((more for part, more in SMALLER_LINES.items() if part in line), SMALLER.get(words[0], []))
+        smaller = [] if "--help" in words else smaller
+        if words[0] == "serve":
+            return serve([*words, *smaller])
+        if ">" in words or words[0] == "chat":
+            program = f"{sys.executable} -c 'import sys; from textmill.cli import main; sys.exit(main())' "
+            command = line.partition(" #")[0].strip().removeprefix("textmill ")
+            command, redirect, target = command.partition(" > ")
+            line = f"{program}{command} {shlex.join(smaller)}{redirect}{target}"
+            return subprocess.run(["sh", "-c", line], input="안녕?\n", text=True, timeout=LONGEST).returncode
+        return main([*words, *smaller])
+
+
+def serve(arguments: list[str]) -> int:
+    """Start a server, wait until it is ready, interrupt it; return its exit code."""
+    code = "import sys; from textmill.cli import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://\S+:(\d+)/", process.stdout.readline())
+    if found:
+        assert get(f"http://127.0.0.1:{found[1]}/ready").status_code == 200
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LONGEST)
+    return process.returncode if found else 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_every_command_of_a_page_runs(
+    page: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    workspace = Workspace(files, tmp_path, page.stem, monkeypatch)
+    for line in commands_of(page):
+        if any(part in line for part in NOT_RUN):
+            continue
+        capsys.readouterr()
+        code, message = workspace.run(line), capsys.readouterr().err
+        if code and "--force" in message:  # an alternative to an earlier line of the page
+            workspace.renew()
+            code, message = workspace.run(line), capsys.readouterr().err
+        assert code == 0, f"{line}: {message}"

@@ -1,0 +1,110 @@
+"""Find and open the files inside local zip and tar archives; their addresses are like zip://inner.txt::/data/a.zip."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from functools import lru_cache
+from threading import Lock
+from typing import BinaryIO, cast
+
+from textmill.corpus.source import Source, archive_kind, format_from_name
+from textmill.errors import TextmillError
+
+HELD_BYTES = 64 << 20
+"""A file of a tar archive that is not longer is held in memory: going back in a compressed archive starts it again."""
+_LOCK = Lock()
+"""The threads of a process share one open archive."""
+
+
+def find_members(path: str, skipped: list[str]) -> Iterator[Source]:
+    """The sources in an archive; files of it that cannot be read are added to `skipped`."""
+    kind = archive_kind(path)
+    for member in _open_archive(path).names:
+        name = f"{os.path.normpath(path)}/{member}"
+        parts = member.split("/")
+        if any(part.startswith(".") for part in parts) or "__MACOSX" in parts:
+            continue
+        found = format_from_name(member)
+        if found is None:
+            skipped.append(name)
+        else:
+            yield Source(name, f"{kind}://{member}::{os.path.abspath(path)}", found, in_archive=True)
+
+
+def is_member(address: str) -> bool:
+    """True if an address is that of a file inside a local archive."""
+    return address.startswith(("zip://", "tar://")) and "::/" in address
+
+
+def open_member(address: str) -> BinaryIO:
+    """Open a file inside an archive; it can seek."""
+    path, member = _parse(address)
+    try:
+        return _open_archive(path).open(member)
+    except (KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise TextmillError(f"{path}: '{member}' cannot be read ({error}); unpack the archive yourself") from None
+
+
+def member_state(address: str) -> tuple[int, str]:
+    """The size of a file inside an archive, and a value that changes with its content."""
+    path, member = _parse(address)
+    return _open_archive(path).state(member)
+
+
+def _parse(address: str) -> tuple[str, str]:
+    member, _, path = address.partition("://")[2].rpartition("::")
+    return path, member
+
+
+class _Zip:
+    def __init__(self, path: str) -> None:
+        self.archive = zipfile.ZipFile(path)
+        self.names = [entry.filename for entry in self.archive.infolist() if not entry.is_dir()]
+
+    def open(self, member: str) -> BinaryIO:
+        return cast(BinaryIO, self.archive.open(member))
+
+    def state(self, member: str) -> tuple[int, str]:
+        entry = self.archive.getinfo(member)
+        return entry.file_size, f"CRC {entry.CRC:08x}"
+
+
+class _Tar:
+    def __init__(self, path: str) -> None:
+        self.archive = tarfile.open(path)
+        self.entries = {entry.name: entry for entry in self.archive if entry.isfile()}
+        self.names = list(self.entries)
+        self.held: tuple[str, bytes] = ("", b"")
+
+    def open(self, member: str) -> BinaryIO:
+        entry = self.entries[member]
+        with _LOCK:
+            stream = cast(BinaryIO, self.archive.extractfile(entry))
+            if entry.size > HELD_BYTES:
+                return stream
+            if self.held[0] != member:
+                self.held = member, stream.read()
+            return io.BytesIO(self.held[1])
+
+    def state(self, member: str) -> tuple[int, str]:
+        entry = self.entries[member]
+        return entry.size, f"mtime {entry.mtime}, {entry.size} bytes"
+
+
+def _open_archive(path: str) -> _Zip | _Tar:
+    """An open archive; it stays open for its next file."""
+    try:
+        state = os.stat(path)
+        # A child process must not share the parent's position in the file.
+        return _open_cached(os.path.abspath(path), os.getpid(), state.st_size, state.st_mtime_ns)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, ValueError) as error:
+        raise TextmillError(f"{path}: not a readable archive ({error}); repair it or remove it") from None
+
+
+@lru_cache(maxsize=4)
+def _open_cached(path: str, process: int, size: int, mtime_ns: int) -> _Zip | _Tar:
+    return _Zip(path) if archive_kind(path) == "zip" else _Tar(path)

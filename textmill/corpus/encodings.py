@@ -1,0 +1,111 @@
+"""Detect the text encoding of a file from its first bytes."""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+SAMPLE_BYTES = 1 << 18
+"""First bytes of a file that are examined."""
+MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it starts with
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+)
+"""Byte order marks, and the encoding that each stands for."""
+OLDER_ENCODINGS = ("cp949", "shift_jis", "gb18030", "cp1251", "cp1252")
+"""Encodings from before Unicode that are suggested, never assumed: the same bytes are valid in several of them."""
+MIN_PLAUSIBLE = 0.9
+"""Smallest fraction of non-ASCII characters that must belong to the scripts of an older encoding."""
+MIN_OTHER = 3
+"""Fewer characters that are not ASCII are too few to tell."""
+MIN_KANA = 0.2
+"""Smallest fraction of kana in Japanese text."""
+MIN_PAIRS = 0.8
+"""Smallest fraction of runs of bytes above 0x7f that have an even length, in Korean and Chinese text."""
+_HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
+SCRIPTS = {
+    "cp949": ((0xAC00, 0xD7A3), (0x3130, 0x318F)),
+    "shift_jis": ((0x3040, 0x30FF), (0x4E00, 0x9FFF), (0x3000, 0x303F)),
+    "gb18030": ((0x4E00, 0x9FFF), (0x3000, 0x303F), (0xFF00, 0xFFEF)),
+    "cp1251": ((0x0400, 0x045F),),
+    "cp1252": ((0x00C0, 0x00FF), (0x2010, 0x2026), (0x00AB, 0x00AB), (0x00BB, 0x00BB)),
+}
+"""The ranges of characters that text in an older encoding consists of, in addition to ASCII."""
+
+
+def detect_encoding(head: bytes) -> str:
+    """The encoding of a file: UTF-8, or UTF-16 or UTF-32 by a byte order mark or by the places of its NUL bytes."""
+    for mark, encoding in MARKS:
+        if head.startswith(mark):
+            return encoding
+    return _unmarked_utf16(head) or "utf-8"
+
+
+def resolve_encoding(setting: str, head: bytes) -> str:
+    """The encoding to read a file with: `corpus.encoding`, or what its first bytes show if that is auto."""
+    if setting in ("auto", "utf-16", "utf-32"):
+        detected = detect_encoding(head)
+        return detected if setting == "auto" or detected.startswith(setting) else f"{setting}-le"
+    return "utf-8" if setting in ("utf-8", "utf-8-sig", "ascii") else setting
+
+
+def mark_length(head: bytes) -> int:
+    """Bytes of the byte order mark at the start; 0 if there is none."""
+    return next((len(mark) for mark, _ in MARKS if head.startswith(mark)), 0)
+
+
+def suggest_encoding(head: bytes) -> str | None:
+    """The older encoding that bytes which are not UTF-8 are most likely in; None if it is UTF-8 or unclear."""
+    decoded = head.decode(errors="replace")
+    invalid = decoded.count("\ufffd")
+    if is_utf8(head) or invalid < sum(char > "\x7f" for char in decoded) / 2:
+        return None  # UTF-8 with a few damaged bytes
+    return next((encoding for encoding in OLDER_ENCODINGS if _is_plausible(head, encoding)), None)
+
+
+def _is_plausible(head: bytes, encoding: str) -> bool:
+    """True if the bytes decode to characters of the scripts that are written in an encoding."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return False
+    other = [char for char in text if char > "\x7f"]
+    in_script = sum(any(first <= ord(char) <= last for first, last in SCRIPTS[encoding]) for char in other)
+    if len(other) < MIN_OTHER or in_script < MIN_PLAUSIBLE * len(other):
+        return False
+    if encoding == "shift_jis":
+        return sum("\u3040" <= char <= "\u30ff" for char in other) >= MIN_KANA * len(other)
+    if encoding == "cp1251":
+        return len(other) > sum(char.isascii() and char.isalpha() for char in text)
+    # Accented letters of Western text stand alone; Korean and Chinese characters are pairs of such bytes.
+    runs = [len(run) for run in _HIGH_BYTES.findall(head)]
+    pairs = sum(length % 2 == 0 for length in runs) / len(runs)
+    return pairs > MIN_PAIRS if encoding in ("cp949", "gb18030") else True
+
+
+def is_utf8(head: bytes) -> bool:
+    """True if the bytes are UTF-8; a character cut off at the end is allowed."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _unmarked_utf16(head: bytes) -> str | None:
+    """UTF-16 without a byte order mark: spaces and line ends have their NUL bytes at even or at odd places only."""
+    nuls = head.count(0)
+    # In UTF-16, Latin text is nearly half NUL bytes, and other scripts are not valid UTF-8.
+    if nuls < 2 or nuls < (0.2 if is_utf8(head) else 0.002) * len(head):
+        return None
+    for encoding, places in (("utf-16-le", head[1::2]), ("utf-16-be", head[0::2])):
+        if places.count(0) >= 0.95 * nuls:
+            try:
+                codecs.getincrementaldecoder(encoding)().decode(head)
+            except UnicodeDecodeError:
+                return None
+            return encoding
+    return None

@@ -1,0 +1,1 @@
+"""Choose settings for a text, a machine and a number of minutes."""

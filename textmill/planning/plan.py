@@ -1,0 +1,189 @@
+"""The planning rules: settings from facts about the text and the machine, and the minutes to use. Pure arithmetic.
+
+docs/autopilot.md lists every constant with its source and the measurements behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from textmill.planning.facts import MachineFacts, TextFacts
+
+WIDTHS = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
+"""Widths to choose from; a net has one layer for 64 channels, and at least two."""
+VOCABS = (512, 1024, 2048, 4096, 8192, 16384, 32000)
+BYTES_PER_PIECE = 800
+"""Bytes of text for each vocabulary entry, so that most entries are seen often enough to be learnt."""
+FLOPS_PER_PARAMETER = 6
+"""Multiplications and additions of forward and backward, for each parameter and token."""
+COMPUTE_OPTIMAL = 66
+"""A net of N parameters is the best use of this many times N^2 operations while the text is not repeated much."""
+FEW_EPOCHS_RATIO = 11
+"""Tokens for each parameter of such a net."""
+TARGET_EPOCHS = 9
+"""Epochs where the net is larger than the text has tokens."""
+MAX_PARAMETERS_PER_TOKEN = 10
+"""The largest net for a text: more parameters for each unique token do not help."""
+MAX_EPOCHS = 25
+"""More epochs than this do not help a net of the largest size."""
+DROPOUT_EPOCHS = 18
+"""Dropout pays from this many epochs on; below it costs speed and loss."""
+DROPOUT = 0.1
+MUON_RATE = 0.125
+"""Muon's learning rate times the root of the width."""
+ADAMW_RATE = 0.01
+"""The learning rate of embeddings, biases and LayerNorms."""
+MIN_STEPS = 2000
+"""The batch is small enough for this many steps."""
+BATCH_TOKENS, BATCH_AT, BATCH_POWER = 16_000, 30e6, 0.3
+"""Tokens of a step where the run has BATCH_AT tokens; the batch grows by this power of the run's tokens."""
+MAX_MINUTES = {"cpu": 5.0, "cuda": 30.0}
+"""Without a number of minutes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen settings."""
+
+    vocab: int
+    layers: int
+    heads: int
+    width: int
+    length: int
+    batch: int
+    """Samples of a step."""
+    epochs: float
+    steps: int
+    minutes: float | None
+    """Minutes of the whole command; None: the run ends after `epochs`, sooner than the minutes allow."""
+    learning_rate: float
+    adamw_rate_factor: float
+    weight_decay: float
+    dropout: float
+    parameters: int
+    """Of blocks and head, which decide the time of a step."""
+    train_tokens: int
+    """Unique tokens of the train split."""
+    seconds: float
+    """Estimated seconds of training."""
+
+
+def plan_for(text: TextFacts, machine: MachineFacts, minutes: float) -> Plan:
+    """The settings for this text on this machine, so that the whole command takes about these minutes."""
+    left = max(5.0, 60 * minutes - _other_seconds(text, machine))
+    shapes = list(_shapes(text, machine, left))
+    fitting = [shape for shape in shapes if shape.parameters <= MAX_PARAMETERS_PER_TOKEN * shape.unique]
+    # The largest net that still sees the text often enough; a larger one would end undertrained.
+    chosen = max(
+        (shape for shape in fitting if shape.epochs >= shape.wanted_epochs),
+        key=lambda shape: shape.parameters,
+        default=shapes[0],
+    )
+    epochs = min(chosen.epochs, MAX_EPOCHS)
+    tokens = epochs * chosen.unique
+    length = _length(text, machine, chosen, tokens)
+    batch = max(1, round(_batch_tokens(tokens) / length))
+    steps = max(20, round(tokens / (batch * length)))
+    rate = MUON_RATE / math.sqrt(chosen.width)
+    return Plan(
+        vocab=chosen.vocab, layers=chosen.layers, heads=chosen.heads, width=chosen.width, length=length, batch=batch,
+        epochs=epochs, steps=steps, minutes=minutes if chosen.epochs <= MAX_EPOCHS else None,
+        learning_rate=_rounded(rate), adamw_rate_factor=_rounded(ADAMW_RATE / rate),
+        weight_decay=_rounded(_weight_decay(rate, batch * length, epochs, chosen)),
+        dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and chosen.parameters >= chosen.unique else 0.0,
+        parameters=chosen.parameters, train_tokens=round(chosen.unique),
+        seconds=FLOPS_PER_PARAMETER * chosen.parameters * tokens / machine.flops(chosen.parameters),
+    )  # fmt: skip
+
+
+def default_minutes(text: TextFacts, machine: MachineFacts) -> float:
+    """Minutes until more training stops helping, at most 30 on a GPU and 5 on a CPU."""
+    most = MAX_MINUTES[machine.device]
+    plan = plan_for(text, machine, most)
+    if plan.minutes is not None:
+        return most
+    return min(most, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A net with its vocabulary, and how often it would see the text in the time."""
+
+    vocab: int
+    width: int
+    unique: float
+    epochs: float
+
+    @property
+    def layers(self) -> int:
+        return max(2, self.width // 64)
+
+    @property
+    def heads(self) -> int:
+        return self.width // (64 if self.width % 64 == 0 else 32)
+
+    @property
+    def blocks(self) -> int:
+        return 12 * self.layers * self.width**2
+
+    @property
+    def parameters(self) -> int:
+        return self.blocks + self.width * self.vocab
+
+    @property
+    def wanted_epochs(self) -> float:
+        """How often a net of this size should see the text; all of these for a net below the text's tokens."""
+        return min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * self.parameters / self.unique)
+
+
+def _shapes(text: TextFacts, machine: MachineFacts, seconds: float) -> Iterator[_Shape]:
+    for width in WIDTHS:
+        vocab = _vocab(text, width)
+        unique = text.train_bytes / text.bytes_per_token[vocab]
+        parameters = _Shape(vocab, width, unique, 0).parameters
+        tokens = seconds * machine.flops(parameters) / (FLOPS_PER_PARAMETER * parameters)
+        yield _Shape(vocab, width, unique, tokens / unique)
+
+
+def _vocab(text: TextFacts, width: int) -> int:
+    """The vocabulary that makes a pass over the text cheapest, among those whose entries are seen often enough."""
+    allowed = [vocab for vocab in text.bytes_per_token if vocab * BYTES_PER_PIECE <= text.train_bytes]
+
+    def cost(vocab: int) -> float:
+        return _Shape(vocab, width, 1.0, 0).parameters / text.bytes_per_token[vocab]
+
+    return min(allowed or [min(text.bytes_per_token)], key=cost)
+
+
+def _batch_tokens(tokens: float) -> float:
+    return min(tokens / MIN_STEPS, BATCH_TOKENS * math.pow(tokens / BATCH_AT, BATCH_POWER))
+
+
+def _weight_decay(rate: float, batch_tokens: float, epochs: float, shape: _Shape) -> float:
+    """From its timescale in epochs: how long a weight remembers, batch / (rate x decay x unique tokens)."""
+    ratio = shape.parameters / shape.unique
+    little_repeated = 1.08 * epochs * math.pow(epochs / ratio, -0.53)
+    much_repeated = max(0.3, 2.0 * math.pow(ratio, -0.5) * math.pow(max(shape.unique, 2e6) / 2e6, -0.3))
+    return batch_tokens / (rate * shape.unique * min(little_repeated, much_repeated))
+
+
+def _length(text: TextFacts, machine: MachineFacts, shape: _Shape, tokens: float) -> int:
+    """Tokens of a sample: short on a CPU and for small nets, and not longer than two usual documents."""
+    longest = 64 if shape.parameters < 1e6 else 256 if machine.device == "cpu" else 512 if tokens < 1e8 else 1024
+    usual = 2 * text.document_bytes / text.bytes_per_token[shape.vocab]
+    return max(32, min(longest, 1 << math.ceil(math.log2(max(2.0, usual)))))
+
+
+def _other_seconds(text: TextFacts, machine: MachineFacts) -> float:
+    """Seconds of the stages before and after training, with start-up and compiling."""
+    return machine.startup_seconds + text.bytes * sum(1 / rate for rate in STAGE_RATES.values()) / machine.cores
+
+
+STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "fit-tokenizer": 4e6, "tokenize": 8e6}
+"""Bytes of text that one core handles in a second."""
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")

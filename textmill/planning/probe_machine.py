@@ -1,0 +1,71 @@
+"""Probe the machine: the operations per second that two small nets reach in training, memory and cores."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import numpy as np
+
+from textmill.config import ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
+from textmill.devices import measure_matmul, memory_of, name_of, open_device
+from textmill.engines import open_engine
+from textmill.models import initial_weights, open_family
+from textmill.planning.facts import MachineFacts
+from textmill.tokens.batches.batch import Batch
+
+PROBED = ((2, 64), (4, 192))
+"""Layers and width of the two nets that are trained for some steps on a CPU."""
+VOCAB, LENGTH, ROWS = 1024, 64, 16
+PROBE_SECONDS = 1.5
+"""For each net, after its first step."""
+GPU_SMALL, GPU_LARGE = 5_200_000, 124_000_000
+"""Parameters of the nets whose speed on a GPU is known relative to that of large matmuls."""
+GPU_SMALL_FRACTION, GPU_LARGE_FRACTION = 0.05, 0.5
+"""Of the speed of large matmuls, reached in training by nets of these sizes (docs/autopilot.md); a net is not trained
+on a GPU for the probe, since it would be compiled first."""
+STARTUP_SECONDS = {"cpu": 8.0, "cuda": 25.0}
+"""Imports, compiling, saving and the last evaluation."""
+
+
+def probe_machine(device_name: str = "auto") -> MachineFacts:
+    """Measure for a few seconds."""
+    device = open_device(device_name)
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    if kind == "cuda":
+        rate = measure_matmul(device)
+        rates = (GPU_SMALL, GPU_SMALL_FRACTION * rate), (GPU_LARGE, GPU_LARGE_FRACTION * rate)
+    else:
+        small, large = (_train_rate(layers, width) for layers, width in PROBED)
+        rates = small, large
+    return MachineFacts(kind, name_of(device), _cores(), memory_of(device), rates, STARTUP_SECONDS[kind])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _train_rate(layers: int, width: int) -> tuple[int, float]:
+    """Parameters of a net, and the operations per second of its training steps."""
+    shape = ShapeConfig(layers=layers, width=width, heads=width // 32, positions=LENGTH)
+    config = RunConfig(
+        model=ModelConfig(size="nano", shape=shape),
+        train=TrainConfig(batch=ROWS, length=LENGTH, optimizer="muon"),
+        engine=TorchEngine(device="cpu"),
+    )
+    family = open_family("gpt2")
+    net = family.shape_of(config.model, vocab=VOCAB, end=0)
+    engine = open_engine(config, net)
+    engine.load(initial_weights(net, 0), [], 0, "a probe")
+    dice = np.random.default_rng(0)
+    ids = dice.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    batch = Batch(ids[:, :-1], ids[:, 1:], np.arange(ROWS))
+    _ = engine.train_step(batch, 0, 1e-3).loss
+    end, seconds = time.perf_counter() + PROBE_SECONDS, math.inf
+    while (began := time.perf_counter()) < end:
+        _ = engine.train_step(batch, 1, 1e-3).loss
+        seconds = min(seconds, time.perf_counter() - began)  # other programs only make a step slower
+    engine.close()
+    parameters = 12 * layers * width**2 + width * VOCAB
+    return parameters, 6.0 * parameters * ROWS * LENGTH / seconds

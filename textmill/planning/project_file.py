@@ -1,0 +1,111 @@
+"""Write a plan as a commented YAML file: every number with a short reason."""
+
+from __future__ import annotations
+
+import json
+
+from textmill.corpus.inspection import RecordFacts
+from textmill.planning.facts import MachineFacts, TextFacts
+from textmill.planning.plan import MAX_EPOCHS, Plan
+
+Row = tuple[str, object, str]
+"""A key, its value, and its comment; a key without a value is a group, and the rows after it are indented by the
+caller."""
+
+
+def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: TextFacts, machine: MachineFacts,
+                 plan: Plan) -> str:  # fmt: skip
+    """The content of textmill.yaml."""
+    scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
+    head = f"""\
+# Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
+# on {machine.name} ({machine.cores} CPU cores): {plan.parameters / 1e6:.1f}M parameters, {_minutes(plan)}.
+#
+#   textmill run {folder}        # all stages: prepare, fit-tokenizer, tokenize, train, evaluate, generate
+#   textmill COMMAND --help      # every setting with its default
+#
+# Paths are relative to this file. Each stage writes a folder next to it: corpus, tokenizer, tokens, run.
+# Change what you like: a finished stage is not run twice, and a change that would alter its
+# result is reported before anything is overwritten. docs/autopilot.md explains every choice.
+"""
+    lines = [head]
+    for section, rows in _sections(sources, records, text, plan).items():
+        lines.append(f"{section}:")
+        lines += [_line(*row) for row in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _line(key: str, value: object, note: str) -> str:
+    setting = f"  {key}: {value}" if value != "" else f"  {key}:"
+    return f"{setting:<29} # {note}" if note else setting
+
+
+def _minutes(plan: Plan) -> str:
+    return (
+        f"about {plan.minutes:g} min" if plan.minutes is not None else f"about {plan.seconds / 60:.1f} min of training"
+    )
+
+
+def _sections(sources: list[str], records: RecordFacts, text: TextFacts, plan: Plan) -> dict[str, list[Row]]:
+    often = max(20, round(plan.steps / 80) * 10)
+    return {
+        "corpus": _corpus_rows(sources, records, text),
+        "tokenizer": [
+            ("vocab", plan.vocab, f"{text.bytes_per_token[plan.vocab]:.1f} bytes per token; a pass over the text is "
+                                  "cheapest"),
+        ],
+        "model": [
+            ("shape", "", f"{plan.parameters / plan.train_tokens:.2g} parameters for each token of the text"),
+            ("  layers", plan.layers, ""),
+            ("  heads", plan.heads, ""),
+            ("  width", plan.width, "the largest net that sees the text often enough in this time"),
+            ("  dropout", plan.dropout, "used when the text is repeated many times" if plan.dropout else "not needed "
+                                                                                                         "for so few "
+                                                                                                         "epochs"),
+        ],
+        "train": [*([("layout", "chat", "loss on the answers only")] if records.chat else []),
+                  *_train_rows(plan, often)],
+        "sample": [
+            ("prompt", "null", 'what the finished model continues, such as "Once upon a time"'),
+            ("temperature", 0.8, "0: always the likeliest token; higher: more random"),
+            ("max_tokens", 200, "tokens of new text"),
+        ],
+    }  # fmt: skip
+
+
+def _corpus_rows(sources: list[str], records: RecordFacts, text: TextFacts) -> list[Row]:
+    rows: list[Row] = [("sources", json.dumps(sources, ensure_ascii=False), "files, globs and folders")]
+    if records.text_key and records.text_key != "text":
+        rows.append(("text_key", records.text_key, "the field with the text"))
+    if records.chat:
+        rows.append(("chat", records.chat, "the records are conversations"))
+    if text.section:
+        rows.append(("section_chars", text.section, "plain text is cut into documents of about this many characters"))
+    few = text.documents <= 200
+    rows.append(
+        ("split", "80,10,10" if few else "90,5,5", "percent for train, valid and test; a document keeps its split")
+    )
+    return rows
+
+
+def _train_rows(plan: Plan, often: int) -> list[Row]:
+    seen = f"about {plan.epochs:.2g} epochs"
+    if plan.minutes is not None:
+        length: Row = ("minutes", f"{plan.minutes:g}", f"of the whole command; {seen}, {plan.steps:,} steps")
+    else:
+        length = ("epochs", f"{plan.epochs:g}", f"more than {MAX_EPOCHS} do not help; {plan.steps:,} steps")
+    return [
+        ("length", plan.length, "tokens per sample"),
+        ("batch", plan.batch, f"samples per step: {plan.batch * plan.length:,} tokens"),
+        length,
+        ("optimizer", "muon", "better than AdamW at every size that was measured"),
+        ("learning_rate", plan.learning_rate, "0.125 / sqrt(width), Muon's"),
+        ("muon", "", ""),
+        ("  momentum", 0.9, ""),
+        ("  adamw_rate_factor", plan.adamw_rate_factor, "embeddings and biases learn at 0.01"),
+        ("weight_decay", plan.weight_decay, "by parameters for each token, epochs and batch"),
+        ("warmup", 0.05, "of the run; then the learning rate falls to 0 (cosine)"),
+        ("evaluate_every", often, "steps between two measurements of the valid loss"),
+        ("save_every", often, "steps between two checkpoints; training resumes from them, transformers opens them"),
+    ]

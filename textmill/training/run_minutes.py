@@ -1,0 +1,130 @@
+"""`train.minutes`: times the first steps of a run and computes, once, how many steps fit in the minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from textmill.errors import TextmillError
+from textmill.processes.command_time import CommandTime
+from textmill.processes.ranks import Ranks, run_on_all
+from textmill.storage.progress import format_duration
+from textmill.training.run_length import RunLength
+
+FIRST_STEPS, MEASURED_STEPS = 3, 50
+"""Timed steps before the first estimate, and before the number of steps is computed."""
+MEASURED_FRACTION = 0.1
+"""In a short run, this fraction of it is timed instead."""
+END_SECONDS = 5.0
+"""What a command that evaluates and generates after training needs besides a pass over the valid split."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one evaluation, of one save, and of a pass over the entire valid split."""
+
+    evaluation: float
+    save: float
+    full_pass: float
+
+
+class Step(Protocol):
+    """The part of a step's result that is needed here."""
+
+    @property
+    def loss(self) -> float: ...
+
+
+class Log(Protocol):
+    """The part of the step log that is needed here."""
+
+    @property
+    def paused_seconds(self) -> float: ...
+    def paused(self, result: Any) -> AbstractContextManager[None]: ...
+
+
+class MinutesTimer:
+    """Times the first steps. Rank 0's clock decides; all ranks call `after_step` together and get the same length."""
+
+    def __init__(
+        self, command: CommandTime, first: int, ranks: Ranks, log: Log, measure_costs: Callable[[], Costs]
+    ) -> None:
+        """`first` is the first step of this process, which is not timed: it includes compilation."""
+        self.command, self.first, self.ranks = command, first, ranks
+        self.log, self.measure_costs = log, measure_costs
+        self._measure_at: int | None = None
+
+    def after_step(self, length: RunLength, done: int, result: Step) -> RunLength:
+        """The length of the run after `done` steps: changed after the first estimate, and when it is known."""
+        if self._measure_at is None:
+            _ = result.loss  # waits until the step is finished
+            if done == self.first:
+                self._timed_from = self._step_clock()
+                run_on_all(self.ranks, lambda: self._check_start(length))
+                return length
+            self._measure_at, steps = self.ranks.all_gather(self._first_estimate(length, done))[0]
+            if self._measure_at is not None:
+                length = length.estimated(steps)
+        if done != self._measure_at:
+            return length
+        with self.log.paused(result):
+            speed, costs = self._tokens_per_second(length, done), self.measure_costs()
+        left = self._seconds_left(length) - (costs.full_pass if self.command.evaluates else 0.0)
+        steps = fitting_steps(length, done, left, speed, costs)
+        steps = self.ranks.all_gather(steps)[0]
+        return run_on_all(self.ranks, lambda: length.measured(steps, done))
+
+    def _step_clock(self) -> float:
+        """A clock that stands still during evaluations and saves."""
+        return time.perf_counter() - self.log.paused_seconds
+
+    def _seconds_left(self, length: RunLength) -> float:
+        """Seconds until training must end; what follows it is subtracted, except a pass over the valid split."""
+        assert length.train.minutes is not None
+        end = self.command.started + 60 * length.train.minutes - (END_SECONDS if self.command.evaluates else 0.0)
+        return end - time.perf_counter()
+
+    def _check_start(self, length: RunLength) -> None:
+        if self.ranks.first and self._seconds_left(length) <= 0:
+            took = format_duration(time.perf_counter() - self.command.started)
+            after = f", and evaluation needs at least {END_SECONDS:g} s more" if self.command.evaluates else ""
+            raise TextmillError(
+                f"train.minutes: {length.train.minutes:g} is too short: the start, up to the end of the first step, "
+                "took "
+                f"{took}{after}; raise it"
+            )
+
+    def _tokens_per_second(self, length: RunLength, done: int) -> float:
+        tokens = length.tokens_after(done) - length.tokens_after(self.first)
+        return tokens / max(1e-9, self._step_clock() - self._timed_from)
+
+    def _first_estimate(self, length: RunLength, done: int) -> tuple[int | None, int]:
+        """The step after which the length is computed, None if that is not known yet, and an estimate of the length."""
+        left, timed = self._seconds_left(length), self._step_clock() - self._timed_from
+        if done - self.first < FIRST_STEPS and timed < MEASURED_FRACTION * left:
+            return None, 0
+        steps = fitting_steps(length, done, left, self._tokens_per_second(length, done), Costs(0.0, 0.0, 0.0))
+        measured = min(MEASURED_STEPS, round(MEASURED_FRACTION * (steps - self.first)))
+        return max(done, self.first + measured), steps
+
+
+def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_second: float, costs: Costs) -> int:
+    """The largest number of steps that ends within `seconds`, with evaluations and saves; at least `done`."""
+    train, tokens_done = length.train, length.tokens_after(done)
+
+    def fits(steps: int) -> bool:
+        needed = (length.tokens_after(steps) - tokens_done) / tokens_per_second
+        needed += costs.evaluation * length.count_due(train.evaluate_every, done, steps)
+        needed += costs.save * length.count_due(train.save_every, done, steps)
+        return needed <= seconds
+
+    low, high = done, done + 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
