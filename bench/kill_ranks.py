@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.kill_train import prepare_tokens, read_metrics, train_arguments
+from textmill.verification.launcher import free_port
 
 STEPS, TIMEOUT = 12, 4
 KINDS = {"kill": "no heartbeat", "stop": "no heartbeat", "hang": "the other ranks wait for"}
@@ -90,21 +90,19 @@ def run_ranks(
 
     `before` is Python code that each process runs first.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        common = {
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(free.getsockname()[1]),
-            "WORLD_SIZE": str(ranks),
-            "TEXTMILL_FAULT": fault,
-        }
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "TEXTMILL_FAULT": fault,
+    }
     started, processes = time.monotonic(), []
     for rank in range(ranks):
         environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [
             sys.executable,
             "-c",
-            f"{before}\nimport sys; from textmill.cli import main; sys.exit(main())",
+            f"{before}\nfrom textmill.cli import command; command()",
             *arguments,
         ]
         processes.append(

@@ -51,8 +51,9 @@ def test_fault_on_one_rank_affects_no_other(root: Path) -> None:
     endings = run_ranks(arguments, ranks=3, fault="nan@step:2:1,flip@step:7:1", waits_for=[0, 1, 2])
     assert [endings[rank].code for rank in range(3)] == [2, 2, 2], endings[0].output
     assert "step 3: loss or gradient is not finite; skipped the update" in endings[0].output
-    hashes = [_hash_of(run / f"step-{step:07d}") for step in (2, 3, 4)]
-    assert hashes[0] == hashes[1] != hashes[2], "no weight changed on any rank, then training continued"
+    assert "step 3: not saved, because its loss is not finite" in endings[0].output
+    assert not (run / "step-0000003").exists()
+    assert _hash_of(run / "step-0000002") != _hash_of(run / "step-0000004"), "training continued"
     assert json.loads((run / "step-0000004" / "progress.json").read_text())["updates"] == 3
     reports = [ending.output for ending in endings.values() if "are no longer the same" in ending.output]
     assert len(reports) == 1, "only one rank reports"

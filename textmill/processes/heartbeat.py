@@ -28,8 +28,10 @@ EXIT_WAIT_BEATS = 10
 """Beats that rank 0, which may host the status store, waits at the end for the other ranks to finish."""
 SILENT_BEATS = 8
 """Beats without a heartbeat after which a process counts as silent."""
+START = "the start"
+"""The place of a process before its first step."""
 START_SECONDS = 60.0
-"""Lowest timeout before the first step, when a process loads files and rarely reports progress."""
+"""Lowest timeout until the first step is done, while some process may still load files and rarely report progress."""
 
 
 class StatusStore(Protocol):
@@ -63,7 +65,7 @@ class Watchdog:
     def __init__(self, rank: int, world: int, store: StatusStore, timeout: float) -> None:
         self.rank, self.world, self.store, self.timeout = rank, world, store, timeout
         self.on_end: Callable[[str], None] = lambda _: None
-        self._place, self._progress_time, self._beats = "the start", time.monotonic(), 0
+        self._place, self._progress_time, self._beats = START, time.monotonic(), 0
         self._current_timeout = max(timeout, START_SECONDS)
         self._reason: str | None = None
         self._closed = threading.Event()
@@ -74,7 +76,9 @@ class Watchdog:
     def report_progress(self, place: str | None = None) -> None:
         """Record that this process makes progress and, if given, where it is now."""
         if place is not None:
-            self._place, self._current_timeout = place, self.timeout
+            if self._place != START:  # a step is done, in which this rank waited for all others to leave the start
+                self._current_timeout = self.timeout
+            self._place = place
         self._progress_time = time.monotonic()
 
     def end_job(self, reason: str) -> None:
@@ -114,7 +118,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(2 * self._current_timeout + 10 * BEAT_SECONDS, exit=True, file=STDERR)
             try:
                 self._send()
-                verdict = self.store.get("verdict").decode() if self.store.check(["verdict"]) else None
+                verdict = self._read_verdict()
             except RuntimeError as error:
                 if self._closed.wait(GRACE_BEATS * BEAT_SECONDS):  # rank 0 finished before this rank did
                     return
@@ -140,6 +144,10 @@ class Watchdog:
         keys = [f"heartbeat/{rank}" for rank in range(self.world)]
         return [Heartbeat(*json.loads(self.store.get(key))) if self.store.check([key]) else None for key in keys]
 
+    def _read_verdict(self) -> str:
+        """The verdict of another rank that ends the job; empty if there is none."""
+        return self.store.get("verdict").decode() if self.store.check(["verdict"]) else ""
+
     def _find_verdict(self, unless_progress: bool = False) -> str:
         """Which rank is at fault, from two reads of all heartbeats.
 
@@ -150,6 +158,8 @@ class Watchdog:
             for _ in range(SILENT_BEATS):
                 time.sleep(BEAT_SECONDS)
                 self._send()
+                if verdict := self._read_verdict():  # a rank that ends the job sends no more heartbeats
+                    return verdict
                 now = self._read_heartbeats()
                 if unless_progress and any_progress(before, now, self._current_timeout):
                     return ""
