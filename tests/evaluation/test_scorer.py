@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import EvaluateConfig, TorchEngine
+from textmill.config import EvaluateConfig, ModelConfig, RunConfig, TorchEngine
 from textmill.errors import TextmillError
+from textmill.evaluation import scorer_torch
+from textmill.evaluation.packing import build_trees, fill_rows, pack
 from textmill.evaluation.scorer_torch import TorchScorer, open_scorer
 from textmill.evaluation.task import Score
+from textmill.models import initial_weights, open_family
+from textmill.models.nets_torch import fill, new_net
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 Pair = tuple[list[int], list[int]]
 
@@ -71,6 +81,69 @@ def test_scores_equal_those_of_transformers(scorer: TorchScorer, model: Any) -> 
     wanted = [reference(model, *pair, scorer.tokenizer.end) for pair in pairs]
     assert [one.greedy for one in wanted][-4:] == [True, False, True, False]
     assert_equal(scorer.score_tokens(pairs), wanted)
+
+
+def shared_contexts(count: int, vocab: int) -> list[Pair]:
+    """Several continuations of each context, some of one token, some equal, some of them prefixes of others."""
+    dice = random.Random(6)
+    pairs: list[Pair] = []
+    for _ in range(count):
+        context = [dice.randrange(vocab) for _ in range(dice.randint(0, 22))]
+        long = [dice.randrange(vocab) for _ in range(dice.randint(2, 6))]
+        pairs += [(context, long), (context, long[:1]), (context, [*long, 7]), (context, long), (context, [5])]
+    dice.shuffle(pairs)
+    return pairs
+
+
+@pytest.mark.parametrize("row_tokens", [0, 50, 200])
+def test_shared_contexts_and_packed_rows_change_nothing(
+    scorer: TorchScorer, model: Any, row_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with one text, and rows longer than the model's positions that hold many."""
+    monkeypatch.setattr(scorer_torch, "CPU_ROW_TOKENS", row_tokens)
+    pairs = shared_contexts(9, scorer.vocab)
+    assert_equal(scorer.score_tokens(pairs), [reference(model, *pair, scorer.tokenizer.end) for pair in pairs])
+
+
+def test_a_shared_context_is_read_once() -> None:
+    trees = build_trees([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([], [5])], end=9, positions=8)
+    assert [(tree.context, list(tree.branches), tree.tokens) for tree in trees] == [
+        ((1, 2, 3), [(4,), (5, 6)], 4),
+        ((9,), [(5,)], 1),
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 9), min_size=1)), max_size=20), st.integers(0, 90)
+)
+def test_every_target_token_is_predicted_once(sizes: list[tuple[int, list[int]]], row_tokens: int) -> None:
+    """All token ids differ, so a token that is lost, repeated or predicted after another token would show."""
+    ids = itertools.count()
+    pairs: list[Pair] = []
+    for context, continuations in sizes:
+        shared = list(itertools.islice(ids, context))
+        pairs += [(shared, list(itertools.islice(ids, length))) for length in continuations]
+    seen: list[tuple[int, int, int]] = []
+    for packed in pack(build_trees(pairs, end=0, positions=40), row_tokens=row_tokens, batch_tokens=100):
+        rows = fill_rows(packed, pad=0)
+        before = rows.ids_NT.ravel()[rows.places_M].tolist()
+        positions = rows.positions_NT.ravel()[rows.places_M].tolist()
+        seen += zip(before, positions, rows.labels_M.tolist(), strict=True)
+    texts = [([*context, *continuation], len(context)) for context, continuation in pairs]
+    wanted = [(text[at - 1], at - 1, text[at]) for text, start in texts for at in range(start, len(text))]
+    assert sorted(seen) == sorted(wanted)
+
+
+def test_a_family_in_a_file_with_fewer_key_heads(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """Rotary positions and grouped-query attention: packed rows equal each pair scored alone."""
+    family: Any = open_family(str(Path(__file__).parents[1] / "support" / "mynet.py"))
+    config = RunConfig(model=ModelConfig(family=str(Path(__file__).parents[1] / "support" / "mynet.py")))
+    shape = family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=32)
+    net = new_net(shape, torch.device("cpu"))
+    fill(net, initial_weights(shape, 1), "mynet")
+    scorer = TorchScorer(cast(Checkpoint, SimpleNamespace(folder=tmp_path)), net, tokenizer, 4)
+    pairs = shared_contexts(5, tokenizer.vocab)
+    assert_equal(scorer.score_tokens(pairs), [scorer.score_tokens([pair])[0] for pair in pairs])
 
 
 def test_the_batch_size_does_not_change_the_scores(checkpoint: Checkpoint, scorer: TorchScorer) -> None:

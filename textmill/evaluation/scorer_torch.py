@@ -1,46 +1,48 @@
-"""The Scorer of every torch net. Shapes in names: N rows, T tokens, M loss tokens, E width, V vocabulary."""
+"""The Scorer of every torch net."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig
-from textmill.devices import autocast, open_device, torch_dtype
+from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
-from textmill.evaluation.task import Score, StoreLoss
+from textmill.evaluation.packing import Rows, build_trees, fill_rows, pack
+from textmill.evaluation.task import Pair, Score, StoreLoss
+from textmill.evaluation.token_losses_torch import token_log_likelihoods
+from textmill.evaluation.tree_attention_torch import TreeAttention
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
 from textmill.storage.progress import progress
-from textmill.tokens.batches.batch import IGNORED, Batch
+from textmill.tokens.batches.batch import IGNORED
 from textmill.tokens.batches.chat import ChatLayout
-from textmill.tokens.batches.windows import window_batches
+from textmill.tokens.batches.windows import count_windows, window_batches
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
-MAX_LOGITS = 1 << 26
-"""Logits held at once: 256 MiB in fp32, however large the vocabulary."""
-
-Pair = tuple[Sequence[int], Sequence[int]]
-"""The token ids of a context and of its continuation."""
+GPU_ROW_TOKENS, CPU_ROW_TOKENS = 512, 0
+"""Short texts share rows of at least this many tokens; on a CPU texts of similar length are rows of one batch."""
+CPU_BATCH_TOKENS = 4096
+"""Tokens in one forward pass on a CPU: more do not fit into its caches."""
+ENCODED_TEXTS = 4096
+"""Texts that are encoded at a time."""
 
 
 def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> TorchScorer:
-    """Load a checkpoint to score with it, `batch` rows at a time."""
+    """Load a checkpoint to score with it; `batch` windows of the model's length are read at a time."""
     tokenizer, device = open_tokenizer(checkpoint.tokenizer), open_device(engine.device)
     net = open_net(checkpoint.folder, device)
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(
             f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding {net.shape.vocab:,} "
-            "rows; "
-            f"use the tokenizer that the model was trained with"
+            "rows; use the tokenizer that the model was trained with"
         )
     return TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device))
 
@@ -53,7 +55,7 @@ class TorchScorer:
     net: BaseNet
     tokenizer: TextTokenizer
     batch: int
-    """Rows in one forward pass."""
+    """Windows in one forward pass."""
     dtype: torch.dtype = torch.float32
 
     @property
@@ -76,69 +78,103 @@ class TorchScorer:
         """Where the net is."""
         return str(self.net.head.device)
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        """The token ids of each (context, continuation), encoded as one text."""
+        encoded: list[Pair] = []
+        for begin in range(0, len(pairs), ENCODED_TEXTS):
+            block = [_move_spaces(*pair) for pair in pairs[begin : begin + ENCODED_TEXTS]]
+            contexts = list(dict.fromkeys(context for context, _ in block))
+            both = self.tokenizer.encode_many([context + continuation for context, continuation in block])
+            known = dict(zip(contexts, self.tokenizer.encode_many(contexts), strict=True))
+            for (context, _), ids in zip(block, both, strict=True):
+                before = known[context]
+                encoded.append((before.tolist(), ids[len(before) :].tolist()))
+        return encoded
+
     def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """Score each (context, continuation), encoded as one text."""
-        return self.score_tokens([self._encode(context, continuation) for context, continuation in pairs])
-
-    def _encode(self, context: str, continuation: str) -> Pair:
-        kept = context.rstrip()
-        continuation = context[len(kept) :] + continuation
-        before, both = self.tokenizer.encode(kept), self.tokenizer.encode(kept + continuation)
-        return before, both[len(before) :]
+        return self.score_tokens(self.encode_pairs(pairs))
 
     def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Score each (context, continuation), rows of similar length together, and return the scores in the order
-        given."""
-        rows = [self._row(context, continuation) for context, continuation in pairs]
-        order = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
+        """Score each (context, continuation) and return the scores in the order given.
+
+        A context that several pairs have is computed once. Rows have texts of similar length, or several texts."""
+        self._check(pairs)
+        trees = build_trees(pairs, end=self.tokenizer.end, positions=self.positions)
+        is_cpu = self.net.head.device.type == "cpu"
+        batch_tokens = self.batch * self.positions
+        batches = pack(
+            trees,
+            row_tokens=CPU_ROW_TOKENS if is_cpu else GPU_ROW_TOKENS,
+            batch_tokens=min(batch_tokens, CPU_BATCH_TOKENS) if is_cpu else batch_tokens,
+        )
         scores: dict[int, Score] = {}
-        with progress("score", total=len(rows), unit="texts") as bar:
-            for begin in range(0, len(order), self.batch):
-                numbers = order[begin : begin + self.batch]
-                scores.update(zip(numbers, self._score_rows([rows[number] for number in numbers]), strict=True))
-                bar.advance(len(numbers))
-        return [scores[number] for number in range(len(rows))]
+        with progress("score", total=sum(tree.tokens for tree in trees), unit="tokens", second_unit="texts") as bar:
+            for packed in batches:
+                found = self._score_rows(fill_rows(packed, self.tokenizer.end))
+                scores.update(found)
+                bar.advance(sum(tree.tokens for row in packed for tree in row), len(found))
+        return [scores[number] for number in range(len(pairs))]
 
-    def _row(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], int]:
-        """The last tokens that the model can read, and how many of them are the continuation."""
-        if not 0 < len(continuation) <= self.positions:
-            raise TextmillError(
-                f"{self.checkpoint.folder}: a continuation has {len(continuation):,} tokens; "
-                f"the model scores from 1 to {self.positions:,}"
-            )
-        ids = [*(context or [self.tokenizer.end]), *continuation]
-        return ids[-(self.positions + 1) :], len(continuation)
+    def _check(self, pairs: Sequence[Pair]) -> None:
+        lowest = highest = 0
+        for context, continuation in pairs:
+            if not 0 < len(continuation) <= self.positions:
+                raise TextmillError(
+                    f"{self.checkpoint.folder}: a continuation has {len(continuation):,} tokens; "
+                    f"the model scores from 1 to {self.positions:,}"
+                )
+            for ids in (context, continuation):
+                lowest, highest = min(lowest, min(ids, default=0)), max(highest, max(ids, default=0))
+        _check_ids(lowest, highest, self.vocab, self.checkpoint.folder)
 
-    def _score_rows(self, rows: list[tuple[list[int], int]]) -> Iterator[Score]:
-        """One batch, padded on the right: in a causal net padding changes nothing before it."""
-        length = max(len(ids) for ids, _ in rows) - 1
-        inputs = np.full((len(rows), length), self.tokenizer.end, np.int32)
-        labels = np.full((len(rows), length), IGNORED, np.int32)
-        for row, (ids, scored) in enumerate(rows):
-            inputs[row, : len(ids) - 1] = ids[:-1]
-            labels[row, len(ids) - 1 - scored : len(ids) - 1] = ids[-scored:]
-        batch = Batch(inputs=inputs, labels=labels, samples=np.arange(len(rows), dtype=np.int64))
-        _check_ids(batch, self.vocab, self.checkpoint.folder)
-        losses_M, greedy_M = _token_losses(self.net, batch, self.dtype, greedy=True)
-        counts = [scored for _, scored in rows]
-        for losses, greedy in zip(
-            torch.split(losses_M.cpu().double(), counts), torch.split(greedy_M.cpu(), counts), strict=True
-        ):
-            yield Score(-float(losses.sum()), len(losses), bool(greedy.all()))
+    def _score_rows(self, rows: Rows) -> dict[int, Score]:
+        """The scores of one batch by the number of the pair."""
+        cache = None if rows.is_causal else TreeAttention(rows, self.net.head.device)
+        found_M, greedy_M = token_log_likelihoods(
+            self.net, rows.ids_NT, rows.places_M, rows.labels_M, self.dtype, cache=cache, greedy=True
+        )
+        starts = np.concatenate([[0], rows.ends[:-1]])
+        sums, greedy = np.add.reduceat(found_M, starts), np.logical_and.reduceat(greedy_M, starts)
+        scores: dict[int, Score] = {}
+        for number, pairs in enumerate(rows.pairs):
+            last = int(rows.ends[number]) - 1
+            length = last + 1 - int(starts[number])
+            score = Score(float(sums[number]), length, bool(greedy[number]), float(found_M[last]), bool(greedy_M[last]))
+            scores |= dict.fromkeys(pairs, score)
+        return scores
 
-    def sum_losses(self, store: TokenStore, *, length: int, stride: int) -> StoreLoss:
-        """Sum the loss of every token of a store once. The first token is predicted from the end-of-text token."""
-        loss, tokens = 0.0, 0
-        with progress("evaluate", total=store.tokens, unit="tokens") as bar:
-            for windows in window_batches(
-                store, length=length, stride=stride, batch=self.batch, first_input=self.tokenizer.end
-            ):
-                _check_ids(windows, self.vocab, store.prefix)
-                losses_M, _ = _token_losses(self.net, windows, self.dtype)
-                loss += float(losses_M.cpu().double().sum())
-                tokens += len(losses_M)
-                bar.advance(len(losses_M))
-        return StoreLoss(loss, tokens)
+    def sum_losses(
+        self,
+        store: TokenStore,
+        *,
+        length: int,
+        stride: int,
+        predict_first: bool = True,
+        count_end: bool = True,
+        sample: int | None = None,
+        seed: int = 0,
+    ) -> StoreLoss:
+        """Sum the loss of every token of a store once; see Scorer."""
+        end = self.tokenizer.end
+        first = end if predict_first else None
+        chosen = _sample_windows(count_windows(store, length=length, stride=stride, first_input=first), sample, seed)
+        losses: list[NDArray[np.float64]] = []
+        counts: list[NDArray[np.int64]] = []
+        batches = window_batches(
+            store, length=length, stride=stride, batch=self.batch, first_input=first, samples=chosen
+        )
+        with progress("evaluate", total=len(chosen), unit="windows", second_unit="tokens") as bar:
+            for windows in batches:
+                labels = np.where((windows.labels == end) & (not count_end), IGNORED, windows.labels)
+                found, window_counts, _ = self._score_labels(windows.inputs, labels, store.prefix)
+                losses.append(-found)
+                counts.append(window_counts)
+                bar.advance(len(window_counts), int(window_counts.sum()))
+        window_losses, window_tokens = np.concatenate(losses), np.concatenate(counts)
+        return StoreLoss(
+            float(window_losses.sum()), int(window_tokens.sum()), 0, window_losses.tolist(), window_tokens.tolist()
+        )
 
     def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
         """Sum the loss of the assistant tokens of a store of conversations; count those that are the likeliest."""
@@ -150,37 +186,45 @@ class TorchScorer:
             for begin in range(0, layout.samples_per_epoch, self.batch):
                 samples = np.arange(begin, min(begin + self.batch, layout.samples_per_epoch), dtype=np.int64)
                 arrays = layout.build_samples(samples)
-                batch = Batch(inputs=arrays.inputs, labels=arrays.labels, samples=samples)
-                if (batch.labels != IGNORED).any():
-                    losses_M, likeliest_M = _token_losses(self.net, batch, self.dtype, greedy=True)
-                    loss += float(losses_M.cpu().double().sum())
-                    tokens, correct = tokens + len(losses_M), correct + int(likeliest_M.sum())
+                found, counts, likeliest = self._score_labels(arrays.inputs, arrays.labels, store.prefix, greedy=True)
+                loss, tokens, correct = loss - float(found.sum()), tokens + int(counts.sum()), correct + likeliest
                 bar.advance(len(samples))
         return StoreLoss(loss, tokens, correct)
 
+    def _score_labels(
+        self, inputs: NDArray[np.int32], labels: NDArray[np.int32], where: Path, greedy: bool = False
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64], int]:
+        """The log-likelihood and the number of predicted tokens of each row, and how many are the likeliest."""
+        has_loss_NT = labels != IGNORED
+        counts = has_loss_NT.sum(1, dtype=np.int64)
+        _check_ids(int(inputs.min()), int(max(inputs.max(), labels.max())), self.vocab, where)
+        if not counts.any():
+            return np.zeros(len(counts)), counts, 0
+        places_M = np.flatnonzero(has_loss_NT)
+        found_M, greedy_M = token_log_likelihoods(
+            self.net, inputs.astype(np.int64), places_M, labels[has_loss_NT].astype(np.int64), self.dtype, greedy=greedy
+        )
+        sums: NDArray[np.float64] = np.zeros(len(counts))
+        np.add.at(sums, places_M // labels.shape[1], found_M)
+        return sums, counts, int(greedy_M.sum())
 
-@torch.inference_mode()
-def _token_losses(net: BaseNet, batch: Batch, precision: torch.dtype, greedy: bool = False) -> tuple[Tensor, Tensor]:
-    """The loss of each loss token and, if `greedy`, whether it is the likeliest; logits are computed block by block."""
-    device = net.head.device
-    inputs_NT, labels_NT = (torch.from_numpy(array).to(device) for array in (batch.inputs, batch.labels))
-    has_loss_NT = labels_NT != IGNORED
-    labels_M = labels_NT[has_loss_NT].long()
-    losses, likeliest = [], []
-    with autocast(device, precision):
-        hidden_ME = net(inputs_NT)[has_loss_NT]
-        rows = max(1, MAX_LOGITS // net.shape.padded_vocab)
-        for begin in range(0, len(labels_M), rows):
-            logits_MV, labels = net.logits(hidden_ME[begin : begin + rows]).float(), labels_M[begin : begin + rows]
-            losses.append(F.cross_entropy(logits_MV, labels, reduction="none"))
-            likeliest.append(logits_MV.argmax(-1) == labels if greedy else labels.new_empty(0))
-    return torch.cat(losses), torch.cat(likeliest)
+
+def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Spaces at the end of the context belong to the first token of the continuation."""
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
 
 
-def _check_ids(batch: Batch, vocab: int, where: Path) -> None:
-    ids = np.concatenate([batch.inputs.ravel(), batch.labels[batch.labels != IGNORED]])
-    if ids.max() >= vocab or ids.min() < 0:
+def _sample_windows(count: int, sample: int | None, seed: int) -> NDArray[np.int64]:
+    """The numbers of the windows to read: all of them, or a random sample in order."""
+    if sample is None or sample >= count:
+        return np.arange(count, dtype=np.int64)
+    return np.sort(np.random.default_rng(seed).choice(count, sample, replace=False)).astype(np.int64)
+
+
+def _check_ids(lowest: int, highest: int, vocab: int, where: Path) -> None:
+    if highest >= vocab or lowest < 0:
         raise TextmillError(
-            f"{where}: token ids from {ids.min()} to {ids.max()} found, the model knows {vocab:,}; "
+            f"{where}: token ids from {lowest} to {highest} found, the model knows {vocab:,}; "
             f"tokenize with the model's own tokenizer"
         )

@@ -13,6 +13,8 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 Result = dict[str, Any]
 """What a task returns: plain values, written as JSON."""
+Pair = tuple[Sequence[int], Sequence[int]]
+"""The token ids of a context and of its continuation."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Score:
     """How many tokens the continuation has."""
     greedy: bool
     """Whether every token of the continuation is the model's most likely next token."""
+    last_log_likelihood: float = 0.0
+    """The natural-log probability of the continuation's last token alone."""
+    last_greedy: bool = False
+    """Whether the last token is the model's most likely one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,10 @@ class StoreLoss:
     tokens: int
     correct: int = 0
     """Tokens that are the model's most likely ones; counted for answers only."""
+    window_losses: Sequence[float] = ()
+    """The loss of each window, for a confidence interval."""
+    window_tokens: Sequence[int] = ()
+    """The tokens predicted in each window."""
 
 
 class Scorer(Protocol):
@@ -71,16 +81,36 @@ class Scorer(Protocol):
         """
         ...
 
-    def score_tokens(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """The same for token ids: `evaluate.batch` pairs at a time, of any lengths.
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        """The token ids of each (context, continuation), as `score_texts` scores them."""
+        ...
+
+    def score_tokens(self, pairs: Sequence[Pair]) -> list[Score]:
+        """The same for token ids, of any lengths.
+
+        Give all pairs at once: texts are packed without padding, and a context that several pairs share is computed
+        once.
 
         A context that is too long for the model loses its first tokens; a continuation that is too long is refused.
         """
         ...
 
-    def sum_losses(self, store: TokenStore, *, length: int, stride: int) -> StoreLoss:
-        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride`
-        tokens."""
+    def sum_losses(
+        self,
+        store: TokenStore,
+        *,
+        length: int,
+        stride: int,
+        predict_first: bool = True,
+        count_end: bool = True,
+        sample: int | None = None,
+        seed: int = 0,
+    ) -> StoreLoss:
+        """Sum the loss of every token of a store once, in windows of `length` tokens that start every `stride` tokens.
+
+        The first token is predicted from an end-of-text token, or is only context. End-of-text tokens may be left out
+        of the sum. With `sample`, only so many random windows are read.
+        """
         ...
 
     def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
