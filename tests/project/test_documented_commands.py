@@ -30,7 +30,7 @@ SHORT = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=32", 
 SMALLER = {
     "run": [*SHORT, "sample.max_tokens=5"], "train": SHORT, "generate": ["sample.max_tokens=5"],
     "chat": ["sample.max_tokens=5"], "serve": ["sample.max_tokens=5", "serve.port=0"],
-    "fit-tokenizer": ["tokenizer.vocab=300"],
+    "fit-tokenizer": ["tokenizer.vocab=300"], "tune": [*SHORT, "--minutes", "0.6"],
 }  # fmt: skip
 """What is appended to each command. A server takes any free port, because another one may use the printed port."""
 SMALLER_LINES = {

@@ -79,6 +79,8 @@ JSON = Flag("--json", "as_json", "print JSON instead of text")
 MINUTES = Flag(
     "--minutes", "minutes", "how long `textmill run` may take (default: until more does not help)", "minutes"
 )
+TUNE_MINUTES = Flag("--minutes", "minutes", "how long all trials together may take (default: 60)", "minutes")
+TUNE_AGAIN = Flag("--force", "force", "remove the finished trials and start again", value="yes")
 TEXT = Flag(
     "--text", "text", "your text: files, a folder or a quoted glob; may be repeated", "texts", example="'texts/*.txt'"
 )
@@ -103,6 +105,10 @@ COMMANDS = {
     "tokenize": Command(
         "textmill.tokens.tokenize:tokenize", "turn documents into token ids",
         sections=("tokens", "tokenizer", "runner"), flags=(FORCE,),
+    ),
+    "tune": Command(
+        "textmill.commands.tune:tune", "try settings around a project's own in short trials, write the best ones",
+        sections=("model", "train", "engine"), flags=(TUNE_MINUTES, JSON, TUNE_AGAIN),
     ),
     "merge": Command(
         "textmill.tokens.merge:merge", "join token stores A, B ... into OUT",

@@ -90,8 +90,8 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float) -> Plan:
     return Plan(
         vocab=chosen.vocab, layers=chosen.layers, heads=chosen.heads, width=chosen.width, length=length, batch=batch,
         epochs=epochs, steps=steps, minutes=minutes if chosen.epochs <= MAX_EPOCHS else None,
-        learning_rate=_rounded(rate), adamw_rate_factor=_rounded(ADAMW_RATE / rate),
-        weight_decay=_rounded(_weight_decay(rate, batch * length, epochs, chosen)),
+        learning_rate=round_setting(rate), adamw_rate_factor=round_setting(ADAMW_RATE / rate),
+        weight_decay=round_setting(_weight_decay(rate, batch * length, epochs, chosen)),
         dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and chosen.parameters >= chosen.unique else 0.0,
         parameters=chosen.parameters, train_tokens=round(chosen.unique),
         seconds=FLOPS_PER_PARAMETER * chosen.parameters * tokens / machine.flops(chosen.parameters),
@@ -107,6 +107,16 @@ def default_minutes(text: TextFacts, machine: MachineFacts) -> float:
     return min(most, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
 
 
+def layers_of(width: int) -> int:
+    """Layers of a net of this width."""
+    return max(2, width // 64)
+
+
+def heads_of(width: int) -> int:
+    """Attention heads of a net of this width: 64 channels each, or 32."""
+    return width // (64 if width % 64 == 0 else 32)
+
+
 @dataclass(frozen=True)
 class _Shape:
     """A net with its vocabulary, and how often it would see the text in the time."""
@@ -118,11 +128,11 @@ class _Shape:
 
     @property
     def layers(self) -> int:
-        return max(2, self.width // 64)
+        return layers_of(self.width)
 
     @property
     def heads(self) -> int:
-        return self.width // (64 if self.width % 64 == 0 else 32)
+        return heads_of(self.width)
 
     @property
     def blocks(self) -> int:
@@ -185,5 +195,6 @@ STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "fit-tokenizer": 4e6, "token
 """Bytes of text that one core handles in a second."""
 
 
-def _rounded(value: float) -> float:
+def round_setting(value: float) -> float:
+    """Two significant digits."""
     return float(f"{value:.2g}")

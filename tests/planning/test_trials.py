@@ -1,0 +1,81 @@
+"""Which trials `textmill tune` runs, with results from a formula instead of runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from textmill.planning.trials import Current, Lengths, Outcome, Result, Trial, search, trial_minutes
+
+CURRENT = Current(
+    learning_rate=0.01, weight_decay=1.0, batch=32, seed=1, adamw_rate_factor=1.0, width=256, dropout=0.1
+)  # fmt: skip
+BEST = {"train.learning_rate": 0.02, "train.weight_decay": 0.5, "train.batch": 16.0, "model.shape.width": 384.0}
+START = {"train.learning_rate": 0.01, "train.weight_decay": 1.0, "train.batch": 32.0, "model.shape.width": 256.0}
+
+
+def loss_of(trial: Trial) -> float:
+    """A bowl with its lowest point at BEST."""
+    values = START | {key: float(trial.changes[key]) for key in START if key in trial.changes}
+    return 1.0 + 0.1 * sum(math.log2(values[key] / BEST[key]) ** 2 for key in BEST)
+
+
+def run_all(lengths: Lengths, outcome: Outcome, loss: Any = loss_of, steps: int = 100) -> list[Trial]:
+    trials = search(CURRENT, lengths, outcome)
+    seen = [next(trials)]
+    while True:
+        try:
+            seen.append(trials.send(Result(loss(seen[-1]), steps, 1.0)))
+        except StopIteration:
+            return seen
+
+
+def test_the_lowest_point_is_found_and_each_setting_is_worth_its_share() -> None:
+    outcome = Outcome()
+    run_all(Lengths(2.0, full_minutes=2.0), outcome)
+    assert {key: outcome.changes[key] for key in BEST} == pytest.approx(BEST)
+    assert outcome.loss == pytest.approx(1.0)
+    for key in BEST:
+        assert outcome.worth[key] == pytest.approx(0.1 * math.log2(START[key] / BEST[key]) ** 2)
+    assert outcome.plan_loss is not None
+    assert sum(outcome.worth.values()) == pytest.approx(outcome.plan_loss - 1.0)
+
+
+def test_gains_within_the_noise_of_two_seeds_are_not_kept() -> None:
+    outcome = Outcome()
+    run_all(Lengths(2.0), outcome, lambda trial: 3.0 if "train.seed" in trial.changes else loss_of(trial))
+    assert outcome.changes == {}
+    assert not any(outcome.worth.values())
+
+
+def test_short_trials_leave_out_what_depends_on_the_length() -> None:
+    tried = {trial.setting for trial in run_all(Lengths(1.0, full_minutes=10.0), Outcome())}
+    assert tried == {"", "train.seed", "train.learning_rate", "train.batch", "train.muon.adamw_rate_factor"}
+
+
+def test_a_run_that_is_shorter_than_a_trial_keeps_its_own_length() -> None:
+    trials = run_all(Lengths(1.0, full_steps=60), Outcome(), steps=100)
+    assert [trial.length for trial in trials[:3]] == [{"train.minutes": 1.0}, {}, {}]
+    assert all(not trial.length for trial in trials[1:])
+
+
+def test_settings_that_change_the_speed_of_a_step_get_the_same_time() -> None:
+    trials = run_all(Lengths(2.0, full_minutes=2.0), Outcome())
+    by_time = {trial.setting for trial in trials if "train.minutes" in trial.length}
+    assert by_time == {"", "model.shape.width", "train.batch", "model.shape.dropout"}
+
+
+def test_failed_trials_are_not_kept() -> None:
+    outcome = Outcome()
+    run_all(Lengths(2.0), outcome, lambda trial: None if "train.learning_rate" in trial.changes else loss_of(trial))
+    assert "train.learning_rate" not in outcome.changes
+    assert "train.batch" in outcome.changes
+
+
+@given(st.floats(0.1, 1000), st.floats(0.1, 100))
+def test_a_trial_is_never_longer_than_the_run_or_the_minutes(minutes: float, full: float) -> None:
+    assert trial_minutes(minutes, full) <= min(full, minutes)

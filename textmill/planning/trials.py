@@ -1,0 +1,186 @@
+"""Which trials `textmill tune` runs: one setting at a time around the plan, keeping what helps. Pure arithmetic.
+
+The search is a generator: it yields a trial and is sent its result. The same results give the same trials, so a
+command that was killed continues by sending the stored results again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from textmill.planning.plan import WIDTHS, heads_of, layers_of, round_setting
+
+Changes = dict[str, Any]
+"""Settings by key that differ from those of the project."""
+NOISE = 0.002
+"""Bits per byte: a smaller gain is not kept, even if two seeds happen to be nearer; spread of equal runs."""
+TRIALS = 12
+"""A trial gets this part of the minutes, unless the entire run is shorter."""
+FULL_TRIALS = 8
+"""Trials have the length of the entire run if this many of them fit in the minutes."""
+FULL_FRACTION = 0.5
+"""Settings whose best value depends on the length are tried if a trial has at least this fraction of the run's."""
+
+
+@dataclass(frozen=True)
+class Current:
+    """The settings of the project that trials change."""
+
+    learning_rate: float
+    weight_decay: float
+    batch: int
+    seed: int
+    dropout: float = 0.0
+    memory: float | None = None
+    """`train.average.memory`."""
+    adamw_rate_factor: float | None = None
+    """None: the optimizer has none."""
+    width: int | None = None
+    """None: the shape is fixed, by given weights or by a family's file."""
+    averages: bool = True
+    """Whether the engine can average weights."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long trials may be."""
+
+    trial_minutes: float
+    full_steps: int | None = None
+    """Steps of the entire run, if its length is not set in minutes."""
+    full_minutes: float | None = None
+    """Minutes of the entire run, if it is."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: the setting that it tries, all changes, and its length (`train.minutes` or `train.steps`; nothing:
+    that of the project)."""
+
+    setting: str
+    changes: Changes
+    length: Changes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a trial gave."""
+
+    loss: float | None
+    """Bits per byte, or nats per token where bytes are not known; None: it failed."""
+    steps: int
+    seconds: float
+    error: str = ""
+
+
+@dataclass
+class Outcome:
+    """The best settings so far, and what each changed setting was worth."""
+
+    changes: Changes = field(default_factory=dict)
+    loss: float | None = None
+    plan_loss: float | None = None
+    noise: float = NOISE
+    worth: dict[str, float] = field(default_factory=dict)
+    """How much lower the loss is with the best value of each setting that was tried; 0: the plan's value is kept."""
+
+
+def trial_minutes(minutes: float, full_minutes: float | None) -> float:
+    """Minutes of one trial, from those of the command and of the entire run."""
+    if full_minutes is not None and minutes / full_minutes >= FULL_TRIALS:
+        return full_minutes
+    return minutes / TRIALS if full_minutes is None else min(full_minutes, minutes / TRIALS)
+
+
+Search = Generator[Trial, Result, None]
+
+
+def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
+    """Yield trials until every setting was tried; `outcome` is updated after each."""
+    length: Changes = {"train.minutes": lengths.trial_minutes}
+    first = yield Trial("", {}, length)
+    fraction = lengths.trial_minutes / lengths.full_minutes if lengths.full_minutes else 1.0
+    if lengths.full_steps is not None and first.loss is not None:
+        fraction = first.steps / lengths.full_steps
+        if fraction > 1:  # the entire run is shorter than the trial: run it as it is
+            length = {}
+            first = yield Trial("", {}, length)
+    if first.loss is None:
+        return
+    outcome.loss = outcome.plan_loss = first.loss
+    steps: Changes = {"train.steps": first.steps} if length else {}
+    second = yield Trial("train.seed", {"train.seed": current.seed + 1}, steps)
+    if second.loss is not None:
+        outcome.noise = max(NOISE, abs(second.loss - first.loss))
+    for needs_full_length, same_speed, ladders in _settings(current):
+        if needs_full_length and fraction < FULL_FRACTION:
+            continue
+        setting = next(iter(next(iter(ladders))[0]))
+        outcome.worth.setdefault(setting, 0.0)
+        for ladder in ladders:
+            gained = False
+            for step in ladder:
+                trial_length = steps if same_speed or not length else length
+                result = yield Trial(setting, {**outcome.changes, **step}, trial_length)
+                if result.loss is None or result.loss > outcome.loss - outcome.noise:
+                    break
+                outcome.worth[setting] += outcome.loss - result.loss
+                outcome.changes, outcome.loss, gained = {**outcome.changes, **step}, result.loss, True
+                steps = {"train.steps": result.steps} if length else {}
+            if gained:
+                break  # the other direction would be worse
+
+
+Ladder = list[Changes]
+"""Values to try one after the other, as long as each is better than the one before."""
+
+
+def _settings(current: Current) -> Iterator[tuple[bool, bool, list[Ladder]]]:
+    """For each setting: whether its best value depends on the length of the run, whether all its values take the same
+    time for a step, and the values to try in each direction. What is usually worth most comes first."""
+    yield False, True, _factors("train.learning_rate", current.learning_rate)
+    decay = current.weight_decay
+    yield True, True, _factors("train.weight_decay", decay) if decay else [[{"train.weight_decay": 0.1}]]
+    if current.width is not None and (widths := _widths(current.width)):
+        yield True, False, widths
+    yield False, False, _batches(current.batch)
+    dropout = 0.0 if current.dropout else 0.1
+    yield True, False, [[{"model.shape.dropout": dropout}]]
+    if current.averages:
+        yield True, True, [[{"train.average.memory": None if current.memory else 0.15}]]
+    if current.adamw_rate_factor is not None:
+        yield False, True, _factors("train.muon.adamw_rate_factor", current.adamw_rate_factor)
+
+
+def _factors(key: str, value: float) -> list[Ladder]:
+    return [[{key: round_setting(value * factor)} for factor in factors] for factors in ((2, 4), (0.5, 0.25))]
+
+
+def _batches(batch: int) -> list[Ladder]:
+    sizes = [[batch // 2, batch // 4], [2 * batch, 4 * batch]]
+    ladders = [[{"train.batch": size} for size in direction if size >= 1] for direction in sizes]
+    return [ladder for ladder in ladders if ladder]
+
+
+def _widths(width: int) -> list[Ladder]:
+    """The next larger and the next smaller nets."""
+    larger, smaller = [one for one in WIDTHS if one > width], [one for one in reversed(WIDTHS) if one < width]
+    ladders = [
+        [
+            {"model.shape.width": one, "model.shape.layers": layers_of(one), "model.shape.heads": heads_of(one)}
+            for one in widths[:2]
+        ]
+        for widths in (larger, smaller)
+    ]
+    return [ladder for ladder in ladders if ladder]
+
+
+def describe_value(changes: Mapping[str, Any], setting: str) -> str:
+    """The value of a setting that a trial tried, for a table."""
+    if setting not in changes:
+        return ""
+    if setting == "model.shape.width":
+        return f"{changes['model.shape.layers']} x {changes[setting]}"
+    return "none" if changes[setting] is None else f"{changes[setting]:g}"

@@ -1,0 +1,80 @@
+"""The results of `textmill tune` as a table, and the best settings as a YAML file next to the project's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from textmill.config import RunConfig
+from textmill.planning.trials import Outcome, Result, Trial, describe_value
+from textmill.planning.tuning import Tuning, change_settings
+from textmill.storage.files import format_path, write_text
+
+TUNED, RUN_FOLDER = "tuned.yaml", "run-tuned"
+
+
+def table_head(unit: str) -> str:
+    """The titles of the columns."""
+    return f"{'trial':>5}  {'setting':<30}  {'value':>9}  {'steps':>8}  {'seconds':>7}  {unit}"
+
+
+def table_row(number: int, trial: Trial, result: Result, outcome: Outcome) -> str:
+    """A finished trial."""
+    value = describe_value(trial.changes, trial.setting)
+    start = f"{number:>5}  {trial.setting or 'as planned':<30}  {value:>9}  {result.steps:>8,}  {result.seconds:>7.0f}"
+    if result.loss is None:
+        return f"{start}  failed: {result.error}"
+    kept = bool(trial.setting) and outcome.loss == result.loss
+    return f"{start}  {result.loss:.4f}{'  kept' if kept else ''}"
+
+
+def describe_outcome(tuning: Tuning) -> list[str]:
+    """What the trials showed, in a few lines."""
+    outcome, count = tuning.outcome, len(tuning.trials)
+    if outcome.loss is None or outcome.plan_loss is None:
+        return ["tune: no trial was finished"]
+    limit = f"a gain below {outcome.noise:.4f} is noise: the difference between two seeds, at least 0.002"
+    if not outcome.changes:
+        return [
+            f"tune: after {count} trials the planned settings are the best, {outcome.loss:.4f} {tuning.unit}",
+            limit,
+        ]
+    gain = outcome.plan_loss - outcome.loss
+    lines = [f"tune: {count} trials: {outcome.plan_loss:.4f} -> {outcome.loss:.4f} {tuning.unit} ({gain:.4f} better)"]
+    for setting, worth in sorted(outcome.worth.items(), key=lambda one: -one[1]):
+        value = describe_value(outcome.changes, setting)
+        lines.append(f"  {setting}: " + (f"{value}, worth {worth:.4f}" if worth else "as planned"))
+    return [*lines, limit]
+
+
+def write_tuned(tuning: Tuning) -> Path:
+    """Write the project's settings with the best changes; the run gets a folder of its own."""
+    config, path = tuning.config, Path(tuning.config.folder) / TUNED
+    best = change_settings(config, tuning.outcome.changes)
+    notes = "\n".join(f"# {line}".rstrip() for line in [*describe_outcome(tuning), "", *_rows(tuning)])
+    head = f"# Settings that `textmill tune` found; start them with: textmill run {format_path(path)}\n"
+    write_text(path, f"{head}#\n{notes}\n{yaml.safe_dump(_tree(best), sort_keys=False, allow_unicode=True, width=100)}")
+    return path
+
+
+def _rows(tuning: Tuning) -> list[str]:
+    seen = Outcome(loss=None)
+    return [table_head(tuning.unit), *(table_row(number, trial, result, seen)
+                                       for number, (trial, result) in enumerate(tuning.trials, 1))]  # fmt: skip
+
+
+def _tree(config: RunConfig) -> dict[str, Any]:
+    """The settings that the user or a trial set; paths inside the project are relative to it."""
+    root = Path(config.folder)
+    tree: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    tree = {"folder": ".", **{name: section for name, section in tree.items() if name != "folder"}}
+    for section in ("corpus", "tokenizer", "tokens"):
+        if getattr(config, section).folder:
+            tree[section]["folder"] = os.path.relpath(getattr(config, section).folder, root)
+    if sources := tree.get("corpus", {}).get("sources"):
+        tree["corpus"]["sources"] = [os.path.relpath(one, root) if os.path.isabs(one) else one for one in sources]
+    tree["train"] = {**tree.get("train", {}), "folder": RUN_FOLDER}
+    return tree

@@ -1,0 +1,204 @@
+"""Run the trials of `textmill tune` and keep their results: a finished trial is never run twice."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from textmill.checkpoints.folders import find_checkpoint
+from textmill.config import RunConfig, ShapeConfig, shape_numbers
+from textmill.config.load import build_config, drop_replaced, merge_trees
+from textmill.config.model import is_family_file
+from textmill.errors import Interrupted, TextmillError
+from textmill.evaluation.metrics import compute_metrics
+from textmill.planning.trials import Changes, Current, Lengths, Outcome, Result, Trial, search, trial_minutes
+from textmill.processes.command_time import CommandTime
+from textmill.storage.files import read_json, remove_folder, write_json
+from textmill.storage.stages import list_changes, open_manifest
+from textmill.tokens.splits import Splits
+from textmill.training.loop import train
+
+FOLDER, TRIALS_FILE = "tune", "trials.json"
+NEVER = 1_000_000_000
+"""Steps between two saves of a trial: only its end is saved and evaluated."""
+Report = Callable[[int, Trial, Result, Outcome], None]
+
+
+@dataclass
+class Tuning:
+    """All trials of a project."""
+
+    config: RunConfig
+    data: Splits
+    minutes: float
+    started: float
+    """When the command started, as `time.monotonic` counts."""
+    outcome: Outcome = field(default_factory=Outcome)
+    trials: list[tuple[Trial, Result]] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """Where results and trials are kept."""
+        return Path(self.config.folder) / FOLDER
+
+    def run(self, report: Report) -> bool:
+        """Run trials as long as they fit in the minutes; `report` is called after each, also after those that an
+        earlier call finished. True: every setting was tried."""
+        stored, made_from = self._stored(), self._made_from()
+        if stored and (changes := list_changes(stored["made_from"], made_from)):
+            raise TextmillError(
+                f"{self.folder / TRIALS_FILE}: its trials had other settings ({'; '.join(changes)}); "
+                "restore them, or start again with --force"
+            )
+        full = self.config.train.minutes
+        minutes = stored["trial_minutes"] if stored else trial_minutes(self.minutes, full)
+        finished = [Result(**row["result"]) for row in stored["trials"]] if stored else []
+        spent = sum(result.seconds for result in finished)
+        trials = search(current_settings(self.config), Lengths(minutes, self._full_steps(), full), self.outcome)
+        trial = next(trials)
+        while True:
+            number = len(self.trials)
+            if number < len(finished):
+                result = finished[number]
+            else:
+                spent_now = spent + time.monotonic() - self.started
+                if number and spent_now + self._longest() > 60 * self.minutes:
+                    return False
+                if number == len(finished):
+                    self._warm_up()
+                result = self._run_trial(number + 1, trial)
+            self.trials.append((trial, result))
+            try:
+                following = trials.send(result)
+            except StopIteration:
+                following = None
+            if number >= len(finished):
+                self._store(made_from, minutes)
+            report(number + 1, trial, result, self.outcome)
+            if following is None:
+                return True
+            trial = following
+
+    def _longest(self) -> float:
+        """Seconds of the longest trial so far."""
+        return max(result.seconds for _, result in self.trials)
+
+    def _warm_up(self) -> None:
+        """Load and compile what all trials use, so that the first one in this process does not lose time with it."""
+        run = self.folder / "trial-warm-up"
+        remove_folder(run)
+        self._train(run, {"train.steps": 1})
+        remove_folder(run)
+
+    def _train(self, run: Path, changes: Changes) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        intervals = {"train.evaluate_every": NEVER, "train.save_every": NEVER}
+        config = change_settings(self.config, {**changes, "train.folder": str(run), **intervals})
+        with open(f"{run}.log", "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+            train(config, command=CommandTime())
+
+    def _run_trial(self, number: int, trial: Trial) -> Result:
+        run, start = self.folder / f"trial-{number:02d}", time.monotonic()
+        try:
+            self._train(run, {**trial.changes, **trial.length})
+            found = find_checkpoint(run)
+            if found is None or found.valid_loss is None:
+                raise TextmillError(f"{run}: the trial has no valid loss")
+        except Interrupted:
+            raise
+        except TextmillError as error:
+            if number == 1:
+                raise
+            return Result(None, 0, time.monotonic() - start, str(error))
+        loss = self._in_bits(found.valid_loss)
+        remove_folder(run)  # the result is what remains of a trial, and its log
+        return Result(loss, found.step, time.monotonic() - start)
+
+    @property
+    def unit(self) -> str:
+        """What losses are in: bits per byte, or nats per token where bytes are not known."""
+        return "bits per byte" if self._valid_counts() else "nats per token"
+
+    def _valid_counts(self) -> dict[str, int] | None:
+        if self.config.tokens.use or self.config.train.layout == "chat":
+            return None
+        counts: dict[str, int] = open_manifest(self.config.folder_of("tokens"), "tokenize")["splits"]["valid"]
+        return counts if counts.get("bytes") else None
+
+    def _in_bits(self, loss: float) -> float:
+        if (counts := self._valid_counts()) is None:
+            return loss
+        bits = compute_metrics(loss * counts["tokens"], counts, "a trial")["bits_per_byte"]
+        assert bits is not None
+        return bits
+
+    def _full_steps(self) -> int | None:
+        """About the steps of the entire run, if its length is not set in minutes."""
+        settings = self.config.train
+        if settings.minutes is not None:
+            return None
+        length = settings.length or 1024
+        tokens = sum(store.tokens for store in self.data.stores("train"))
+        samples = {
+            "steps": settings.steps * settings.batch, "samples": settings.samples or 0,
+            "tokens": (settings.tokens or 0) / length, "epochs": (settings.epochs or 0) * tokens / length,
+        }[settings.unit]  # fmt: skip
+        return max(1, round(samples / settings.batch))
+
+    def _made_from(self) -> dict[str, Any]:
+        settings = self.config.train
+        results = self.config.results("model", "train")
+        results.pop("train.folder", None)
+        size = {f"train.{settings.unit}": getattr(settings, settings.unit)}
+        tokens = {split: sum(store.tokens for store in self.data.stores(split)) for split in ("train", "valid")}
+        return {**results, **size, "tokens": tokens, "tokenizer": self.data.tokenizer.fingerprint}
+
+    def _stored(self) -> dict[str, Any] | None:
+        path = self.folder / TRIALS_FILE
+        return read_json(path) if path.is_file() else None
+
+    def summary(self) -> dict[str, Any]:
+        """All results as plain values."""
+        outcome = asdict(self.outcome)
+        rows = [{**asdict(trial), "result": asdict(result)} for trial, result in self.trials]
+        return {"unit": self.unit, "best": outcome, "trials": rows}
+
+    def _store(self, made_from: dict[str, Any], minutes: float) -> None:
+        write_json(self.folder / TRIALS_FILE, {"made_from": made_from, "trial_minutes": minutes, **self.summary()})
+
+
+def change_settings(config: RunConfig, changes: Changes) -> RunConfig:
+    """The config with other values of some keys, checked."""
+    over: dict[str, Any] = {}
+    for key, value in changes.items():
+        inner: Any = value
+        for part in reversed(key.split(".")):
+            inner = {part: inner}
+        over = merge_trees(over, inner)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return build_config(merge_trees(drop_replaced(tree, over), over))
+
+
+def current_settings(config: RunConfig) -> Current:
+    """The settings of a config that trials change."""
+    settings, model = config.train, config.model
+    own = model.init_from or isinstance(model.shape, str) or is_family_file(model.family)
+    numbers = {} if own else shape_numbers(model)
+    dropout = model.shape.dropout if isinstance(model.shape, ShapeConfig) else None
+    return Current(
+        learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, batch=settings.batch,
+        seed=settings.seed, dropout=numbers.get("dropout", dropout or 0.0), memory=settings.average.memory,
+        adamw_rate_factor=settings.muon.adamw_rate_factor if settings.optimizer == "muon" else None,
+        width=numbers.get("width"), averages="average" not in config.engine.refused,
+    )  # fmt: skip
+
+
+def refuse_several_processes() -> None:
+    """Trials run one after the other in one process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TextmillError("tune: found several processes (WORLD_SIZE); start it without a launcher")
