@@ -41,6 +41,7 @@ SMALLER_LINES = {
     "textmill train runs/quickstart --step": ["train.evaluate_batches=1"],
     "textmill train runs/quickstart train.steps=4000": ["train.steps=2002"],
     "textmill train runs/quickstart --force": ["train.steps=2"],
+    "textmill train runs/quickstart --change": ["train.steps=4", "train.batch=2", "train.evaluate_batches=1"],
     "tokens.kind=features": [
         "tokens.features.max_length=32",
         "tokens.features.min_length=4",

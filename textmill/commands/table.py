@@ -67,6 +67,9 @@ RESTART = Flag("--force", "force", "train again from scratch, in the same folder
 REBUILD = Flag("--force", "force", "rebuild the stages whose input or settings have changed", value="changed")
 RESUME_STEP = Flag("--step", "step", "N, latest or best: the checkpoint to resume from (default: latest)", "step")
 STEP = Flag("--step", "step", "N, latest or best: which checkpoint (default: best; latest if no valid loss)", "step")
+CHANGE = Flag(
+    "--change", "change", "use changed settings from the checkpoint on (rates, batch, blend ...)", excludes="--force"
+)
 SEEN_STEP = Flag("--step", "step", "N: list the documents that training step N saw", "number")
 DROPPED = Flag(
     "--dropped",
@@ -116,7 +119,7 @@ COMMANDS = {
     ),
     "train": Command(
         "textmill.training.loop:train", "train a model, or resume training",
-        sections=("model", "train", "engine", "sample", "track"), flags=(RESTART, RESUME_STEP), timed=True,
+        sections=("model", "train", "engine", "sample", "track"), flags=(RESTART, RESUME_STEP, CHANGE), timed=True,
     ),
     "verify": Command(
         "textmill.verification:verify",

@@ -18,6 +18,7 @@ from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
+from textmill.tokens.batches.history import Source
 from textmill.tokens.store import TokenStore, open_store, store_paths, store_prefix
 from textmill.tokens.token_tables import Table, count_rows, find_table_files, is_dataset, named_files, open_tables
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_named, open_tokenizer
@@ -63,6 +64,9 @@ class Splits:
     files: dict[Path, dict[str, Any]] = field(default_factory=dict)
     """The files that training reads and that a manifest lists, with their length and checksum there."""
 
+    sources: list[Source] = field(default_factory=list)
+    """The fingerprint and the weight of each store of the train split."""
+
     def nonempty(self, split: str) -> list[WeightedStore]:
         """The stores of a split that have tokens, with their weights."""
         return [one for one in self.by_split[split] if one.store.tokens]
@@ -88,13 +92,19 @@ def open_splits(config: RunConfig, tokenizer: TextTokenizer | None = None) -> Sp
         tokenizer = tokenizer or tokenizer_of(config)
         sources = [_open_existing(config, number, tokenizer) for number in range(len(config.tokens.use))]
         weights = [one.weight for one in config.tokens.use]
-        fingerprint = hash_json([[one.fingerprint, weight] for one, weight in zip(sources, weights, strict=True)])
+        named = [(one.fingerprint, weight) for one, weight in zip(sources, weights, strict=True)]
         files = {path: entry for one in sources for path, entry in one.files.items()}
-        return Splits(_weighted_stores(sources, weights), tokenizer, fingerprint, {}, files)
+        return Splits(_weighted_stores(sources, weights), tokenizer, hash_sources(named), {}, files, named)
     folder, tokens = config.folder_of("tokenizer"), config.folder_of("tokens")
     manifest, tokenizer = open_manifest(tokens, "tokenize"), tokenizer or open_tokenizer(folder)
     source = _open_folder(tokens, tokenizer, folder, config.train.layout == "features")
-    return Splits(_weighted_stores([source], [1.0]), tokenizer, source.fingerprint, manifest, source.files)
+    stores = _weighted_stores([source], [1.0])
+    return Splits(stores, tokenizer, source.fingerprint, manifest, source.files, [(source.fingerprint, 1.0)])
+
+
+def hash_sources(sources: Sequence[Source]) -> str:
+    """The fingerprint of several stores and their weights."""
+    return hash_json([list(source) for source in sources])
 
 
 def tokenizer_of(config: RunConfig) -> TextTokenizer:

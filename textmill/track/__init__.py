@@ -21,6 +21,7 @@ class Tracker(Protocol):
     """Receives the metrics of each logged step."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
+    def mark(self, step: int, text: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -45,6 +46,14 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 tracker.log(step, values)
+            except Exception as error:
+                self._switch_off(name, error)
+
+    def mark(self, step: int, text: str) -> None:
+        """Mark a step in the curves of every tracker: settings have changed from there on."""
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.mark(step, text)
             except Exception as error:
                 self._switch_off(name, error)
 

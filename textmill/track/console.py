@@ -15,6 +15,7 @@ class Console(Protocol):
     """A tracker that also prints notes."""
 
     def log(self, step: int, values: Values) -> None: ...
+    def mark(self, step: int, text: str) -> None: ...
     def advance(self, step: int) -> None: ...
     def note(self, text: str) -> None: ...
     def set_steps(self, steps: int) -> None: ...
@@ -98,6 +99,9 @@ class PlainConsole:
         if valid is not None:
             self._print(f"{where}  {format_valid(values)}")
 
+    def mark(self, step: int, text: str) -> None:
+        """Changed settings were printed when the run resumed."""
+
     def advance(self, step: int) -> None:
         """Steps that are not logged get no line."""
 
@@ -148,6 +152,9 @@ class LiveConsole:
         valid = [] if self._valid is None else [f"valid {self._valid:.4f}"]
         self._bar.update(self._task, description="  ".join([*self._texts[:1], *valid, *self._texts[1:]]))
         self.advance(step)
+
+    def mark(self, step: int, text: str) -> None:
+        """Changed settings were printed when the run resumed."""
 
     def advance(self, step: int) -> None:
         """Move the bar."""

@@ -27,6 +27,11 @@ class JsonLines:
         self._stream.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._stream.flush()
 
+    def mark(self, step: int, text: str) -> None:
+        """Write a line with the settings that change after this step."""
+        self._stream.write(json.dumps({"step": step, "change": text}, ensure_ascii=False) + "\n")
+        self._stream.flush()
+
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
@@ -37,11 +42,18 @@ def _is_not_finite(value: Any) -> bool:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keep the complete lines up to a step; later steps run again, and a killed run may leave an incomplete line."""
+    """Keep the complete lines up to a step; later steps run again, and a killed run may leave an incomplete line.
+
+    A change after this step is dropped too: it was not saved, and the run marks it again if it still holds.
+    """
     if not path.exists():
         return
     before = path.read_bytes()
-    lines = [line for line in before.split(b"\n") if (found := _read_step(line)) is not None and found <= step]
+    lines = [
+        line
+        for line in before.split(b"\n")
+        if (found := _read_step(line)) is not None and (found < step or (found == step and b'"change": ' not in line))
+    ]
     after = b"".join(line + b"\n" for line in lines)
     if after != before:
         write_bytes(path, [after])

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from textmill.config import TrackConfig
@@ -27,6 +29,13 @@ class TensorBoard:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write all values of a step as one event."""
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def mark(self, step: int, text: str) -> None:
+        """Write a text that TensorBoard shows next to the curves."""
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+        summary = Summary(value=[Summary.Value(tag="change", metadata=metadata, tensor=tensor)])
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:

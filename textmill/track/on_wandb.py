@@ -39,6 +39,10 @@ class WeightsAndBiases:
         """Log a step; W&B ignores steps that it already has, and a resumed training repeats the same numbers."""
         self._run.log(dict(values), step=step)
 
+    def mark(self, step: int, text: str) -> None:
+        """Add the change to the summary of the run."""
+        self._run.summary[f"change after step {step}"] = text
+
     def close(self) -> None:
         """End the W&B run and wait for W&B's process to write its file; `finish` alone returns before that."""
         self._run.finish()

@@ -35,11 +35,11 @@ from textmill.training.valid_loss import Validation
 
 
 def train(
-    config: RunConfig, force: Force = "no", step: StepChoice = "latest", *, command: CommandTime | None = None
-) -> Path:
-    """Train to the last step, resuming from the newest checkpoint if there is one; return the run folder."""
-    command = command or CommandTime()
-    run = config.folder_of("train")
+    config: RunConfig, force: Force = "no", step: StepChoice = "latest", *, change: bool = False,
+    command: CommandTime | None = None,
+) -> Path:  # fmt: skip
+    """Train to the last step, resuming from the newest checkpoint if there is one (`change`: with other settings)."""
+    command, run = command or CommandTime(), config.folder_of("train")
     with (
         closing(open_ranks(config)) as ranks,
         ExitStack() as folder_lock,
@@ -49,7 +49,7 @@ def train(
         keep_folder = run_on_all(
             ranks, lambda: folder_lock.enter_context(claim_folder(run, "train.folder", ranks.first))
         )
-        data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step))
+        data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
         if start.step >= run_length.steps:
             if ranks.first:
                 print(f"train: done already: {format_path(run)} (step {start.step:,})")
@@ -131,9 +131,9 @@ class Training:
             raise stop_error(stop_signal, self.run, done, self.first, saved)
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
-        values = {"loss": result.loss, "learning_rate": self.length.lr_at(done - 1), "grad_norm": result.norm}
-        values["tokens_per_second"] = tokens_per_second
-        self.trackers.log(done, values | self.skipped_updates.metrics(result))
+        values = {"loss": result.loss, **self.length.metrics_of(done), "grad_norm": result.norm}
+        speed, skipped = {"tokens_per_second": tokens_per_second}, self.skipped_updates.metrics(result)
+        self.trackers.log(done, values | speed | skipped)
         self.skipped_updates.check(done, result, self.trackers)
 
     def _change_length(self, length: RunLength) -> None:
@@ -145,12 +145,12 @@ class Training:
 
     def _save(self, done: int, result: Step) -> bool:
         """Save, unless the loss is not finite; the last save waits until the token files are checked."""
-        engine, start, loss, last = self.engine, self.start, result.loss, done == self.length.steps
+        start, loss, last = self.start, result.loss, done == self.length.steps
         if self.skipped_updates.refuses_save(done, loss, self.valid_loss, last=last, trackers=self.trackers):
             return False
         if last:
             run_on_all(self.ranks, lambda: self.token_check.wait(self.ranks, self.signals))
-        self.saver.save(take_snapshot(engine, done, start, self.length, loss, self.valid_loss, self.files))
+        self.saver.save(take_snapshot(self.engine, done, start, self.length, loss, self.valid_loss, self.files))
         self.trackers.note(f"step {done}: saving {format_path(self.run / f'step-{done:07d}')}")
         if self.train.sample_prompts:
             self.saver.wait()

@@ -19,12 +19,16 @@ from textmill.storage.stages import Force, list_changes
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.splits import Splits
 from textmill.track import check_trackers
+from textmill.training.changing import Ranges, add_range, change_dropout, check_changes, describe_changes
 from textmill.training.new_run import start_new_run
 from textmill.training.start import FAMILY_SHA256, Start, choose_shape, describe_inputs
 
 
-def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoice) -> Start:
-    """Resume from the run's checkpoint or start a new run; reads only, `clean_run_folder` removes what is outdated."""
+def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoice, change: bool = False) -> Start:
+    """Resume from the run's checkpoint or start a new run; reads only, `clean_run_folder` removes what is outdated.
+
+    `change` resumes with other settings from the checkpoint on.
+    """
     run = config.folder_of("train")
     check_trackers(config.track)
     found = find_checkpoint(run, which, to_resume=True) if force != "yes" else None
@@ -33,9 +37,13 @@ def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoic
         # The given weights may be gone by now; the checkpoint has their shape and fingerprint.
         shape = choose_shape(config, data, found if config.model.init_from else None)
         fingerprint = _fingerprint_given(config.model.init_from, before["model.init_from"])
-        changes = list_changes(_with_plain_targets(before, shape), describe_inputs(config, data, shape, fingerprint))
+        after = describe_inputs(config, data, shape, fingerprint)
+        changes = list_changes(_with_plain_targets(before, shape), after)
         if not changes:
             return _resume(config, data, found)
+        if change:
+            check_changes(changes)
+            return _change(_resume(config, data, found), after, add_range(found, before, after, data))
         if force == "no" and any(line.startswith(FAMILY_SHA256) for line in changes):
             raise TextmillError(
                 f"{config.model.family}: the file has changed since {run} was trained with it; put the old file back, "
@@ -44,9 +52,28 @@ def choose_start(config: RunConfig, data: Splits, force: Force, which: StepChoic
         if force == "no":
             raise TextmillError(
                 f"{run} was trained with other settings or inputs: {'; '.join(changes[:4])}; set them back, "
+                f"use the new ones from step {found.step:,} on with textmill train --change, "
                 "choose another train.folder, or start the run from scratch with --force"
             )
     return start_new_run(config, data)
+
+
+def _change(start: Start, made_from: dict[str, Any], ranges: Ranges) -> Start:
+    """A start whose last step range begins now."""
+    lines = describe_changes(ranges)[start.step]
+    known = {line.partition(" ")[0] for line in start.new_changes}
+    added = [line for line in lines if line.partition(" ")[0] not in known]
+    changes = start.changes + [{"step": start.step, "change": line} for line in added]
+    new_changes = start.new_changes + added
+    return replace(
+        start,
+        shape=change_dropout(start.shape, made_from),
+        made_from=made_from,
+        ranges=ranges,
+        changes=changes,
+        new_changes=new_changes,
+        changed_now=True,
+    )
 
 
 def _with_plain_targets(before: dict[str, Any], shape: Shape) -> dict[str, Any]:
@@ -76,6 +103,7 @@ def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
         loss_scale=progress.get("scaling", {}),
         spikes=progress.get("spikes", {}),
         run_length=progress.get("run_length", {}),
+        ranges=progress.get("ranges", []),
     )
     if config.model.lora is None:
         return start

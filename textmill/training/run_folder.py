@@ -25,6 +25,7 @@ from textmill.storage.stages import RUN_YAML, add_yaml_checksum
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, open_trackers
 from textmill.track.jsonl import METRICS_FILE, truncate_after
+from textmill.training.changing import describe_changes
 from textmill.training.run_length import RunLength
 from textmill.training.start import Start
 
@@ -96,6 +97,8 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
     )
     for line in start.new_changes:
         warn(f"changed since step {start.step}: {line}")
+    if start.changed_now:
+        trackers.mark(start.step, "; ".join(describe_changes(start.ranges)[start.step]))
     action = f"resumes from step {start.step:,}" if start.step else "starts"
     trackers.note(f"train: {describe_engine(facts)}; {action}")
     trackers.note(f"train: {run_length.describe()}")
@@ -131,6 +134,8 @@ def take_snapshot(
         "valid_loss": None if valid_loss is None else valid_loss.hex(),
         "made_from": start.made_from,
         "changes": start.changes,
+        "ranges": start.ranges,
+        "sources": start.sources,
         "textmill": __version__,
         "scaling": engine.scaling(),
         "spikes": engine.guard.save_state() if engine.guard else {},

@@ -50,6 +50,11 @@ class RunLength:
         """The learning rate of a step; it does not decay before the number of steps is known."""
         return lr_at(step, self.train, (self.measured_at or 0) if self.known else UNKNOWN)
 
+    def metrics_of(self, done: int) -> dict[str, float]:
+        """The learning rate of step number `done`, and its samples if not all steps have the same."""
+        sizes = {"batch": self.sizes.size_at(done - 1)} if len(self.sizes.phases) > 1 else {}
+        return {"learning_rate": self.lr_at(done - 1), **sizes}
+
     def samples_after(self, done: int) -> int:
         """Samples seen after `done` steps."""
         return self.sizes.samples_before(done)
@@ -100,7 +105,9 @@ class RunLength:
             return f"as many steps as fit in train.minutes={self.train.minutes:g}; the first steps are timed"
         sizes = self.sizes.phases
         batch = f"{self.train.batch:,} samples"
-        if len(sizes) > 1:
+        if len(sizes) > 1 and not self.train.batch_rampup:
+            batch += f" from step {sizes[-1].step + 1:,} on"
+        elif len(sizes) > 1:
             batch = f"{sizes[0].size:,} samples, growing to {sizes[-1].size:,} from step {sizes[-1].step + 1:,} on"
         epochs = self.samples_after(self.steps) / self.epoch_samples
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig, TrainConfig
@@ -15,6 +16,7 @@ from textmill.storage.stages import Force
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import Splits, open_splits
+from textmill.training.changing import data_ranges
 from textmill.training.resuming import choose_start
 from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength, plan_run_length
@@ -24,15 +26,24 @@ BYTES_PER_ID = 16
 """Inputs and labels of a batch, in 8 bytes each."""
 
 
-def prepare_run(config: RunConfig, force: Force, step: StepChoice) -> tuple[Splits, Start, Batches, RunLength]:
+def prepare_run(
+    config: RunConfig, force: Force, step: StepChoice, change: bool = False
+) -> tuple[Splits, Start, Batches, RunLength]:
     """Open the data, choose what to start from, and compute the length of the run."""
     faults.break_process("start")
     data = open_splits(config)
-    start = choose_start(config, data, force, step)
+    start = replace(choose_start(config, data, force, step, change), sources=data.sources)
     length = config.train.length or start.shape.positions
     _check_batch_memory(config.train, length)
-    batches = open_batches(config.train, data, length=length, folder=config.folder_of("train") / INDEX_FOLDER)
-    return data, start, batches, plan_run_length(config.train, batches, length, start.run_length)
+    folder, history = config.folder_of("train") / INDEX_FOLDER, data_ranges(start.ranges)
+    batches = open_batches(config.train, data, length=length, folder=folder, history=history)
+    run_length = plan_run_length(config.train, batches, length, start.run_length)
+    if start.changed_now and start.step >= run_length.steps:
+        raise TextmillError(
+            f"--change: {config.folder_of('train')} is at its last step, {start.step:,}; set a higher train.steps to "
+            "train on with the new settings"
+        )
+    return data, start, batches, run_length
 
 
 def _check_batch_memory(train: TrainConfig, length: int) -> None:

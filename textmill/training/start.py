@@ -12,6 +12,7 @@ from textmill.models import Shape, open_family, read_shape
 from textmill.models.family_files import find_family_file
 from textmill.models.lora import normalized_targets
 from textmill.storage.tensor_files import Named
+from textmill.tokens.batches.history import Source
 from textmill.tokens.splits import Splits
 
 FAMILY_SHA256 = "model.family_sha256"
@@ -37,6 +38,12 @@ class Start:
     """Settings that were changed in mid-run, by step."""
     new_changes: list[str] = field(default_factory=list)
     """Those that were changed since the checkpoint, to be reported when the run resumes."""
+    ranges: list[dict[str, Any]] = field(default_factory=list)
+    """The settings of each step range, if some were changed with `--change`."""
+    changed_now: bool = False
+    """Whether the last of these ranges starts now."""
+    sources: list[Source] = field(default_factory=list)
+    """The token stores of the blend and their weights."""
     base: str | None = None
     """LoRA: the base model, by folder or hub name."""
     changed_weights: list[Named] = field(default_factory=list)

@@ -17,6 +17,7 @@ from textmill.tokens.lineage import Lineage, lineage_path, open_lineage
 from textmill.tokens.splits import open_splits
 from textmill.tokens.store import TokenStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.training.changing import data_ranges
 from textmill.training.run_folder import INDEX_FOLDER
 
 DECISIVE = (
@@ -52,7 +53,8 @@ def show_step(config: RunConfig, step: int) -> None:
     length = made_from.get("train.length", config.train.length)
     if not length:
         raise TextmillError(f"{run}: has no checkpoint yet, so the length of a sample is not known; set train.length")
-    batches = open_batches(config.train, splits, length=length, folder=run / INDEX_FOLDER)
+    history = data_ranges(checkpoint.progress.get("ranges", [])) if checkpoint else []
+    batches = open_batches(config.train, splits, length=length, folder=run / INDEX_FOLDER, history=history)
     print(f"{format_path(run)}: step {step:,}: {batches.sizes.size_at(step - 1):,} samples of {length:,} tokens")
     paths = [lineage_path(share.store.prefix) for share in splits.by_split["train"]]
     lineages = [open_lineage(path) if path.is_file() else None for path in paths]

@@ -1,4 +1,5 @@
-"""How many samples each step has: constant, or growing at the start of a run (Megatron's batch size ramp-up)."""
+"""How many samples each step has: constant, growing at the start of a run (Megatron's batch size ramp-up), or changed
+in mid-run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ class BatchSizes:
     """The batch size and the first sample of every step, as pure functions of the step."""
 
     def __init__(self, batch: int, ramp: Sequence[int] = ()) -> None:
-        self.phases = _ramp_phases(batch, *ramp) if ramp else [SizePhase(0, 0, batch)]
+        self.phases = _phases(batch, ramp, 0, 0)
+
+    def changed(self, step: int, batch: int, ramp: Sequence[int] = ()) -> BatchSizes:
+        """The same sizes before `step`, others from there on; a ramp-up goes on from the samples seen so far."""
+        sizes = BatchSizes(batch, ramp)
+        sizes.phases = [phase for phase in self.phases if phase.step < step]
+        sizes.phases += _phases(batch, ramp, step, self.samples_before(step))
+        return sizes
 
     def size_at(self, step: int) -> int:
         """Samples of a step."""
@@ -48,11 +56,17 @@ class BatchSizes:
         return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.step) - 1]
 
 
-def _ramp_phases(batch: int, start: int, increment: int, samples: int) -> list[SizePhase]:
-    """After c samples the batch size is start + increment * floor(c * increases / samples), at most `batch`."""
-    increases = (batch - start) // increment
+def _phases(batch: int, ramp: Sequence[int], step: int, sample: int) -> list[SizePhase]:
+    """The phases from a step and its first sample on.
+
+    With a ramp-up (start, increment, samples) the batch size after c samples is
+    start + increment * floor(c * increases / samples), at most `batch`.
+    """
+    if not ramp:
+        return [SizePhase(step, sample, batch)]
+    start, increment, samples = ramp
+    increases, reached = (batch - start) // increment, 0
     phases: list[SizePhase] = []
-    step = sample = reached = 0
     while reached < increases:
         reached = min(increases, sample * increases // samples)
         size = start + reached * increment

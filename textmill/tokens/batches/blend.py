@@ -44,6 +44,12 @@ class Blend:
         stores = self.choices[positions]
         return stores, self.index_in_store[positions] + periods * self.integer_weights[stores]
 
+    def counts_before(self, sample: int) -> NDArray[np.int64]:
+        """How many of the first `sample` samples each store gives."""
+        periods = max(sample // self.period - 1, 0)
+        first = self.choices[: sample - periods * self.period]
+        return np.bincount(first, minlength=len(self.integer_weights)) + periods * self.integer_weights
+
 
 def _integer_weights(weights: list[float]) -> list[int]:
     """Weights as integers without a common factor, from their decimal notation: 0.3 is exactly three tenths."""

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.blend import Blend
+from textmill.tokens.batches.history import BlendRange
 from textmill.tokens.batches.layout import Layout, SampleArrays
 from textmill.tokens.store import TokenStore
 
@@ -26,16 +28,19 @@ class Batches:
         weights: Sequence[float],
         sizes: BatchSizes,
         stores: Sequence[TokenStore] = (),
+        blends: Sequence[BlendRange] = (),
     ) -> None:
+        """`blends` are those of a run whose blend was changed; default: one of all layouts, by `weights`."""
         self.layouts, self.sizes, self.stores = layouts, sizes, stores
-        self.blend = Blend(list(weights))
+        every = list(range(len(layouts)))
+        self.blends = blends or [BlendRange(0, Blend(list(weights)), [*every], [0 for _ in every])]
 
     def batch_at(self, step: int, part: slice = slice(None)) -> Batch:
         """The global batch of a step, or only the samples of it that `part` selects."""
         for mapped in self.stores:
             mapped.check_mapped()
         samples = self._sample_numbers(step)[part]
-        stores, numbers = self.blend.locate(samples)
+        stores, numbers = self._locate(samples)
         found = [(rows, self.layouts[store].build_samples(numbers[rows])) for store, rows in _rows_by_store(stores)]
         if len(found) > 1:
             arrays = _merge(found)
@@ -46,11 +51,27 @@ class Batches:
     def documents_at(self, step: int) -> Iterator[tuple[int, int, int]]:
         """(sample, store, document) for every document in the batch of a step."""
         samples = self._sample_numbers(step)
-        stores, numbers = self.blend.locate(samples)
+        stores, numbers = self._locate(samples)
         for store, rows in _rows_by_store(stores):
             found = self.layouts[store].find_documents(numbers[rows])
             for row, document in zip(found.rows.tolist(), found.documents.tolist(), strict=True):
                 yield int(samples[rows[row]]), store, document
+
+    def _locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(layout, number of the sample within its store) for each sample of the run."""
+        layouts, numbers = np.zeros_like(samples), np.zeros_like(samples)
+        starts = [one.sample for one in self.blends]
+        ranges = np.searchsorted(starts, samples, side="right") - 1
+        for number in np.unique(ranges).tolist():
+            rows, one = ranges == number, self.blends[number]
+            stores, found = one.blend.locate(samples[rows] - one.sample)
+            if any(one.layouts[store] is None for store in np.unique(stores).tolist()):
+                raise TextmillError(
+                    "the step saw a token store that tokens.use no longer names; add it again to see it"
+                )
+            layouts[rows] = np.array([-1 if layout is None else layout for layout in one.layouts])[stores]
+            numbers[rows] = found + np.array(one.taken, np.int64)[stores]
+        return layouts, numbers
 
     def _sample_numbers(self, step: int) -> NDArray[np.int64]:
         return np.arange(self.sizes.samples_before(step), self.sizes.samples_before(step + 1), dtype=np.int64)

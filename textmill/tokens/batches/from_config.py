@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from textmill.config import TrainConfig
 from textmill.errors import TextmillError
 from textmill.tokens.batches.batch import Batch
-from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.by_step import Batches, batches_in_order
 from textmill.tokens.batches.chat import ChatLayout
 from textmill.tokens.batches.features import FeaturesLayout
+from textmill.tokens.batches.history import DataRange, blends_of, sizes_of
 from textmill.tokens.batches.layout import Layout
 from textmill.tokens.batches.packed import PackedLayout
 from textmill.tokens.batches.padded import PaddedLayout
@@ -20,12 +20,24 @@ from textmill.tokens.splits import Splits, WeightedStore
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
-def open_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None) -> Batches:
-    """The batches of the train split, blended by weight; large indexes are cached in `folder`."""
+def open_batches(
+    train: TrainConfig, splits: Splits, *, length: int, folder: Path | None, history: Sequence[DataRange] = ()
+) -> Batches:
+    """The batches of the train split, blended by weight; large indexes are cached in `folder`.
+
+    `history` are the step ranges of a run whose batch or blend was changed, the last with today's settings.
+    """
     stores = splits.by_split["train"]
     layouts = [_build_layout(train, one, splits.tokenizer, length, train.seed, folder) for one in stores]
-    sizes = BatchSizes(train.batch, train.batch_rampup)
-    return Batches(layouts, [one.weight for one in stores], sizes, [one.store for one in stores])
+    ranges = history or [DataRange(0, train.batch, train.batch_rampup, splits.sources)]
+    sizes = sizes_of(ranges)
+    return Batches(
+        layouts,
+        [one.weight for one in stores],
+        sizes,
+        [one.store for one in stores],
+        blends_of(ranges, sizes) if splits.sources else (),
+    )
 
 
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:

@@ -1,0 +1,132 @@
+"""Deliberate changes in mid-run (`train --change`): which settings may change, and the settings of each step range."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config.load import read_recorded_config
+from textmill.config.renamed import rename_settings
+from textmill.errors import TextmillError
+from textmill.models import Shape
+from textmill.tokens.batches.history import DataRange, Source
+from textmill.tokens.splits import Splits, hash_sources
+
+SETTINGS = (
+    "train.learning_rate",
+    "train.min_learning_rate",
+    "train.warmup",
+    "train.warmup_shape",
+    "train.schedule",
+    "train.batch",
+    "train.batch_rampup",
+    "train.weight_decay",
+    "train.layer_decay",
+    "train.betas",
+    "train.epsilon",
+    "train.clip",
+    "train.muon.momentum",
+    "train.muon.adamw_rate_factor",
+    "train.label_smoothing",
+    "train.z_loss",
+)
+"""Settings that decide the result and that `--change` may change."""
+DROPOUT = re.compile(r"model\.(\w*dropout)")
+"""The dropout rates of a model, which it may change too."""
+TOKENS = "tokens"
+"""The blend of token stores, which it may change too."""
+NAMES = {TOKENS: "tokens.use (the blend)"}
+"""What the user calls them."""
+
+Ranges = list[dict[str, Any]]
+"""The step ranges of a run, as progress.json has them: the first step of each, and its settings."""
+
+
+def check_changes(lines: Sequence[str]) -> None:
+    """Refuse changes that cannot be made in mid-run; a line begins with the name of its setting."""
+    refused = [line for line in lines if not _may_change(line.partition(" ")[0])]
+    if refused:
+        allowed = ", ".join([*SETTINGS, "model.shape.dropout", *NAMES.values()])
+        raise TextmillError(
+            f"--change: cannot change in mid-run: {'; '.join(refused[:4])}; set them back, or choose another "
+            f"train.folder; these can change: {allowed}"
+        )
+
+
+def _may_change(name: str) -> bool:
+    return name in (*SETTINGS, TOKENS) or DROPOUT.fullmatch(name) is not None
+
+
+def change_dropout(shape: Shape, made_from: dict[str, Any]) -> Shape:
+    """The shape with the dropout rates of these inputs."""
+    rates = {match[1]: value for name, value in made_from.items() if (match := DROPOUT.fullmatch(name))}
+    return replace(shape, **rates)
+
+
+def add_range(found: Checkpoint, before: dict[str, Any], after: dict[str, Any], data: Splits) -> Ranges:
+    """The step ranges of a run whose settings change from the step of a checkpoint on."""
+    before = rename_settings(before)
+    ranges: Ranges = list(found.progress.get("ranges", []))
+    if not ranges:
+        ranges = [{"step": 0, "settings": _settings_of(before, after, _sources_of(found, before, data))}]
+    new = {"step": found.step, "settings": _settings_of(after, after, data.sources)}
+    return [one for one in ranges if one["step"] < found.step] + [new]
+
+
+def _settings_of(values: dict[str, Any], defaults: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
+    """The settings of a step range; one that is newer than the checkpoint is taken from `defaults`."""
+    settings = {name: values.get(name, defaults[name]) for name in defaults if _may_change(name)}
+    return {**settings, TOKENS: [list(source) for source in sources]}
+
+
+def _sources_of(found: Checkpoint, before: dict[str, Any], data: Splits) -> list[Source]:
+    """The token stores of a checkpoint and their weights; older checkpoints have only the weights, in run.yaml."""
+    if recorded := found.progress.get("sources"):
+        return [(fingerprint, weight) for fingerprint, weight in recorded]
+    if before[TOKENS] == data.fingerprint:
+        return data.sources
+    used = (read_recorded_config(found.folder / "run.yaml").get("tokens") or {}).get("use") or []
+    weights = [float(one.get("weight", 1.0)) for one in used if isinstance(one, dict)]
+    sources = [(name, weight) for (name, _), weight in zip(data.sources, weights, strict=False)]
+    if len(weights) != len(data.sources) or hash_sources(sources) != before[TOKENS]:
+        raise TextmillError(
+            f"--change: {found.folder} was written by an older version, which did not record its token stores one by "
+            "one; only their weights can change; set the others back"
+        )
+    return sources
+
+
+def data_ranges(ranges: Ranges) -> list[DataRange]:
+    """What decides the samples of each step range."""
+    return [
+        DataRange(
+            one["step"],
+            one["settings"]["train.batch"],
+            one["settings"]["train.batch_rampup"],
+            [(fingerprint, weight) for fingerprint, weight in one["settings"][TOKENS]],
+        )
+        for one in ranges
+    ]
+
+
+def describe_changes(ranges: Ranges) -> dict[int, list[str]]:
+    """What changed at the start of each step range, a line each."""
+    found: dict[int, list[str]] = {}
+    for before, after in itertools.pairwise(ranges):
+        old, new = before["settings"], after["settings"]
+        found[after["step"]] = [
+            f"{NAMES.get(name, name)} was {_format(name, old.get(name))}, is {_format(name, new[name])}"
+            for name in new
+            if old.get(name) != new[name]
+        ]
+    return found
+
+
+def _format(name: str, value: Any) -> str:
+    if name != TOKENS:
+        return str(value)
+    return " + ".join(f"{weight:g} x {fingerprint[:8]}" for fingerprint, weight in value)
