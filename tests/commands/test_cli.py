@@ -163,6 +163,8 @@ def test_from_three_files_to_text(
     assert code == 0, err
     assert "All stages are done. The model is mine/run/step-0000002" in out
     assert "bits/byte" in out
+    assert "bits per byte of the valid split" in out
+    assert "Undertrained: " in out  # after two steps
     # Any of its folders, from any current folder, names the same model.
     monkeypatch.chdir(tiny_texts)
     texts = []

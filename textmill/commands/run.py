@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.folders import rank_checkpoints
+from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.corpus.prepare import prepare
@@ -15,6 +16,8 @@ from textmill.devices import open_device
 from textmill.evaluation import evaluate, format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
+from textmill.models import read_shape
+from textmill.planning.verdict import RunFacts, State, describe_quality, describe_state, read_valid_curve, state_of
 from textmill.processes.command_time import CommandTime
 from textmill.storage.files import format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
@@ -62,7 +65,11 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         write_json(folder / SUMMARY, summary)
     else:
         _print_summary(config, summary)
-    _print_next_steps(config, checkpoint)
+    facts = _facts_of(config, folder, checkpoint)
+    print()
+    for line in [*describe_quality(summary["measured"]), describe_state(facts)]:
+        print(line)
+    _print_next_steps(config, checkpoint, facts)
     return folder
 
 
@@ -113,12 +120,42 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
         print(text)
 
 
-def _print_next_steps(config: RunConfig, checkpoint: Path) -> None:
+def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
     root = shlex.quote(format_path(Path(config.folder)))
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers can open it). Next:")
     if config.train.layout == "chat":
         print(f"  textmill chat {root}")
     else:
         print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
-    print(f"  textmill train {root} train.{config.train.unit}={2 * getattr(config.train, config.train.unit)}")
-    print("  textmill new mine --text 'texts/*.txt' && textmill run mine")
+    for line in _commands_for(config, state_of(facts), root):
+        print(f"  {line}")
+
+
+def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
+    """Commands that would make the model better."""
+    train = config.train
+    if state == "overfitting":
+        again = shlex.quote(format_path(config.folder_of("train")) + "-2")
+        decay = f"train.weight_decay={max(0.1, 2 * train.weight_decay):g}"
+        return [f"textmill run {root} {decay} train.folder={again}", f"textmill tune {root} --minutes 60"]
+    if state == "limited by the text":
+        return [f"textmill tune {root} --minutes 60", "textmill new larger --text 'more texts/*.txt'"]
+    if train.minutes is None:
+        return [
+            f"textmill train {root} train.{train.unit}={2 * getattr(train, train.unit)}",
+            "textmill new mine --text 'texts/*.txt' && textmill run mine",
+        ]
+    sources = " ".join(f"--text {shlex.quote(_short(source))}" for source in config.corpus.sources[:3])
+    return [f"textmill new longer {sources} --minutes {4 * train.minutes:g}", f"textmill tune {root} --minutes 60"]
+
+
+def _short(source: str) -> str:
+    return format_path(Path(source)) if os.path.isabs(source) else source
+
+
+def _facts_of(config: RunConfig, folder: Path, checkpoint: Path) -> RunFacts:
+    last = max(list_checkpoints(folder).items())[1]
+    unique = sum(store.tokens for store in open_splits(config).stores("train"))
+    tokens = read_json(last / "progress.json")["tokens"]
+    scratch = config.model.init_from is None
+    return RunFacts(read_shape(checkpoint).parameters, unique, tokens, read_valid_curve(folder), scratch)

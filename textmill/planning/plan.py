@@ -107,6 +107,11 @@ def default_minutes(text: TextFacts, machine: MachineFacts) -> float:
     return min(most, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
 
 
+def wanted_epochs(parameters: float, unique: float) -> float:
+    """How often a net of this size should see a text of so many unique tokens; fewer leave it undertrained."""
+    return min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * parameters / unique)
+
+
 def layers_of(width: int) -> int:
     """Layers of a net of this width."""
     return max(2, width // 64)
@@ -145,7 +150,7 @@ class _Shape:
     @property
     def wanted_epochs(self) -> float:
         """How often a net of this size should see the text; all of these for a net below the text's tokens."""
-        return min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * self.parameters / self.unique)
+        return wanted_epochs(self.parameters, self.unique)
 
 
 def _shapes(text: TextFacts, machine: MachineFacts, seconds: float) -> Iterator[_Shape]:

@@ -1,0 +1,56 @@
+"""The end of a run in plain words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from textmill.planning.verdict import RunFacts, describe_quality, describe_state, read_valid_curve, state_of
+
+FALLING, RISING = {100: 4.0, 200: 3.5, 300: 3.2}, {100: 4.0, 200: 3.5, 300: 3.9}
+
+
+@pytest.mark.parametrize(
+    ("facts", "state"),
+    [
+        (RunFacts(5_000_000, 2_000_000, 50_000_000, RISING), "overfitting"),
+        (RunFacts(5_000_000, 2_000_000, 30_000_000, FALLING), "limited by the text"),
+        # nanochat's law wants 11 tokens for each parameter: 1,364M tokens for 124M parameters.
+        (RunFacts(124_000_000, 1_000_000_000, 400_000_000, FALLING), "undertrained"),
+        (RunFacts(124_000_000, 1_000_000_000, 1_400_000_000, FALLING), "finished"),
+        (RunFacts(124_000_000, 1_000_000, 400_000, FALLING, from_scratch=False), "finished"),
+        (RunFacts(5_000_000, 2_000_000, 30_000_000, {}), "unknown"),
+    ],
+)
+def test_states(facts: RunFacts, state: str) -> None:
+    assert state_of(facts) == state
+    assert describe_state(facts).lower().startswith(state.split()[0][:7]) or state in ("finished", "unknown")
+
+
+def test_overfitting_names_where_it_began() -> None:
+    text = describe_state(RunFacts(5_000_000, 2_000_000, 50_000_000, RISING))
+    assert "3.5000 to 3.9000 since step 200" in text
+    assert "25 epochs" in text
+
+
+def test_quality_is_compared_with_counting() -> None:
+    measured = {
+        "split": "test", "model": {"bits_per_byte": 2.0}, "unigram": {"bits_per_byte": 3.5},
+        "bigram": {"bits_per_byte": 2.75},
+    }  # fmt: skip
+    text = " ".join(describe_quality(measured))
+    assert "2.000 bits per byte" in text
+    assert "25% of its size" in text
+    assert "2.750" in text
+    assert "3.500" in text
+    assert "learnt almost nothing" in " ".join(describe_quality({**measured, "model": {"bits_per_byte": 2.8}}))
+    assert describe_quality(None) == describe_quality({"split": "test", "model": {"loss": 1.0}}) == []
+
+
+def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss": 5.0}, {"step": 2, "valid_loss": 4.5}, {"step": 3, "valid_loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_valid_curve(tmp_path) == {2: 4.5}
+    assert read_valid_curve(tmp_path / "none") == {}

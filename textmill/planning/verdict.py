@@ -1,0 +1,111 @@
+"""How good a finished run is, in plain words: against simple models, overfitting or undertrained, what to try next."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from textmill.planning.plan import wanted_epochs
+from textmill.track.jsonl import METRICS_FILE
+from textmill.training.step_log import OVERFITTING_RATIO
+
+State = Literal["overfitting", "limited by the text", "undertrained", "finished", "unknown"]
+MANY_EPOCHS = 8
+"""From here on more text is worth more than more time."""
+ENOUGH = 0.7
+"""A run with this fraction of the epochs that its net wants is not called undertrained."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A finished run, as far as it is judged here."""
+
+    parameters: int
+    unique_tokens: int
+    tokens: int
+    """Tokens seen in training."""
+    valid_losses: dict[int, float]
+    """By step."""
+    from_scratch: bool = True
+    """Whether the weights were random at the start; a model that was trained before needs fewer epochs."""
+
+    @property
+    def epochs(self) -> float:
+        """How often the text was seen."""
+        return self.tokens / max(1, self.unique_tokens)
+
+    @property
+    def last(self) -> float:
+        """The last valid loss."""
+        return self.valid_losses[max(self.valid_losses)]
+
+    @property
+    def best_step(self) -> int:
+        """The step with the lowest valid loss."""
+        return min(self.valid_losses, key=self.valid_losses.__getitem__)
+
+
+def read_valid_curve(run: Path) -> dict[int, float]:
+    """The valid loss by step, from the run's metrics."""
+    path = run / METRICS_FILE
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.is_file() else ()
+    return {
+        row["step"]: row["valid_loss"]
+        for row in rows
+        if row.get("valid_loss") is not None and math.isfinite(row["valid_loss"])
+    }
+
+
+def state_of(facts: RunFacts) -> State:
+    """What limits the model."""
+    if not facts.valid_losses:
+        return "unknown"
+    if facts.last > OVERFITTING_RATIO * facts.valid_losses[facts.best_step]:
+        return "overfitting"
+    if facts.from_scratch and facts.epochs < ENOUGH * wanted_epochs(facts.parameters, facts.unique_tokens):
+        return "undertrained"
+    return "limited by the text" if facts.from_scratch and facts.epochs >= MANY_EPOCHS else "finished"
+
+
+def describe_quality(measured: dict[str, Any] | None) -> list[str]:
+    """The model's bits per byte next to those of models that count tokens and pairs of tokens."""
+    model = (measured or {}).get("model", {})
+    bits = model.get("bits_per_byte")
+    if measured is None or bits is None:
+        return []
+    text = f"The model needs {bits:.3f} bits per byte of the {measured['split']} split"
+    others = {name: measured.get(name, {}).get("bits_per_byte") for name in ("bigram", "unigram")}
+    known = [f"{value:.3f} if only {what} are counted" for name, what in (("bigram", "pairs of tokens"),
+             ("unigram", "single tokens")) if (value := others[name])]  # fmt: skip
+    lines = [f"{text}: it would compress this text to {bits / 8:.0%} of its size."]
+    if known:
+        lines.append(f"For comparison: {', '.join(known)}.")
+    if others["bigram"] and bits >= others["bigram"]:
+        lines.append("It is no better than counting pairs: it has learnt almost nothing yet.")
+    return lines
+
+
+def describe_state(facts: RunFacts) -> str:
+    """What limits the model, with the numbers that show it."""
+    seen = f"{facts.epochs:.2g} epochs of {facts.unique_tokens:,} tokens"
+    state = state_of(facts)
+    if state == "overfitting":
+        best = facts.valid_losses[facts.best_step]
+        return (
+            f"Overfitting: after {seen}, valid loss rose from {best:.4f} to {facts.last:.4f} since step "
+            f"{facts.best_step:,}; the best checkpoint is used. More text, fewer epochs or more weight decay help."
+        )
+    if state == "undertrained":
+        wanted = wanted_epochs(facts.parameters, facts.unique_tokens)
+        return (
+            f"Undertrained: {seen}, while a net of {facts.parameters / 1e6:.1f}M parameters gains from about "
+            f"{wanted:.2g} epochs. More time or a smaller net help."
+        )
+    if state == "limited by the text":
+        return f"Limited by the text: it saw {seen} without overfitting. More text helps more than more time."
+    if state == "finished":
+        return f"Neither overfitting nor undertrained: it saw {seen}."
+    return "Whether it overfits is not known: there is no valid loss."
