@@ -53,7 +53,7 @@ def test_transformers_opens_it_with_the_same_logits(
     out = tmp_path / "out"
     assert export(checkpoint, out, f"export.precision={precision}") == 0
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json"
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "manifest.json", "README.md"
     }  # fmt: skip
     before, after = AutoModelForCausalLM.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(out)
     assert after.dtype == dtype

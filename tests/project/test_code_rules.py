@@ -120,13 +120,15 @@ def test_kinds_are_read_where_they_are_found() -> None:
 
 
 def test_no_pickle() -> None:
-    """Only the converter of pickled checkpoints reads pickles, with a reader that runs no code; nothing imports it."""
-    reader, converter = "textmill/conversion/safe_unpickle.py", "textmill/conversion/deepspeed.py"
+    """Pickled files of others are read by one reader that runs no code, and written by one function; only formats and
+    the reader of DeepSpeed's checkpoints call them."""
+    reader, writer = "textmill/conversion/safe_unpickle.py", "textmill/conversion/torch_files.py"
     for path, node in nodes():
         where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.ImportFrom):
-            assert node.module != "textmill.conversion.safe_unpickle" or name_of(path) == converter, where
-            assert node.module != "textmill.conversion.deepspeed", where
+        if isinstance(node, ast.ImportFrom) and str(node.module) in (
+            "textmill.conversion.safe_unpickle", "textmill.conversion.torch_files"
+        ):  # fmt: skip
+            assert name_of(path).startswith("textmill/conversion/"), where
         if name_of(path) == reader:
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -139,7 +141,8 @@ def test_no_pickle() -> None:
                 "marshal",
             }, where
         if isinstance(node, ast.Attribute) and node.attr in ("load", "save") and isinstance(node.value, ast.Name):
-            assert node.value.id != "torch", f"{where}: torch.{node.attr} is pickle"
+            allowed = node.attr == "save" and name_of(path) == writer
+            assert node.value.id != "torch" or allowed, f"{where}: torch.{node.attr} is pickle"
         assert not (isinstance(node, ast.keyword) and node.arg == "allow_pickle"), where
 
 

@@ -143,7 +143,7 @@ COMMANDS = {
         sections=("serve", "sample", "engine"), flags=(STEP,), opens="model",
     ),
     "export": Command(
-        "textmill.conversion:export", "write a plain Hugging Face folder, adapters merged",
+        "textmill.conversion:export", "write a model for other tools (transformers, llama.cpp, nanoGPT)",
         sections=("export",), flags=(FORCE, STEP), opens="model",
     ),
     "show": Command(

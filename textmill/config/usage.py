@@ -97,13 +97,36 @@ class SampleConfig(Section):
         return stop
 
 
+class MegatronExport(Section):
+    """Settings of `export.kind=megatron`."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor-parallel size: as many mp_rank_NN folders; it must divide the heads and the MLP's width."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline-parallel size; it must divide the layers."""
+    version: Literal["0", "1.0", "2.0", "3.0"] = "3.0"
+    """Checkpoint version, which decides the order of queries, keys and values; 2.0 and 3.0 have the same order."""
+    vocab_multiple: int = Field(128, ge=1)
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size
+    (Megatron's make-vocab-size-divisible-by)."""
+
+
 class ExportConfig(Section):
-    """Write a model as a folder for other tools."""
+    """Write a model for other tools; what is written is read back and compared before it appears."""
 
     folder: str | None = path()
-    """The folder to write: config.json, model.safetensors, the tokenizer's files."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the written weights."""
+    """The folder to write."""
+    kind: Literal["hf", "gguf", "nanogpt"] = "hf"
+    """The format: hf (transformers, vLLM, lm-eval: config.json, safetensors, tokenizer, model card); gguf (llama.cpp,
+    Ollama; extra: textmill[export]); nanogpt (ckpt.pt)."""
+    precision: Literal["fp32", "bf16", "fp16", "q8_0", "q4_0"] = "fp32"
+    """Precision of the written weights; q8_0 and q4_0 (8 and 4 bits in blocks of 32) with gguf only."""
+    max_file_gb: float = Field(5.0, gt=0)
+    """hf: most gigabytes of weights in one file; a larger model gets several files and an index."""
+    name: str | None = None
+    """The name of the model in its card and its GGUF file; default: the name of `export.folder`."""
+    license: str | None = None
+    """The licence that the model card names, such as apache-2.0."""
 
 
 class WandbConfig(Section):

@@ -1,18 +1,23 @@
-"""The command export: writes a model as a plain Hugging Face folder, adapter merged, atomically."""
+"""The command export: writes a model in the format of another tool, checks what was written, then shows it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, StepChoice
-from textmill.config import RunConfig
-from textmill.conversion.hugging_face import read_all_weights, text_files
+from textmill.config import ExportConfig, RunConfig
+from textmill.conversion.compare import check_written
+from textmill.conversion.formats import open_format
+from textmill.conversion.formats.hf import text_files
+from textmill.conversion.model import Hints, Model, collect_weights
+from textmill.conversion.model_card import write_card
 from textmill.errors import TextmillError
 from textmill.models import find_run_model, read_shape
-from textmill.storage.files import format_path, hash_json, write_bytes
+from textmill.storage.files import format_path, hash_json
 from textmill.storage.stages import Force, Stage
-from textmill.storage.tensor_files import encode_safetensors, fingerprint_weights
+from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
@@ -23,31 +28,56 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
             "export.folder: is not set; name the folder to write: textmill export WHERE export.folder=OUT"
         )
     folder, precision = Path(config.export.folder), config.export.precision
+    writer = open_format(config.export.kind)
+    if precision not in writer.PRECISIONS:
+        raise TextmillError(
+            f"export.precision: {config.export.kind} has {', '.join(writer.PRECISIONS)}, found {precision}"
+        )
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
     shape, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
-    files = text_files(shape, tokenizer, precision)
-    made_from = {
-        "export.precision": precision,
-        "weights": fingerprint_weights(checkpoint.folder),
-        "texts": hash_json(files),
-    }
-    stage = Stage("export", folder, made_from, None)
+    card = write_card(config, checkpoint, shape, tokenizer)
+    stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")
         return folder
+    model = Model(shape, collect_weights(shape, checkpoint.weights(), str(checkpoint.folder)), tokenizer, card=card)
     with stage.unfinished_folder() as part:
-        accounts = {name: write_bytes(part / name, [text.encode()]) for name, text in files.items()}
-        blocks = encode_safetensors(list(read_all_weights(checkpoint, shape)), precision)
-        accounts["model.safetensors"] = write_bytes(part / "model.safetensors", blocks)
-        stage.write_manifest(part, accounts, {"precision": precision, "parameters": shape.parameters})
+        try:
+            files = writer.write(model, part, config.export)
+            # What a format does not say about a model is given to its reader.
+            hints = Hints(vocab=shape.vocab, heads=shape.heads, activation=getattr(shape, "activation", None))
+            figures = check_written(model, writer.read(part, hints), precision, str(folder))
+        except TextmillError:
+            stage.discard()
+            raise
+        stage.write_manifest(part, files, {"precision": precision, "parameters": shape.parameters, "check": figures})
     merged = " with its adapter merged" if is_adapter(checkpoint.folder) else ""
-    size = accounts["model.safetensors"]["bytes"] / 1e6
+    size = sum(entry["bytes"] for entry in files.values()) / 1e6
     print(
         f"export: {format_path(folder)}: {shape.parameters:,} parameters of "
-        f"{format_path(checkpoint.folder)}{merged}, in {precision}, {size:,.1f} MB"
+        f"{format_path(checkpoint.folder)}{merged}, as {config.export.kind} in {precision}, {size:,.1f} MB\n"
+        f"export: checked: {figures}"
     )
     return folder
+
+
+def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, str]) -> dict[str, Any]:
+    """What decides the content; settings at their defaults are left out, so that older exports are still known."""
+    fixed = {"folder", "precision", "kind"}
+    changed = {
+        f"export.{key}": value.model_dump() if hasattr(value, "model_dump") else value
+        for key in ExportConfig.model_fields
+        if key not in fixed and (value := getattr(config, key)) != getattr(ExportConfig(), key)
+    }
+    kind = {} if config.kind == ExportConfig().kind else {"export.kind": config.kind}
+    return {
+        "export.precision": config.precision,
+        **kind,
+        **changed,
+        "weights": fingerprint_weights(checkpoint.folder),
+        "texts": hash_json(texts),
+    }
 
 
 def _refuse_overlap(folder: Path, checkpoint: Checkpoint) -> None:

@@ -21,6 +21,7 @@ from textmill.storage.files import (
     is_as_written,
     read_json,
     replace_folder,
+    try_remove,
     write_json,
     write_text,
 )
@@ -99,6 +100,11 @@ class Stage:
             yield part
             self._commit()
             part.with_name(part.name + ".lock").unlink()
+
+    def discard(self) -> None:
+        """Remove the unfinished folder, because its content must not be used; the caller holds its lock."""
+        try_remove(self._part)
+        try_remove(self._part.with_name(self._part.name + ".lock"))
 
     def _commit(self) -> None:
         (self._part / MADE_FROM).unlink(missing_ok=True)

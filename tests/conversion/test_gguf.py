@@ -1,0 +1,154 @@
+"""GGUF files in a real llama.cpp: our token ids and our greedy tokens, with a vocabulary fitted on Korean."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
+from textmill.cli import main
+from textmill.conversion.compare import TEXTS
+from textmill.conversion.formats.gguf import read
+from textmill.conversion.model import Hints
+from textmill.errors import TextmillError
+from textmill.models.nets_torch import open_net
+
+pytest.importorskip("gguf", reason="needs the extra export")
+
+MORE = ("fp16", "bf16", "q4_0")
+SCRIPTS = [(0x20, 0x7F), (0xA0, 0x250), (0x400, 0x460), (0xAC00, 0xD7A4), (0x4E00, 0x9FFF), (0x3041, 0x30FF),
+           (0x5D0, 0x5EB), (0x621, 0x64B), (0x1F600, 0x1F640)]  # fmt: skip
+
+
+def multilingual(count: int) -> list[str]:
+    """Sentences, and strings of characters of many scripts with spaces, digits and line ends between them."""
+    dice = random.Random(3)
+    texts = [text for line in (*TEXT, *TEXTS) for text in (line, line[dice.randrange(9) :], line.upper())]
+    while len(texts) < count:
+        words = []
+        for _ in range(dice.randint(1, 6)):
+            first, last = dice.choice(SCRIPTS)
+            words.append("".join(chr(dice.randrange(first, last)) for _ in range(dice.randint(1, 8))))
+            words.append(dice.choice([" ", "  ", "\n", " \n\n ", "\t", "", "'s ", "12", " 345", "..."]))
+        texts.append("".join(words))
+    return texts[:count]
+
+
+def ask_llama_cpp(file: Path, **request: Any) -> dict[str, Any]:
+    pytest.importorskip("xllamacpp", reason="needs the extra dev")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.llama_cpp", str(file)],
+        input=json.dumps({"texts": [], "prompts": [], "tokens": 1, "context": 96, **request}),
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert answers, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(answers[0].removeprefix("ANSWER "))
+    return found
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    net, ids = open_net(folder, torch.device("cpu")), list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(net.logits(net(torch.tensor([ids])))[0, -1].argmax()))
+            if ids[-1] == net.shape.end:
+                break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"split_digits": True}, marks=pytest.mark.long),
+        pytest.param({"chat": "default"}, marks=pytest.mark.long),
+    ],
+)
+def test_llama_cpp_gives_our_ids_and_our_greedy_tokens(tmp_path: Path, settings: dict[str, Any]) -> None:
+    tokenizer = korean_tokenizer(vocab=420, **settings)
+    folder, out = write_folder(tmp_path / "model", tokenizer, loud=6.0, rows=5), tmp_path / "out"
+    assert main(["export", str(folder), f"export.folder={out}", "export.kind=gguf"]) == 0
+    texts, prompts = multilingual(1000 if not settings else 100), [tokenizer.encode(line)[:20] for line in TEXT]
+    found = ask_llama_cpp(out / "out.gguf", texts=texts, prompts=prompts, tokens=64)
+    assert found["ids"] == [tokenizer.encode(text) for text in texts]
+    for prompt, new in zip(prompts, found["new"], strict=True):
+        wanted = greedy(folder, prompt, 64)
+        assert len(set(wanted)) > 5, "a model that repeats one token proves nothing"
+        assert [id_ for id_ in new if id_ != tokenizer.end] == [id_ for id_ in wanted if id_ != tokenizer.end]
+
+
+@pytest.mark.parametrize("precision", ["q8_0", *(pytest.param(one, marks=pytest.mark.long) for one in MORE)])
+def test_every_type_runs_in_llama_cpp_and_is_read_as_the_package_reads_it(tmp_path: Path, precision: str) -> None:
+    tokenizer = korean_tokenizer()
+    folder, out = write_folder(tmp_path / "model", tokenizer), tmp_path / "out"
+    assert (
+        main(["export", str(folder), f"export.folder={out}", "export.kind=gguf", f"export.precision={precision}"]) == 0
+    )
+    assert len(ask_llama_cpp(out / "out.gguf", prompts=[tokenizer.encode(TEXT[0])[:9]], tokens=3)["new"][0]) == 3
+    weights = read(out, Hints()).weights
+    net = open_net(folder, torch.device("cpu"))
+    before = dict(read(_as_fp32(folder, tmp_path), Hints()).weights)
+    largest = max(float(np.abs(values - before[name]).max()) for name, values in weights.items())
+    assert 0 < largest < {"fp16": 2e-4, "bf16": 2e-3, "q8_0": 2e-3, "q4_0": 4e-2}[precision]
+    assert net.shape.vocab == len(weights["transformer.wte.weight"])
+
+
+def _as_fp32(folder: Path, tmp_path: Path) -> Path:
+    assert main(["export", str(folder), f"export.folder={tmp_path / 'fp32'}", "export.kind=gguf"]) == 0
+    return tmp_path / "fp32"
+
+
+def test_the_chat_template_and_the_modelfile(tmp_path: Path) -> None:
+    tokenizer = korean_tokenizer(chat="default")
+    folder, out = write_folder(tmp_path / "model", tokenizer), tmp_path / "out"
+    assert main(["export", str(folder), f"export.folder={out}", "export.kind=gguf", "export.name=My mill"]) == 0
+    talk = [{"role": "user", "content": "물레방아는?"}, {"role": "assistant", "content": "강가에."},
+            {"role": "user", "content": "왜?"}]  # fmt: skip
+    from transformers import AutoTokenizer
+
+    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert ask_llama_cpp(out / "My-mill.gguf", talk=talk)["talk"] == wanted
+    lines = (out / "Modelfile").read_text().splitlines()
+    assert lines[0] == "FROM ./My-mill.gguf"
+    assert lines[1].endswith('<|user|>{{ .Content }}<|endoftext|>{{ else if eq .Role "assistant" }}<|assistant|>'
+                             '{{ .Content }}<|endoftext|>{{ end }}{{ end }}<|assistant|>"""')  # fmt: skip
+    assert lines[2:] == ["PARAMETER num_ctx 96", 'PARAMETER stop "<|endoftext|>"']
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "unigram"}, "needs a byte-level BPE tokenizer without a normalizer; this one is Unigram"),
+        ({"lowercase": True}, "this one is BPE with a normalizer"),
+        ({"split_cjk": True}, "llama.cpp has no name for how this tokenizer splits words"),
+    ],
+)
+def test_tokenizers_that_llama_cpp_does_not_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], message: str
+) -> None:
+    folder = write_folder(tmp_path / "model", korean_tokenizer(**settings))
+    assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}", "export.kind=gguf"]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    out = _as_fp32(write_folder(tmp_path / "model", korean_tokenizer()), tmp_path)
+    whole = (out / "fp32.gguf").read_bytes()
+    for length in (3, 20, 500, len(whole) // 2, len(whole) - 1000):
+        (tmp_path / "cut.gguf").write_bytes(whole[:length])
+        with pytest.raises(TextmillError, match="not a readable GGUF file"):
+            read(tmp_path / "cut.gguf", Hints())
+    (tmp_path / "cut.gguf").write_bytes(whole.replace(b"gpt2", b"bert", 1))
+    with pytest.raises(TextmillError, match="its architecture is 'bert'"):
+        read(tmp_path / "cut.gguf", Hints())

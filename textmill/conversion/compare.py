@@ -1,0 +1,108 @@
+"""Compares a written file with the model it came from: logits on seeded inputs, token ids of multilingual texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from textmill.conversion.model import Array, Model
+from textmill.errors import TextmillError
+from textmill.models.nets_torch import fill, new_net
+from textmill.tokens.vocabulary.encoders import hard_texts
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+LOGIT_BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
+"""The largest difference of a logit, as a fraction of the largest logit (or of 1 if that is less)."""
+DIVERGENCE_BOUNDS = {"q8_0": 1e-3}
+"""The mean Kullback-Leibler divergence of the next token; four bits have no bound, theirs is only printed."""
+SAMPLES, LONGEST, SEED = 2, 64, 5
+TEXTS = (
+    "The mill stands by the river; its wheel doesn't turn in 1,234 winters.",
+    "물레방아는 강가에 서 있다. 아침마다 바퀴가 돌기 시작한다!",
+    "Değirmen köprünün üstünde duruyor; çark yavaş yavaş döner.",
+    "Мельница стоит у реки, и её колесо вращается.",
+    "水車は川のほとりに立っている。磨坊在河边，水轮慢慢地转。",
+    "الطاحونة بجانب النهر. טחנה ליד הנהר. चक्की नदी के किनारे है। โรงสีอยู่ริมแม่น้ำ",
+)
+SHAPE_FIELDS = ("layers", "heads", "width", "inner", "positions", "vocab", "activation", "untied")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much the logits of two models differ."""
+
+    largest: float
+    """The largest absolute difference of a logit."""
+    scale: float
+    """The largest absolute logit of the source, at least 1."""
+    divergence: float
+    """The mean Kullback-Leibler divergence of the next token, in nats."""
+
+
+def sample_ids(model: Model) -> NDArray[np.int64]:
+    """Seeded token ids, which cover the whole vocabulary with equal chance."""
+    length = min(LONGEST, model.shape.positions)
+    return np.random.default_rng(SEED).integers(0, model.shape.vocab, (SAMPLES, length))
+
+
+def logits_of(model: Model, ids: NDArray[np.int64]) -> Array:
+    """Logits in fp32 on the CPU."""
+    if model.logits is not None:
+        return model.logits(ids)
+    net = new_net(model.shape, torch.device("cpu"))
+    fill(net, model.weights.items(), "the model")
+    with torch.no_grad():
+        logits: Array = net.logits(net(torch.from_numpy(ids))).float().numpy()
+    return logits
+
+
+def measure(source: Array, written: Array) -> Difference:
+    """The difference between the logits of a source and of what was written."""
+    largest = float(np.abs(source - written).max()) if source.shape == written.shape else np.inf
+    if not np.isfinite(largest):
+        return Difference(np.inf, 1.0, np.inf)
+    p, q = (torch.log_softmax(torch.from_numpy(one.astype(np.float64)), -1) for one in (source, written))
+    divergence = float((p.exp() * (p - q)).sum(-1).mean())
+    return Difference(largest, max(1.0, float(np.abs(source).max())), max(0.0, divergence))
+
+
+def check_written(source: Model, written: Model, precision: str, where: str) -> str:
+    """Raise unless what was written computes what the source computes; return the figures in words."""
+    for name in SHAPE_FIELDS:
+        before, after = getattr(source.shape, name, None), getattr(written.shape, name, None)
+        if before != after:
+            raise _failed(where, f"its {name} is read back as {after}, the model has {before}")
+    ids = sample_ids(source)
+    found = measure(logits_of(source, ids), logits_of(written, ids))
+    words = f"logits differ by at most {found.largest:.2g}"
+    if precision in LOGIT_BOUNDS:
+        bound = LOGIT_BOUNDS[precision] * found.scale
+        words += f" (bound {bound:.2g})"
+        if not found.largest <= bound:
+            raise _failed(where, f"its {words}", "; use export.precision=fp32" if precision != "fp32" else "")
+    else:
+        words += f", mean KL divergence {found.divergence:.2g}"
+        kl_bound = DIVERGENCE_BOUNDS.get(precision)
+        words += f" (bound {kl_bound:g})" if kl_bound else ""
+        if not found.divergence <= (kl_bound or np.inf):
+            raise _failed(where, f"its {words}", "; use export.precision=fp16")
+    return f"{words}; {_check_tokenizer(source.tokenizer, written.tokenizer, where)}"
+
+
+def _check_tokenizer(source: TextTokenizer | None, written: TextTokenizer | None, where: str) -> str:
+    if source is None or written is None:
+        return "no tokenizer to compare"
+    texts = [*TEXTS, *(one.text for one in hard_texts())]
+    for text in texts:
+        if source.encode(text) != written.encode(text):
+            raise _failed(where, f"its tokenizer gives other ids for {text[:40]!r}")
+    if source.end != written.end:
+        raise _failed(where, f"its end-of-text token is {written.end}, the model has {source.end}")
+    return f"ids of {len(texts)} texts are equal"
+
+
+def _failed(where: str, what: str, advice: str = "") -> TextmillError:
+    return TextmillError(f"{where}: not written: {what} when read back{advice}")

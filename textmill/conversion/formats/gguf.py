@@ -1,0 +1,212 @@
+"""GGUF, the file of llama.cpp and Ollama: a GPT-2 with its own vocabulary, through the package gguf."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from textmill.config import ExportConfig
+from textmill.conversion.gguf_tokenizer import keys_of, tokenizer_of
+from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family
+from textmill.conversion.ollama import modelfile
+from textmill.errors import TextmillError, warn
+from textmill.models import open_family, weights_of
+from textmill.storage.files import manifest_entry, write_text
+from textmill.storage.tensor_files import Named
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+
+PRECISIONS = ("fp32", "bf16", "fp16", "q8_0", "q4_0")
+TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+FILE_TYPES = {
+    "fp32": "ALL_F32",
+    "bf16": "MOSTLY_BF16",
+    "fp16": "MOSTLY_F16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q4_0": "MOSTLY_Q4_0",
+}
+BLOCK = 32
+"""Values that share a scale in a quantised type; rows of another length are written in F16."""
+ARCHITECTURE, MAGIC = "gpt2", b"GGUF"
+NAMES = {
+    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "lm_head": "output",
+}  # fmt: skip
+"""The family's names of modules, of a block without `transformer.h.N`, and llama.cpp's."""
+OUTPUT = "output.weight"
+NUMBERS = {
+    "block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner", "attention.head_count": "n_head",
+}  # fmt: skip
+"""Keys of the file below `gpt2.`, and those of a config.json."""
+
+
+def write(model: Model, folder: Path, config: ExportConfig) -> Files:
+    """Write NAME.gguf and a Modelfile for Ollama."""
+    gguf, shape = _package(), model.shape
+    require_family(shape, "gpt2", "gguf")
+    if shape.activation != "gelu_new":
+        raise TextmillError(
+            f"export.kind: llama.cpp computes a GPT-2 with gelu_new, this model has {shape.activation}; use hf or onnx"
+        )
+    if model.tokenizer is None:
+        raise TextmillError("export.kind: gguf holds the tokenizer, the model has none; put it next to the weights")
+    name = re.sub(r"[^\w.-]+", "-", config.name or Path(str(config.folder)).name) or "model"
+    path = folder / f"{name}.gguf"
+    writer = gguf.GGUFWriter(path, ARCHITECTURE)
+    _add_keys(writer, model, gguf, config, name)
+    odd = _add_tensors(writer, model, gguf, config.precision)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+    if odd:
+        warn(f"{odd} matrices have rows that are no multiple of {BLOCK}; they are written in F16")
+    files = {path.name: manifest_entry(path)}
+    return files | {"Modelfile": write_text(folder / "Modelfile", modelfile(path.name, shape, model.tokenizer))}
+
+
+def _add_keys(writer: Any, model: Model, gguf: Any, config: ExportConfig, name: str) -> None:
+    shape = model.shape
+    writer.add_name(name)
+    if config.license:
+        writer.add_license(config.license)
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.positions)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_layer_norm_eps(shape.epsilon)
+    writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[config.precision]))
+    if config.precision.startswith("q"):
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    assert model.tokenizer is not None
+    for key, value in keys_of(model.tokenizer, shape.vocab).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](f"tokenizer.{key}", value)
+
+
+def _add_tensors(writer: Any, model: Model, gguf: Any, precision: str) -> int:
+    """Add every weight; norms, biases and positions stay in F32. Returns how many matrices could not be quantised."""
+    wanted, odd = getattr(gguf.GGMLQuantizationType, TYPES[precision]), 0
+    transposed = {weight.name: weight.transposed for weight in weights_of(model.shape)}
+    named = {_their_name(name): (name, values) for name, values in model.weights.items()}
+    # A tied head could be left out, but older builds of llama.cpp do not open such a file.
+    named.setdefault(OUTPUT, ("transformer.wte.weight", model.weights["transformer.wte.weight"]))
+    for theirs, (name, values) in named.items():
+        if values.ndim < 2 or theirs == "position_embd.weight" or precision == "fp32":
+            writer.add_tensor(theirs, np.ascontiguousarray(values.T if transposed.get(name) else values, np.float32))
+            continue
+        values, kind = np.ascontiguousarray(values.T if transposed.get(name) else values), wanted
+        if precision.startswith("q") and values.shape[-1] % BLOCK:
+            kind, odd = gguf.GGMLQuantizationType.F16, odd + 1
+        if kind == gguf.GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
+            raise TextmillError(
+                f"'{name}' holds {np.abs(values).max():.4g}, more than fp16 can represent; use bf16 or fp32"
+            )
+        writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    return odd
+
+
+def _their_name(name: str) -> str:
+    stem, _, ending = name.rpartition(".")
+    block = re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", stem)
+    return f"blk.{block[1]}.{NAMES[block[2]]}.{ending}" if block else f"{NAMES[stem]}.{ending}"
+
+
+def _our_names() -> dict[str, str]:
+    return {theirs: ours for ours, theirs in NAMES.items()}
+
+
+def matches(path: Path) -> bool:
+    """A file that begins as GGUF does, or a folder with one."""
+    try:
+        with open(_file_of(path), "rb") as stream:
+            return stream.read(4) == MAGIC
+    except (OSError, TextmillError):
+        return False
+
+
+def _file_of(path: Path) -> Path:
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(found) != 1:
+        raise TextmillError(f"{path}: has {len(found)} files *.gguf; name one of them")
+    return found[0]
+
+
+def read(path: Path, hints: Hints) -> Model:
+    """Read a GPT-2; quantised weights are turned into fp32."""
+    path, gguf = _file_of(path), _package()
+    try:
+        reader = gguf.GGUFReader(path)
+        keys = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+    except Exception as error:  # the package raises what its arithmetic on a damaged file raises
+        raise TextmillError(f"{path}: not a readable GGUF file ({type(error).__name__}: {error})") from None
+    if keys.get("general.architecture") != ARCHITECTURE:
+        raise TextmillError(
+            f"{path}: its architecture is {keys.get('general.architecture')!r}; textmill reads {ARCHITECTURE}"
+        )
+    shape = _shape_of(keys, tensors, path)
+    weights = collect_weights(shape, _named(tensors, shape, gguf, path), str(path))
+    tokenizer = open_tokenizer(hints.tokenizer) if hints.tokenizer else tokenizer_of(keys, str(path))
+    return Model(shape, weights, tokenizer)
+
+
+def _shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
+    if "token_embd.weight" not in tensors:
+        raise TextmillError(f"{path}: has no token_embd.weight; the file is damaged, or holds no weights")
+    hf = {ours: keys.get(f"{ARCHITECTURE}.{theirs}") for theirs, ours in NUMBERS.items()}
+    hf |= {
+        "vocab_size": int(tensors["token_embd.weight"].shape[-1]), "activation_function": "gelu_new",
+        "layer_norm_epsilon": keys.get(f"{ARCHITECTURE}.attention.layer_norm_epsilon", 1e-5),
+        "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"), "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }  # fmt: skip
+    if isinstance(epsilon := hf["layer_norm_epsilon"], float):
+        hf["layer_norm_epsilon"] = float(f"{epsilon:.6g}")  # the file has 32 bits of it
+    return open_family("gpt2").shape_of_hf(hf, str(path))
+
+
+def _named(tensors: dict[str, Any], shape: Any, gguf: Any, path: Path) -> Iterator[Named]:
+    ours = _our_names()
+    transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
+    tied = OUTPUT in tensors and np.array_equal(tensors[OUTPUT].data, tensors["token_embd.weight"].data)
+    for name, tensor in tensors.items():
+        block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+        stem, ending = (block[2], block[3]) if block else name.rsplit(".", 1) if "." in name else (name, "")
+        if stem not in ours:
+            raise TextmillError(f"{path}: has '{name}', which a GPT-2 does not have")
+        if name == OUTPUT:
+            if not tied and OUTPUT not in transposed:
+                raise TextmillError(f"{path}: its output.weight differs from token_embd.weight: an untied head")
+            continue
+        full = f"transformer.h.{block[1]}.{ours[stem]}.{ending}" if block else f"{ours[stem]}.{ending}"
+        values = _values_of(tensor, gguf, path)
+        yield full, np.ascontiguousarray(values.T) if transposed.get(full) and values.ndim == 2 else values
+
+
+def _values_of(tensor: Any, gguf: Any, path: Path) -> Array:
+    try:
+        found: Array = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        return found.reshape([int(side) for side in tensor.shape][::-1])
+    except Exception as error:  # a type that the package cannot turn into numbers, or a damaged size
+        raise TextmillError(
+            f"{path}: '{tensor.name}' of type {tensor.tensor_type.name} cannot be read ({type(error).__name__}: "
+            f"{error}); convert the file to F32, F16, BF16, Q8_0 or Q4"
+        ) from None
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise TextmillError("gguf: needs the package gguf; run: pip install 'textmill[export]'") from None
+    return gguf

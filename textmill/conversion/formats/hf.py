@@ -1,0 +1,97 @@
+"""A model as transformers opens it: config.json, the tokenizer's files, safetensors or (read only) pickled weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from textmill.checkpoints.file_plan import plan_files
+from textmill.config import ExportConfig
+from textmill.conversion.model import Files, Hints, Model, collect_weights
+from textmill.conversion.torch_files import read_tensor_tree
+from textmill.errors import TextmillError
+from textmill.models import open_family, read_shape
+from textmill.storage.files import read_json, write_bytes, write_json
+from textmill.storage.tensor_files import SHARD_INDEX, Named, Precision, encode_safetensors, read_model
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The names of precisions in a config.json."""
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "*.model", "vocab.txt", "encoder.json")
+
+
+def text_files(shape: Any, tokenizer: TextTokenizer | None, precision: str, card: str | None = None) -> dict[str, str]:
+    """Every file except the weights; the chat template is in the tokenizer's files."""
+    hf = {**open_family(shape.family).hf_config_of(shape), "dtype": DTYPES[precision]}
+    files = {"config.json": json.dumps(hf, indent=2) + "\n"}
+    files |= tokenizer.files(shape.positions) if tokenizer else {}
+    return {**files, "README.md": card} if card else files
+
+
+def write(model: Model, folder: Path, config: ExportConfig) -> Files:
+    """Write the folder; the weights in files of at most `export.max_file_gb`."""
+    precision: Precision = config.precision  # type: ignore[assignment]  # `export` has checked it
+    texts = text_files(model.shape, model.tokenizer, precision, model.card)
+    files = {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+    size = 4 if precision == "fp32" else 2
+    plan, named = plan_files("model", model.weights.items(), int(config.max_file_gb * 1e9 * 4 / size))
+    file_of = plan.file_by_tensor()
+    for name, part in itertools.groupby(named, lambda one: file_of[one[0]]):
+        files[name] = write_bytes(folder / name, encode_safetensors(list(part), precision))
+    if len(plan.files) > 1:
+        index = plan.index()
+        index["metadata"]["total_size"] = index["metadata"]["total_size"] * size // 4
+        files[SHARD_INDEX] = write_json(folder / SHARD_INDEX, index)
+    return files
+
+
+def matches(path: Path) -> bool:
+    """A folder with a config.json and weights, or a file of weights next to a config.json."""
+    if path.is_file():
+        return path.suffix in (".safetensors", ".bin") and (path.parent / "config.json").is_file()
+    has_weights = any(any(path.glob(f"*{end}")) for end in (".safetensors", ".bin", ".index.json"))
+    return path.is_dir() and (path / "config.json").is_file() and has_weights
+
+
+def read(path: Path, hints: Hints) -> Model:
+    """Read a folder; pickled weights without running code."""
+    folder = path if path.is_dir() else path.parent
+    shape = read_hf_shape(hints.config) if hints.config else read_shape(folder)
+    weights = collect_weights(shape, _read_weights(folder), str(folder))
+    where = hints.tokenizer or folder
+    has_tokenizer = any(any(folder.glob(name)) for name in TOKENIZER_FILES)
+    return Model(shape, weights, open_tokenizer(where) if hints.tokenizer or has_tokenizer else None)
+
+
+def read_hf_shape(path: Path) -> Any:
+    """The shape in a config.json, named as the file or its folder."""
+    path = path / "config.json" if path.is_dir() else path
+    hf = read_json(path)
+    kind = hf.get("model_type", "gpt2") if isinstance(hf, dict) else None
+    if kind != "gpt2":
+        raise TextmillError(f"{path}: not the config.json of a GPT-2; name the one that the model was built with")
+    return open_family("gpt2").shape_of_hf(hf, str(path))
+
+
+def _read_weights(folder: Path) -> Iterator[Named]:
+    if any(folder.glob("*.safetensors")) or not any(folder.glob("pytorch_model*.bin*")):
+        yield from read_model(folder)
+        return
+    names = [PICKLE]
+    if (folder / PICKLE_INDEX).is_file():
+        tree = read_json(folder / PICKLE_INDEX)
+        listed = tree.get("weight_map") if isinstance(tree, dict) else None
+        if not isinstance(listed, dict) or not all(
+            isinstance(name, str) and Path(name).name == name for name in listed.values()
+        ):
+            raise TextmillError(f"{folder / PICKLE_INDEX}: has no weight_map from weights to files of this folder")
+        names = sorted(set(listed.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise TextmillError(f"{folder}: lacks the file {name}; copy all files of the model")
+        yield from read_tensor_tree(folder / name)

@@ -1,0 +1,77 @@
+"""Model: a model without a file format, as a format's writer takes it and its reader returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.errors import TextmillError
+from textmill.models import Shape, open_family, weights_of
+from textmill.storage.tensor_files import Named
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+Array = NDArray[np.float32]
+Files = dict[str, dict[str, Any]]
+"""Written files by name: length and SHA-256, as a manifest stores them."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape, all weights under the family's names, and the tokenizer if there is one."""
+
+    shape: Any
+    weights: dict[str, Array]
+    tokenizer: TextTokenizer | None = None
+    logits: Callable[[NDArray[np.int64]], Array] | None = None
+    """What computes logits, for a format whose own program does that; default: the family's torch net."""
+    card: str | None = None
+    """The text of the model card, if the source says something about the model."""
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the user says about a file that does not say it itself."""
+
+    config: Path | None = None
+    """A Hugging Face config.json."""
+    tokenizer: Path | None = None
+    """The folder of the tokenizer."""
+    vocab: int | None = None
+    """The vocabulary size without padding rows."""
+    heads: int | None = None
+    """Attention heads."""
+    activation: str | None = None
+    """The activation of the MLP."""
+
+
+def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded: bool = False) -> dict[str, Array]:
+    """All weights of a shape from a file's own, checked for names and sizes; `padded`: rows of the vocabulary beyond
+    the shape's are dropped."""
+    found: dict[str, Array] = {}
+    wanted = {weight.name: weight for weight in weights_of(shape)}
+    for name, values in open_family(shape.family).known_weights(named):
+        weight = wanted.get(name)
+        if weight is None:
+            raise TextmillError(f"{where}: has '{name}', which a {shape.family} of this shape does not have")
+        if padded and weight.by_token and values.ndim == 2 and len(values) > weight.shape[0]:
+            values = values[: weight.shape[0]]
+        if values.shape != weight.shape:
+            raise TextmillError(
+                f"{where}: '{name}' is {list(values.shape)} where the config says {list(weight.shape)}; "
+                "the config and the weights disagree"
+            )
+        found[name] = values
+    if missing := [name for name in wanted if name not in found]:
+        raise TextmillError(f"{where}: lacks {len(missing)} weights, such as '{missing[0]}'")
+    return {name: found[name] for name in wanted}
+
+
+def require_family(shape: Shape, family: str, kind: str) -> None:
+    """Refuse a family that a format has no place for."""
+    if shape.family != family:
+        raise TextmillError(f"export.kind: {kind} can hold a {family}, the model is a {shape.family}; use hf")

@@ -1,0 +1,154 @@
+"""The model card (README.md of an exported folder), written from what the run recorded about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.config import RunConfig
+from textmill.errors import TextmillError
+from textmill.storage.files import read_json
+from textmill.storage.stages import MANIFEST
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.track.jsonl import METRICS_FILE, read_metrics
+
+CURVE_ROWS = 12
+"""Most rows of the training curve."""
+PROTOCOL = ("task", "split", "documents", "tokens", "bytes", "words", "window", "stride", "precision", "append_end")
+"""What an evaluation's file says about how it was measured."""
+
+
+def write_card(config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer: TextTokenizer) -> str:
+    """The card in Markdown: the model, its data, its training, its scores, its licence and how to use it."""
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["textmill"]}
+    if config.export.license:
+        head = {"license": config.export.license, **head}
+    if config.corpus.languages:
+        head = {"language": list(config.corpus.languages), **head}
+    name = config.export.name or Path(str(config.export.folder)).name
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
+        f"# {name}",
+        f"A {shape.family} language model with {shape.parameters:,} parameters, trained with textmill.",
+        _table("Model", _model_rows(shape, tokenizer)),
+        _table("Data", _data_rows(config)),
+        _table("Training", _training_rows(checkpoint)),
+        _curve(checkpoint),
+        _scores(checkpoint),
+        f"## Licence\n\n{config.export.license or 'Not stated by whoever exported this model.'}",
+        _usage(tokenizer),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _table(title: str, rows: list[tuple[str, Any]]) -> str:
+    lines = [f"| {name} | {_cell(value)} |" for name, value in rows if value not in (None, "", [])]
+    return "\n".join([f"## {title}", "", "| | |", "|---|---|", *lines]) if lines else ""
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _model_rows(shape: Any, tokenizer: TextTokenizer) -> list[tuple[str, Any]]:
+    return [
+        ("layers", shape.layers), ("width", shape.width), ("attention heads", shape.heads),
+        ("longest context, tokens", shape.positions), ("vocabulary", shape.vocab),
+        ("chat template", "yes" if tokenizer.chat or tokenizer.jinja else "no"),
+    ]  # fmt: skip
+
+
+def _data_rows(config: RunConfig) -> list[tuple[str, Any]]:
+    """Names of sources without their folders, which are the trainer's own; counts from the manifests that exist."""
+    sources = [
+        Path(one).name if isinstance(one, str) else str(getattr(one, "name", type(one).__name__))
+        for one in config.corpus.sources
+    ]
+    rows: list[tuple[str, Any]] = [("sources", ", ".join(sources))]
+    for split, entry in _manifest_of(config.folder_of("tokens")).get("splits", {}).items():
+        if isinstance(entry, dict):
+            counts = [f"{entry[key]:,} {key}" for key in ("documents", "tokens", "bytes") if entry.get(key)]
+            rows.append((f"{split} split", ", ".join(counts)))
+    return rows
+
+
+def _manifest_of(folder: Path) -> dict[str, Any]:
+    try:
+        tree = read_json(folder / MANIFEST)
+    except TextmillError:
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _training_rows(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
+    progress = checkpoint.progress
+    made_from = progress.get("made_from")
+    made_from = made_from if isinstance(made_from, dict) else {}
+    keys = ("train.optimizer", "train.learning_rate", "train.batch", "train.length", "train.layout", "train.seed")
+    return [
+        ("steps", checkpoint.step or None), ("tokens seen", progress.get("tokens")),
+        *((key, made_from.get(key)) for key in keys), ("loss on the valid split", checkpoint.valid_loss),
+    ]  # fmt: skip
+
+
+def _curve(checkpoint: Checkpoint) -> str:
+    """Losses up to the exported step, in a few rows."""
+    path = checkpoint.folder.parent / METRICS_FILE
+    if not checkpoint.step or not path.is_file():
+        return ""
+    found: dict[int, dict[str, Any]] = {}
+    for row in read_metrics(path):
+        if row["step"] <= checkpoint.step:
+            found.setdefault(row["step"], {}).update(row)
+    steps = sorted(found)
+    kept = sorted({steps[round(at * (len(steps) - 1) / (CURVE_ROWS - 1))] for at in range(CURVE_ROWS)}) if steps else []
+    lines = [
+        f"| {step:,} | {_number(found[step].get('loss'))} | {_number(found[step].get('valid_loss'))} |" for step in kept
+    ]
+    return "\n".join(["## Curve", "", "| step | train loss | valid loss |", "|---|---|---|", *lines]) if lines else ""
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else ""
+
+
+def _scores(checkpoint: Checkpoint) -> str:
+    """What `textmill evaluate` measured at this step, each with its protocol: the split, the window, the stride."""
+    parts = []
+    for path in sorted((checkpoint.folder.parent / "evaluation").glob(f"step-{checkpoint.step:07d}*.json")):
+        try:
+            tree = read_json(path)
+        except TextmillError:
+            continue
+        items = list(tree.items()) if isinstance(tree, dict) else []
+        plain = [f"{key} {_cell(value)}" for key, value in items if key in PROTOCOL and value is not None]
+        rows = [
+            f"| {section} | {name} | {_cell(value)} |"
+            for section, figures in items
+            if isinstance(figures, dict)
+            for name, value in figures.items()
+            if isinstance(value, int | float)
+        ]
+        if rows:
+            parts += [f"Protocol: {', '.join(plain)}.", "\n".join(["| of | figure | value |", "|---|---|---|", *rows])]
+    return "\n\n".join(["## Scores", *parts]) if parts else ""
+
+
+def _usage(tokenizer: TextTokenizer) -> str:
+    call = (
+        'model([{"role": "user", "content": "Hello"}], max_new_tokens=50)'
+        if tokenizer.chat or tokenizer.jinja
+        else 'model("Once", max_new_tokens=50)'
+    )
+    return f"""## Usage
+
+```python
+from transformers import pipeline
+
+model = pipeline("text-generation", "FOLDER")
+print({call})
+```"""
