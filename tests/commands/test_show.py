@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from bench.kill_train import train_arguments
 from textmill.cli import main
 from textmill.commands.show.tokens import token_texts
 from textmill.config import TokenizerConfig
@@ -89,3 +92,40 @@ def test_show_without_language_identification(
     monkeypatch.setattr("textmill.commands.show.corpus.find_spec", lambda name: None)
     assert main(["show", "mine"]) == 0
     assert "pip install 'textmill[clean]'" in capsys.readouterr().out
+
+
+def test_show_a_model_and_a_tokenizer_of_another_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=32, vocab_size=300, bos_token_id=0, eos_token_id=0)
+    )
+    model.save_pretrained(tmp_path / "model")
+    assert main(["show", str(tmp_path / "model")]) == 0
+    out = capsys.readouterr().out
+    assert f"{model.num_parameters():,} parameters" in out
+    parts = {
+        name: int(count.replace(",", "")) for name, count in re.findall(r"^  (transformer\S+) +([\d,]+) ", out, re.M)
+    }
+    assert parts["transformer.wte"] == 300 * 16
+    assert parts["transformer.h.*.mlp.c_fc"] == 2 * (16 * 64 + 64), "weights and biases of both blocks"
+    assert sum(parts.values()) == model.num_parameters()
+    tokenizer = fit(iter([["a few words"] * 3]), TokenizerConfig(vocab=270))
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(tmp_path / "tokenizer")
+    assert main(["show", str(tmp_path / "tokenizer")]) == 0
+    out = capsys.readouterr().out
+    assert f"BPE tokenizer, {tokenizer.vocab:,} entries" in out
+    assert "토" in out, "an example in several languages"
+
+
+def test_show_a_checkpoint_and_its_adapter(tokenized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint has a manifest that no stage wrote."""
+    root = Path(shutil.copytree(tokenized, tmp_path / "root"))
+    quick = ["train.warmup=0", "train.save_every=2", "train.evaluate_every=2"]
+    assert main([*train_arguments(root, root / "base", 2), *quick]) == 0
+    lora = [f"train.folder={root / 'lora'}", "model.lora.rank=2", "train.optimizer=adamw"]
+    assert main(["train", str(root / "base"), *lora, f"model.init_from={root / 'base' / 'step-0000002'}"]) == 0
+    capsys.readouterr()
+    assert main(["show", str(root / "base" / "step-0000002")]) == 0
+    assert re.search(r"step 2: [\d,]+ tokens seen, train loss \d", capsys.readouterr().out)
+    assert main(["show", str(root / "lora" / "step-0000002")]) == 0
+    assert f"base model: {root / 'base' / 'step-0000002'}" in capsys.readouterr().out

@@ -78,6 +78,8 @@ DROPPED = Flag(
     "text",
     excludes="--step",
 )
+OUT = Flag("--out", "out", "the file to write (default: report.html in the first run)", "text", excludes="--svg")
+SVG = Flag("--svg", "svg", "FILE: write only the loss curves, as a picture for a README", "text")
 JSON = Flag("--json", "as_json", "print JSON instead of text")
 MINUTES = Flag(
     "--minutes", "minutes", "how long `textmill run` may take (default: until more does not help)", "minutes"
@@ -147,8 +149,20 @@ COMMANDS = {
         sections=("export",), flags=(FORCE, STEP), opens="model",
     ),
     "show": Command(
-        "textmill.commands.show:show", "show a corpus, token stores, or what a training step saw",
+        "textmill.commands.show:show", "show what is in a folder: corpus, tokenizer, tokens, run or model",
         flags=(SEEN_STEP, DROPPED), opens="nothing", result_is_output=True,
+    ),
+    "watch": Command(
+        "textmill.commands.report:watch", "show the curves of a run in the terminal, while it trains or later",
+        arguments=("RUN",), opens="nothing", takes_settings=False, result_is_output=True,
+    ),
+    "report": Command(
+        "textmill.commands.report:report", "write an HTML report of one run, or of several side by side",
+        arguments=("RUN ...",), flags=(OUT, SVG), opens="nothing", takes_settings=False,
+    ),
+    "runs": Command(
+        "textmill.commands.report:runs", "list all runs below a folder with their best figures",
+        arguments=("FOLDER",), opens="nothing", takes_settings=False, result_is_output=True,
     ),
     "check": Command(
         "textmill.commands.check:check", "compare every file of a folder with its checksum",

@@ -13,6 +13,7 @@ from textmill.config import TrackConfig
 from textmill.errors import TextmillError, warn
 from textmill.track.console import Console, Throughput, new_console
 from textmill.track.jsonl import METRICS_FILE, JsonLines, truncate_after
+from textmill.track.notes import NOTES_FILE, NoteLines
 
 __all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers"]
 
@@ -31,6 +32,7 @@ class Trackers:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
         self._open: dict[str, Tracker] = {"console": console} if console else {}
+        self._notes: NoteLines | None = None
 
     def add(self, name: str, opener: Callable[[], Tracker]) -> None:
         """Open another tracker; a TextmillError is raised, any other error is only a warning."""
@@ -40,6 +42,13 @@ class Trackers:
             raise
         except Exception as error:
             _warn(name, error)
+
+    def keep_notes(self, path: Path, *, append: bool) -> None:
+        """Write all notes to this file too."""
+        try:
+            self._notes = NoteLines(path, append=append)
+        except OSError as error:
+            _warn(NOTES_FILE, error)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Send the metrics of one step to every tracker."""
@@ -58,8 +67,14 @@ class Trackers:
                 self._switch_off(name, error)
 
     def note(self, text: str) -> None:
-        """Print a line on the console."""
+        """Print a line on the console, and keep it in the file of notes."""
         self._call_console(lambda console: console.note(text))
+        if self._notes is not None:
+            try:
+                self._notes.write(text)
+            except Exception as error:
+                self._notes = None
+                _warn(NOTES_FILE, error)
 
     def advance(self, step: int) -> None:
         """Show that a step is done; it may be logged or not."""
@@ -79,6 +94,9 @@ class Trackers:
 
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
+        if self._notes is not None:
+            self._notes.close()
+            self._notes = None
         while self._open:
             name, tracker = self._open.popitem()
             try:
@@ -112,6 +130,7 @@ def open_trackers(
     )
     try:
         trackers.add(METRICS_FILE, lambda: _open_json_lines(folder, start))
+        trackers.keep_notes(folder / NOTES_FILE, append=start > 0)
         for kind, module in modules.items():
             if module is not None:
                 trackers.add(kind, lambda module=module: module.new_tracker(config, folder, start, settings))  # type: ignore[misc]

@@ -1,0 +1,210 @@
+"""Reports of a real run: its files, the terminal view, the HTML page in a browser, the SVG file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from transformers import GPT2LMHeadModel
+
+from bench.kill_train import train_arguments
+from tests.support.browser import Browser, missing
+from textmill.cli import main
+from textmill.reports.curves import draw_curve, reduce_points
+from textmill.reports.page import build_page, list_differences
+from textmill.reports.run_files import find_run, flatten, read_run
+from textmill.reports.svg import build_svg
+from textmill.reports.texts import describe_run
+from textmill.track.notes import read_notes
+
+LOGGED = ("train.log_every=1", "train.evaluate_every=2", "train.save_every=2", "train.warmup=0")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    """A copy of the token stores with two runs: one resumed, one with another batch size."""
+    folder = Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("reports") / "project"))
+    for arguments in (("first", 4, ()), ("first", 6, ()), ("other", 2, ("train.batch=2",))):
+        run, steps, more = arguments
+        assert main([*train_arguments(folder, folder / run, steps), *LOGGED, *more]) == 0
+    return folder
+
+
+def test_the_files_of_a_run(root: Path) -> None:
+    run = read_run(find_run(str(root / "first")))
+    lines = [json.loads(line) for line in (root / "first" / "metrics.jsonl").read_text().splitlines()]
+    assert run.points("loss") == [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in run.points("loss")] == [1, 2, 3, 4, 5, 6], "a resumed run has each step once"
+    progress = json.loads((root / "first" / "step-0000006" / "progress.json").read_text())
+    assert run.tokens_after(6) == progress["tokens"]
+    assert run.parameters == GPT2LMHeadModel.from_pretrained(root / "first" / "step-0000006").num_parameters()
+    assert run.last_step == 6
+    assert run.best_step == min(run.valid_losses, key=run.valid_losses.__getitem__)
+    speeds = dict(run.points("tokens_per_second"))
+    assert run.seconds[0][1] == pytest.approx(run.tokens_after(1) / speeds[1])
+    assert find_run(str(root / "first" / "step-0000006")).resolve() == root / "first"
+
+
+def test_notes_keep_every_start_and_its_environment(root: Path) -> None:
+    notes = read_notes(root / "first" / "notes.jsonl")
+    texts = [note["text"] for note in notes if "text" in note]
+    assert sum("; starts" in text for text in texts) == 1
+    assert sum("; resumes from step 4" in text for text in texts) == 1
+    environments = [note["environment"] for note in notes if "environment" in note]
+    assert len(environments) == 2
+    assert environments[0]["python"] == sys.version.split()[0]
+
+
+def test_the_page_has_every_figure_and_no_text_can_end_its_script(root: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(root / "first", tmp_path / "copy", symlinks=True))
+    sample = {"step": 2, "prompt": "</script><b>{{js}}", "text": "<!-- & é 한국어"}
+    (copy / "samples.jsonl").write_text(json.dumps(sample) + "\n", encoding="utf-8")
+    page = build_page([read_run(copy)])
+    assert page.count("</script>") == 2, "the data and the script, nothing of the run"
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    run = data["runs"][0]
+    assert [row[0] for row in run["series"]["loss"]] == [1, 2, 3, 4, 5, 6]
+    samples = next(part for part in run["parts"] if part["title"].startswith("Samples"))
+    assert sample["prompt"] in samples["texts"][0]
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page, "it works offline"
+
+
+def test_differences_between_runs(root: Path) -> None:
+    rows = list_differences([read_run(root / "first"), read_run(root / "other")])
+    assert {row[0] for row in rows} == {"train.batch", "train.steps"}
+    assert next(row for row in rows if row[0] == "train.batch")[2] == "2"
+
+
+def test_the_commands(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(root / "first"), str(root / "other"), "--out", str(tmp_path / "both.html")]) == 0
+    assert (tmp_path / "both.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert main(["report", str(root / "first"), "--svg", str(tmp_path / "loss.svg")]) == 0
+    svg = ElementTree.parse(tmp_path / "loss.svg").getroot()
+    lines = svg.findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.attrib["points"].split()) for line in lines] == [6, 3], "train loss and valid loss"
+    capsys.readouterr()
+    assert main(["runs", str(root)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table] == ["run", "first", "other"]
+    assert main(["watch", str(root / "first")]) == 0
+    assert "train loss, steps 1 to 6" in capsys.readouterr().out
+    assert main(["show", str(root / "first")]) == 0
+    assert "checkpoints: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report"], "report: no run given"),
+        (["report", "nowhere"], "nowhere: no such folder"),
+        (["watch", "."], "no run there"),
+        (["runs", "."], "no run below this folder"),
+        (["report", "{run}", "--out", "no/such/file.html"], "there is no folder"),
+        (["report", "{run}", "--out", "a", "--svg", "b"], "cannot be used together"),
+    ],
+)
+def test_mistakes_get_one_line(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main([argument.format(run=root / "first") for argument in arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_curves() -> None:
+    rows = reduce_points([(step, float(step % 10)) for step in range(1, 1001)], 100)
+    assert len(rows) == 100
+    assert rows[0] == [10, 4.5, 0, 9], "the mean, lowest and highest of ten points"
+    assert reduce_points([], 5) == []
+    picture = draw_curve([(0, 0.0), (1, 1.0)], width=20, height=4)
+    assert len(picture) == 4
+    assert picture[0].startswith("1┤"), "the highest value is at the top"
+    assert picture[3].startswith("0┤")
+    assert picture[0][-1] != chr(0x2800), "the curve ends at the top right"
+    assert picture[0][3] == chr(0x2800), "and does not start there"
+    assert draw_curve([(3, 2.0)], width=20, height=2), "a single point"
+    assert "<polyline" in build_svg({"a": [(1, 2.0)], "b": []}, "step", "loss")
+
+
+def test_the_page_of_a_long_run_is_small(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(root / "first" / "run.yaml", tmp_path / "run")
+    line = {"loss": 3.123456789, "learning_rate": 0.000123456789, "grad_norm": 0.987654321, "tokens_per_second": 5e5}
+    lines = (
+        json.dumps({"step": step, **{name: one * (1 + step % 7) for name, one in line.items()}})
+        for step in range(1, 100_001)
+    )
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = build_page([read_run(tmp_path / "run")])
+    assert len(page.encode()) < 2_000_000
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    assert data["runs"][0]["series"]["loss"][-1][0] == 100_000, "the last step is shown"
+
+
+def test_flat_settings() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
+
+
+def test_a_run_without_metrics_yet(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(root / "first" / "run.yaml", tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    run = read_run(find_run(str(tmp_path)))
+    assert "step 0" in next(describe_run(run))
+    assert "<!doctype html>" in build_page([run])
+
+
+def test_watch_ends_when_interrupted(root: Path) -> None:
+    """In a terminal, which `script` gives it, watch goes on until Ctrl-C."""
+    if shutil.which("script") is None:
+        pytest.skip("no program `script` to make a terminal")
+    command = f"{sys.executable} -m textmill watch {root / 'first'}"
+    watching = subprocess.Popen(
+        ["script", "-qec", command, "/dev/null"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert watching.stdout is not None
+    assert any("Ctrl-C ends" in line for line in watching.stdout)
+    watching.communicate("\x03", timeout=120)
+    assert watching.returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_page_in_a_browser(root: Path, tmp_path: Path) -> None:
+    """Curves are drawn, hover shows values, dragging zooms, no error in the console, at any width."""
+    path = tmp_path / "report.html"
+    assert main(["report", str(root / "first"), str(root / "other"), "--out", str(path)]) == 0
+    browser = Browser()
+    try:
+        browser.open(path.as_uri())
+        labels = "return [...document.querySelectorAll('.chart.wide text')].map(one => one.textContent).join()"
+        drawn = browser.run("return [...document.querySelectorAll('.chart path')].map(p => p.getAttribute('d').length)")
+        assert len(drawn) >= 8
+        assert min(drawn) > 5
+        browser.hover(".chart.wide svg")
+        assert browser.run("return getComputedStyle(document.querySelector('.chart.wide .tip')).display") == "block"
+        assert "first: loss:" in browser.text(".chart.wide .tip")
+        before = browser.run(labels)
+        browser.run(
+            "const svg = document.querySelector('.chart.wide svg'), box = svg.getBoundingClientRect();"
+            "const at = (kind, x) => svg.dispatchEvent(new PointerEvent(kind,"
+            " {clientX: box.left + box.width * x, clientY: box.top + 50, bubbles: true}));"
+            "at('pointerdown', 0.3); at('pointermove', 0.6); at('pointerup', 0.6);"
+        )
+        assert browser.run(labels) != before, "zoomed"
+        browser.run("document.querySelector('.chart.wide svg').dispatchEvent(new MouseEvent('dblclick'))")
+        assert browser.run(labels) == before, "and back"
+        browser.size(400, 900)
+        assert browser.run("return document.documentElement.scrollWidth") <= 400, "nothing sticks out"
+        browser.click("#theme")
+        assert browser.errors() == []
+    finally:
+        browser.close()

@@ -1,0 +1,73 @@
+"""The commands report, watch and runs: what happened in one or several runs, from their files alone."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from textmill.errors import TextmillError
+from textmill.reports.page import build_page, unique_names
+from textmill.reports.run_files import RunFiles, find_run, list_runs, read_run
+from textmill.reports.svg import build_svg
+from textmill.reports.texts import describe_run, describe_runs
+from textmill.storage.files import format_path, write_text
+
+REFRESH_SECONDS = 2.0
+CLEAR = "\x1b[H\x1b[2J"
+
+
+def report(runs: list[str], out: str | None = None, svg: str | None = None) -> Path:
+    """Write one HTML file about the runs, or with `svg` their loss curves; return its path."""
+    if not runs:
+        raise TextmillError("report: no run given; write: textmill report RUN ...")
+    read = [read_run(find_run(where)) for where in runs]
+    path = Path(svg or out or read[0].folder / "report.html")
+    if not path.parent.is_dir():
+        raise TextmillError(f"{path}: there is no folder {path.parent}; create it, or name another file")
+    write_text(path, _loss_curves(read) if svg else build_page(read))
+    print(f"report: {format_path(path)}: {path.stat().st_size / 1e3:,.0f} kB, {', '.join(unique_names(read))}")
+    return path
+
+
+def _loss_curves(runs: list[RunFiles]) -> str:
+    metrics = {"loss": "train", "valid_loss": "valid"} if len(runs) == 1 else {"valid_loss": "valid"}
+    if not any(run.points("valid_loss") for run in runs):
+        metrics = {"loss": "train"}
+    curves = {
+        f"{name}, {text}" if len(runs) > 1 else f"{text} loss": run.points(metric)
+        for name, run in zip(unique_names(runs), runs, strict=True)
+        for metric, text in metrics.items()
+    }
+    if not any(curves.values()):
+        raise TextmillError(f"{format_path(runs[0].folder)}: no loss is logged yet; train first, or wait")
+    return build_svg(curves, "step", "loss")
+
+
+def watch(where: str) -> None:
+    """Print the state and curves of a run, and again whenever its files change; without a terminal, once."""
+    folder = find_run(where)
+    if not sys.stdout.isatty():
+        print("\n".join(describe_run(read_run(folder))))
+        return
+    with suppress(KeyboardInterrupt):
+        _refresh(folder)
+
+
+def _refresh(folder: Path) -> None:
+    before = ""
+    while True:
+        lines = "\n".join(describe_run(read_run(folder)))
+        if lines != before:
+            print(f"{CLEAR}{lines}\n\nrefreshed when the run logs; Ctrl-C ends", flush=True)
+        before = lines
+        time.sleep(REFRESH_SECONDS)
+
+
+def runs(folder: str) -> None:
+    """List all runs below a folder with their best figures."""
+    found = [read_run(path) for path in list_runs(Path(folder))]
+    if not found:
+        raise TextmillError(f"{folder}: no run below this folder; a run has run.yaml and metrics.jsonl")
+    print("\n".join(describe_runs(found, Path(folder))))

@@ -1,0 +1,193 @@
+"""RunFiles: what the files of a run folder say about the run; nothing is recorded for reports alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from textmill.checkpoints.folders import list_checkpoints, read_valid_losses
+from textmill.config import STAGE_FOLDERS
+from textmill.config.load import build_config, read_recorded_config
+from textmill.errors import TextmillError
+from textmill.models import read_shape
+from textmill.processes.signals import STOPPED_FILE
+from textmill.storage.files import format_path, read_json
+from textmill.tokens.batches.batch_sizes import BatchSizes
+from textmill.track.jsonl import METRICS_FILE, read_metrics
+from textmill.track.notes import NOTES_FILE, read_notes
+
+SAMPLES_FILE, EVALUATIONS, RUN_YAML = "samples.jsonl", "evaluation", "run.yaml"
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run, read from its folder."""
+
+    folder: Path
+    settings: dict[str, Any]
+    """Every setting, flat: 'train.batch' -> value."""
+    metrics: list[dict[str, Any]]
+    """The lines of metrics.jsonl."""
+    valid_losses: dict[int, float]
+    """Valid losses of the checkpoints, by step."""
+    progress: dict[str, Any] = field(default_factory=dict)
+    """progress.json of the newest checkpoint."""
+    parameters: int | None = None
+
+    @property
+    def name(self) -> str:
+        """A short name: the run folder, or its project if the folder is called `run`."""
+        return self.folder.parent.name if self.folder.name == STAGE_FOLDERS["train"] else self.folder.name
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps that have a checkpoint."""
+        return list(list_checkpoints(self.folder))
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint with the lowest valid loss."""
+        return min(self.valid_losses, key=self.valid_losses.__getitem__) if self.valid_losses else None
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the metrics or checkpoints."""
+        return max([line["step"] for line in self.metrics] + self.checkpoints, default=0)
+
+    @cached_property
+    def planned_steps(self) -> int | None:
+        """How many steps the run has in all; None if they are counted in epochs or minutes."""
+        stored = self.progress.get("run_length", {}).get("steps")
+        steps = self.settings.get("train.steps")
+        unit = self.settings.get("train.epochs") is None and self.settings.get("train.minutes") is None
+        return stored if isinstance(stored, int) else steps if unit and isinstance(steps, int) else None
+
+    def points(self, metric: str) -> list[Point]:
+        """(step, value) of every logged step that has this metric as a number."""
+        found = ((line["step"], line.get(metric)) for line in self.metrics)
+        return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens of the first `step` steps; 0 if the length of a sample is not known."""
+        return self._batch_sizes.samples_before(step) * self._sample_length
+
+    @cached_property
+    def _sample_length(self) -> int:
+        return self.progress.get("made_from", {}).get("train.length") or self.settings.get("train.length") or 0
+
+    @cached_property
+    def _batch_sizes(self) -> BatchSizes:
+        """With the batch sizes that `train --change` set in mid-run."""
+        settings = [(one["step"], one["settings"]) for one in self.progress.get("ranges", [])] or [(0, self.settings)]
+        sizes = BatchSizes(*_batch_of(settings[0][1]))
+        for step, one in settings[1:]:
+            sizes = sizes.changed(step, *_batch_of(one))
+        return sizes
+
+    @property
+    def changes(self) -> list[tuple[int, str]]:
+        """(step, text) of the changes that `train --change` made in mid-run, after that step."""
+        return [(line["step"], str(line["change"])) for line in self.metrics if "change" in line]
+
+    @cached_property
+    def seconds(self) -> list[Point]:
+        """(step, seconds of training until then), computed from the logged throughput; without pauses."""
+        total, before, found = 0.0, 0, []
+        for step, speed in self.points("tokens_per_second"):
+            total += (self.tokens_after(step) - before) / speed if speed > 0 else 0.0
+            before = self.tokens_after(step)
+            found.append((step, total))
+        return found
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The results that `evaluate` saved, by step."""
+        files = sorted((self.folder / EVALUATIONS).glob("*.json"))
+        return sorted((read_json(path) for path in files), key=lambda one: one.get("step") or 0)
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """The continuations of `train.sample_prompts`, in order."""
+        path = self.folder / SAMPLES_FILE
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    @cached_property
+    def notes(self) -> list[dict[str, Any]]:
+        """Notes with their time, and the environment of each start."""
+        return read_notes(self.folder / NOTES_FILE)
+
+    @cached_property
+    def account(self) -> dict[str, Any]:
+        """What prepare counted, if the corpus is still next to the run."""
+        path = Path(str(self.settings.get("corpus.folder") or self.folder.parent / STAGE_FOLDERS["corpus"]))
+        return dict(read_json(path / "account.json")) if (path / "account.json").is_file() else {}
+
+    @property
+    def stopped(self) -> dict[str, Any]:
+        """Why the run stopped before its end; empty if it did not."""
+        path = self.folder / STOPPED_FILE
+        return dict(read_json(path)) if path.is_file() else {}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: it has its config, and metrics or a checkpoint."""
+    return (folder / RUN_YAML).is_file() and ((folder / METRICS_FILE).is_file() or bool(list_checkpoints(folder)))
+
+
+def list_runs(folder: Path) -> list[Path]:
+    """All runs in a folder and below it, by path."""
+    if not folder.is_dir():
+        raise TextmillError(f"{folder}: no such folder")
+    return sorted({path.parent for path in folder.rglob(RUN_YAML) if is_run(path.parent)})
+
+
+def find_run(where: str) -> Path:
+    """The run folder at WHERE: the folder itself, its project, or the run of one of its checkpoints."""
+    folder = Path(where)
+    if not folder.is_dir():
+        raise TextmillError(f"{where}: no such folder; name the folder of a run or of its project")
+    for place in (folder, folder / STAGE_FOLDERS["train"], folder.resolve().parent):
+        if is_run(place):
+            return place
+    raise TextmillError(
+        f"{where}: no run there; a run has {RUN_YAML} and {METRICS_FILE}; name its folder or its project"
+    )
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read the files of a run folder; a running one is read as it is now."""
+    newest = list(list_checkpoints(folder).values())[-1:]
+    metrics = folder / METRICS_FILE
+    try:
+        lines = read_metrics(metrics) if metrics.is_file() else []
+    except OSError as error:
+        raise TextmillError(f"{format_path(metrics)}: cannot be read: {error.strerror}") from None
+    progress = read_json(newest[0] / "progress.json") if newest else {}
+    recorded = build_config(read_recorded_config(folder / RUN_YAML), file=folder / RUN_YAML)
+    settings = {**flatten(recorded.model_dump(mode="json")), **recorded.results("train")}
+    known = bool(newest) and not str(settings.get("model.family", "")).endswith(".py")
+    return RunFiles(
+        folder,
+        settings,
+        lines,
+        read_valid_losses(folder),
+        progress if isinstance(progress, dict) else {},
+        read_shape(newest[0]).parameters if known else None,
+    )
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level with dots: {'train': {'batch': 8}} -> {'train.batch': 8}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def _batch_of(settings: dict[str, Any]) -> tuple[int, list[int]]:
+    return settings.get("train.batch", 1), settings.get("train.batch_rampup") or []

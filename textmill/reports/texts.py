@@ -1,0 +1,86 @@
+"""A run as text for the terminal: its state, curves, checkpoints and results."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from textmill.reports.curves import draw_curve
+from textmill.reports.run_files import RunFiles
+from textmill.storage.files import format_path
+from textmill.track.console import format_time
+
+CURVES = {"loss": "train loss", "valid_loss": "valid loss"}
+HEIGHT = 8
+
+
+def describe_run(run: RunFiles) -> Iterator[str]:
+    """Lines that describe a run: state, curves, checkpoints, results."""
+    width = shutil.get_terminal_size((100, 24)).columns - 1
+    size = f", {run.parameters:,} parameters" if run.parameters else ""
+    yield f"{format_path(run.folder)}{size}: {describe_progress(run)}"
+    for metric, title in CURVES.items():
+        points = [point for point in run.points(metric) if math.isfinite(point[1])]
+        if points:
+            yield f"\n{title}, steps {points[0][0]:,} to {points[-1][0]:,}, last {points[-1][1]:.4f}"
+            yield from draw_curve(points, width=width, height=HEIGHT)
+    for step, text in run.changes:
+        yield f"changed after step {step:,}: {text}"
+    if run.checkpoints:
+        best = run.best_step
+        steps = ", ".join(f"{step:,}{' (best)' if step == best else ''}" for step in run.checkpoints)
+        yield f"\ncheckpoints: {steps}"
+    for one in run.evaluations:
+        yield f"evaluated: {describe_evaluation(one)}"
+    for sample in run.samples[-3:]:
+        yield f"sample of step {sample['step']:,}: {sample.get('prompt', '')}|{str(sample.get('text', ''))[:200]!r}"
+
+
+def describe_progress(run: RunFiles) -> str:
+    """Steps, tokens, time and throughput in one line."""
+    planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
+    parts = [f"step {run.last_step:,}{planned}"]
+    if tokens := run.tokens_after(run.last_step):
+        parts.append(f"{tokens:,} tokens")
+    if run.seconds:
+        parts.append(f"{format_time(run.seconds[-1][1])} of training")
+        parts.append(f"{run.points('tokens_per_second')[-1][1]:,.0f} tokens/s")
+    if run.best_step is not None:
+        parts.append(f"best valid loss {run.valid_losses[run.best_step]:.4f} at step {run.best_step:,}")
+    if run.stopped:
+        parts.append(f"stopped: {run.stopped.get('why', 'no reason recorded')}")
+    return ", ".join(parts)
+
+
+def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
+    """A table of runs: steps, size, best valid loss, bits per byte of the last evaluation."""
+    rows = [("run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte")]
+    for run in runs:
+        bits = [one["model"]["bits_per_byte"] for one in run.evaluations if one.get("model", {}).get("bits_per_byte")]
+        best = run.best_step
+        rows.append(
+            (
+                str(run.folder.relative_to(below) if run.folder.is_relative_to(below) else run.folder),
+                f"{run.last_step:,}" + (f"/{run.planned_steps:,}" if run.planned_steps else ""),
+                f"{run.parameters:,}" if run.parameters else "-",
+                f"{run.tokens_after(run.last_step):,}",
+                "-" if best is None else f"{run.valid_losses[best]:.4f}",
+                "-" if best is None else f"{best:,}",
+                f"{bits[-1]:.4f}" if bits else "-",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))]
+        yield "  ".join(cells)
+
+
+def describe_evaluation(one: dict[str, Any]) -> str:
+    """One result of `evaluate` in a line."""
+    figures = one.get("model", {})
+    named = {"loss": "loss", "token_perplexity": "token perplexity", "bits_per_byte": "bits per byte"}
+    found = [f"{text} {figures[key]:.4f}" for key, text in named.items() if isinstance(figures.get(key), float)]
+    return f"step {one.get('step', 0):,}, {one.get('split', '?')} split: {', '.join(found) or 'no figures'}"
