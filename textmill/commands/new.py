@@ -12,6 +12,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.inspection import inspect_records
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError
+from textmill.planning.forecast import describe, forecast
 from textmill.planning.inspect_text import inspect_text
 from textmill.planning.plan import VOCABS, default_minutes, plan_for
 from textmill.planning.probe_machine import probe_machine
@@ -45,14 +46,17 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None) ->
     )
     facts = replace(inspect_text(sources, corpus, VOCABS), section=section)
     machine = probe_machine()
-    plan = plan_for(facts, machine, minutes or default_minutes(facts, machine))
+    minutes = minutes or default_minutes(facts, machine)
+    plan, other_minutes = plan_for(facts, machine, minutes), describe(forecast(facts, machine, minutes))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
-    write_text(path, project_yaml(folder, [_named(entry, folder) for entry in entries], records, facts, machine, plan))
+    named = [_named(entry, folder) for entry in entries]
+    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
     print(f"new: {len(sources)} files, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
+    print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {folder}")
     return path
 

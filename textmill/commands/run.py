@@ -17,7 +17,15 @@ from textmill.evaluation import evaluate, format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.models import read_shape
-from textmill.planning.verdict import RunFacts, State, describe_quality, describe_state, read_valid_curve, state_of
+from textmill.planning.verdict import (
+    RunFacts,
+    State,
+    describe_forecast,
+    describe_quality,
+    describe_state,
+    read_valid_curve,
+    state_of,
+)
 from textmill.processes.command_time import CommandTime
 from textmill.storage.files import format_path, read_json, write_json
 from textmill.storage.stages import MANIFEST, Force
@@ -67,7 +75,8 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         _print_summary(config, summary)
     facts = _facts_of(config, folder, checkpoint)
     print()
-    for line in [*describe_quality(summary["measured"]), describe_state(facts)]:
+    measured, vocab = summary["measured"], read_shape(checkpoint).vocab
+    for line in [*describe_quality(measured), describe_state(facts), *describe_forecast(measured, facts, vocab)]:
         print(line)
     _print_next_steps(config, checkpoint, facts)
     return folder

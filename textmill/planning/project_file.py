@@ -14,12 +14,13 @@ caller."""
 
 
 def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: TextFacts, machine: MachineFacts,
-                 plan: Plan) -> str:  # fmt: skip
-    """The content of textmill.yaml."""
+                 plan: Plan, other_minutes: str = "") -> str:  # fmt: skip
+    """The content of textmill.yaml; `other_minutes` says what more or fewer minutes would bring."""
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {plan.parameters / 1e6:.1f}M parameters, {_minutes(plan)}.
+{f"# Expected {other_minutes}." if other_minutes else "#"}
 #
 #   textmill run {folder}        # all stages: prepare, fit-tokenizer, tokenize, train, evaluate, generate
 #   textmill COMMAND --help      # every setting with its default

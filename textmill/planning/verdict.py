@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from textmill.planning.forecast import forecast_run
 from textmill.planning.plan import wanted_epochs
 from textmill.track.jsonl import METRICS_FILE
 from textmill.training.step_log import OVERFITTING_RATIO
@@ -86,6 +87,16 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     if others["bigram"] and bits >= others["bigram"]:
         lines.append("It is no better than counting pairs: it has learnt almost nothing yet.")
     return lines
+
+
+def describe_forecast(measured: dict[str, Any] | None, facts: RunFacts, vocab: int) -> list[str]:
+    """What half and four times the training time would give, from the bits per byte that were measured."""
+    bits = (measured or {}).get("model", {}).get("bits_per_byte")
+    if measured is None or bits is None or not facts.from_scratch or state_of(facts) == "overfitting":
+        return []
+    size = measured["bytes"] / measured["tokens"]
+    half, more = forecast_run(bits, size, vocab, facts.parameters, facts.unique_tokens, facts.epochs)
+    return [f"With half the training time: about {half:.2f} bits per byte; with four times: about {more:.2f}."]
 
 
 def describe_state(facts: RunFacts) -> str:
