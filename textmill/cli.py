@@ -134,7 +134,8 @@ def _parse(argv: list[str], name: str, row: Command) -> tuple[list[str], list[st
 
 
 def _flag_advice(name_given: str, name: str, row: Command) -> str:
-    from textmill.config.keys import OTHER_NAMES, suggest_key
+    from textmill.config.keys import suggest_key
+    from textmill.config.other_names import ADVICE, OTHER_NAMES
 
     flags = [*(flag.name for flag in row.flags), "--help"]
     if any(flag.name == name_given for one in COMMANDS.values() for flag in one.flags):
@@ -143,6 +144,8 @@ def _flag_advice(name_given: str, name: str, row: Command) -> str:
     key = OTHER_NAMES.get(key_given)
     if key is None and (near := difflib.get_close_matches(name_given, flags, n=1, cutoff=0.7)):
         return f"{name_given}: unknown flag; did you mean '{near[0]}'?"
+    if key_given in ADVICE:
+        return f"{name_given}: unknown flag; {ADVICE[key_given]}"
     advice = f"write {key}=VALUE" if key else f"settings are written section.key=value; {suggest_key(key_given)}"
     return f"{name_given}: unknown flag; {advice}"
 

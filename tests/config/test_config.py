@@ -21,8 +21,9 @@ from textmill.config import (
 )
 from textmill.config.engines import DeepSpeedEngine, MeshConfig
 from textmill.config.help import MOST_USED, all_help, settings_help
-from textmill.config.keys import OTHER_NAMES, all_fields, section_types, suggest_key
+from textmill.config.keys import all_fields, section_types, suggest_key
 from textmill.config.load import build_config, merge_trees, parse_settings, read_recorded_config, read_yaml
+from textmill.config.other_names import OTHER_NAMES
 from textmill.engines.deepspeed_config import fill_unset
 from textmill.errors import TextmillError
 from textmill.where import open_where

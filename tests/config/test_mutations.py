@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from textmill.cli import main
-from textmill.config.keys import OTHER_NAMES, all_fields, section_types
+from textmill.config.keys import all_fields, section_types
+from textmill.config.other_names import OTHER_NAMES
 
 DICE = random.Random(150)
 LEAVES = [(key, field) for key, field in all_fields() if not section_types(field.annotation) and "." in key]

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from textmill.config import RunConfig
-from textmill.config.keys import OTHER_NAMES, all_fields, suggest_key
+from textmill.config.keys import all_fields, suggest_key
 from textmill.config.load import build_config, parse_settings, read_recorded_config, read_user_config
+from textmill.config.other_names import OTHER_NAMES
 from textmill.config.renamed import (
     ADDED,
     RENAMED,
