@@ -16,8 +16,10 @@ from textmill.models import read_shape
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import format_path, read_json
 from textmill.tokens.batches.batch_sizes import BatchSizes
+from textmill.tokens.batches.history import sizes_of
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.track.notes import NOTES_FILE, read_notes
+from textmill.training.changing import data_ranges
 
 SAMPLES_FILE, EVALUATIONS, RUN_YAML = "samples.jsonl", "evaluation", "run.yaml"
 Point = tuple[int, float]
@@ -82,11 +84,9 @@ class RunFiles:
     @cached_property
     def _batch_sizes(self) -> BatchSizes:
         """With the batch sizes that `train --change` set in mid-run."""
-        settings = [(one["step"], one["settings"]) for one in self.progress.get("ranges", [])] or [(0, self.settings)]
-        sizes = BatchSizes(*_batch_of(settings[0][1]))
-        for step, one in settings[1:]:
-            sizes = sizes.changed(step, *_batch_of(one))
-        return sizes
+        if ranges := self.progress.get("ranges"):
+            return sizes_of(data_ranges(ranges))
+        return BatchSizes(self.settings.get("train.batch", 1), self.settings.get("train.batch_rampup") or [])
 
     @property
     def changes(self) -> list[tuple[int, str]]:
@@ -187,7 +187,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return flat
-
-
-def _batch_of(settings: dict[str, Any]) -> tuple[int, list[int]]:
-    return settings.get("train.batch", 1), settings.get("train.batch_rampup") or []
