@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import textmill.commands
-import textmill.config.usage
+import textmill.config.evaluation
 import textmill.corpus.formats
 import textmill.evaluation.tasks
 from textmill.cli import main
@@ -70,12 +70,12 @@ def test_add_an_evaluation_task(
     (file,) = code_blocks("add-an-evaluation-task.md")
     (tmp_path / "yes_no.py").write_text(file, encoding="utf-8")
     monkeypatch.setattr(textmill.evaluation.tasks, "__path__", [*textmill.evaluation.tasks.__path__, str(tmp_path)])
-    monkeypatch.setattr(textmill.config.usage, "TASKS", tmp_path)
+    monkeypatch.setattr(textmill.config.evaluation, "TASKS", tmp_path)
     importlib.invalidate_caches()
     on_cpu = ["engine.device=cpu", "engine.precision=fp32"]
     assert main(["evaluate", str(model), "evaluate.tasks=yes_no", "evaluate.batch=2", "--json", *on_cpu]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["yes_no"]["questions"] == 3
+    assert result["yes_no"]["card"]["examples"] == 3
     assert result["yes_no"]["accuracy"] in (0, 1 / 3, 2 / 3, 1)
     assert (result["step"], result["device"], result["precision"]) == (0, "cpu", "float32")
     assert main(["evaluate", str(model), "evaluate.tasks=yes_no", *on_cpu]) == 0

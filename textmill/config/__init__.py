@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
+from textmill.config.evaluation import EvaluateConfig, WikitextConfig
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
 from textmill.config.section import Section, field_markers, path
 from textmill.config.serving import ServeConfig
@@ -27,7 +28,7 @@ from textmill.config.train_groups import (
     StableConfig,
 )
 from textmill.config.training import TrainConfig
-from textmill.config.usage import EvaluateConfig, ExportConfig, SampleConfig, TrackConfig, WandbConfig
+from textmill.config.usage import ExportConfig, SampleConfig, TrackConfig, WandbConfig
 from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
@@ -36,7 +37,7 @@ __all__ = [
     "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "ModelConfig",
     "MuonConfig", "PackedConfig", "PaddedConfig", "RangeTestConfig", "RunConfig", "RunnerConfig", "SampleConfig",
     "Section", "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig", "TokensConfig",
-    "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig",
+    "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig", "WikitextConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]

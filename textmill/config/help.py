@@ -45,8 +45,8 @@ MOST_USED: dict[str, tuple[str, ...]] = {
         "engine.timeout",
     ),
     "evaluate": (
-        "evaluate.tasks", "evaluate.split", "evaluate.batch", "evaluate.stride", "evaluate.baselines",
-        "train.length", "train.folder", "engine.kind", "engine.device", "engine.precision",
+        "evaluate.tasks", "evaluate.text", "evaluate.split", "evaluate.window", "evaluate.stride", "evaluate.sample",
+        "evaluate.batch", "evaluate.baselines", "engine.device", "engine.precision",
     ),
     "generate": (*_SAMPLING, "sample.count", "sample.prompts_file"),
     "chat": (*_SAMPLING[1:], "sample.min_p", "engine.device", "engine.precision"),

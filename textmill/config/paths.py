@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from textmill.config.evaluation import LM_EVAL, is_task_file
 from textmill.config.keys import all_fields
 from textmill.config.load import Tree, read_yaml
 from textmill.config.section import field_markers
@@ -29,11 +30,13 @@ def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree
         markers, (section, _, leaf) = field_markers(field), key.partition(".")
         holder = resolved if not leaf else resolved.get(section)
         name = leaf or section
-        if not (markers.get("path") or markers.get("source")) or not isinstance(holder, dict) or name not in holder:
+        if not {"path", "source", "task_files"} & markers.keys() or not isinstance(holder, dict) or name not in holder:
             continue
         value = holder[name]
-        if isinstance(value, str):
-            full = _under(base, value)
+        if markers.get("task_files"):
+            holder[name] = [_resolve_task(base, item) for item in value] if isinstance(value, list) else value
+        elif isinstance(value, str):
+            full = under(base, value)
             holder[name] = full if markers.get("path") or os.path.exists(full) else value
         elif isinstance(value, list):
             holder[name] = [_resolve_item(base, item, names) for item in value]
@@ -47,11 +50,11 @@ def corpora_names(tree: Tree, base: Path) -> set[str]:
     """The names that a corpora.yaml declares: the file that `corpus.corpora_file` names, or the one in `base`."""
     corpus = tree.get("corpus")
     named = corpus.get("corpora_file") if isinstance(corpus, dict) else None
-    path = Path(_under(base, named)) if isinstance(named, str) else base / CORPORA_FILE
+    path = Path(under(base, named)) if isinstance(named, str) else base / CORPORA_FILE
     return set(read_yaml(path)[0]) if path.is_file() else set()
 
 
-def _under(base: Path, value: str) -> str:
+def under(base: Path, value: str) -> str:
     """The full path of a value; ~ and $NAME are expanded, unless a file has exactly this name."""
     if "$" in value and not os.path.exists(base / value):
         value = os.path.expandvars(value)
@@ -60,15 +63,25 @@ def _under(base: Path, value: str) -> str:
     return os.path.normpath(base / os.path.expanduser(value))
 
 
+def _resolve_task(base: Path, task: Any) -> Any:
+    """An entry of `evaluate.tasks` with a full path: NAME:FILE, a YAML file, or lm-eval:FOLDER/NAME."""
+    if not isinstance(task, str):
+        return task
+    if is_task_file(task):
+        return under(base, task)
+    name, colon, file = task.partition(":")
+    return f"{name}:{under(base, file)}" if colon and (name != LM_EVAL or "/" in file) else task
+
+
 def _resolve_item(base: Path, item: Any, names: set[str]) -> Any:
     if isinstance(item, dict) and isinstance(item.get("path"), str):
-        return {**item, "path": _under(base, item["path"])}
+        return {**item, "path": under(base, item["path"])}
     return _resolve_source(base, item, names) if isinstance(item, str) else item
 
 
 def _resolve_source(base: Path, value: str, names: set[str]) -> str:
     """A source's full path; a corpus by name, a URL and a hub name stay as they are."""
     if value.startswith("mongo:"):
-        return "mongo:" + _under(base, value.removeprefix("mongo:"))
+        return "mongo:" + under(base, value.removeprefix("mongo:"))
     named = "://" in value or value.startswith("hf:") or value in names or (CORPORA / f"{value}.txt").is_file()
-    return value if named else _under(base, value)
+    return value if named else under(base, value)

@@ -1,48 +1,13 @@
-"""Sections for using a model: evaluation, sampling, export, and tracking of its training."""
+"""Sections for using a model: sampling, export, and tracking of its training."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from textmill.config.section import Section, changeable, path, per_call
 from textmill.errors import TextmillError
-
-TASKS = Path(__file__).parent.parent / "evaluation" / "tasks"
-
-
-def task_names() -> list[str]:
-    """The evaluation tasks: one file each."""
-    return sorted(file.stem for file in TASKS.glob("*.py") if file.stem != "__init__")
-
-
-class EvaluateConfig(Section):
-    """How a model is evaluated."""
-
-    tasks: list[str] = ["perplexity"]
-    """What to measure, each the name of a file in textmill/evaluation/tasks.
-    perplexity: token, word and byte perplexity and bits per byte of a split."""
-    split: Literal["train", "valid", "test"] = "valid"
-    """The split to evaluate on."""
-    batch: int = changeable(16, ge=1)
-    """Windows in one forward pass."""
-    stride: int | None = Field(None, ge=1)
-    """Tokens between the starts of two windows; default: the window's length. A smaller stride gives each token more
-    context."""
-    baselines: bool = True
-    """Also evaluate a unigram and a bigram model, counted on the train split."""
-
-    @field_validator("tasks")
-    @classmethod
-    def _check_tasks(cls, tasks: list[str]) -> list[str]:
-        known = task_names()
-        if not tasks:
-            raise TextmillError(f"evaluate.tasks: is empty; choose from {', '.join(known)}")
-        if unknown := [task for task in tasks if task not in known]:
-            raise TextmillError(f"evaluate.tasks: unknown task '{unknown[0]}'; choose from {', '.join(known)}")
-        return tasks
 
 
 class SampleConfig(Section):

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from textmill.errors import TextmillError
+from textmill.evaluation.statistics import Interval, transform
 
 COLUMNS = {
     "token_perplexity": "token ppl", "word_perplexity": "word ppl", "byte_perplexity": "byte ppl",
@@ -37,6 +38,21 @@ def compute_metrics(loss: float, counts: dict[str, int], model: str) -> dict[str
     return metrics
 
 
+def metric_intervals(mean: Interval | None, counts: dict[str, int]) -> dict[str, Interval]:
+    """The intervals of `compute_metrics` from that of the mean loss per token."""
+    tokens = counts["tokens"]
+    found = {
+        "loss": mean,
+        "token_perplexity": transform(mean, lambda loss: _perplexity(loss * tokens, tokens)),
+    }
+    if counts.get("words"):
+        found["word_perplexity"] = transform(mean, lambda loss: _perplexity(loss * tokens, counts["words"]))
+    if counts.get("bytes"):
+        found["byte_perplexity"] = transform(mean, lambda loss: _perplexity(loss * tokens, counts["bytes"]))
+        found["bits_per_byte"] = transform(mean, lambda loss: loss * tokens / counts["bytes"] / math.log(2))
+    return {name: interval for name, interval in found.items() if interval is not None}
+
+
 def _perplexity(loss: float, count: int) -> float | None:
     return math.exp(loss / count) if count and loss / count < MAX_MEAN_LOSS else None
 
@@ -46,16 +62,17 @@ def format_metrics(rows: dict[str, dict[str, Any]]) -> str:
     titles = ANSWER_COLUMNS if any("accuracy" in metrics for metrics in rows.values()) else COLUMNS
     columns = {key: title for key, title in titles.items() if any(key in metrics for metrics in rows.values())}
     cells = [["", *columns.values()]] + [
-        [name, *(_format_number(key, metrics.get(key)) for key in columns)] for name, metrics in rows.items()
+        [name, *(format_number(key, metrics.get(key)) for key in columns)] for name, metrics in rows.items()
     ]
     name_width, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, row, widths)]) for name, *row in cells)
 
 
-def _format_number(key: str, value: float | None) -> str:
+def format_number(key: str, value: float | None) -> str:
+    """A metric as text: accuracies in percent."""
     if value is None:
         return "-"
-    if key == "accuracy":
+    if key.startswith("acc") or key.endswith("accuracy") or key == "chance":
         return f"{value:.1%}"
     return f"{value:,.2f}" if value >= 100 else f"{value:.4f}"
 
@@ -67,25 +84,37 @@ def describe_windows(result: dict[str, Any]) -> str:
         f"{result[name]:,} {name}" for name in ("documents", "tokens", "words", "bytes") if name in result
     )
     context = f" all but the first {window:,} have at least {window - stride:,} tokens of context;"
+    origin = f"Text {', '.join(result['text'])}" if "text" in result else f"Split {result['split']}"
+    each = " of each store" if result.get("stores", 1) > 1 else ""
+    first = "is only read" if result.get("first_token") == "context" else "is predicted from an end-of-text token"
     lines = [
-        f"Split {result['split']}: {sizes}.",
+        f"{origin}: {sizes}.",
         f"Every token is predicted once, in windows of {window:,} tokens that start every {stride:,} tokens and "
-        "cross documents;"
-        + (context if stride < window else "")
-        + f" the first token{' of each store' if result.get('stores', 1) > 1 else ''} is predicted from an "
-          "end-of-text token.",
-    ]  # fmt: skip
-    if "append_end" in result:
+        "cross documents;" + (context if stride < window else "") + f" the first token{each} {first}.",
+    ]
+    if sample := result.get("sample"):
         lines.append(
-            "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or "
-            "bytes." if result["append_end"]
-            else "The tokens have no end-of-text tokens between documents."
-        )  # fmt: skip
+            f"Only {sample['windows']:,} of these windows were read ({sample['tokens']:,} tokens), a random sample "
+            f"with seed {sample['seed']}."
+        )
+    if (interval := result.get("intervals", {}).get("token_perplexity")) is not None:
+        low, high = (format_number("token_perplexity", end) for end in interval)
+        lines.append(f"95% confidence interval of the token perplexity, from the spread of windows: {low} to {high}.")
+    if "append_end" in result:
+        lines.append(_describe_ends(result))
     if "words" in result:
         lines.append("Words are separated by white space; bytes are those of UTF-8.")
     else:
         lines.append("The number of words and bytes of these tokens is not known, so there are no metrics for them.")
     return "\n".join([*lines, *_describe_baselines(result)])
+
+
+def _describe_ends(result: dict[str, Any]) -> str:
+    if not result["append_end"]:
+        return "The tokens have no end-of-text tokens between documents."
+    if result.get("count_end") is False:
+        return "End-of-text tokens are read, but not predicted or counted."
+    return "End-of-text tokens are predicted and count in the loss and in tokens, but not in words or bytes."
 
 
 def describe_answers(result: dict[str, Any]) -> str:

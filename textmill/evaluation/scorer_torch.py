@@ -14,6 +14,7 @@ from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EngineConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
+from textmill.evaluation.checks import warn_if_foreign_tokenizer
 from textmill.evaluation.packing import Rows, build_trees, fill_rows, pack
 from textmill.evaluation.task import Pair, Score, StoreLoss
 from textmill.evaluation.token_losses_torch import token_log_likelihoods
@@ -44,7 +45,9 @@ def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> Tor
             f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding {net.shape.vocab:,} "
             "rows; use the tokenizer that the model was trained with"
         )
-    return TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device))
+    scorer = TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device))
+    warn_if_foreign_tokenizer(scorer, net.shape.end)
+    return scorer
 
 
 @dataclass(frozen=True)

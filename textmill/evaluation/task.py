@@ -1,9 +1,10 @@
-"""The two interfaces of evaluation: a Task measures something, the Scorer gives it the model's log-likelihoods."""
+"""The interfaces of evaluation: a task measures something, the Scorer gives it the model's log-likelihoods."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from textmill.checkpoints.folders import Checkpoint
@@ -119,15 +120,42 @@ class Scorer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TaskEntry:
+    """One entry of `evaluate.tasks`."""
+
+    name: str
+    """The task's file in evaluation/tasks."""
+    label: str
+    """The key of its result: the task's name, unless several entries have the same."""
+    file: Path | None = None
+    """The file after NAME: or in the user's YAML file."""
+    sha256: str | None = None
+    """What the file's checksum must be, if the user gave one."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of the user's YAML file."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a task found. The command adds the model, tokenizer, precision and seconds to the card."""
+
+    metrics: dict[str, float | None]
+    """Plain numbers by name."""
+    card: dict[str, Any]
+    """How the numbers were measured: what a reader must know to compare them."""
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """95% confidence intervals of metrics."""
+    token_loss: float | None = None
+    """The mean loss of all scored tokens in nats, to notice untrained weights."""
+
+
 class Task(Protocol):
-    """One file in evaluation/tasks: these four functions at module level. `evaluate.tasks=[NAME]` runs NAME.py."""
+    """A task as the command runs it. A file in evaluation/tasks needs only a function
+    `measure(scorer, config, entry) -> Measured`; one that defines these four functions itself is used as it is."""
 
     def measure(self, scorer: Scorer, config: RunConfig) -> Result:
-        """Score the model and return the result.
-
-        The command adds the checkpoint, step, precision and device. Results of all tasks end in one dictionary, so a
-        task puts its numbers under its own name: `{"lambada": {"accuracy": 0.3}}`.
-        """
+        """Score the model and return the result. The results of all tasks end in one dictionary."""
         ...
 
     def format_table(self, result: Result) -> str:

@@ -1,13 +1,46 @@
-"""Evaluation tasks, one file each, found by file name."""
+"""Evaluation tasks: one file each, found by its name in `evaluate.tasks`."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import cast
 
-from textmill.evaluation.task import Task
+from textmill.config.evaluation import LM_EVAL, is_task_file
+from textmill.errors import TextmillError
+from textmill.evaluation.measured_task import MeasuredTask
+from textmill.evaluation.task import Task, TaskEntry
+from textmill.evaluation.task_files import read_task_file
 
 
-def open_task(name: str) -> Task:
-    """The task in NAME.py; which names exist is checked when the config is read."""
-    return cast(Task, import_module(f"textmill.evaluation.tasks.{name}"))
+def open_tasks(entries: Sequence[str]) -> list[Task]:
+    """The tasks of `evaluate.tasks`; which names exist is checked when the config is read."""
+    parsed = [_parse(entry) for entry in entries]
+    labels = Counter(entry.label for entry in parsed)
+    return [_open(_with_own_label(entry) if labels[entry.label] > 1 else entry) for entry in parsed]
+
+
+def _parse(entry: str) -> TaskEntry:
+    if is_task_file(entry):
+        return read_task_file(Path(entry))
+    name, _, file = entry.partition(":")
+    if name == LM_EVAL:
+        return TaskEntry(name, Path(file).name, Path(file))
+    return TaskEntry(name, name, Path(file) if file else None)
+
+
+def _with_own_label(entry: TaskEntry) -> TaskEntry:
+    return replace(entry, label=f"{entry.label}-{entry.file.stem}") if entry.file else entry
+
+
+def _open(entry: TaskEntry) -> Task:
+    if entry.name == LM_EVAL:
+        if find_spec("lm_eval") is None:
+            raise TextmillError(f"evaluate.tasks: {LM_EVAL} needs lm-eval; run: pip install 'textmill[eval]'")
+        return MeasuredTask(entry, lambda *given: import_module("textmill.evaluation.lm_eval_adapter").measure(*given))
+    module = import_module(f"textmill.evaluation.tasks.{entry.name}")
+    return cast(Task, module) if hasattr(module, "format_table") else MeasuredTask(entry, module.measure)

@@ -1,62 +1,100 @@
-"""Perplexity and bits per byte of one split, or loss and accuracy of a chat model's answers, next to two baselines."""
+"""Perplexity and bits per byte of a split or a text, or loss and accuracy of a chat model's answers, next to two
+baselines."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from textmill.config import RunConfig
+from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
 from textmill.evaluation.baselines import count, sum_losses
-from textmill.evaluation.metrics import compute_metrics, describe_answers, describe_windows, format_metrics
-from textmill.evaluation.task import Result, Scorer
-from textmill.storage.stages import open_manifest
-from textmill.tokens.splits import open_splits
-from textmill.tokens.store import TokenStore, open_store
+from textmill.evaluation.checks import warn_if_untrained
+from textmill.evaluation.measured_task import format_card, model_card
+from textmill.evaluation.metrics import (
+    compute_metrics,
+    describe_answers,
+    describe_windows,
+    format_metrics,
+    metric_intervals,
+)
+from textmill.evaluation.split_tokens import SplitTokens, open_tokens
+from textmill.evaluation.statistics import mean_loss_interval
+from textmill.evaluation.task import Result, Scorer, StoreLoss
+from textmill.tokens.store import TokenStore
 
 ROWS = ("model", "unigram", "bigram")
 
 
-@dataclass(frozen=True)
-class SplitTokens:
-    """The tokens of the measured split."""
-
-    stores: list[TokenStore]
-    train: list[TokenStore]
-    """What the baselines are counted on."""
-    counts: dict[str, int]
-    """Documents and tokens, and words and bytes where they are known."""
-    vocab: int
-    facts: dict[str, Any]
-    """How the tokens were made, as far as it changes the numbers."""
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether the stores mark the assistant's tokens."""
-        return all(store.loss_mask is not None for store in (*self.stores, *self.train))
-
-
 def measure(scorer: Scorer, config: RunConfig) -> Result:
-    """Sum the loss of every token of `evaluate.split` and divide it by tokens, words and bytes."""
-    tokens = _open_used(scorer, config) if config.tokens.use else _open_made(scorer, config)
-    window = min(config.train.length or scorer.positions, scorer.positions)
-    if config.train.layout == "chat" and tokens.has_answers:
-        return _measure_answers(scorer, config, tokens, window)
-    stride = config.evaluate.stride or window
+    """Sum the loss of every token of a split or text and divide it by tokens, words and bytes."""
+    start = time.monotonic()
+    with open_tokens(scorer, config) as tokens:
+        window = _window(scorer, config)
+        is_chat = config.train.layout == "chat" and tokens.has_answers and not config.evaluate.text
+        measure_tokens = _measure_answers if is_chat else _measure_windows
+        result = measure_tokens(scorer, config, tokens, window)
+        with_baselines = config.evaluate.baselines and tokens.train and config.evaluate.count_end is not False
+        baselines = _measure_baselines(tokens, scorer.tokenizer.end, is_chat) if with_baselines else {}
+    warn_if_untrained(scorer, result["model"]["loss"])
+    card = {**model_card(scorer), "seconds": time.monotonic() - start}
+    return {**result, **baselines, "card": card}
+
+
+def _window(scorer: Scorer, config: RunConfig) -> int:
+    if (config.evaluate.window or 0) > scorer.positions:
+        raise TextmillError(
+            f"evaluate.window: {config.evaluate.window} is more than the model's {scorer.positions} positions; lower it"
+        )
+    return config.evaluate.window or min(config.train.length or scorer.positions, scorer.positions)
+
+
+def _measure_windows(scorer: Scorer, config: RunConfig, tokens: SplitTokens, window: int) -> Result:
+    settings = config.evaluate
+    stride = settings.stride or window
     if stride > window:
         raise TextmillError(
             f"evaluate.stride: {stride} is more than the window of {window} tokens, so some would be left out; lower it"
         )
-    loss = sum(scorer.sum_losses(store, length=window, stride=stride).loss for store in tokens.stores)
+    found = [
+        scorer.sum_losses(
+            store, length=window, stride=stride, predict_first=settings.first_token != "context",
+            count_end=settings.count_end is not False, sample=settings.sample, seed=settings.seed,
+        )
+        for store in tokens.stores
+    ]  # fmt: skip
+    counted, loss = sum(one.tokens for one in found), sum(one.loss for one in found)
+    if not counted:
+        raise TextmillError(f"{tokens.stores[0].prefix}: has no token to predict; give it more text")
+    counts = {**tokens.counts, "tokens": counted if settings.sample is None else tokens.counts["tokens"]}
     return {
-        "split": config.evaluate.split, **tokens.counts, "window": window, "stride": stride,
+        **_origin(settings), **counts, "window": window, "stride": stride, **_sampled(found, counted, settings),
+        **({"first_token": settings.first_token} if settings.first_token else {}),
+        **({"count_end": settings.count_end} if settings.count_end is not None else {}),
         "precision": scorer.precision, "device": scorer.device, **tokens.facts,
-        "model": compute_metrics(loss, tokens.counts, str(scorer.checkpoint.folder)),
-        **(_measure_baselines(tokens, scorer.tokenizer.end) if config.evaluate.baselines else {}),
+        "model": compute_metrics(loss / counted * counts["tokens"], counts, str(scorer.checkpoint.folder)),
+        "intervals": {name: list(ends) for name, ends in metric_intervals(_interval(found), counts).items()},
     }  # fmt: skip
+
+
+def _origin(settings: EvaluateConfig) -> dict[str, Any]:
+    return {} if settings.text else {"split": settings.split}
+
+
+def _sampled(found: list[StoreLoss], counted: int, settings: EvaluateConfig) -> dict[str, Any]:
+    if settings.sample is None:
+        return {}
+    return {"sample": {"windows": sum(len(one.window_losses) for one in found), "tokens": counted,
+                       "seed": settings.seed}}  # fmt: skip
+
+
+def _interval(found: list[StoreLoss]) -> tuple[float, float] | None:
+    losses = [loss for one in found for loss in one.window_losses]
+    return mean_loss_interval(losses, [tokens for one in found for tokens in one.window_tokens])
 
 
 def _measure_answers(scorer: Scorer, config: RunConfig, tokens: SplitTokens, window: int) -> Result:
@@ -74,7 +112,6 @@ def _measure_answers(scorer: Scorer, config: RunConfig, tokens: SplitTokens, win
         "split": config.evaluate.split, "documents": tokens.counts["documents"], "tokens": counted, "window": window,
         "truncate": truncate, "precision": scorer.precision, "device": scorer.device,
         "model": {**model, "accuracy": sum(one.correct for one in found) / counted},
-        **(_measure_baselines(tokens, scorer.tokenizer.end, answers_only=True) if config.evaluate.baselines else {}),
     }  # fmt: skip
 
 
@@ -84,53 +121,16 @@ def format_table(result: Result) -> str:
 
 
 def describe_method(result: Result) -> str:
-    """Windows, counts and baselines."""
-    return describe_answers(result) if "truncate" in result else describe_windows(result)
+    """Windows, counts and baselines, and the rest of the protocol card."""
+    method = describe_answers(result) if "truncate" in result else describe_windows(result)
+    return f"{method}\n{format_card(result['card'])}" if "card" in result else method
 
 
 def result_name(config: RunConfig) -> str:
-    """The split: each has its own file."""
+    """The split, or the text: each has its own file."""
+    if config.evaluate.text:
+        return "text-" + re.sub(r"[^\w.-]+", "_", Path(config.evaluate.text[0]).stem)
     return config.evaluate.split
-
-
-def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
-    """What `tokenize` wrote, after checking that the model can read it."""
-    folder, split, checkpoint = config.folder_of("tokens"), config.evaluate.split, scorer.checkpoint.folder
-    manifest = open_manifest(folder, "tokenize")
-    if manifest["tokenizer"] != scorer.tokenizer.fingerprint:
-        raise TextmillError(
-            f"{folder}: made with another tokenizer than that of {checkpoint}; tokenize for this model: "
-            f"tokenizer.use={checkpoint} with another tokenizer.folder and tokens.folder"
-        )
-    counts: dict[str, int] = manifest["splits"][split]
-    store = open_store(folder / split)
-    if not store.tokens:
-        filled = [name for name, one in manifest["splits"].items() if one["tokens"]]
-        raise _empty_split(folder, split, filled, " and run textmill prepare again with --force")
-    if store.tokens != counts["tokens"]:
-        raise TextmillError(
-            f"{folder}: its {split} split holds {store.tokens:,} tokens, its manifest says {counts['tokens']:,}; "
-            f"write it again with: textmill tokenize --force"
-        )
-    facts = {"append_end": bool(manifest["made_from"].get("tokens.append_end", True))}
-    return SplitTokens([store], [open_store(folder / "train")], counts, manifest["vocab"], facts)
-
-
-def _open_used(scorer: Scorer, config: RunConfig) -> SplitTokens:
-    """Existing tokens, one store after the other, whatever their weights; their words and bytes are not known."""
-    splits, split = open_splits(config, scorer.tokenizer), config.evaluate.split
-    stores = splits.stores(split)
-    if not stores:
-        raise _empty_split("tokens.use", split, [name for name in splits.by_split if splits.stores(name)])
-    counts = {"documents": sum(map(len, stores)), "tokens": sum(store.tokens for store in stores)}
-    return SplitTokens(stores, splits.stores("train"), counts, scorer.tokenizer.vocab, {"stores": len(stores)})
-
-
-def _empty_split(where: Path | str, split: str, filled: list[str], then: str = "") -> TextmillError:
-    return TextmillError(
-        f"{where}: its {split} split is empty; measure another (evaluate.split={filled[0] if filled else 'train'}), "
-        f"or give it a larger part in corpus.split{then}"
-    )
 
 
 def _measure_baselines(tokens: SplitTokens, first: int, answers_only: bool = False) -> Result:

@@ -1,0 +1,315 @@
+"""Tasks on local files: figures equal a straight loop over transformers, bad files get one clear message."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from textmill.checkpoints.folders import Checkpoint
+from textmill.cli import main
+from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
+from textmill.errors import TextmillError
+from textmill.evaluation import evaluate, published
+from textmill.evaluation.statistics import mean_loss_interval, proportion_interval
+from textmill.evaluation.wikitext_text import count_spaced_words, detokenize
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+
+WIKI = " \n = A mill = \n \n The mill , by a river , turns . Its wheel @-@ house stands ( by the river ) . \n" * 3
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(config: RunConfig) -> Run:
+    def evaluate_tasks(*tasks: str, **settings: Any) -> dict[str, Any]:
+        return evaluate(config.model_copy(update={"evaluate": EvaluateConfig(tasks=list(tasks), **settings)}))
+
+    return evaluate_tasks
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint.folder)
+
+
+def write_lines(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def window_losses(model: Any, ids: list[int], window: int, stride: int) -> tuple[float, int]:
+    """The loop of transformers' page on perplexity: labels of the overlap are -100, the first token has no label."""
+    total, counted, previous = 0.0, 0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        inputs = torch.tensor([ids[begin:end]])
+        labels = inputs.clone()
+        labels[:, : -(end - previous)] = -100
+        with torch.no_grad():
+            logits = model(inputs).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits[0, :-1].double(), labels[0, 1:], ignore_index=-100, reduction="sum"
+        )
+        total, counted, previous = total + float(losses), counted + int((labels[0, 1:] != -100).sum()), end
+        if end == len(ids):
+            break
+    return total, counted
+
+
+@pytest.mark.parametrize(("window", "stride"), [(24, 24), (24, 7), (16, 5), (16, 16), (2, 1)])
+def test_wikitext_as_transformers_counts(
+    run: Run, model: Any, tokenizer: TextTokenizer, tmp_path: Path, window: int, stride: int
+) -> None:
+    (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
+    settings = {"window": window, "stride": stride, "wikitext": WikitextConfig(protocol="transformers")}
+    found = run(f"wikitext:{tmp_path / 'wiki.txt'}", **settings)["wikitext"]
+    loss, counted = window_losses(model, tokenizer.encode(WIKI), window, stride)
+    assert found["card"]["counted"] == counted
+    assert found["loss"] == pytest.approx(loss / counted, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stride": 5}, {"window": 10}])
+def test_wikitext_as_megatron_counts(
+    run: Run, model: Any, tokenizer: TextTokenizer, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """A window has one more token than transformers' at the same length: the last one is only predicted."""
+    (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
+    found = run(f"wikitext:{tmp_path / 'wiki.txt'}", wikitext=WikitextConfig(protocol="megatron"), **settings)
+    ids, window = tokenizer.encode(detokenize(WIKI)), settings.get("window", 24)
+    stride = settings.get("stride", min(32, window))
+    loss = 0.0
+    for start in range(0, len(ids) - 1, stride):
+        with torch.no_grad():
+            inputs = ids[start : start + window]
+            log_probabilities = model(torch.tensor([inputs])).logits[0].double().log_softmax(-1)
+        fresh = range(0 if start == 0 else max(0, window - stride), len(ids[start + 1 : start + 1 + window]))
+        loss -= sum(float(log_probabilities[place, ids[start + 1 + place]]) for place in fresh)
+    words = len(WIKI.strip().split(" ")) - 1
+    assert found["wikitext"]["card"]["counted"] == len(ids) - 1
+    assert found["wikitext"]["word_perplexity"] == pytest.approx(math.exp(loss / words), rel=1e-4)
+
+
+def test_end_tokens_of_articles_can_count(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
+    without, with_end = (
+        run(f"wikitext:{tmp_path / 'wiki.txt'}", count_end=count)["wikitext"] for count in (False, True)
+    )
+    assert with_end["card"]["counted"] == without["card"]["counted"] + 3
+    assert with_end["word_perplexity"] > without["word_perplexity"]
+
+
+def test_lambada_last_word_and_last_token(run: Run, model: Any, tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    texts = ["the mill stands by a river", "its wheel turns and 물레방아는", "a river and the wheelhouse"]
+    file = write_lines(tmp_path / "lambada.jsonl", *({"text": text} for text in texts))
+    word, last = [], []
+    for text in texts:
+        ids, context = tokenizer.encode(text), tokenizer.encode(text.rpartition(" ")[0])
+        with torch.no_grad():
+            found = model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
+        chosen = [float(found[place - 1, ids[place]]) for place in range(len(context), len(ids))]
+        word.append(-sum(chosen))
+        last.append(-chosen[-1])
+    result = run(f"lambada:{file}")["lambada"]
+    assert result["perplexity"] == pytest.approx(math.exp(np.mean(word)), rel=1e-5)
+    assert result["last_token_perplexity"] == pytest.approx(math.exp(np.mean(last)), rel=1e-5)
+    octets = sum(len(text.rpartition(" ")[2].encode()) for text in texts)
+    assert result["bits_per_byte"] == pytest.approx(sum(word) / math.log(2) / octets)
+
+
+def test_text_without_a_project(checkpoint: Checkpoint, model: Any, tokenizer: TextTokenizer, tmp_path: Path,
+                                capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint.folder, bare, ignore=lambda *_: ["progress.json", "manifest.json"])
+    text = "the mill stands by a river\n\nand its wheel turns\n"
+    (tmp_path / "other.txt").write_text(text, encoding="utf-8")
+    settings = [
+        "engine.device=cpu",
+        "engine.precision=fp32",
+        "evaluate.count_end=false",
+        "evaluate.first_token=context",
+    ]
+    assert main(["evaluate", str(bare), f"evaluate.text={tmp_path / 'other.txt'}", "--json", *settings]) == 0
+    result = json.loads(capsys.readouterr().out)
+    ids = tokenizer.encode(text)
+    loss, counted = window_losses(model, ids, 25, 24)
+    assert (result["tokens"], result["words"], result["bytes"]) == (counted, 10, len(text))
+    assert result["model"]["loss"] == pytest.approx(loss / counted, rel=1e-5)
+    assert main(["evaluate", str(bare), *settings]) == 2
+    assert "evaluate.text=FILE" in capsys.readouterr().err
+
+
+def test_a_sample_estimates_the_full_figure(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(WIKI * 40, encoding="utf-8")
+    full = run("perplexity", text=[str(tmp_path / "long.txt")])
+    part = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60)
+    again = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60)
+    other = run("perplexity", text=[str(tmp_path / "long.txt")], sample=60, seed=7)
+    assert part["model"] == again["model"] != other["model"]
+    low, high = part["intervals"]["loss"]
+    assert low < full["model"]["loss"] < high
+    assert part["tokens"] == full["tokens"]
+    assert part["sample"]["windows"] == 60
+
+
+def test_intervals_of_known_numbers() -> None:
+    """Wilson's interval of 8 in 10 (R: binom::binom.wilson), and the standard error of a mean."""
+    assert proportion_interval(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    losses = [1.0, 2.0, 4.0, 5.0]
+    half = 1.959964 * np.std(losses, ddof=1) / 2
+    assert mean_loss_interval(losses, [1, 1, 1, 1]) == pytest.approx((3 - half, 3 + half))
+    assert mean_loss_interval([1.0], [5]) is None
+
+
+def test_a_task_in_ten_lines_of_yaml(run: Run, tmp_path: Path) -> None:
+    quiz = {"ask": {"what": "mill"}, "options": ["turns", "river"], "right": "B"}
+    write_lines(tmp_path / "quiz.jsonl", quiz, {**quiz, "right": "A"})
+    write_lines(
+        tmp_path / "own.jsonl", {"context": "the mill", "choices": ["turns", "river"], "answer": 1},
+        {"context": "the mill", "choices": ["turns", "river"], "answer": "turns"},
+    )  # fmt: skip
+    (tmp_path / "quiz.yaml").write_text(
+        'task: choices\nfile: quiz.jsonl\ncontext: "the {ask.what}"\nchoices: options\nanswer: right\n'
+    )
+    (tmp_path / "listed.yaml").write_text(
+        'task: choices\nname: own-name\nfile: quiz.jsonl\ncontext: "the {ask.what}"\n'
+        'choices: ["{options.0}", "{options.1}"]\nanswer: right\n'
+    )
+    result = run(str(tmp_path / "quiz.yaml"), str(tmp_path / "listed.yaml"), f"choices:{tmp_path / 'own.jsonl'}")
+    metrics = [{key: one[key] for key in ("acc", "acc_norm", "bits_per_byte")} for one in
+               (result["quiz"], result["own-name"], result["choices"])]  # fmt: skip
+    assert metrics[0] == metrics[1] == metrics[2]
+    assert metrics[0]["acc"] == 0.5
+
+
+def test_two_protocols_in_one_call(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
+    (tmp_path / "strided.yaml").write_text(
+        "task: wikitext\nfile: wiki.txt\nevaluate: {stride: 3, wikitext: {protocol: megatron}}\n"
+    )
+    result = run(str(tmp_path / "strided.yaml"), f"wikitext:{tmp_path / 'wiki.txt'}")
+    assert (result["strided"]["card"]["stride"], result["strided"]["card"]["protocol"]) == (3, "megatron")
+    assert (result["wikitext"]["card"]["stride"], result["wikitext"]["card"]["protocol"]) == (24, "lm-eval")
+
+
+def test_minimal_pairs(run: Run, tmp_path: Path) -> None:
+    lines = [{"sentence_good": "the mill turns", "sentence_bad": "mill the turns"}]
+    result = run(f"pairs:{write_lines(tmp_path / 'blimp.jsonl', *lines)}")["pairs"]
+    assert result["acc"] in (0.0, 1.0)
+    assert result["card"]["examples"] == 1
+
+
+def test_published_values_are_shown_for_the_same_protocol_only() -> None:
+    facts = published.RESULTS[0].facts
+    assert published.published_values({**facts, "window": 1024})["GPT-2 124M"]["perplexity"] == 40.06
+    assert published.published_values({**facts, "examples": 5152}) == {}
+
+
+def test_counts_of_wikitext_as_megatron_reports_them(shared_data: Path) -> None:
+    """NVIDIA/Megatron-LM issue 51 has a token ratio of 1.1008449901248143 with GPT-2's vocabulary."""
+    text = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8")
+    tokens = len(open_tokenizer(shared_data / "gpt2_bpe").encode(detokenize(text)))
+    assert (tokens - 1) / count_spaced_words(text) == pytest.approx(1.1008449901248143, abs=1e-12)
+
+
+BAD = [
+    ("choices", '{"context": "a", "choices": ["b", ""], "answer": 0}', ":1: choice 2 of 2 is empty"),
+    ("choices", '{"context": "a", "choices": ["b"], "answer": 0}', ":1: has 1 choices"),
+    (
+        "choices",
+        '{"context": "a", "choices": ["b", "c"], "answer": 2}',
+        ":1: the answer is 2; give a number from 0 to 1",
+    ),
+    ("choices", '{"context": "a", "choices": ["b", "c"], "answer": 0}\n{"context": "a"', ":2: not JSON"),
+    ("choices", '{"choices": ["b", "c"], "answer": 0}', ":1: no field 'context'; it has choices, answer"),
+    ("choices", '{"context": "a", "choices": ["b", "%s"], "answer": 0}' % ("mill " * 40), ":1: a continuation has"),
+    ("choices", "[1]", ":1: found a list; a record is an object"),
+    ("choices", "", "has no items"),
+    ("lambada", '{"text": "word"}', ":1: the text 'word' has no last word"),
+    ("hellaswag", '{"context": "a"}', ":1: no field 'activity_label'"),
+    ("winogrande", '{"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}', "needs '_'"),
+    ("kobest", '{"a": 1, "label": 1}', "those of no KoBEST task"),
+    ("arc", '{"question": "a"}', ":1: has no question with choices"),
+]
+
+
+@pytest.mark.parametrize(("task", "content", "message"), BAD)
+def test_bad_files_get_one_clear_message(run: Run, life: Path, tmp_path: Path, task: str, content: str,
+                                         message: str) -> None:  # fmt: skip
+    (tmp_path / "data.jsonl").write_text(content, encoding="utf-8")
+    before = sorted(path for path in life.rglob("*"))
+    with pytest.raises(TextmillError) as error:
+        run(f"{task}:{tmp_path / 'data.jsonl'}")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert sorted(path for path in life.rglob("*")) == before
+
+
+def test_a_flipped_byte_is_noticed(run: Run, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "data.jsonl", {"context": "the mill", "choices": ["turns", "river"], "answer": 0})
+    good = file.read_bytes()
+    (tmp_path / "data.jsonl.sha256").write_text(f"{published_hash(good)}  data.jsonl\n")
+    assert run(f"choices:{file}")["choices"]["card"]["sha256"] == published_hash(good)
+    file.write_bytes(good.replace(b"turns", b"turnt"))
+    with pytest.raises(TextmillError, match=r"its SHA-256 is .*damaged or was edited"):
+        run(f"choices:{file}")
+    (tmp_path / "data.jsonl.sha256").unlink()
+    file.write_bytes(good.replace(b"turns", b"tur\xffs"))
+    with pytest.raises(TextmillError, match=r":1: not UTF-8 \(byte \d+ of the line is 0xff\)"):
+        run(f"choices:{file}")
+
+
+def published_hash(content: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_long_contexts_are_reported(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    item = {"context": "the mill stands by a river " * 8, "choices": ["turns", "river"], "answer": 0}
+    card = run(f"choices:{write_lines(tmp_path / 'data.jsonl', item)}")["choices"]["card"]
+    assert card["truncated_contexts"] == 2
+    assert "2 of 2 contexts are longer than the model's 24 positions" in capsys.readouterr().err
+
+
+def test_untrained_weights_are_reported(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights of this test are random."""
+    (tmp_path / "wiki.txt").write_text(WIKI, encoding="utf-8")
+    run(f"wikitext:{tmp_path / 'wiki.txt'}")
+    assert "the weights look untrained, or the tokenizer is not the one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["lambada"], "lambada needs a file; write lambada:FILE"),
+        (["lambada:nothing.jsonl"], "no such file"),
+        (["nothing.yaml"], "no such file; evaluate.tasks names it as a task"),
+    ],
+)
+def test_missing_files(run: Run, tasks: list[str], message: str) -> None:
+    with pytest.raises(TextmillError, match=message):
+        run(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("task: quiz\n", "task is 'quiz'; choose from"),
+        ("task: choices\nfiles: a\n", ":2: no such key 'files'"),
+        ("task: lambada\nfile: a\ncontext: b\n", ":3: 'context' belongs to task: choices"),
+        ("task: choices\nfile: 3\n", ":2: file is 3; write text"),
+    ],
+)
+def test_bad_task_files(run: Run, tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "own.yaml").write_text(content)
+    with pytest.raises(TextmillError) as error:
+        run(str(tmp_path / "own.yaml"))
+    assert message in str(error.value)

@@ -1,0 +1,111 @@
+"""A task made from one function: adds the protocol card, the table, warnings, and published values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from textmill.config import EvaluateConfig, RunConfig
+from textmill.config.load import merge_trees
+from textmill.config.mistakes import first_mistake
+from textmill.errors import TextmillError
+from textmill.evaluation.checks import warn_if_untrained
+from textmill.evaluation.metrics import format_number
+from textmill.evaluation.published import published_values
+from textmill.evaluation.task import Measured, Result, Scorer, TaskEntry
+from textmill.storage.files import format_path
+from textmill.storage.progress import format_duration
+
+
+@dataclass(frozen=True)
+class MeasuredTask:
+    """One entry of `evaluate.tasks`, measured by the function of its file."""
+
+    entry: TaskEntry
+    function: Callable[[Scorer, RunConfig, TaskEntry], Measured]
+
+    def measure(self, scorer: Scorer, config: RunConfig) -> Result:
+        """The metrics of the task under its label, with their intervals and the protocol card."""
+        start = time.monotonic()
+        measured = self.function(scorer, self._with_overrides(config), self.entry)
+        warn_if_untrained(scorer, measured.token_loss)
+        card = {"task": self.entry.name, **measured.card, **model_card(scorer), "seconds": time.monotonic() - start}
+        intervals = {name: list(ends) for name, ends in measured.intervals.items()}
+        result: Result = {**measured.metrics, "intervals": intervals, "card": card}
+        if published := published_values(measured.card):
+            result["published"] = published
+        return {self.entry.label: result}
+
+    def _with_overrides(self, config: RunConfig) -> RunConfig:
+        """The config with the `evaluate` settings of the user's task file."""
+        own = self.entry.options.get("evaluate")
+        if own is None:
+            return config
+        tree = {"evaluate": own}
+        try:
+            if not isinstance(own, dict) or "tasks" in own:
+                raise TextmillError("evaluate: give settings such as {stride: 512}, without tasks")
+            merged = merge_trees(config.evaluate.model_dump(), own)
+            return config.model_copy(update={"evaluate": EvaluateConfig.model_validate(merged)})
+        except ValidationError as error:
+            message = first_mistake(error, tree)[0]
+        except TextmillError as error:
+            message = str(error)
+        raise TextmillError(f"task {self.entry.label}: {message}")
+
+    def format_table(self, result: Result) -> str:
+        """A line for each metric, with its interval and published values."""
+        own = result[self.entry.label]
+        names = [name for name in own if name not in ("intervals", "card", "published")]
+        width = max(map(len, names))
+        lines = [self.entry.label]
+        numbers = {name: format_number(name, own[name]) for name in names}
+        number_width = max(map(len, numbers.values()))
+        for name in names:
+            line = f"  {name.ljust(width)}  {numbers[name].rjust(number_width)}"
+            if (interval := own["intervals"].get(name)) is not None:
+                low, high = (format_number(name, end) for end in interval)
+                line += f"  ({low} to {high})"
+            known = [f"{model} {format_number(name, one[name])}" for model, one in own.get("published", {}).items()
+                     if name in one]  # fmt: skip
+            lines.append(line + (f"  published: {', '.join(known)}" if known else ""))
+        return "\n".join(lines)
+
+    def describe_method(self, result: Result) -> str:
+        """The protocol card, a line for each fact."""
+        return format_card(result[self.entry.label]["card"])
+
+    def result_name(self, config: RunConfig) -> str:
+        """The label of its entry."""
+        return self.entry.label
+
+
+def model_card(scorer: Scorer) -> dict[str, Any]:
+    """What the protocol card says about the model; its checkpoint and step are next to the card."""
+    return {
+        "tokenizer": scorer.tokenizer.fingerprint[:12], "vocabulary": scorer.tokenizer.vocab,
+        "positions": scorer.positions, "precision": scorer.precision, "device": scorer.device,
+    }  # fmt: skip
+
+
+def format_card(card: dict[str, Any]) -> str:
+    """A protocol card as aligned lines."""
+    width = max(map(len, card))
+    return "\n".join(f"{key.ljust(width)}  {_format_fact(key, value)}" for key, value in card.items())
+
+
+def _format_fact(key: str, value: Any) -> str:
+    if key == "seconds":
+        return format_duration(value)
+    if key == "file":
+        return format_path(Path(value))
+    if key == "sha256":
+        return f"{value[:12]}..."
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) and key != "seed" else str(value)

@@ -1,0 +1,152 @@
+"""The tokens whose perplexity is measured: a split of the run, existing tokens, or any text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from textmill.config import CorpusConfig, RunConfig
+from textmill.corpus.records import BadRecord, read_records
+from textmill.corpus.source import Source
+from textmill.corpus.sources import find_sources, source_state, split_into_chunks
+from textmill.corpus.streams import is_remote
+from textmill.errors import TextmillError
+from textmill.evaluation.task import Scorer
+from textmill.evaluation.text_stores import temporary_store
+from textmill.storage.files import hash_file, hash_json
+from textmill.storage.stages import MANIFEST, open_manifest
+from textmill.tokens.splits import open_splits
+from textmill.tokens.store import TokenStore, open_store
+
+MAX_FILE_BYTES = 64 << 20
+"""A plain text file up to this size is one document; a longer one is read in sections."""
+
+
+@dataclass(frozen=True)
+class SplitTokens:
+    """The tokens that are measured."""
+
+    stores: list[TokenStore]
+    train: list[TokenStore]
+    """What the baselines are counted on; empty for a text that belongs to no run."""
+    counts: dict[str, int]
+    """Documents and tokens, and words and bytes where they are known."""
+    vocab: int
+    facts: dict[str, Any]
+    """How the tokens were made, as far as it changes the numbers."""
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the stores mark the assistant's tokens."""
+        return all(store.loss_mask is not None for store in (*self.stores, *self.train))
+
+
+@contextmanager
+def open_tokens(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
+    """The tokens of `evaluate.text`, or else of `evaluate.split`."""
+    if config.evaluate.text:
+        with _open_text(scorer, config) as tokens:
+            yield tokens
+    else:
+        yield _open_used(scorer, config) if config.tokens.use else _open_made(scorer, config)
+
+
+@dataclass
+class _Texts:
+    """The documents of sources; counts them while they are read."""
+
+    sources: list[Source]
+    config: CorpusConfig
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("documents", "words", "bytes"), 0))
+
+    def __iter__(self) -> Iterator[str]:
+        for chunk in split_into_chunks(self.sources, self.config.documents):
+            for record in read_records(chunk, self.config):
+                if isinstance(record, BadRecord):
+                    raise TextmillError(f"{record}; repair the file, or measure another")
+                if record.text:
+                    self.counts["documents"] += 1
+                    self.counts["words"] += len(record.text.split())
+                    self.counts["bytes"] += len(record.text.encode())
+                    yield record.text
+
+
+@contextmanager
+def _open_text(scorer: Scorer, config: RunConfig) -> Iterator[SplitTokens]:
+    """Any files, tokenised into a temporary folder."""
+    try:
+        sources = find_sources(config.evaluate.text, encoding=config.corpus.encoding)
+    except TextmillError as error:
+        raise TextmillError(str(error).replace("corpus.sources", "evaluate.text")) from None
+    longest = max(source_state(source).bytes for source in sources)
+    is_set = "documents" in config.corpus.model_fields_set
+    unit = config.corpus.documents if is_set else "file" if longest <= MAX_FILE_BYTES else "section"
+    texts = _Texts(sources, config.corpus.model_copy(update={"documents": unit, "chat": None}))
+    append_end = config.evaluate.count_end is not False
+    with temporary_store(texts, scorer.tokenizer, append_end=append_end) as store:
+        if not store.tokens:
+            raise TextmillError(f"{', '.join(config.evaluate.text)}: has no text; evaluate.text names it")
+        files = {source.name: _fingerprint(source) for source in sources}
+        sha256 = next(iter(files.values())) if len(files) == 1 else hash_json(files)
+        facts = {
+            "text": list(config.evaluate.text), "files": len(files), "sha256": sha256, "append_end": append_end,
+            "document_unit": unit,
+        }  # fmt: skip
+        counts = {"documents": texts.counts["documents"], "tokens": store.tokens}
+        yield SplitTokens(
+            [store], [], {**counts, "words": texts.counts["words"], "bytes": texts.counts["bytes"]},
+            scorer.tokenizer.vocab, facts,
+        )  # fmt: skip
+
+
+def _fingerprint(source: Source) -> str:
+    is_file = not source.in_archive and not is_remote(source.address) and Path(source.address).is_file()
+    return hash_file(source.path) if is_file else str(source_state(source).fingerprint)
+
+
+def _open_made(scorer: Scorer, config: RunConfig) -> SplitTokens:
+    """What `tokenize` wrote, after checking that the model can read it."""
+    folder, split, checkpoint = config.folder_of("tokens"), config.evaluate.split, scorer.checkpoint.folder
+    if config.model.init_from and not (folder / MANIFEST).is_file():
+        raise TextmillError(
+            f"{folder}: has no tokens to measure {checkpoint} on; name a text: evaluate.text=FILE, or other tasks: "
+            "evaluate.tasks"
+        )
+    manifest = open_manifest(folder, "tokenize")
+    if manifest["tokenizer"] != scorer.tokenizer.fingerprint:
+        raise TextmillError(
+            f"{folder}: made with another tokenizer than that of {checkpoint}; tokenize for this model: "
+            f"tokenizer.use={checkpoint} with another tokenizer.folder and tokens.folder"
+        )
+    counts: dict[str, int] = manifest["splits"][split]
+    store = open_store(folder / split)
+    if not store.tokens:
+        filled = [name for name, one in manifest["splits"].items() if one["tokens"]]
+        raise _empty_split(folder, split, filled, " and run textmill prepare again with --force")
+    if store.tokens != counts["tokens"]:
+        raise TextmillError(
+            f"{folder}: its {split} split holds {store.tokens:,} tokens, its manifest says {counts['tokens']:,}; "
+            f"write it again with: textmill tokenize --force"
+        )
+    facts = {"append_end": bool(manifest["made_from"].get("tokens.append_end", True))}
+    return SplitTokens([store], [open_store(folder / "train")], counts, manifest["vocab"], facts)
+
+
+def _open_used(scorer: Scorer, config: RunConfig) -> SplitTokens:
+    """Existing tokens, one store after the other, whatever their weights; their words and bytes are not known."""
+    splits, split = open_splits(config, scorer.tokenizer), config.evaluate.split
+    stores = splits.stores(split)
+    if not stores:
+        raise _empty_split("tokens.use", split, [name for name in splits.by_split if splits.stores(name)])
+    counts = {"documents": sum(map(len, stores)), "tokens": sum(store.tokens for store in stores)}
+    return SplitTokens(stores, splits.stores("train"), counts, scorer.tokenizer.vocab, {"stores": len(stores)})
+
+
+def _empty_split(where: Path | str, split: str, filled: list[str], then: str = "") -> TextmillError:
+    return TextmillError(
+        f"{where}: its {split} split is empty; measure another (evaluate.split={filled[0] if filled else 'train'}), "
+        f"or give it a larger part in corpus.split{then}"
+    )

@@ -1,0 +1,50 @@
+"""Multiple choice in textmill's own JSON lines, or in any fields that a task file names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from textmill.config import RunConfig
+from textmill.errors import TextmillError
+from textmill.evaluation.choices import Item, choice_item, measure_choices
+from textmill.evaluation.data_files import Record, text_of
+from textmill.evaluation.task import Measured, Scorer, TaskEntry
+from textmill.evaluation.task_files import fill_template, value_of
+
+
+def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+    """Lines of {"context": ..., "choices": [...], "answer": 0}, or other fields with the templates of a task file."""
+    own = {key: value for key, value in entry.options.items() if key != "evaluate"}
+
+    def read(record: Record, place: str) -> Item:
+        return _from_template(record, place, own) if own else read_item(record, place)
+
+    return measure_choices(scorer, config, entry, read, "the likeliest continuation of the context")
+
+
+def read_item(record: Record, place: str) -> Item:
+    """An item in textmill's own fields; `delimiter` is put before each choice, by default a space."""
+    choices = record.get("choices")
+    if not isinstance(choices, list):
+        raise TextmillError(f"{place}: the field 'choices' is {choices!r}; write a list of texts")
+    delimiter = record.get("delimiter", " ")
+    return choice_item(text_of(record, "context", place), choices, record.get("answer"), place, str(delimiter))
+
+
+def _from_template(record: Record, place: str, own: Mapping[str, Any]) -> Item:
+    """`context` is a template; `choices` a list of templates, or the name of a field with a list; `answer` the name of
+    a field, or a number."""
+    choices, answer = own.get("choices", "choices"), own.get("answer", "answer")
+    if isinstance(choices, str):
+        found = value_of(record, choices.strip("{}"), place)
+        if not isinstance(found, list):
+            raise TextmillError(f"{place}: the field '{choices}' is {found!r}; choices are a list of texts")
+        texts = [str(text) for text in found]
+    elif isinstance(choices, list):
+        texts = [fill_template(str(template), record, place) for template in choices]
+    else:
+        raise TextmillError(f"task: choices is {choices!r}; name a field, or give a list of templates")
+    right = value_of(record, answer.strip("{}"), place) if isinstance(answer, str) else answer
+    context = fill_template(str(own.get("context", "{context}")), record, place)
+    return choice_item(context, texts, right, place, str(own.get("delimiter", " ")))

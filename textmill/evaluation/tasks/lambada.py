@@ -1,0 +1,68 @@
+"""LAMBADA: predict the last word of a text (published as lambada_test.jsonl)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from textmill.config import RunConfig
+from textmill.errors import TextmillError
+from textmill.evaluation.choices import check_lengths
+from textmill.evaluation.data_files import Published, open_data_file, read_items, sample, sample_card, text_of
+from textmill.evaluation.published import LAMBADA_SHA256
+from textmill.evaluation.statistics import mean_loss_interval, proportion_interval, transform
+from textmill.evaluation.task import Measured, Score, Scorer, TaskEntry
+
+PUBLISHED = [Published("lambada_test.jsonl", 1_819_752, LAMBADA_SHA256)]
+
+
+def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
+    """Lines of {"text": ...}; the last word after a space is predicted from all before it."""
+    data = open_data_file(entry, PUBLISHED)
+    every = [
+        (place, *split_last_word(text_of(record, "text", place), place)) for place, record in read_items(data.path)
+    ]
+    if not every:
+        raise TextmillError(f"{data.path}: has no texts; is it the right file?")
+    texts = sample(every, config.evaluate)
+    encoded = scorer.encode_pairs([(context, word) for _, context, word in texts])
+    truncated = check_lengths(encoded, [place for place, *_ in texts], scorer)
+    scores = scorer.score_tokens(encoded)
+    card = {
+        **data.card, "protocol": "last word of each text", **sample_card(len(texts), len(every), config.evaluate),
+        "normalisation": "accuracy: every token of the last word is the likeliest; perplexity: per last word; "
+        "last_token: only the text's last token, given all before it",
+        "interval": "95%, Wilson; of perplexities from the mean loss", "truncated_contexts": truncated,
+    }  # fmt: skip
+    return _measured(scores, sum(len(word.strip().encode()) for *_, word in texts), card)
+
+
+def _measured(scores: list[Score], octets: int, card: dict[str, object]) -> Measured:
+    losses = np.array([-score.log_likelihood for score in scores])
+    last = np.array([-score.last_log_likelihood for score in scores])
+    right, right_last = sum(score.greedy for score in scores), sum(score.last_greedy for score in scores)
+    metrics: dict[str, float | None] = {
+        "accuracy": right / len(scores), "perplexity": math.exp(losses.mean()),
+        "last_token_accuracy": right_last / len(scores), "last_token_perplexity": math.exp(last.mean()),
+        "bits_per_byte": float(losses.sum()) / math.log(2) / octets,
+    }  # fmt: skip
+    ones = [1] * len(scores)
+    found = {
+        "accuracy": proportion_interval(right, len(scores)),
+        "perplexity": transform(mean_loss_interval(losses.tolist(), ones), math.exp),
+        "last_token_accuracy": proportion_interval(right_last, len(scores)),
+        "last_token_perplexity": transform(mean_loss_interval(last.tolist(), ones), math.exp),
+    }
+    intervals = {name: interval for name, interval in found.items() if interval is not None}
+    return Measured(metrics, card, intervals, float(losses.sum()) / sum(score.tokens for score in scores))
+
+
+def split_last_word(text: str, place: str) -> tuple[str, str]:
+    """All but the last word, and the last word with the space before it."""
+    context, space, word = text.rpartition(" ")
+    if not space or not word.strip() or not context.strip():
+        raise TextmillError(
+            f"{place}: the text {text[-40:]!r} has no last word after a space; there is none to predict"
+        )
+    return context, f" {word}"
