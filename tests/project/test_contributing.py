@@ -80,8 +80,8 @@ def test_add_an_evaluation_task(
     assert (result["step"], result["device"], result["precision"]) == (0, "cpu", "float32")
     assert main(["evaluate", str(model), "evaluate.tasks=yes_no", *on_cpu]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"yes_no accuracy  {result['yes_no']['accuracy']:.1%}\n")
-    assert "3 questions; the answer with the higher likelihood is the model's." in out
+    assert out.startswith(f"yes_no\n  accuracy  {result['yes_no']['accuracy']:.1%}  (")
+    assert re.search(r"^protocol +the likelier of two answers$", out, re.MULTILINE)
     monkeypatch.delitem(sys.modules, "textmill.evaluation.tasks.yes_no")
 
 

@@ -19,6 +19,8 @@ CURVE_ROWS = 12
 """Most rows of the training curve."""
 PROTOCOL = ("task", "split", "documents", "tokens", "bytes", "words", "window", "stride", "precision", "append_end")
 """What an evaluation's file says about how it was measured."""
+PRIVATE_FACTS = ("file", "seconds", "device")
+"""What a protocol card says about the machine: a path, and how long it took."""
 
 
 def write_card(config: RunConfig, checkpoint: Checkpoint, shape: Any, tokenizer: TextTokenizer) -> str:
@@ -125,11 +127,13 @@ def _scores(checkpoint: Checkpoint) -> str:
         except TextmillError:
             continue
         items = list(tree.items()) if isinstance(tree, dict) else []
-        plain = [f"{key} {_cell(value)}" for key, value in items if key in PROTOCOL and value is not None]
+        cards = [figures["card"] for _, figures in items if isinstance(figures, dict) and "card" in figures]
+        facts = list(cards[0].items()) if cards else [(key, value) for key, value in items if key in PROTOCOL]
+        plain = [f"{key} {_cell(value)}" for key, value in facts if key not in PRIVATE_FACTS and value is not None]
         rows = [
             f"| {section} | {name} | {_cell(value)} |"
             for section, figures in items
-            if isinstance(figures, dict)
+            if isinstance(figures, dict) and section != "card"
             for name, value in figures.items()
             if isinstance(value, int | float)
         ]

@@ -77,7 +77,8 @@ def describe_quality(measured: dict[str, Any] | None) -> list[str]:
     bits = model.get("bits_per_byte")
     if measured is None or bits is None:
         return []
-    text = f"The model needs {bits:.3f} bits per byte of the {measured['split']} split"
+    origin = f"{measured['split']} split" if "split" in measured else "text"
+    text = f"The model needs {bits:.3f} bits per byte of the {origin}"
     others = {name: measured.get(name, {}).get("bits_per_byte") for name in ("bigram", "unigram")}
     known = [f"{value:.3f} if only {what} are counted" for name, what in (("bigram", "pairs of tokens"),
              ("unigram", "single tokens")) if (value := others[name])]  # fmt: skip

@@ -80,7 +80,18 @@ def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
 
 def describe_evaluation(one: dict[str, Any]) -> str:
     """One result of `evaluate` in a line."""
+    tasks = {name: value for name, value in one.items() if isinstance(value, dict) and "card" in value}
+    if tasks:  # a task on a file: its metrics are next to its protocol card
+        shown = [
+            f"{name}: {', '.join(f'{key} {value:.4f}' for key, value in task.items() if isinstance(value, float))}"
+            for name, task in tasks.items()
+        ]
+        return f"step {one.get('step', 0):,}, {'; '.join(shown)}"
     figures = one.get("model", {})
     named = {"loss": "loss", "token_perplexity": "token perplexity", "bits_per_byte": "bits per byte"}
     found = [f"{text} {figures[key]:.4f}" for key, text in named.items() if isinstance(figures.get(key), float)]
-    return f"step {one.get('step', 0):,}, {one.get('split', '?')} split: {', '.join(found) or 'no figures'}"
+    return f"step {one.get('step', 0):,}, {_origin(one)}: {', '.join(found) or 'no figures'}"
+
+
+def _origin(one: dict[str, Any]) -> str:
+    return ", ".join(one["text"]) if "text" in one else f"{one.get('split', '?')} split"
