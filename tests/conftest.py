@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from bench.kill_train import prepare_tokens
+from tests.support.preloaded import PreloadedPopen
 
 pytest_plugins = ["tests.support.report"]
 
@@ -22,6 +24,14 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 # Two workers run on two cores; a second thread each would only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Processes that tests start would compile textmill anew each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A signal that is ignored here, as under nohup, would be ignored in processes that tests start and signal.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 # Caches of runs are deleted after the tests.
 kept = tempfile.TemporaryDirectory(prefix="textmill-cache-")
@@ -72,6 +82,14 @@ def one_worker() -> Iterator[None]:
     """`runner.workers: auto` is one, in this process: starting others would be most of the work on texts this small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("textmill.runners.on_local.usable_cores", lambda: 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_processes() -> Iterator[None]:
+    """Processes of textmill start with torch already imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.Popen", PreloadedPopen)
         yield
 
 

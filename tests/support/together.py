@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.engine_exits import end_leftovers
+from tests.support.preloaded import open_template
 from textmill.verification.launcher import free_port
 
 LONGEST = 900
@@ -25,6 +26,7 @@ def run_together(command: list[str], count: int) -> str:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
+    open_template()  # before the block, after which it would count as left
     with end_leftovers() as left, ExitStack() as files:
         jobs = []
         for rank in map(str, range(count)):
