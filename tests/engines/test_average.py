@@ -95,24 +95,30 @@ def test_the_memory_is_in_epochs_or_in_steps() -> None:
     assert TrainConfig().average.memory_in_steps(200) is None
 
 
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    """A folder with tokens, in which one process has trained the run `alone`."""
+    root = Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("averaged") / "root"))
+    train_averaged(root, "alone", 1)
+    return root
+
+
+def train_averaged(root: Path, name: str, count: int, *words: str) -> None:
+    more = ["train.average.memory=10", "train.schedule=constant", "engine.micro_batch=4", *words]
+    command = [sys.executable, "-m", "textmill", *train_arguments(root, root / name, 10), *more]
+    assert run_together(command, count) == "ok"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["shard", "tensor"])
-def test_shards_are_averaged_as_full_weights_are(mesh: str, tokenized: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(tokenized, tmp_path / "root"))
-
-    def metrics(name: str, count: int, *words: str) -> list[dict[str, Any]]:
-        more = ["train.average.memory=10", "train.schedule=constant", "engine.micro_batch=4", *words]
-        command = [sys.executable, "-m", "textmill", *train_arguments(root, root / name, 20), *more]
-        assert run_together(command, count) == "ok"
-        return read_metrics(root / name)
-
-    alone, two = metrics("alone", 1), metrics("two", 2, f"engine.mesh.{mesh}=2")
-    for one, other in zip(alone, two, strict=True):
+def test_shards_are_averaged_as_full_weights_are(mesh: str, averaged: Path) -> None:
+    train_averaged(averaged, mesh, 2, f"engine.mesh.{mesh}=2")
+    for one, other in zip(read_metrics(averaged / "alone"), read_metrics(averaged / mesh), strict=True):
         assert one == {name: pytest.approx(value, rel=2e-5) for name, value in other.items()}
     weights, others = (
-        load_file(root / name / "step-0000020" / "model.safetensors")
-        | load_file(root / name / "step-0000020" / "optimizer.safetensors")
-        for name in ("alone", "two")
+        load_file(averaged / name / "step-0000010" / "model.safetensors")
+        | load_file(averaged / name / "step-0000010" / "optimizer.safetensors")
+        for name in ("alone", mesh)
     )
     assert weights.keys() == others.keys()
     for name, values in weights.items():

@@ -18,7 +18,7 @@ from textmill.models.lora import initial_adapters
 from textmill.processes.exits import run_and_exit
 from textmill.tokens.batches.batch import IGNORED, Batch
 
-VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 12, 6, 3
+VOCAB, LENGTH, ROWS, STEPS, SAVED, MORE = 150, 24, 8, 7, 4, 3
 LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2": {"replicate": 2},
@@ -26,8 +26,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shard-kept-2": {"shard": 2, "keep_gathered": True},
     "tensor-2": {"tensor": 2, "sequence_parallel": False},
     "sequence-2": {"tensor": 2},
-    "ddp-4": {"replicate": 4},
-    "shard-4": {"shard": 4},
     "ddp-2-shard-2": {"replicate": 2, "shard": 2},
     "shard-2-sequence-2": {"shard": 2, "tensor": 2},
     "ddp-2-tensor-2": {"replicate": 2, "tensor": 2, "sequence_parallel": False},
