@@ -164,7 +164,8 @@ def _value(flag: Flag, texts: list[str]) -> object:
     if flag.kind == "text" or (flag.kind == "step" and text in ("latest", "best")):
         return text
     if not text.isdigit():
-        choice = "a number, latest or best" if flag.kind == "step" else "the number of a step"
+        number = "the number of a step" if flag.parameter == "step" else "a whole number"
+        choice = "a number, latest or best" if flag.kind == "step" else number
         raise TextmillError(f"{flag.name}: found '{text}'; give {choice}")
     return int(text)
 

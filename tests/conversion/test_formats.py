@@ -14,7 +14,7 @@ from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
 from tests.support.nanogpt_net import NanoGPT
 from textmill.cli import main
 from textmill.conversion import compare
-from textmill.conversion.formats import KINDS, find_format, open_format
+from textmill.conversion.formats import KINDS, find_kind, open_format
 from textmill.conversion.model import Hints
 
 SHAPES: list[Any] = [
@@ -36,7 +36,7 @@ def their_logits(folder: Path) -> Any:
 
 
 def our_logits(path: Path, **hints: Any) -> Any:
-    return compare.logits_of(find_format(path).read(path, Hints(**hints)), IDS)
+    return compare.logits_of(open_format(find_kind(path)).read(path, Hints(**hints)), IDS)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if open_format(kind).PRECISIONS])

@@ -32,6 +32,7 @@ from textmill.storage.stages import MANIFEST, Force
 from textmill.tokens.splits import open_splits, tokenizer_of
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
+from textmill.training.imported_model import use_imported_model
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
 
@@ -41,6 +42,7 @@ SUMMARY = "summary.json"
 def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None = None) -> Path:
     """prepare, fit-tokenizer, tokenize, train, evaluate, generate; return the run's folder."""
     whole = replace(command or CommandTime(), evaluates=True)
+    config = use_imported_model(config)
     check_start(config)
     if config.engine.device not in ("auto", "cpu"):
         open_device(config.engine.device)

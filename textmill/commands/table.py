@@ -90,6 +90,15 @@ TEXT = Flag(
     "--text", "text", "your text: files, a folder or a quoted glob; may be repeated", "texts", example="'texts/*.txt'"
 )
 
+IMPORT_FLAGS = (
+    Flag("--kind", "kind", "the format: deepspeed, gguf, hf, llmc, megatron, nanogpt (default: detected)", "text"),
+    Flag("--config", "config", "the model's Hugging Face config.json, if WHAT has none", "text"),
+    Flag("--tokenizer", "tokenizer", "the folder or file of its tokenizer, if WHAT has none", "text"),
+    Flag("--vocab", "vocab", "the size of the vocabulary without padding rows", "number"),
+    Flag("--heads", "heads", "the number of attention heads, if WHAT does not record it", "number"),
+    Flag("--activation", "activation", "gelu_new or gelu, if WHAT does not record it", "text"),
+)
+
 COMMANDS = {
     "new": Command(
         "textmill.commands.new:new", "inspect your text and this machine, write a config to start from",
@@ -147,6 +156,10 @@ COMMANDS = {
     "export": Command(
         "textmill.conversion:export", "write a model for other tools (transformers, llama.cpp, nanoGPT)",
         sections=("export",), flags=(FORCE, STEP), opens="model",
+    ),
+    "import": Command(
+        "textmill.conversion.importing:import_model", "turn a model file of another tool into a model folder",
+        arguments=("WHAT", "OUT"), flags=(FORCE, *IMPORT_FLAGS), opens="nothing", takes_settings=False,
     ),
     "show": Command(
         "textmill.commands.show:show", "show what is in a folder: corpus, tokenizer, tokens, run or model",

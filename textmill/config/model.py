@@ -69,8 +69,8 @@ class ModelConfig(Section):
     With `model.init_from` only dropout and positions can be set; more positions are interpolated from the given ones,
     fewer keep the first ones."""
     init_from: str | None = source()
-    """Start from these weights (finetuning): a run, a checkpoint, a Hugging Face model folder or a hub name; a LoRA
-    adapter is merged into its base model."""
+    """Start from these weights (finetuning): a run, a checkpoint, a Hugging Face model folder or a hub name, or a
+    model file that `textmill import` reads (GGUF, ckpt.pt ...); a LoRA adapter is merged into its base model."""
     lora: LoraConfig | None = None
     """Train LoRA adapters on `model.init_from` instead of its weights, such as `lora: {rank: 8}`; a checkpoint then
     contains only the adapters, in PEFT's format."""

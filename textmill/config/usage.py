@@ -81,9 +81,9 @@ class ExportConfig(Section):
 
     folder: str | None = path()
     """The folder to write."""
-    kind: Literal["hf", "gguf", "nanogpt"] = "hf"
+    kind: Literal["hf", "gguf", "nanogpt", "megatron", "deepspeed"] = "hf"
     """The format: hf (transformers, vLLM, lm-eval: config.json, safetensors, tokenizer, model card); gguf (llama.cpp,
-    Ollama; extra: textmill[export]); nanogpt (ckpt.pt)."""
+    Ollama; extra: textmill[export]); nanogpt (ckpt.pt); megatron (Megatron-LM); deepspeed."""
     precision: Literal["fp32", "bf16", "fp16", "q8_0", "q4_0"] = "fp32"
     """Precision of the written weights; q8_0 and q4_0 (8 and 4 bits in blocks of 32) with gguf only."""
     max_file_gb: float = Field(5.0, gt=0)
@@ -92,6 +92,8 @@ class ExportConfig(Section):
     """The name of the model in its card and its GGUF file; default: the name of `export.folder`."""
     license: str | None = None
     """The licence that the model card names, such as apache-2.0."""
+    megatron: MegatronExport = MegatronExport()
+    """Settings of Megatron's checkpoints."""
 
 
 class WandbConfig(Section):

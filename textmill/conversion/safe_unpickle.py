@@ -44,7 +44,12 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+class PlainNamespace:
+    """Takes the place of argparse.Namespace, in which Megatron saves its arguments."""
+
+
 REPLACED = {
+    ("argparse", "Namespace"): PlainNamespace,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_plain,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,

@@ -21,7 +21,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 def write_torch_file(path: Path, tree: Any) -> dict[str, Any]:
-    """Write a file of torch.save atomically; tensors and plain values only, so that any reader opens it."""
+    """Write a file of torch.save atomically; tensors, plain values and a Namespace only."""
     stream = io.BytesIO()
     torch.save(tree, stream)
     return write_bytes(path, [stream.getbuffer()])

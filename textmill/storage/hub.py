@@ -24,6 +24,8 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
     """The local folder of a model; from the hub only the files in `patterns` are downloaded, never pickles."""
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).is_file():
+        raise TextmillError(f"{name}: is a file; turn it into a model folder first: textmill import {name} FOLDER")
     if not HUB_NAME.match(name):
         raise TextmillError(
             f"{name}: no such folder; use a run, a checkpoint, a Hugging Face model folder or a hub name"

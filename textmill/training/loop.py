@@ -21,6 +21,7 @@ from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
 from textmill.training.divergence import SkippedUpdates
+from textmill.training.imported_model import use_imported_model
 from textmill.training.replica_check import check_replicas
 from textmill.training.run_folder import checkpoint_files, open_run_folder, take_snapshot
 from textmill.training.run_length import RunLength
@@ -49,6 +50,7 @@ def train(
         keep_folder = run_on_all(
             ranks, lambda: folder_lock.enter_context(claim_folder(run, "train.folder", ranks.first))
         )
+        config = run_on_all(ranks, lambda: use_imported_model(config, write=ranks.first))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
         if start.step >= run_length.steps:
             if ranks.first:

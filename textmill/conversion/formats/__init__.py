@@ -37,15 +37,15 @@ def open_format(kind: str) -> Format:
     return cast(Format, import_module(f"textmill.conversion.formats.{kind}"))
 
 
-def find_format(path: Path, kind: str | None = None) -> Format:
-    """The format of a file or folder: the named one, or the first that matches."""
-    if kind is not None:
-        if kind not in KINDS:
-            raise TextmillError(f"--kind: no format '{kind}'; choose one of {', '.join(KINDS)}")
-        return open_format(kind)
+def find_kind(path: Path, kind: str | None = None) -> str:
+    """The name of the format of a file or folder: the named one, or the first that matches."""
+    if kind is not None and kind not in KINDS:
+        raise TextmillError(f"--kind: no format '{kind}'; choose one of {', '.join(KINDS)}")
     if not path.exists():
         raise TextmillError(f"{path}: no such file or folder")
+    if kind is not None:
+        return kind
     for name in KINDS:
-        if (found := open_format(name)).matches(path):
-            return found
+        if open_format(name).matches(path):
+            return name
     raise TextmillError(f"{path}: no model that textmill knows; name its format with --kind, one of {', '.join(KINDS)}")

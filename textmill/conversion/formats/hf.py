@@ -53,7 +53,8 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
 def matches(path: Path) -> bool:
     """A folder with a config.json and weights, or a file of weights next to a config.json."""
     if path.is_file():
-        return path.suffix in (".safetensors", ".bin") and (path.parent / "config.json").is_file()
+        ours = path.suffix == ".safetensors" or (path.suffix == ".bin" and path.stem.startswith("pytorch_model"))
+        return ours and (path.parent / "config.json").is_file()
     has_weights = any(any(path.glob(f"*{end}")) for end in (".safetensors", ".bin", ".index.json"))
     return path.is_dir() and (path / "config.json").is_file() and has_weights
 

@@ -1,67 +1,31 @@
-"""Converts DeepSpeed's own checkpoints of a GPT-2 into a model folder for `model.init_from`.
+"""Joins the weights in a checkpoint of DeepSpeed, whose ZeRO stages cut them into one part per rank.
 
-python -m textmill.conversion.deepspeed CHECKPOINT CONFIG.json OUT
-
-CHECKPOINT is what save_checkpoint wrote (its folder, or that of one tag), CONFIG.json the model's Hugging Face config.
-ZeRO's fp32 master weights are used where they exist, else the weights as they are. Optimizer states are not converted.
+ZeRO's fp32 master weights are used where they exist, else the weights as they are. Optimizer states are not read.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from textmill.conversion.safe_unpickle import read_pickle
 from textmill.errors import TextmillError
-from textmill.models import open_family
-from textmill.storage.files import create_folder, format_path, read_json, write_bytes, write_json
-from textmill.storage.tensor_files import Named, encode_safetensors
 
 Tree = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 MODEL_STATES = "mp_rank_00_model_states.pt"
 OPTIM_STATES = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
-PREFIX = re.compile(r"^.*?(?=(transformer|lm_head)\.)")
-"""What wrappers put before the name of a weight, such as module. or model."""
-
-
-def convert(checkpoint: Path, config: Path, out: Path) -> Path:
-    """Write the model folder; its weights are fp32, under the names and in the layout of transformers."""
-    hf = read_json(config)
-    if not isinstance(hf, dict) or hf.get("model_type", "gpt2") != "gpt2":
-        raise TextmillError(f"{config}: not the config.json of a GPT-2; name the one that the model was built with")
-    family = open_family("gpt2")
-    shape = family.shape_of_hf(hf, str(config))
-    found = dict(family.known_weights(_strip_prefixes(read_weights(checkpoint))))
-    wanted = {weight.name: weight.shape for weight in family.weights_of(shape)}
-    if missing := [name for name in wanted if name not in found]:
-        raise TextmillError(
-            f"{checkpoint}: lacks {len(missing)} weights of a GPT-2, such as '{missing[0]}'; found {sorted(found)[:3]}"
-        )
-    for name, size in wanted.items():
-        if found[name].shape != size:
-            raise TextmillError(
-                f"{checkpoint}: '{name}' is {list(found[name].shape)}; with {config} it must be {list(size)}"
-            )
-    create_folder(out, "OUT")
-    if any(out.iterdir()):
-        raise TextmillError(f"{out}: not empty; name a new folder")
-    write_bytes(out / "model.safetensors", encode_safetensors([(name, found[name]) for name in wanted]))
-    write_json(out / "config.json", family.hf_config_of(shape))
-    return out
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """All weights of a checkpoint by DeepSpeed's names; fp32 master weights where they exist."""
-    folder = _tagged(checkpoint)
+    folder = tagged_folder(checkpoint)
     if any(folder.glob("*mp_rank_01*")):
         raise TextmillError(
             f"{folder}: was written with tensor parallelism; only checkpoints with mp_rank_00 alone can be read"
@@ -180,12 +144,7 @@ def _shaped(flat: Tensor, name: str, size: tuple[int, ...], where: Path) -> Tens
     return flat.view(size)
 
 
-def _strip_prefixes(weights: dict[str, Tensor]) -> Iterator[Named]:
-    for name, value in weights.items():
-        yield PREFIX.sub("", name), np.ascontiguousarray(value.detach().to(torch.float32).numpy())
-
-
-def _tagged(checkpoint: Path) -> Path:
+def tagged_folder(checkpoint: Path) -> Path:
     """The folder of a tag: the one given, or the one that the file `latest` names."""
     if not checkpoint.is_dir():
         raise TextmillError(f"{checkpoint}: no such folder")
@@ -195,21 +154,3 @@ def _tagged(checkpoint: Path) -> Path:
     if Path(tag).name != tag or not (checkpoint / tag).is_dir():
         raise TextmillError(f"{latest}: names '{tag}', which is not a folder next to it; name the tag's folder itself")
     return checkpoint / tag
-
-
-def main(argv: list[str]) -> int:
-    """The command line."""
-    if len(argv) != 3:
-        print("usage: python -m textmill.conversion.deepspeed CHECKPOINT CONFIG.json OUT", file=sys.stderr)
-        return 2
-    try:
-        out = convert(*map(Path, argv))
-    except TextmillError as error:
-        print(f"textmill: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"wrote {format_path(out)}; start from it with model.init_from={out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Model files of other tools, read with `textmill import` and through `model.init_from`; logits from transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+import textmill
+from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
+from textmill.cli import main
+from textmill.storage.tensor_files import read_model
+
+IDS = torch.from_numpy(np.random.default_rng(2).integers(0, 300, (2, 16)))
+
+
+def logits(folder: Path) -> Any:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(IDS).logits.numpy()
+
+
+def transformers_net() -> Any:
+    torch.manual_seed(5)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=24, n_positions=20, vocab_size=310)).eval()
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    before, after = dict(read_model(one)), dict(read_model(other))
+    return before.keys() == after.keys() and all(np.array_equal(values, after[name]) for name, values in before.items())
+
+
+@pytest.mark.parametrize("kind", ["gguf", "nanogpt", "deepspeed"])
+def test_what_export_writes_comes_back_bit_for_bit(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_folder(tmp_path / "source", korean_tokenizer(chat="default"), activation="gelu_new")
+    out, back = tmp_path / "out", tmp_path / "back"
+    assert main(["export", str(source), f"export.folder={out}", f"export.kind={kind}"]) == 0
+    more = ["--activation", "gelu_new"] if kind == "nanogpt" else []
+    assert main(["import", str(out), str(back), *more]) == 0
+    assert "logits differ by at most 0 (bound" in capsys.readouterr().out
+    assert same_weights(source, back)
+    assert np.array_equal(logits(back), logits(source))
+    theirs = AutoTokenizer.from_pretrained(back)
+    assert theirs(TEXT[0]).input_ids == AutoTokenizer.from_pretrained(source)(TEXT[0]).input_ids
+    talk = [{"role": "user", "content": "왜?"}]
+    assert theirs.apply_chat_template(talk, tokenize=False) == "<|user|>왜?<|endoftext|>"
+    assert main(["import", str(out), str(back), *more]) == 0
+    assert "import: done already" in capsys.readouterr().out
+    assert main(["generate", str(back), "sample.max_tokens=3", "engine.device=cpu"]) == 0
+
+
+def test_pickled_weights_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file, and several with an index; an extra object in the file is not built."""
+    net = transformers_net()
+    state, folder = net.state_dict(), tmp_path / "pickled"
+    net.config.save_pretrained(folder)
+    torch.save({**state, "trainer": Canary(tmp_path / "canary")}, folder / "pytorch_model.bin")
+    assert main(["import", str(folder), str(tmp_path / "one")]) == 0
+    assert "has no tokenizer that textmill reads" in capsys.readouterr().err
+    assert not (tmp_path / "canary").exists()
+    assert np.array_equal(logits(tmp_path / "one"), net(IDS).logits.detach().numpy())
+    (folder / "pytorch_model.bin").unlink()
+    names, index = list(state), {}
+    for number, part in enumerate((names[:9], names[9:]), 1):
+        file = f"pytorch_model-{number:05d}-of-00002.bin"
+        torch.save({name: state[name] for name in part}, folder / file)
+        index |= dict.fromkeys(part, file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    assert textmill.import_model(str(folder), str(tmp_path / "two")) == tmp_path / "two"
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+    (folder / "pytorch_model-00002-of-00002.bin").unlink()
+    assert main(["import", str(folder), str(tmp_path / "three")]) == 2
+    assert "lacks the file pytorch_model-00002-of-00002.bin" in capsys.readouterr().err
+    assert not list(tmp_path.glob("three*"))
+
+
+class Canary:
+    """Creates a file when it is unpickled by a reader that trusts its input."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def write_llmc(path: Path, net: Any, half: bool, rows: int = 384) -> None:
+    """As llm.c's train_gpt2.py describes its file: 256 numbers, then all layers of one kind of weight after another."""
+    state, config = net.state_dict(), net.config
+    header = np.zeros(256, np.int32)
+    header[:8] = [20240326, 5 if half else 3, config.n_positions, config.vocab_size, config.n_layer, config.n_head,
+                  config.n_embd, rows]  # fmt: skip
+    table = state["transformer.wte.weight"]
+    tensors = [torch.cat([table, torch.zeros(rows - len(table), config.n_embd)]), state["transformer.wpe.weight"]]
+    for module in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+        for ending in ("weight", "bias"):
+            layers = [state[f"transformer.h.{layer}.{module}.{ending}"] for layer in range(config.n_layer)]
+            tensors += [layer.t() if layer.ndim == 2 else layer for layer in layers]
+    tensors += [state["transformer.ln_f.weight"], state["transformer.ln_f.bias"]]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    data = flat.bfloat16().view(torch.int16).numpy() if half else flat.numpy()
+    path.write_bytes(header.tobytes() + data.tobytes())
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_files_of_llm_c(tmp_path: Path, half: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    net, file = transformers_net(), tmp_path / "gpt2.bin"
+    write_llmc(file, net, half)
+    assert main(["import", str(file), str(tmp_path / "out")]) == 0
+    wanted = (net.bfloat16().float() if half else net)(IDS).logits.detach().numpy()
+    assert np.abs(logits(tmp_path / "out") - wanted).max() < 1e-5
+    file.write_bytes(file.read_bytes()[:-4])
+    capsys.readouterr()
+    assert main(["import", str(file), str(tmp_path / "cut")]) == 2
+    assert "the file is truncated" in capsys.readouterr().err
+
+
+def test_deepspeed_loads_what_export_wrote(tmp_path: Path) -> None:
+    deepspeed = pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+    from tests.support.engine_runs import config_of, started
+
+    started(config_of("deepspeed"))  # opens the group of one process
+    source = write_folder(tmp_path / "source", korean_tokenizer())
+    assert main(["export", str(source), f"export.folder={tmp_path / 'out'}", "export.kind=deepspeed"]) == 0
+    net = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(source).config)
+    settings = {"train_batch_size": 2, "zero_force_ds_cpu_optimizer": False}
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=adam, config=settings)
+    path, _ = engine.load_checkpoint(str(tmp_path / "out"), load_module_only=True)
+    assert path is not None
+    with torch.no_grad():
+        found = engine.module.eval()(IDS).logits.numpy()
+    assert np.abs(found - logits(source)).max() < 1e-6
+
+
+def test_training_starts_from_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_folder(tmp_path / "source", korean_tokenizer())
+    assert main(["export", str(source), f"export.folder={tmp_path / 'out'}", "export.kind=gguf"]) == 0
+    (tmp_path / "text.txt").write_text("\n\n".join(TEXT * 40), encoding="utf-8")
+    text = f"corpus: {{sources: [text.txt], section_chars: 100, dedup: none}}\ntokenizer: {{use: {source}}}\n"
+    (tmp_path / "my.yaml").write_text(text)
+    settings = ["train.steps=2", "train.warmup=0", "train.batch=2", "train.length=16", "engine.device=cpu"]
+    where = [str(tmp_path / "my.yaml"), f"folder={tmp_path / 'mine'}", f"model.init_from={tmp_path / 'out/out.gguf'}"]
+    for command in ("prepare", "fit-tokenizer", "tokenize"):
+        assert main([command, *where]) == 0
+    train = ["train", *where, *settings, "train.learning_rate=1e-30", "train.min_learning_rate=0"]
+    assert main(train) == 0, capsys.readouterr().err
+    assert same_weights(source, tmp_path / "mine/run/step-0000002")
+    capsys.readouterr()
+    assert main(train) == 0, "the same command again finds the same weights"
+    assert "train: done already" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "mine" / "run")
+    (tmp_path / "out/out.gguf").write_bytes(b"GGUF")
+    assert main(train) == 2
+    assert "not a readable GGUF file" in capsys.readouterr().err
+    assert not (tmp_path / "mine" / "run").exists()

@@ -1,0 +1,55 @@
+"""The command import: turns a model file of another tool into a model folder for textmill and transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textmill.config import ExportConfig
+from textmill.conversion.compare import check_written
+from textmill.conversion.formats import KINDS, find_kind, hf, open_format
+from textmill.conversion.model import Hints
+from textmill.errors import TextmillError, warn
+from textmill.storage.files import format_path, hash_file, hash_json
+from textmill.storage.stages import Force, Stage
+
+
+def import_model(
+    what: str, out: str, *, kind: str | None = None, config: str | None = None, tokenizer: str | None = None,
+    vocab: int | None = None, heads: int | None = None, activation: str | None = None, force: Force = "no",
+) -> Path:  # fmt: skip
+    """Read a model file or folder of another tool, write it as a Hugging Face folder in fp32; return the folder."""
+    path, folder = Path(what), Path(out)
+    if folder.resolve().is_relative_to(path.resolve()) and path.is_dir():
+        raise TextmillError(f"{out}: is inside {what}, which is to be read; name a folder elsewhere")
+    name = find_kind(path, kind)
+    hints = Hints(Path(config) if config else None, Path(tokenizer) if tokenizer else None, vocab, heads, activation)
+    given = {name: str(value) for name, value in vars(hints).items() if value is not None}
+    stage = Stage("import", folder, {"source": _fingerprint(path), "kind": name, **given}, None)
+    if stage.is_done(force):
+        print(f"import: done already: {format_path(folder)}")
+        return folder
+    model = open_format(name).read(path, hints)
+    settings = ExportConfig(folder=str(folder))
+    with stage.unfinished_folder() as part:
+        try:
+            files = hf.write(model, part, settings)
+            figures = check_written(model, hf.read(part, Hints()), "fp32", str(folder))
+        except TextmillError:
+            stage.discard()
+            raise
+        stage.write_manifest(part, files, {"parameters": model.shape.parameters, "check": figures})
+    print(f"import: {format_path(folder)}: {model.shape.parameters:,} parameters of {what}, read as {name}")
+    print(f"import: checked: {figures}")
+    if model.tokenizer is None:
+        warn(f"{what} has no tokenizer that textmill reads; import it again with --tokenizer FOLDER")
+    return folder
+
+
+def _fingerprint(path: Path) -> str:
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    return hash_json({one.name if one == path else str(one.relative_to(path)): hash_file(one) for one in files})
+
+
+def is_importable(path: Path) -> bool:
+    """Whether a file or folder looks like a format that import reads."""
+    return any(open_format(kind).matches(path) for kind in KINDS)
