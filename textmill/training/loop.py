@@ -36,20 +36,18 @@ from textmill.training.valid_loss import Validation
 
 
 def train(
-    config: RunConfig, force: Force = "no", step: StepChoice = "latest", *, change: bool = False,
-    command: CommandTime | None = None,
+    config: RunConfig, force: Force = "no", step: StepChoice = "latest", *,
+    change: bool = False, command: CommandTime | None = None,
 ) -> Path:  # fmt: skip
     """Train to the last step, resuming from the newest checkpoint if there is one (`change`: with other settings)."""
     command, run = command or CommandTime(), config.folder_of("train")
     with (
         closing(open_ranks(config)) as ranks,
-        ExitStack() as folder_lock,
+        ExitStack() as lock,
         ranks.under_watchdog(partial(write_stopped_file, run)),
         ExitStack() as resources,
     ):
-        keep_folder = run_on_all(
-            ranks, lambda: folder_lock.enter_context(claim_folder(run, "train.folder", ranks.first))
-        )
+        keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
         config = run_on_all(ranks, lambda: use_imported_model(config, write=ranks.first))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
         if start.step >= run_length.steps:
