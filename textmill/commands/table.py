@@ -91,7 +91,9 @@ TEXT = Flag(
 )
 
 IMPORT_FLAGS = (
-    Flag("--kind", "kind", "the format: deepspeed, gguf, hf, llmc, megatron, nanogpt (default: detected)", "text"),
+    Flag(
+        "--kind", "kind", "the format: deepspeed, gguf, hf, llmc, megatron, nanogpt, onnx (default: detected)", "text"
+    ),
     Flag("--config", "config", "the model's Hugging Face config.json, if WHAT has none", "text"),
     Flag("--tokenizer", "tokenizer", "the folder or file of its tokenizer, if WHAT has none", "text"),
     Flag("--vocab", "vocab", "the size of the vocabulary without padding rows", "number"),
@@ -154,7 +156,7 @@ COMMANDS = {
         sections=("serve", "sample", "engine"), flags=(STEP,), opens="model",
     ),
     "export": Command(
-        "textmill.conversion:export", "write a model for other tools (transformers, llama.cpp, nanoGPT)",
+        "textmill.conversion:export", "write a model for other tools (transformers, llama.cpp, ONNX, Megatron ...)",
         sections=("export",), flags=(FORCE, STEP), opens="model",
     ),
     "import": Command(

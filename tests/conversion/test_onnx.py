@@ -1,0 +1,93 @@
+"""ONNX files in onnxruntime: token by token with past key values, and with padding on the left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.model_folders import korean_tokenizer, write_folder
+from textmill.cli import main
+from textmill.conversion.formats.onnx import read
+from textmill.conversion.model import Hints
+from textmill.errors import TextmillError
+
+pytest.importorskip("onnx", reason="needs the extra export")
+LAYERS, HEADS, WIDTH = 2, 2, 32
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("onnx")
+    source = write_folder(
+        root / "source", korean_tokenizer(), layers=LAYERS, heads=HEADS, width=WIDTH, activation="gelu"
+    )
+    assert main(["export", str(source), f"export.folder={root / 'out'}", "export.kind=onnx"]) == 0
+    return source, root / "out"
+
+
+def session(out: Path) -> Any:
+    return pytest.importorskip("onnxruntime", reason="needs the extra dev").InferenceSession(
+        out / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+
+
+def empty_past(samples: int) -> dict[str, Any]:
+    names = [f"past_key_values.{layer}.{part}" for layer in range(LAYERS) for part in ("key", "value")]
+    return {name: np.zeros((samples, HEADS, 0, WIDTH // HEADS), np.float32) for name in names}
+
+
+def test_greedy_tokens_with_past_key_values_equal_transformers(folders: tuple[Path, Path]) -> None:
+    source, out = folders
+    run, past, ids, new = session(out), empty_past(1), np.array([[5, 17, 40]]), []
+    net = AutoModelForCausalLM.from_pretrained(source)
+    for step in range(20):
+        total = 3 + step
+        positions = np.arange(total - ids.shape[1], total)[None]
+        mask = np.ones((1, total), np.int64)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **past}
+        logits, *present = run.run(None, inputs)
+        past = dict(zip(past, present, strict=True))
+        ids = logits[:, -1:].argmax(-1)
+        new.append(int(ids[0, 0]))
+    start = torch.tensor([[5, 17, 40]])
+    wanted = net.generate(
+        start,
+        attention_mask=torch.ones_like(start),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert new == wanted[0, 3:].tolist()
+
+
+def test_padding_on_the_left_changes_nothing(folders: tuple[Path, Path]) -> None:
+    run, row = session(folders[1]), [5, 17, 40, 9]
+    mask = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    ids = np.array([[3, 8, *row], [0, 0, *row]])
+    positions = np.array([[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]])
+    logits = run.run(["logits"], {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **empty_past(2)})
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folders[0])(torch.tensor([row])).logits.numpy()
+    assert np.abs(logits[0][1, 2:] - wanted[0]).max() < 1e-5
+
+
+def test_it_comes_back_and_damage_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    source, out = folders
+    assert main(["import", str(out), str(tmp_path / "back")]) == 0
+    one, two = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "back"))
+    assert all(torch.equal(values, two[name]) for name, values in one.items())
+    assert (
+        main(["export", str(source), f"export.folder={tmp_path / 'half'}", "export.kind=onnx", "export.precision=fp16"])
+        == 0
+    )
+    assert (tmp_path / "half/model.onnx").stat().st_size < 0.6 * (out / "model.onnx").stat().st_size
+    data = (tmp_path / "half/model.onnx").read_bytes()
+    (tmp_path / "half/model.onnx").write_bytes(data[: len(data) // 2])
+    with pytest.raises(TextmillError, match=r"model\.onnx: "):
+        read(tmp_path / "half", Hints())

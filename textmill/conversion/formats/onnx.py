@@ -1,0 +1,117 @@
+"""ONNX: a GPT-2 as a graph with past key values, through the package onnx."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from textmill.config import ExportConfig
+from textmill.conversion.formats.hf import read_hf_shape, text_files
+from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family
+from textmill.conversion.onnx_graph import GELU_FORMS, IR_VERSION, OPSET, Graph, build_nodes, run_in_two_parts
+from textmill.errors import TextmillError
+from textmill.models import weights_of
+from textmill.storage.files import manifest_entry, write_bytes
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+
+PRECISIONS = ("fp32", "fp16")
+FILE, DATA = "model.onnx", "model.onnx.data"
+LARGE = 1_000_000_000
+"""Above so many bytes the weights are in a file of their own, because the graph's file is limited to 2 GB."""
+HALF = ".fp16"
+"""The ending of weights that are stored in fp16; they are turned into fp32 when the graph is loaded."""
+
+
+def write(model: Model, folder: Path, config: ExportConfig) -> Files:
+    """Write model.onnx, and config.json and the tokenizer's files for the programs that run it."""
+    onnx, shape = _package(), model.shape
+    require_family(shape, "gpt2", "onnx")
+    if shape.activation not in GELU_FORMS:
+        raise TextmillError(f"export.kind: onnx has {', '.join(GELU_FORMS)}, the model has {shape.activation}")
+    graph, half = Graph(onnx.helper), config.precision == "fp16"
+    weights = []
+    for name, values in model.weights.items():
+        stored = np.ascontiguousarray(values, np.float32)
+        if half and np.abs(stored).max(initial=0) > np.finfo(np.float16).max:
+            raise TextmillError(f"'{name}' is more than fp16 can represent; use fp32")
+        if half:
+            stored = stored.astype(np.float16)
+            graph.add("Cast", name + HALF, name=name, to=onnx.TensorProto.FLOAT)
+        weights.append(onnx.numpy_helper.from_array(stored, name + HALF if half else name))
+    build_nodes(graph, shape)
+    weights += [onnx.numpy_helper.from_array(values, name) for name, values in graph.constants.items()]
+    proto = onnx.helper.make_model(
+        onnx.helper.make_graph(graph.nodes, "gpt2", *_interface(onnx, shape), weights), ir_version=IR_VERSION,
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)], producer_name="textmill",
+    )  # fmt: skip
+    large = sum(weight.raw_data.__len__() for weight in weights) > LARGE
+    onnx.save_model(proto, folder / FILE, save_as_external_data=large, location=DATA)
+    onnx.checker.check_model(folder / FILE)
+    texts = text_files(shape, model.tokenizer, config.precision)
+    files = {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+    return files | {name: manifest_entry(folder / name) for name in (FILE, DATA) if (folder / name).is_file()}
+
+
+def _interface(onnx: Any, shape: Any) -> tuple[list[Any], list[Any]]:
+    """The inputs and outputs with their types and sizes."""
+    value, integer, number = onnx.helper.make_tensor_value_info, onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    heads, width = shape.heads, shape.width // shape.heads
+    names = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
+    inputs = [
+        value("input_ids", integer, ["batch", "tokens"]), value("attention_mask", integer, ["batch", "total"]),
+        value("position_ids", integer, ["batch", "tokens"]),
+        *(value(f"past_key_values.{name}", number, ["batch", heads, "past", width]) for name in names),
+    ]  # fmt: skip
+    present = [value(f"present.{name}", number, ["batch", heads, "total", width]) for name in names]
+    return inputs, [value("logits", number, ["batch", "tokens", shape.vocab]), *present]
+
+
+def matches(path: Path) -> bool:
+    """A folder with model.onnx, or such a file, next to a config.json."""
+    folder = path if path.is_dir() else path.parent
+    named = (path / FILE).is_file() if path.is_dir() else path.suffix == ".onnx"
+    return named and (folder / "config.json").is_file()
+
+
+def read(path: Path, hints: Hints) -> Model:
+    """Read a file that textmill wrote: its weights, and logits computed by the graph itself."""
+    onnx, file = _package(), path / FILE if path.is_dir() else path
+    config = hints.config or file.parent
+    shape = read_hf_shape(config)
+    try:
+        proto = onnx.load(file)
+        found = {one.name.removesuffix(HALF): onnx.numpy_helper.to_array(one) for one in proto.graph.initializer}
+    except Exception as error:  # protobuf and the package raise many types
+        raise TextmillError(f"{file}: not a readable ONNX file ({type(error).__name__}: {error})") from None
+    wanted = {weight.name for weight in weights_of(shape)}
+    named = [(name, values.astype(np.float32)) for name, values in found.items() if name in wanted]
+    weights = collect_weights(shape, named, str(file))
+    where = hints.tokenizer or (file.parent if (file.parent / "tokenizer.json").is_file() else None)
+    return Model(shape, weights, open_tokenizer(where) if where else None, _runner(proto, shape, file))
+
+
+def _runner(proto: Any, shape: Any, file: Path) -> Any:
+    """A function from ids to logits, computed by the package's own evaluator."""
+
+    def run(ids: Any) -> Any:
+        try:
+            from onnx.reference import ReferenceEvaluator
+
+            evaluator = ReferenceEvaluator(proto)
+            return run_in_two_parts(lambda inputs: evaluator.run(None, inputs), shape, ids)
+        except Exception as error:  # a damaged graph fails anywhere
+            raise TextmillError(f"{file}: its graph cannot be run ({type(error).__name__}: {error})") from None
+
+    return run
+
+
+def _package() -> Any:
+    try:
+        import onnx
+        import onnx.checker
+        import onnx.numpy_helper
+    except ImportError:
+        raise TextmillError("onnx: needs the package onnx; run: pip install 'textmill[export]'") from None
+    return onnx
