@@ -19,6 +19,7 @@ from textmill.storage.stages import Force
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.tokenize import tokenize
 from textmill.tokens.vocabulary.fitting import fit_tokenizer
+from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.new_run import check_start
 
 
@@ -42,7 +43,8 @@ def tune(config: RunConfig, minutes: float = 60.0, as_json: bool = False, force:
         if force != "no":
             for path in folder.glob("trial*"):
                 remove_folder(path) if path.is_dir() else path.unlink()
-        tuning = Tuning(config, _run_stages(config), minutes, started)
+        data = _run_stages(config)
+        tuning = Tuning(fill_auto_preset(config), data, minutes, started)
         print(table_head(tuning.unit), flush=True)
         complete = tuning.run(lambda *row: print(table_row(*row), flush=True))
         print("\n".join(describe_outcome(tuning)))

@@ -58,7 +58,7 @@ _OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {name: {**NONE, **own} for name, own in _OWN.items()}
 
-TrainPresetName = Literal["none", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
+TrainPresetName = Literal["none", "auto", "pretrain-nano", "pretrain-muon", "pretrain-adamw"]
 _PRETRAIN: dict[str, Any] = {
     "schedule": "cosine",
     "warmup": 0.05,
@@ -68,6 +68,8 @@ _PRETRAIN: dict[str, Any] = {
 }
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
+    # Learning rates, weight decay, batch and warm-up follow when net, tokens and length are known.
+    "auto": {"optimizer": "muon", "schedule": "cosine", "muon": {"momentum": 0.9}, "betas": [0.9, 0.95], "clip": 1.0},
     # The best of the settings tried on the nano size and a megabyte of text in samples of 64, on a CPU.
     "pretrain-nano": {
         **_PRETRAIN, "optimizer": "muon", "learning_rate": 1e-2, "min_learning_rate": 6e-4,

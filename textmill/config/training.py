@@ -31,6 +31,8 @@ from textmill.errors import TextmillError
 
 UNITS = ("steps", "epochs", "samples", "tokens", "minutes")
 """The keys that can set the run's length; one of them is used."""
+AUTO_SETTINGS = ("learning_rate", "weight_decay", "batch", "warmup", "muon.adamw_rate_factor")
+"""What `train.preset=auto` computes when a run starts, unless it is set."""
 LAYOUT_GROUPS = ("packed", "padded")
 """Groups that are refused under another layout."""
 
@@ -41,8 +43,9 @@ class TrainConfig(Section):
     folder: str | None = path()
     """Where checkpoints and metrics are written; default: `run` under `folder`."""
     preset: TrainPresetName = changeable("none")  # the settings that it fills decide the result, not its name
-    """Optimizer, learning rates, warm-up and batch for pretraining, as measured: pretrain-nano for a CPU, pretrain-muon
-    and pretrain-adamw for a GPU. Explicit settings override the preset."""
+    """Optimizer, learning rates, warm-up, batch and weight decay for pretraining. auto: by formula from width, tokens
+    and epochs (Muon, or AdamW if `train.optimizer` is set); pretrain-nano, pretrain-muon, pretrain-adamw: as measured
+    on a small and a 124M net. Explicit settings override the preset."""
     layout: Literal["packed", "padded", "features", "chat"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document per sample;
     features: the rows written by `tokens.kind=features`, or existing ones named by `tokens.use`;
@@ -149,6 +152,15 @@ class TrainConfig(Section):
         return next((name for name in UNITS[1:] if getattr(self, name) is not None), "steps")
 
     @property
+    def open_settings(self) -> tuple[str, ...]:
+        """The settings that `train.preset=auto` has still to compute."""
+        if self.preset != "auto":
+            return ()
+        given = {*self.model_fields_set, *(f"muon.{name}" for name in self.muon.model_fields_set)}
+        given |= {"batch"} if self.batch_rampup else set()
+        return tuple(key for key in AUTO_SETTINGS if key not in given)
+
+    @property
     def sizes(self) -> list[int]:
         """The batch, its first size and its increment: what divides all of them divides the batch of every step."""
         return [self.batch, *self.batch_rampup[:2]]
@@ -172,7 +184,11 @@ class TrainConfig(Section):
     def _omit_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Omit default steps and values equal to the preset: they would override another unit or another preset.
         own = omit_preset_values(write(self), TRAIN_PRESETS[self.preset])
-        return {name: value for name, value in own.items() if name != "steps" or self.unit == "steps"}
+        omitted = {"steps"} if self.unit != "steps" else set()
+        if "muon.adamw_rate_factor" in self.open_settings and "muon" in own:
+            own["muon"] = {name: value for name, value in own["muon"].items() if name != "adamw_rate_factor"}
+        omitted |= {*self.open_settings, *([] if own.get("muon", True) else ["muon"])}
+        return {name: value for name, value in own.items() if name not in omitted}
 
     @model_validator(mode="after")
     def _check_batch_rampup(self) -> TrainConfig:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from textmill.planning.facts import MachineFacts, TextFacts
+from textmill.training.auto_settings import auto_settings, best_batch_tokens, wanted_epochs
 
 WIDTHS = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1600)
 """Widths to choose from; a net has one layer for 64 channels, and at least two."""
@@ -20,10 +21,6 @@ FLOPS_PER_PARAMETER = 6
 """Multiplications and additions of forward and backward, for each parameter and token."""
 COMPUTE_OPTIMAL = 66
 """A net of N parameters is the best use of this many times N^2 operations while the text is not repeated much."""
-FEW_EPOCHS_RATIO = 11
-"""Tokens for each parameter of such a net."""
-TARGET_EPOCHS = 9
-"""Epochs where the net is larger than the text has tokens."""
 MAX_PARAMETERS_PER_TOKEN = 10
 """The largest net for a text: more parameters for each unique token do not help."""
 MAX_EPOCHS = 25
@@ -31,14 +28,6 @@ MAX_EPOCHS = 25
 DROPOUT_EPOCHS = 18
 """Dropout pays from this many epochs on; below it costs speed and loss."""
 DROPOUT = 0.1
-MUON_RATE = 0.125
-"""Muon's learning rate times the root of the width."""
-ADAMW_RATE = 0.01
-"""The learning rate of embeddings, biases and LayerNorms."""
-MIN_STEPS = 2000
-"""The batch is small enough for this many steps."""
-BATCH_TOKENS, BATCH_AT, BATCH_POWER = 16_000, 30e6, 0.3
-"""Tokens of a step where the run has BATCH_AT tokens; the batch grows by this power of the run's tokens."""
 MAX_MINUTES = {"cpu": 5.0, "cuda": 30.0}
 """Without a number of minutes."""
 
@@ -84,14 +73,13 @@ def plan_for(text: TextFacts, machine: MachineFacts, minutes: float) -> Plan:
     epochs = min(chosen.epochs, MAX_EPOCHS)
     tokens = epochs * chosen.unique
     length = _length(text, machine, chosen, tokens)
-    batch = max(1, round(_batch_tokens(tokens) / length))
+    batch = max(1, round(best_batch_tokens("muon", tokens) / length))
     steps = max(20, round(tokens / (batch * length)))
-    rate = MUON_RATE / math.sqrt(chosen.width)
+    found = auto_settings("muon", chosen.width, chosen.parameters, chosen.unique, tokens, batch * length)
     return Plan(
         vocab=chosen.vocab, layers=chosen.layers, heads=chosen.heads, width=chosen.width, length=length, batch=batch,
         epochs=epochs, steps=steps, minutes=minutes if chosen.epochs <= MAX_EPOCHS else None,
-        learning_rate=round_setting(rate), adamw_rate_factor=round_setting(ADAMW_RATE / rate),
-        weight_decay=round_setting(_weight_decay(rate, batch * length, epochs, chosen)),
+        learning_rate=found.learning_rate, adamw_rate_factor=found.adamw_rate_factor, weight_decay=found.weight_decay,
         dropout=DROPOUT if epochs >= DROPOUT_EPOCHS and chosen.parameters >= chosen.unique else 0.0,
         parameters=chosen.parameters, train_tokens=round(chosen.unique),
         seconds=FLOPS_PER_PARAMETER * chosen.parameters * tokens / machine.flops(chosen.parameters),
@@ -105,11 +93,6 @@ def default_minutes(text: TextFacts, machine: MachineFacts) -> float:
     if plan.minutes is not None:
         return most
     return min(most, math.ceil(10 * (plan.seconds + _other_seconds(text, machine)) / 60) / 10)
-
-
-def wanted_epochs(parameters: float, unique: float) -> float:
-    """How often a net of this size should see a text of so many unique tokens; fewer leave it undertrained."""
-    return min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * parameters / unique)
 
 
 def layers_of(width: int) -> int:
@@ -172,18 +155,6 @@ def _vocab(text: TextFacts, width: int) -> int:
     return min(allowed or [min(text.bytes_per_token)], key=cost)
 
 
-def _batch_tokens(tokens: float) -> float:
-    return min(tokens / MIN_STEPS, BATCH_TOKENS * math.pow(tokens / BATCH_AT, BATCH_POWER))
-
-
-def _weight_decay(rate: float, batch_tokens: float, epochs: float, shape: _Shape) -> float:
-    """From its timescale in epochs: how long a weight remembers, batch / (rate x decay x unique tokens)."""
-    ratio = shape.parameters / shape.unique
-    little_repeated = 1.08 * epochs * math.pow(epochs / ratio, -0.53)
-    much_repeated = max(0.3, 2.0 * math.pow(ratio, -0.5) * math.pow(max(shape.unique, 2e6) / 2e6, -0.3))
-    return batch_tokens / (rate * shape.unique * min(little_repeated, much_repeated))
-
-
 def _length(text: TextFacts, machine: MachineFacts, shape: _Shape, tokens: float) -> int:
     """Tokens of a sample: short on a CPU and for small nets, and not longer than two usual documents."""
     longest = 64 if shape.parameters < 1e6 else 256 if machine.device == "cpu" else 512 if tokens < 1e8 else 1024
@@ -198,8 +169,3 @@ def _other_seconds(text: TextFacts, machine: MachineFacts) -> float:
 
 STAGE_RATES: Mapping[str, float] = {"prepare": 8e6, "fit-tokenizer": 4e6, "tokenize": 8e6}
 """Bytes of text that one core handles in a second."""
-
-
-def round_setting(value: float) -> float:
-    """Two significant digits."""
-    return float(f"{value:.2g}")

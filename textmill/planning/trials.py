@@ -10,7 +10,8 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from textmill.planning.plan import WIDTHS, heads_of, layers_of, round_setting
+from textmill.planning.plan import WIDTHS, heads_of, layers_of
+from textmill.training.auto_settings import round_setting
 
 Changes = dict[str, Any]
 """Settings by key that differ from those of the project."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from textmill.planning.forecast import forecast_run
-from textmill.planning.plan import wanted_epochs
 from textmill.track.jsonl import METRICS_FILE
+from textmill.training.auto_settings import wanted_epochs
 from textmill.training.step_log import OVERFITTING_RATIO
 
 State = Literal["overfitting", "limited by the text", "undertrained", "finished", "unknown"]

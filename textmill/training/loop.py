@@ -20,6 +20,7 @@ from textmill.tokens.batches.batch import Batch, corrupt_labels
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
+from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.divergence import SkippedUpdates
 from textmill.training.imported_model import use_imported_model
 from textmill.training.replica_check import check_replicas
@@ -49,6 +50,7 @@ def train(
     ):
         keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
         config = run_on_all(ranks, lambda: use_imported_model(config, write=ranks.first))
+        config = run_on_all(ranks, partial(fill_auto_preset, config, force, ranks.world))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
         if start.step >= run_length.steps:
             if ranks.first:

@@ -1,0 +1,89 @@
+"""`train.preset=auto`: learning rates, batch, weight decay and warm-up by formula, for any size. Pure arithmetic.
+
+The planner of `textmill new` uses the same functions. docs/autopilot.md has the source of every constant.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MUON_RATE = 0.125
+"""Muon's learning rate times the root of the width."""
+REST_RATE = 0.01
+"""With Muon: AdamW's learning rate of embeddings, biases and LayerNorms."""
+ADAMW_RATE, ADAMW_MAX_RATE = 0.46, 3e-3
+"""AdamW's learning rate times the width, and the highest one."""
+BATCH_TOKENS, BATCH_AT, BATCH_POWER = 16_000, 30e6, 0.3
+"""Tokens of a step where the run has BATCH_AT tokens; the batch grows by this power of the run's tokens."""
+MIN_STEPS = 2000
+"""The batch is small enough for this many steps."""
+ADAMW_BATCH = 2
+"""AdamW's batch is this many times Muon's."""
+MAX_WEIGHT_DECAY = 3.2
+"""The highest that was measured to be the best."""
+WARMUP, MAX_WARMUP_STEPS = 0.05, 2000
+"""Warm-up: a fraction of the run, but not more than so many steps."""
+TARGET_EPOCHS = 9
+"""Epochs where the net is larger than the text has tokens."""
+FEW_EPOCHS_RATIO = 11
+"""Tokens for each parameter of a net that is not."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the formulas give."""
+
+    learning_rate: float
+    weight_decay: float
+    batch_tokens: float
+    warmup: float
+    adamw_rate_factor: float = 1.0
+    """With Muon."""
+
+
+def auto_settings(optimizer: str, width: int, parameters: float, unique: float, tokens: float,
+                  batch_tokens: float | None = None) -> Settings:  # fmt: skip
+    """The settings for a net of so many parameters and a run of so many tokens over so many unique ones.
+
+    `batch_tokens` overrides the formula of the batch; the weight decay fits it.
+    """
+    rate = learning_rate(optimizer, width)
+    batch = batch_tokens or best_batch_tokens(optimizer, tokens)
+    steps = tokens / batch
+    return Settings(
+        learning_rate=round_setting(rate),
+        weight_decay=round_setting(best_weight_decay(rate, batch, tokens / unique, parameters, unique)),
+        batch_tokens=batch,
+        warmup=WARMUP if WARMUP * steps <= MAX_WARMUP_STEPS else MAX_WARMUP_STEPS,
+        adamw_rate_factor=round_setting(REST_RATE / rate),
+    )
+
+
+def learning_rate(optimizer: str, width: int) -> float:
+    """The highest learning rate of the schedule."""
+    return MUON_RATE / math.sqrt(width) if optimizer == "muon" else min(ADAMW_MAX_RATE, ADAMW_RATE / width)
+
+
+def best_batch_tokens(optimizer: str, tokens: float) -> float:
+    """Tokens of a step in a run of so many tokens."""
+    factor = 1 if optimizer == "muon" else ADAMW_BATCH
+    return min(tokens / MIN_STEPS, factor * BATCH_TOKENS * math.pow(tokens / BATCH_AT, BATCH_POWER))
+
+
+def best_weight_decay(rate: float, batch_tokens: float, epochs: float, parameters: float, unique: float) -> float:
+    """From its timescale in epochs: how long a weight remembers, batch / (rate x decay x unique tokens)."""
+    ratio = parameters / unique
+    little_repeated = 1.08 * epochs * math.pow(epochs / ratio, -0.53)
+    much_repeated = max(0.3, 2.0 * math.pow(ratio, -0.5) * math.pow(max(unique, 2e6) / 2e6, -0.3))
+    return min(MAX_WEIGHT_DECAY, batch_tokens / (rate * unique * min(little_repeated, much_repeated)))
+
+
+def wanted_epochs(parameters: float, unique: float) -> float:
+    """How often a net of this size should see a text of so many unique tokens; fewer leave it undertrained."""
+    return min(TARGET_EPOCHS, FEW_EPOCHS_RATIO * parameters / unique)
+
+
+def round_setting(value: float) -> float:
+    """Two significant digits."""
+    return float(f"{value:.2g}")
