@@ -20,16 +20,14 @@ from textmill.tokens.batches.batch import Batch, corrupt_labels
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
-from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.divergence import SkippedUpdates
-from textmill.training.imported_model import use_imported_model
 from textmill.training.replica_check import check_replicas
 from textmill.training.run_folder import checkpoint_files, open_run_folder, take_snapshot
 from textmill.training.run_length import RunLength
 from textmill.training.run_minutes import MinutesTimer
 from textmill.training.sample_prompts import write_samples
 from textmill.training.saving import agree_to_stop, open_saver
-from textmill.training.setup import build_engine, prepare_run
+from textmill.training.setup import build_engine, complete_config, prepare_run
 from textmill.training.start import Start
 from textmill.training.step_log import StepLog, describe_best
 from textmill.training.token_check import TokenCheck
@@ -49,8 +47,7 @@ def train(
         ExitStack() as resources,
     ):
         keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
-        config = run_on_all(ranks, lambda: use_imported_model(config, write=ranks.first))
-        config = run_on_all(ranks, partial(fill_auto_preset, config, force, ranks.world))
+        config = run_on_all(ranks, lambda: complete_config(config, force, ranks))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
         if start.step >= run_length.steps:
             if ranks.first:

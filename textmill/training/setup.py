@@ -16,7 +16,9 @@ from textmill.storage.stages import Force
 from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import Splits, open_splits
+from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.changing import data_ranges
+from textmill.training.imported_model import use_imported_model
 from textmill.training.resuming import choose_start
 from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength, plan_run_length
@@ -24,6 +26,11 @@ from textmill.training.start import Start
 
 BYTES_PER_ID = 16
 """Inputs and labels of a batch, in 8 bytes each."""
+
+
+def complete_config(config: RunConfig, force: Force, ranks: Ranks) -> RunConfig:
+    """The config with an imported model in place of its name, and with the values of `train.preset=auto`."""
+    return fill_auto_preset(use_imported_model(config, write=ranks.first), force, ranks.world)
 
 
 def prepare_run(
