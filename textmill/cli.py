@@ -186,7 +186,8 @@ def _arguments(name: str, row: Command, found: list[str]) -> list[str | list[str
     """The arguments as the function takes them; the last may be a list."""
     fixed = [argument for argument in row.arguments if not argument.endswith("...")]
     listed = len(fixed) < len(row.arguments)
-    if len(found) < len(fixed) or (len(found) > len(fixed) and not listed):
+    required = [argument for argument in fixed if not argument.startswith("[")]
+    if len(found) < len(required) or (len(found) > len(fixed) and not listed):
         many = f"found {len(found)}: {', '.join(found)}" if found else "found none"
         raise TextmillError(f"{name}: needs {' '.join(row.arguments) or 'no argument'}, {many}; write: {_usage(name)}")
     return [*found[: len(fixed)], *([found[len(fixed) :]] if listed else [])]

@@ -33,7 +33,8 @@ class Command:
     """MODULE:FUNCTION."""
     summary: str
     arguments: tuple[str, ...] = ("WHERE",)
-    """The positional arguments, as the usage shows them; one that ends in "..." takes all that are left, as a list."""
+    """The positional arguments, as the usage shows them: one in brackets may be left out, one that ends in "..." takes
+    all that are left, as a list."""
     sections: tuple[str, ...] = ()
     """The sections of the config that it reads; --help lists their keys."""
     flags: tuple[Flag, ...] = ()
@@ -178,6 +179,10 @@ COMMANDS = {
     "runs": Command(
         "textmill.commands.report:runs", "list all runs below a folder with their best figures",
         arguments=("FOLDER",), opens="nothing", takes_settings=False, result_is_output=True,
+    ),
+    "doctor": Command(
+        "textmill.commands.doctor:doctor", "run small jobs to find what is wrong with this machine or project",
+        arguments=("[WHERE]",), flags=(JSON,), opens="nothing", result_is_output=True,
     ),
     "check": Command(
         "textmill.commands.check:check", "compare every file of a folder with its checksum",

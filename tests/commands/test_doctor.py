@@ -1,0 +1,178 @@
+"""doctor finds what is wrong: each test breaks one thing and expects its cause and a fix."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from textmill.cli import main
+from textmill.commands import doctor as command
+from textmill.commands.doctor import inputs, jobs, machine, run_check, software
+from textmill.commands.doctor.findings import ADVICE, BAD, GOOD, Finding
+from textmill.config import RunConfig
+from textmill.config.load import build_config
+from textmill.errors import TextmillError
+from textmill.verification.launcher import free_port
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def config_of(tree: dict[str, Any], folder: Path) -> RunConfig:
+    return build_config({"folder": str(folder), **tree})
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    found = machine.check_folder(Path("/proc"))
+    assert found.level == BAD
+    assert "/proc: cannot be written" in found.found
+    assert "folder=PATH" in found.fix
+
+
+def test_a_folder_that_does_not_exist_yet_is_judged_by_its_parent(tmp_path: Path) -> None:
+    found = machine.check_folder(tmp_path / "not" / "yet")
+    assert found.level == GOOD
+    assert str(tmp_path) in found.found
+
+
+@pytest.mark.parametrize(("free", "level"), [(1 << 20, BAD), (5 << 30, ADVICE), (50 << 30, GOOD)])
+def test_little_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free))
+    assert machine.check_folder(tmp_path).level == level
+
+
+def test_small_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 20))
+    found = machine.check_shared_memory(tmp_path)
+    assert found.level == BAD
+    assert "--shm-size" in found.fix
+    assert machine.check_shared_memory(tmp_path / "none").level == ADVICE
+
+
+def test_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1000000000\n")
+    read = machine._container_limit
+    monkeypatch.setattr(machine, "_container_limit", lambda: read(limit))
+    found = machine.check_memory()
+    assert found.level == BAD
+    assert "1.0 GB (limit of the container)" in found.found
+    limit.write_text("max\n")
+    assert machine.check_memory().level == GOOD
+
+
+def test_few_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        found = machine.check_limits()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found.level == ADVICE
+    assert "ulimit -n" in found.fix
+
+
+@pytest.mark.parametrize(("shift", "level"), [(-1e9, BAD), (3600.0, ADVICE), (0.0, GOOD)])
+def test_a_wrong_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, level: str) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift)
+    assert machine.check_clock(tmp_path).level == level
+
+
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one.level for one in software.check_versions()] == [GOOD, GOOD]
+    monkeypatch.setattr(software, "version", lambda _: "2.4.1")
+    assert software.check_versions()[1].level == ADVICE
+    monkeypatch.setattr(software.sys, "version_info", (3, 9, 1))
+    assert software.check_versions()[0].level == BAD
+
+
+def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of({"runner": {"kind": "beam"}}, tmp_path)
+    monkeypatch.setattr(software, "find_spec", lambda package: None if package == "apache_beam" else object())
+    missing = software.check_extras(config)[-1]
+    assert missing.level == BAD
+    assert "runner.kind=beam needs apache_beam" in missing.found
+    assert missing.fix == "pip install 'textmill[beam]'"
+
+
+def test_sources(tmp_path: Path) -> None:
+    missing = inputs.check_sources(config_of({"corpus": {"sources": [str(tmp_path / "none.txt")]}}, tmp_path / "out"))
+    assert missing.level == BAD
+    assert "none.txt" in missing.found
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some text")
+    (tmp_path / "texts" / "b.docx").write_bytes(b"PK")
+    partly = inputs.check_sources(config_of({"corpus": {"sources": [str(tmp_path / "texts")]}}, tmp_path / "out"))
+    assert partly.level == ADVICE
+    assert "b.docx" in partly.found
+    assert inputs.check_sources(config_of({}, tmp_path)).level == ADVICE
+
+
+def test_a_mongodb_server_that_does_not_answer(tmp_path: Path) -> None:
+    server = {"MONGO_CONFIG": {"ip": "127.0.0.1", "port": free_port(), "DB_name": "corpus"}, "COLLECTIONS": {}}
+    path = tmp_path / "db_config.json"
+    path.write_text(json.dumps(server))
+    found = inputs.check_sources(config_of({"corpus": {"sources": [f"mongo:{path}"]}}, tmp_path / "out"))
+    assert found.level == BAD
+    assert "start the server" in found.fix
+
+
+def test_a_missing_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise TextmillError("track.kinds: 'wandb' needs wandb")
+
+    monkeypatch.setattr(inputs, "check_trackers", refuse)
+    assert inputs.check_trackers_work(config_of({"track": {"kinds": ["wandb"]}}, tmp_path)).level == BAD
+
+
+def test_a_check_that_fails_itself_is_a_finding() -> None:
+    def broken() -> Finding:
+        raise ZeroDivisionError("x")
+
+    assert run_check(broken)[0].level == BAD
+
+
+def test_the_exit_code_is_that_of_the_worst(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good, bad = Finding("a", GOOD, "fine"), Finding("b", BAD, "broken", "mend it")
+    monkeypatch.setattr(command, "list_checks", lambda *_: [lambda: good])
+    assert main(["doctor"]) == 0
+    assert "doctor: 1 checks, 0 with advice, none failed" in capsys.readouterr().out
+    monkeypatch.setattr(command, "list_checks", lambda *_: [lambda: good, lambda: [bad]])
+    assert main(["doctor", "--json"]) == 1
+    out = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["level"], one["fix"]) for one in out] == [("a", GOOD, ""), ("b", BAD, "mend it")]
+    assert main(["doctor", "a", "b"]) == 2
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.long
+def test_jobs_on_a_healthy_and_on_broken_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "healthy").mkdir()
+    assert [one.level for one in jobs.check_training(tmp_path / "healthy", "cpu")] == [GOOD, GOOD]
+    shutil.rmtree(tmp_path / "healthy" / "one")
+    monkeypatch.setenv("TEXTMILL_FAULT", "nan@step:0,nan@step:1")
+    wrong = jobs.run_textmill(jobs.train_arguments(tmp_path / "healthy", "wrong", 2))
+    assert wrong.returncode == 2
+    assert "diverged" in wrong.last_line
+    monkeypatch.setenv("TEXTMILL_FAULT", "full@disk:1")
+    full = jobs.check_training(tmp_path / "full", "cpu")
+    assert [one.level for one in full] == [BAD]
+    assert "No space left" in full[0].found
+    monkeypatch.delenv("TEXTMILL_FAULT")
+    assert jobs.check_processes(tmp_path / "full").level == ADVICE, "there is no data to train on"
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    compiler = jobs.check_compile()
+    assert compiler.level == ADVICE
+    assert "g++" in compiler.fix
