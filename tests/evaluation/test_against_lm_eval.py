@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.lm_eval_tasks import run_reference, write_tasks
+from tests.support.lm_eval_reference import run_reference, write_tasks
 from textmill.checkpoints.folders import Checkpoint
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.evaluation import evaluate
