@@ -135,12 +135,12 @@ def compare(name: str, pairs: list[Pair], scorer: TorchScorer, other: ScorePairs
     best = find_batch(pairs, other)
     other_seconds, theirs = timed(lambda: other(pairs, best))
     tokens = sum(len(context) + len(continuation) for context, continuation in pairs)
-    apart = max(abs(one / two - 1) for one, two in zip(ours, theirs, strict=True))
+    difference = max(abs(one / two - 1) for one, two in zip(ours, theirs, strict=True))
     rates = [f"{tokens / one:,.0f} tokens/s" for one in (seconds, other_seconds)]
     print(
         f"{name}: {len(pairs):,} texts, {tokens:,} tokens; textmill {seconds:.2f} s ({rates[0]}), "
         f"other {other_seconds:.2f} s at batch {best} ({rates[1]}): {other_seconds / seconds:.2f} times as fast; "
-        f"log-likelihoods differ by {apart:.1e} at most"
+        f"log-likelihoods differ by {difference:.1e} at most"
     )
 
 

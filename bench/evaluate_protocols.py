@@ -116,9 +116,9 @@ def show(name: str, ours: float | None, theirs: float) -> None:
     """One line; nothing to compare is an error."""
     if ours is None:
         sys.exit(f"{name}: no figure")
-    apart = abs(ours / theirs - 1) if theirs else abs(ours)
+    difference = abs(ours / theirs - 1) if theirs else abs(ours)
     print(
-        f"{name}: textmill {ours:.8g}, reference {theirs:.8g}, {apart:.1e} apart{'' if apart < 1e-4 else '  TOO FAR'}"
+        f"{name}: textmill {ours:.8g}, reference {theirs:.8g}, difference {difference:.1e}{'' if difference < 1e-4 else '  TOO FAR'}"
     )
 
 
