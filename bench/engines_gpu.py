@@ -38,6 +38,7 @@ from textmill.devices import peak_flops_by_name
 from textmill.engines import Engine, open_engine
 from textmill.models import initial_weights, open_family
 from textmill.tokens.batches.batch import Batch
+from textmill.verification.launcher import free_port
 
 VOCAB = 50257
 OPTIONS: dict[str, Any] = {
@@ -160,8 +161,8 @@ def open_hf_step(shape: Any, batch: int, options: dict[str, Any]) -> tuple[Calla
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
-    os.environ.update(one_rank)
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({**one_rank, "MASTER_PORT": str(free_port())})
     net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape)))
     config = {
         "train_batch_size": batch, "train_micro_batch_size_per_gpu": batch, "gradient_clipping": 1.0,

@@ -342,7 +342,7 @@ def test_crash_at_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.long
 def test_killed_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(6)
-    expected = content(prepare_near(synthetic_texts(600, rng), tmp_path, monkeypatch, folder="whole"))
+    expected = content(prepare_near(synthetic_texts(150, rng), tmp_path, monkeypatch, folder="whole"))
     corpus = {"sources": ["texts"], "dedup": "near", "rules": [], "split": [8.0, 1.0, 1.0]}
     config = RunConfig.model_validate({"folder": "killed", "corpus": corpus, "runner": {"workers": 2}})
     for stage in ("*.bands", "confirmed-*"):

@@ -140,8 +140,8 @@ def test_samples_follow_the_reference_probabilities(generator: Generator, theirs
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.long_with(500)
-@pytest.mark.parametrize("count", [50, 500])
+@pytest.mark.long_with(150)
+@pytest.mark.parametrize("count", [50, 150])
 def test_streamed_chunks_join_to_the_full_text(parrot_of: Callable[[str], Generator], count: int) -> None:
     dice = random.Random(8)
     for _ in range(count):
@@ -152,8 +152,8 @@ def test_streamed_chunks_join_to_the_full_text(parrot_of: Callable[[str], Genera
         assert not any(REPLACEMENT in chunk for chunk in chunks)
 
 
-@pytest.mark.long_with(500)
-@pytest.mark.parametrize("count", [50, 500])
+@pytest.mark.long_with(150)
+@pytest.mark.parametrize("count", [50, 150])
 def test_streaming_gives_the_same_texts_as_a_batch(generator: Generator, count: int) -> None:
     dice = random.Random(9)
     prompts = ["".join(dice.choices(CHARACTERS, k=dice.randint(0, 8))) for _ in range(count)]

@@ -22,6 +22,7 @@ from textmill.config import TokenizerConfig
 from textmill.tokens.vocabulary.tokenizer import fit
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAM = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())"]
 NOT_RUN = {
     "--dropped near_duplicate": "the small text of the test has no near-duplicates",
     "corpus.sources=mongo:db_config.json": "needs a MongoDB server; tests/corpus/test_mongo_server.py has one",
@@ -155,18 +156,16 @@ class Workspace:
         if words[0] == "serve":
             return serve([*words, *smaller])
         if ">" in words or words[0] == "chat":
-            program = f"{sys.executable} -c 'import sys; from textmill.cli import main; sys.exit(main())' "
-            command = line.partition(" #")[0].strip().removeprefix("textmill ")
-            command, redirect, target = command.partition(" > ")
-            line = f"{program}{command} {shlex.join(smaller)}{redirect}{target}"
-            return subprocess.run(["sh", "-c", line], input="안녕?\n", text=True, timeout=LONGEST).returncode
+            words, target = (words[:-2], words[-1]) if ">" in words else (words, "/dev/null")
+            command = [*PROGRAM, *words, *smaller]
+            with open(target, "w") as output:
+                return subprocess.run(command, input="안녕?\n", stdout=output, text=True, timeout=LONGEST).returncode
         return main([*words, *smaller])
 
 
 def serve(arguments: list[str]) -> int:
     """Start a server, wait until it is ready, interrupt it; return its exit code."""
-    code = "import sys; from textmill.cli import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found = re.search(r"http://\S+:(\d+)/", process.stdout.readline())
     if found:

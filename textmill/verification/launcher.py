@@ -104,7 +104,8 @@ def _environments(one_process: bool, processes: int) -> list[dict[str, str]]:
     base["OMP_NUM_THREADS"] = "1"
     if one_process:
         # Without optimization: compiling takes longer than the few steps of a trial.
-        flags = f"--xla_force_host_platform_device_count={processes} --xla_backend_optimization_level=0"
+        small = f"--xla_force_host_platform_device_count={processes} --xla_backend_optimization_level=0"
+        flags = f"{base.get('XLA_FLAGS', '')} {small}".strip()
         return [base | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}]
     if processes == 1:
         return [base]
