@@ -18,6 +18,7 @@ from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 
 
+@pytest.mark.long_with("jax")
 def test_the_loss_falls(kind: str) -> None:
     losses = run(started(config_of(kind)), range(40), unequal=False)
     assert losses[0] == pytest.approx(np.log(VOCAB), rel=0.02), "at the start every token is as likely"
@@ -122,6 +123,7 @@ def test_isolated_documents_have_the_losses_of_separate_ones(kind: str, dropout:
     assert joined[0] != joined[1], "without documents it does"
 
 
+@pytest.mark.long_with("jax")
 def test_a_saved_engine_resumes_bitwise(kind: str) -> None:
     config = config_of(kind, dropout=0.1)
     straight = started(config)
@@ -189,6 +191,7 @@ def test_host_copies_do_not_change_with_the_net(kind: str) -> None:
         assert np.array_equal(values, copy), name
 
 
+@pytest.mark.long_with("jax")
 def test_clipping_bounds_the_update(kind: str) -> None:
     free, clipped = started(config_of(kind, clip=0.0)), started(config_of(kind, clip=1e-3))
     one, other = free.train_step(batch_of(0), 0, 1e-2), clipped.train_step(batch_of(0), 0, 1e-2)
@@ -198,6 +201,7 @@ def test_clipping_bounds_the_update(kind: str) -> None:
     assert norm == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.long_with("jax")
 def test_only_matrices_decay(kind: str) -> None:
     engine = started(config_of(kind, weight_decay=0.5))
     before = dict(engine.weights())
