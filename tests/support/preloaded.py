@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -121,6 +122,7 @@ def open_template() -> socket.socket:
 
 def _serve(place: socket.socket) -> dict[str, Any]:
     """Fork a process for each request; return the request in that process."""
+    parent = os.getppid()
     while True:
         data, files, _, _ = socket.recv_fds(place, LARGEST, 20)
         if not data:
@@ -131,6 +133,8 @@ def _serve(place: socket.socket) -> dict[str, Any]:
             if pid := os.fork():
                 os.write(write_end, str(pid).encode())
                 os._exit(0)
+            while os.getppid() != parent:  # the process in the middle has not ended yet
+                time.sleep(0.001)
             request: dict[str, Any] = json.loads(data)
             _take_files(request["numbers"], files)
             return request
@@ -147,11 +151,11 @@ def _take_files(numbers: list[int], files: list[int]) -> None:
     for number, file in zip(numbers, high, strict=True):
         os.dup2(file, number)
         os.close(file)
-    errors = sys.stderr.errors
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    errors, encoding = sys.stderr.errors, sys.stdout.encoding
+    sys.stdin = sys.__stdin__ = open(0, closefd=False, encoding=encoding)  # type: ignore[misc]
     for name, number in (("stdout", 1), ("stderr", 2)):
         now = bool(os.environ.get("PYTHONUNBUFFERED"))
-        stream = open(number, "w", closefd=False, errors=errors if number == 2 else None)
+        stream = open(number, "w", closefd=False, encoding=encoding, errors=errors if number == 2 else None)
         stream.reconfigure(line_buffering=number == 2 or os.isatty(1), write_through=now)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
