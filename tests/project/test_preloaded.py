@@ -33,6 +33,21 @@ def test_a_forked_process_is_like_any_other(tmp_path: Path, root: Path) -> None:
     assert "no-such-file.yaml" in found[0][1]
 
 
+def test_passed_files_keep_their_numbers(root: Path) -> None:
+    code = "import os, sys; [os.write(int(one), b'x') for one in sys.argv[1:]]; "
+    code += "from textmill.cli import main; sys.exit(main())"
+    read_end, write_end = os.pipe()
+    numbers = [os.dup(write_end) for _ in range(12)]
+    try:
+        PreloadedPopen(
+            [sys.executable, "-c", code, *map(str, numbers)], pass_fds=numbers, stderr=subprocess.DEVNULL
+        ).wait(300)
+        assert os.read(read_end, 100) == b"x" * len(numbers)
+    finally:
+        for number in (read_end, write_end, *numbers):
+            os.close(number)
+
+
 def test_a_signal_is_its_exit_code(root: Path) -> None:
     kill = (
         f"import os, sys; os.kill(os.getpid(), {int(signal.SIGKILL)}); from textmill.cli import main; sys.exit(main())"

@@ -136,6 +136,7 @@ def _serve(place: socket.socket) -> dict[str, Any]:
             while os.getppid() != parent:  # the process in the middle has not ended yet
                 time.sleep(0.001)
             request: dict[str, Any] = json.loads(data)
+            place.detach()  # or it would close the file that gets its number
             _take_files(request["numbers"], files)
             return request
         os.waitpid(middle, 0)
