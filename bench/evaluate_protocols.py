@@ -117,9 +117,8 @@ def show(name: str, ours: float | None, theirs: float) -> None:
     if ours is None:
         sys.exit(f"{name}: no figure")
     difference = abs(ours / theirs - 1) if theirs else abs(ours)
-    print(
-        f"{name}: textmill {ours:.8g}, reference {theirs:.8g}, difference {difference:.1e}{'' if difference < 1e-4 else '  TOO FAR'}"
-    )
+    verdict = "" if difference < 1e-4 else "  TOO FAR"
+    print(f"{name}: textmill {ours:.8g}, reference {theirs:.8g}, difference {difference:.1e}{verdict}", flush=True)
 
 
 if __name__ == "__main__":

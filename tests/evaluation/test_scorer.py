@@ -105,6 +105,15 @@ def test_shared_contexts_and_packed_rows_change_nothing(
     assert_equal(scorer.score_tokens(pairs), [reference(model, *pair, scorer.tokenizer.end) for pair in pairs])
 
 
+def test_a_short_context_is_not_shared_by_everything() -> None:
+    """Attention is quadratic: windows that happen to start after the same token must not end in one row."""
+    trees = build_trees([([1], [number] * 64) for number in range(100)], end=9, positions=64)
+    assert max(tree.tokens for tree in trees) <= 256
+    assert sum(len(tree.branches) for tree in trees) == 100
+    four = build_trees([([1] * 900, [number] * 100) for number in range(4)], end=9, positions=1024)
+    assert len(four) == 1
+
+
 def test_a_shared_context_is_read_once() -> None:
     trees = build_trees([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([], [5])], end=9, positions=8)
     assert [(tree.context, list(tree.branches), tree.tokens) for tree in trees] == [

@@ -16,6 +16,9 @@ CONTEXT = 0
 """The branch of context tokens; continuations are branches 1, 2 ..."""
 PADDING = -1
 """The tree of padding tokens."""
+TREE_TOKENS, TREE_CONTEXTS = 256, 4
+"""A tree grows up to this many tokens, or this many times its context: attention is quadratic in its size, so sharing
+a short context among many continuations would cost more than it saves."""
 
 
 @dataclass
@@ -58,12 +61,21 @@ class Rows:
 def build_trees(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, end: int, positions: int) -> list[Tree]:
     """Group pairs by context, longest tree first. An empty context is the token `end`; one that does not fit into
     `positions` together with its continuation loses its first tokens."""
-    trees: dict[Ids, Tree] = {}
+    trees: list[Tree] = []
+    growing: dict[Ids, Tree] = {}
     for number, (context, continuation) in enumerate(pairs):
         known = tuple(context)[-(positions + 1 - len(continuation)) :] if context else (end,)
-        tree = trees.setdefault(known, Tree(known))
-        tree.branches.setdefault(tuple(continuation), []).append(number)
-    return sorted(trees.values(), key=lambda tree: -tree.tokens)
+        branch = tuple(continuation)
+        tree = growing.get(known)
+        if tree is None or (branch not in tree.branches and tree.tokens + len(branch) - 1 > _limit(known)):
+            tree = growing[known] = Tree(known)
+            trees.append(tree)
+        tree.branches.setdefault(branch, []).append(number)
+    return sorted(trees, key=lambda tree: -tree.tokens)
+
+
+def _limit(context: Ids) -> int:
+    return max(TREE_TOKENS, TREE_CONTEXTS * len(context))
 
 
 def pack(trees: Sequence[Tree], *, row_tokens: int, batch_tokens: int) -> Iterator[list[list[Tree]]]:
