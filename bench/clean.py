@@ -21,6 +21,7 @@ from textmill.config.presets import PresetName
 from textmill.corpus.clean import RULES, Cleaner, clean
 from textmill.corpus.clean.filters import (
     character_fractions,
+    find_words,
     repeated_line_fraction,
     repeated_ngram_fraction,
     split_words,
@@ -73,7 +74,7 @@ def measured_functions() -> dict[str, Callable[[str], Any]]:
     return {
         "default rules": Cleaner(CorpusConfig()).clean, **presets, **RULES,
         "symbols, digits": character_fractions, "words": split_words, "repeated lines": repeated_line_fraction,
-        "repetition": lambda text: (repeated_line_fraction(text), repeated_ngram_fraction(split_words(text))),
+        "repetition": lambda text: (repeated_line_fraction(text), repeated_ngram_fraction(find_words(text))),
         "language": detect_language, "sentences": split_sentences,
     }  # fmt: skip
 

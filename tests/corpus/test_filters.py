@@ -10,12 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of
+from hypothesis import strategies as st
 
 from textmill.config import CorpusConfig, RunConfig
 from textmill.corpus.clean import Cleaner, languages
 from textmill.corpus.clean.cleaner import check_packages
 from textmill.corpus.clean.filters import (
     character_fractions,
+    find_words,
     repeated_line_fraction,
     repeated_ngram_fraction,
     split_words,
@@ -104,10 +108,34 @@ def test_repetition_fractions() -> None:
     assert repeated_line_fraction("ab\ncd\nab\nef") == pytest.approx(2 / 8)
     assert repeated_line_fraction("") == 0
     once = [f"w{number}" for number in range(10, 30)]
-    assert repeated_ngram_fraction(once) == 0
-    assert repeated_ngram_fraction(once + once[:10]) == pytest.approx(1 / 3)
-    assert repeated_ngram_fraction(once + once[:9]) == 0
-    assert repeated_ngram_fraction(["x"] * 8) == 0
+    for words, wanted in ((once, 0), (once + once[:10], 1 / 3), (once + once[:9], 0), (["x"] * 8, 0)):
+        assert repeated_ngram_fraction(find_words(" ".join(words))) == pytest.approx(wanted)
+
+
+def naive_repetition(words: list[str]) -> float:
+    """The definition: the characters of all ten-word n-grams that occurred before, each character once."""
+    seen: set[tuple[str, ...]] = set()
+    covered: set[int] = set()
+    for start in range(len(words) - 9):
+        ngram = tuple(words[start : start + 10])
+        if ngram in seen:
+            covered.update(range(start, start + 10))
+        seen.add(ngram)
+    return sum(len(words[place]) for place in covered) / sum(map(len, words)) if words else 0.0
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "ab", "b", " ", "\u3000", "\n", "가", "天", "カ", "・", "ğü", "\U00020000", "🙂", "x1"])
+    )
+)
+@settings_of(max_examples=150, deadline=None)
+def test_words_are_found_and_repeated_as_defined(parts: list[str]) -> None:
+    text = "".join(parts * 3)
+    words = find_words(text)
+    found = [text[start : start + length] for start, length in zip(words.starts, words.lengths, strict=True)]
+    assert found == split_words(text)
+    assert repeated_ngram_fraction(words) == pytest.approx(naive_repetition(found))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from textmill.config import CorpusConfig
 from textmill.corpus.clean.filters import (
     character_fractions,
+    find_words,
     repeated_line_fraction,
     repeated_ngram_fraction,
-    split_words,
 )
 from textmill.corpus.clean.languages import detect_language
 from textmill.corpus.clean.markup import break_at_markers
@@ -107,7 +107,7 @@ class Cleaner:
         limits = self.config
         if not limits.min_words and not limits.max_words and limits.max_repeated_words >= 1:
             return None
-        words = split_words(text)
+        words = find_words(text)
         if len(words) < limits.min_words:
             return "few_words"
         if limits.max_words and len(words) > limits.max_words:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import string
+import sys
 import unicodedata
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +22,14 @@ _WORD = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
 _SPACE_BYTES, _DIGIT_BYTES, _SYMBOL_BYTES = (
     characters.encode() for characters in (string.whitespace, string.digits, string.punctuation)
 )
-_BLANK, _DIGIT, _SYMBOL = 1, 2, 3
-_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_BLANK, _DIGIT, _SYMBOL, _OWN_WORD = 1, 2, 4, 8
+"""Bits of the kind of a character; one that is a word of its own may be a symbol too."""
+_FACTOR, _MIXER = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+"""Odd numbers: the factor of polynomial hashes, and one that mixes the bits of a hash."""
+_CACHED_POWERS = 1 << 19
+"""Texts of fewer characters share tables of powers."""
 _LAST_COUNTED = 0x20000
-"""Characters above this are Han, which are neither symbols nor digits."""
+"""Characters above this are no symbols, digits or white space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +50,90 @@ def character_fractions(text: str) -> CharacterFractions:
             len(data) - len(data.translate(None, _SYMBOL_BYTES)),
         )
     else:
-        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        counts = np.bincount(_character_kinds()[np.minimum(codes, _LAST_COUNTED)], minlength=4)
-        total, digits, symbols = len(codes) - int(counts[_BLANK]), int(counts[_DIGIT]), int(counts[_SYMBOL])
+        kinds = _character_kinds()[_codes_of(text)]
+        blanks, digits, symbols = (int(np.count_nonzero(kinds & kind)) for kind in (_BLANK, _DIGIT, _SYMBOL))
+        total = len(kinds) - blanks
     return CharacterFractions(symbols / max(total, 1), digits / max(total, 1))
 
 
 @cache
 def _character_kinds() -> NDArray[np.uint8]:
-    """A table from code point to kind: blank, digit, symbol or other."""
-    kinds = np.zeros(_LAST_COUNTED + 1, np.uint8)
+    """A table from code point to kind: blank, digit, symbol, a word of its own, or other."""
+    kinds = np.zeros(sys.maxunicode + 1, np.uint8)
+    for first, last in re.findall("(.)-(.)", _UNSPACED):
+        kinds[ord(first) : ord(last) + 1] = _OWN_WORD
     for code in range(_LAST_COUNTED):
         character = chr(code)
         category = unicodedata.category(character)
         if character.isspace():
-            kinds[code] = _BLANK
+            kinds[code] |= _BLANK
         elif category == "Nd":
-            kinds[code] = _DIGIT
+            kinds[code] |= _DIGIT
         elif category[0] in "PS":
-            kinds[code] = _SYMBOL
+            kinds[code] |= _SYMBOL
     return kinds
+
+
+def _codes_of(text: str) -> NDArray[np.uint8] | NDArray[np.uint32]:
+    """The code points of a text."""
+    if text.isascii():
+        return np.frombuffer(text.encode(), np.uint8)
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Where the words of a text are; the same words as those of `split_words`."""
+
+    codes: NDArray[np.uint8] | NDArray[np.uint32]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def hashes(self) -> NDArray[np.uint64]:
+        """A 64-bit hash of each word: a polynomial of its characters, mixed."""
+        hashes = _hash_ranges(self.codes.astype(np.uint64) + np.uint64(1), self.starts, self.starts + self.lengths)
+        hashes ^= hashes >> np.uint64(32)
+        hashes *= np.uint64(_MIXER)
+        return hashes ^ (hashes >> np.uint64(29))
+
+
+def find_words(text: str) -> Words:
+    """Find the words of a text, without making a string of each."""
+    codes = _codes_of(text)
+    kinds = _character_kinds()[codes]
+    inside = (kinds & _BLANK) == 0
+    begins, ends, outside = inside.copy(), inside.copy(), ~inside
+    if codes.dtype == np.uint8 or not (alone := (kinds & _OWN_WORD) != 0).any():
+        begins[1:] &= outside[:-1]
+        ends[:-1] &= outside[1:]
+    else:
+        begins[1:] &= outside[:-1] | alone[:-1] | alone[1:]
+        ends[:-1] &= outside[1:] | begins[1:]
+    starts = np.flatnonzero(begins)
+    return Words(codes, starts, np.flatnonzero(ends) + 1 - starts)
+
+
+def _hash_ranges(values: NDArray[np.uint64], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A polynomial hash, modulo 2**64, of each range of values, from the sums of all values before it."""
+    size = len(values)
+    powers, inverses = _powers(1 << max(12, size.bit_length())) if size < _CACHED_POWERS else _new_powers(size + 1)
+    sums = np.zeros(size + 1, np.uint64)
+    np.cumsum(values * powers[:size], out=sums[1:])
+    return (sums[stops] - sums[starts]) * inverses[starts]
+
+
+def _new_powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """The powers of the hash's odd factor and of its inverse modulo 2**64."""
+    factors = np.full((2, count), [[_FACTOR], [pow(_FACTOR, -1, 1 << 64)]], np.uint64)
+    factors[:, 0] = 1
+    powers = np.multiply.accumulate(factors, axis=1)
+    return powers[0], powers[1]
+
+
+_powers = cache(_new_powers)
 
 
 def split_words(text: str) -> list[str]:
@@ -83,24 +150,25 @@ def repeated_line_fraction(text: str) -> float:
     return 1 - sum(map(len, set(lines))) / total if total else 0.0
 
 
-def repeated_ngram_fraction(words: list[str]) -> float:
+def _equal_candidates(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The positions of the hashes whose highest bits another one has too: all equal ones, and few others."""
+    bits = len(hashes).bit_length() + 2
+    buckets = (hashes >> np.uint64(64 - bits)).astype(np.int64)
+    return np.flatnonzero((np.bincount(buckets, minlength=1 << bits) > 1)[buckets])
+
+
+def repeated_ngram_fraction(words: Words) -> float:
     """The fraction of characters in ten-word n-grams that occur earlier in the text."""
     if len(words) <= NGRAM_WORDS:
         return 0.0
-    numbers: defaultdict[str, int] = defaultdict(count(1).__next__)
-    ids = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
-    ngrams = np.zeros(len(words) - NGRAM_WORDS + 1, np.uint64)
-    for position in range(NGRAM_WORDS):  # a polynomial hash of the word numbers, modulo 2**64
-        ngrams *= _HASH_FACTOR
-        ngrams += ids[position : position + len(ngrams)]
-    ordered = np.sort(ngrams)
-    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    if not len(repeated):
+    starts = np.arange(len(words) - NGRAM_WORDS + 1)
+    ngrams = _hash_ranges(words.hashes(), starts, starts + NGRAM_WORDS)
+    candidates = _equal_candidates(ngrams)  # the others need no sorting
+    ordered = np.sort(ngrams[candidates])
+    if not (ordered[1:] == ordered[:-1]).any():
         return 0.0
-    positions = np.flatnonzero(repeated[np.minimum(np.searchsorted(repeated, ngrams), len(repeated) - 1)] == ngrams)
-    _, first = np.unique(ngrams[positions], return_index=True)
+    _, first = np.unique(ngrams[candidates], return_index=True)
     is_repeat = np.zeros(len(ngrams), np.int64)
-    is_repeat[np.delete(positions, first)] = 1
+    is_repeat[np.delete(candidates, first)] = 1
     is_covered = np.convolve(is_repeat, np.ones(NGRAM_WORDS, np.int64)) > 0
-    lengths = np.fromiter(map(len, words), np.int64, len(words))
-    return float(lengths[is_covered].sum() / lengths.sum())
+    return float(words.lengths[is_covered].sum() / words.lengths.sum())

@@ -36,8 +36,9 @@ def detect_language(text: str) -> tuple[str, float]:
 
 def _language_of_script(text: str) -> str | None:
     """The language of a text in a script that only one language uses; the model needs milliseconds for the same."""
-    letters = _NOT_LETTERS.sub("", text)
-    for language, characters in _SCRIPTS.items():
+    scripts = {language: characters for language, characters in _SCRIPTS.items() if characters.search(text)}
+    letters = _NOT_LETTERS.sub("", text) if scripts else ""
+    for language, characters in scripts.items():
         if letters and len(characters.sub("", letters)) <= (1 - MIN_LETTERS) * len(letters):
             return language
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 _URL_LINE = re.compile(
     r"^[^\S\n]*+<?(?:https?://|ftp://|www\.)[^\s<>]++>?[^\S\n]*+(?:\n|\Z)", re.MULTILINE | re.IGNORECASE
@@ -32,6 +33,8 @@ _PHRASES = r"""
 | (?:[隐隱]私政策|用户协议|免责声明|联系我们|关于我们|返回顶部|阅读更多|查看更多|点击这里|分享到|登录|注册)$
 """
 _PHRASE = re.compile(rf"[^\w©(]*+(?:{_PHRASES})", re.IGNORECASE | re.VERBOSE)
+_PHRASE_OR_SPACES = re.compile(rf"[^\w©(]*+(?:{_PHRASES})".replace("$", r"\s*+$"), re.IGNORECASE | re.VERBOSE)
+"""Also matches before the white space of a line is removed."""
 _NAVIGATION = re.compile(r"[^|»›·•>\n]{1,24}(?:[ \t]*[|»›·•>][ \t]*[^|»›·•>\n]{1,24}){2,}\s*")
 _SEPARATOR = re.compile(r"[|»›·•>]")
 _ENDS = (".", "!", "?", "。", "！", "？", "…")
@@ -50,14 +53,26 @@ def drop_boilerplate(text: str) -> str:
     Navigation: three or more parts of at most 24 characters, separated by | » › · • or >, without a full stop at the
     end. A table row, which starts with |, is kept.
     """
-    lines = text.split("\n")
+    lines, others = text.split("\n"), _other_first_letters()
     may_navigate = _SEPARATOR.search(text) is not None
+    find_phrase, find_separator = _PHRASE_OR_SPACES.match, _SEPARATOR.search
     kept = [
         line
         for line in lines
-        if not line or len(line) > MAX_BOILERPLATE_CHARACTERS or not is_boilerplate(line, may_navigate)
+        if not line
+        or len(line) > MAX_BOILERPLATE_CHARACTERS
+        or not ((line[0] not in others and find_phrase(line)) or (may_navigate and find_separator(line)))
+        or not is_boilerplate(line, may_navigate)
     ]
     return text if len(kept) == len(lines) else "\n".join(kept)
+
+
+@cache
+def _other_first_letters() -> frozenset[str]:
+    """Letters of the Basic Multilingual Plane that are nowhere in the known phrases, so that none begins with them."""
+    letters = "".join(filter(str.isalpha, map(chr, range(0x10000))))
+    used = "".join(set(filter(str.isalpha, _PHRASES)))
+    return frozenset(letters) - set(re.findall(f"[{used}]", letters, re.IGNORECASE))
 
 
 def is_boilerplate(line: str, may_navigate: bool = True) -> bool:

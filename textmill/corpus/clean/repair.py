@@ -26,6 +26,15 @@ _SUSPECT = re.compile(
 )  # fmt: skip
 
 
+_SUSPECT_PAIRS = frozenset(
+    lead + continuation
+    for encoding in _ENCODINGS
+    for lead in bytes(range(0xC2, 0xF5)).decode(encoding, "ignore")
+    for continuation in bytes(range(0x80, 0xC0)).decode(encoding, "ignore")
+)
+"""Lead and continuation bytes in one encoding. In two encodings, as ğ and ü in Turkish, they are no decoded UTF-8."""
+
+
 _SINGLE = re.compile("[\x80-\x9f\ud800-\udfff]")
 """Control characters and surrogates that ftfy repairs one by one."""
 
@@ -41,10 +50,21 @@ def repair(text: str) -> str:
         line = text[start : stop if stop >= 0 else len(text)]
         parts.append(text[done:start])
         # ftfy leaves other lines as they are, after more work.
-        parts.append(fix(line, fixer_config) if is_bad(line) or _SINGLE.search(line) else line)
+        bad = (_has_suspect(line) and is_bad(line)) or _SINGLE.search(line)
+        parts.append(fix(line, fixer_config) if bad else line)
         done = start + len(line)
         found = _SUSPECT.search(text, done)
     return "".join([*parts, text[done:]])
+
+
+def _has_suspect(line: str) -> bool:
+    """Whether a line has a character that stands for a byte by itself or before a space, or a suspect pair."""
+    found = _SUSPECT.search(line)
+    while found:
+        if found[0] in _SUSPECT_PAIRS or found[0][1:] in ("", " "):
+            return True
+        found = _SUSPECT.search(line, found.start() + 1)
+    return False
 
 
 @cache
