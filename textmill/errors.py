@@ -50,6 +50,11 @@ def explain_os_error(error: OSError) -> TextmillError | None:
     return None
 
 
+def failed_work(message: str, error: OSError) -> TextmillError:
+    """The error of work that the machine interrupted: exit code 75 if its disk is full, else 2."""
+    return (Interrupted if error.errno in FULL else TextmillError)(message)
+
+
 def warn(message: str) -> None:
     """Print a warning on stderr; if that is closed, do nothing."""
     with suppress(OSError, ValueError):

@@ -26,7 +26,7 @@ from textmill.corpus.records import BadRecord
 from textmill.corpus.source import Source
 from textmill.corpus.sources import find_sources, portable_names, source_state, split_into_chunks
 from textmill.corpus.split import declared_splits
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, failed_work
 from textmill.runners import Runner, open_runner
 from textmill.storage.files import (
     format_path,
@@ -190,17 +190,26 @@ def _build(
         [task.chunk.source.name for task in tasks], read, decisions.dropped, written
     )
     if not counts["kept"]:
-        raise TextmillError(
-            f"corpus.sources: none of {counts['records']:,} records was kept (dropped: {counts['dropped']}, "
-            f"quarantined: {counts['quarantined']}); check the files, corpus.text_key and "
-            f"corpus.min_chars={config.corpus.min_chars}"
-        )
+        raise TextmillError(_describe_nothing_kept(tasks, counts, config.corpus.min_chars))
     shards = [dict(split["file"]) for splits in written for split in splits.values()]
     files = {"account.json": write_json(part / "account.json", counts), "quarantine.jsonl": quarantine}
     if config.corpus.dedup == "near":
         files["near_duplicates.jsonl"] = write_bytes(part / "near_duplicates.jsonl", map(_json_line, decisions.pairs))
     files |= {path.name: manifest_entry(path) for path in list_dropped_files(part)}
     return counts, files | {shard.pop("name"): shard for shard in shards}
+
+
+def _describe_nothing_kept(tasks: list[ChunkTask], counts: Counts, min_chars: int) -> str:
+    if not counts["records"]:
+        files = ", ".join(islice(counts["by_source"], SHOWN_BAD_RECORDS))
+        return f"corpus.sources: no text found in {files}; check the files"
+    dropped = ", ".join(f"{number:,} by {rule}" for rule, number in counts["dropped"].items()) or "none"
+    first = next(_read_bad_records(tasks), None)
+    return (
+        f"corpus.sources: none of {counts['records']:,} records was kept (dropped: {dropped}; quarantined: "
+        f"{counts['quarantined']:,}{f', the first: {first}' if first else ''}); check the files, corpus.text_key and "
+        f"corpus.min_chars={min_chars}"
+    )
 
 
 def _run(runner: Runner, function: Callable[[Any], Any], shards: Sequence[Any], name: str, unit: str) -> list[Any]:
@@ -211,7 +220,8 @@ def _run(runner: Runner, function: Callable[[Any], Any], shards: Sequence[Any], 
                 results.append(result)
                 bar.advance(shard.size)
     except OSError as error:  # a full disk, or a file that was deleted
-        raise TextmillError(f"{name}: {error}; fix that and run the command again: finished chunks are kept") from None
+        reason = f"{name}: {error}; fix that and run the command again: finished chunks are kept"
+        raise failed_work(reason, error) from None
     return results
 
 

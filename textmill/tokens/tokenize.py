@@ -13,7 +13,7 @@ import numpy as np
 from textmill.config import RunConfig
 from textmill.corpus.document import SPLITS, Split
 from textmill.corpus.shards import count_group_bytes, list_shards, read_groups
-from textmill.errors import TextmillError, warn
+from textmill.errors import TextmillError, failed_work, warn
 from textmill.runners import open_runner
 from textmill.storage.files import format_path, manifest_entry, read_json, remove_folder, write_bytes
 from textmill.storage.progress import progress
@@ -214,7 +214,7 @@ def _run(config: RunConfig, tasks: Tasks, comparison: Future[str | None] | None 
                 if comparison and comparison.done() and comparison.result() is not None:
                     break
     except OSError as error:  # a full disk, a deleted file
-        raise TextmillError(f"tokenize: {error}; fix that and run it again: finished work is kept") from None
+        raise failed_work(f"tokenize: {error}; fix that and run it again: finished work is kept", error) from None
     return counts
 
 
