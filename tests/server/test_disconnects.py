@@ -86,15 +86,21 @@ def ask(live: Live, number: int, tokens: int) -> tuple[str, Any]:
         return "stream", [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
 
 
-@pytest.mark.parametrize(("grace", "tokens"), [(LONGEST, 60), (0.3, ENDLESS)], ids=["finished", "ended"])
-def test_stop_finishes_or_ends_every_request_properly(new_live: Callable[..., Live], grace: float, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("grace", "tokens", "number"),
+    [(LONGEST, 60, signal.SIGHUP), (0.3, ENDLESS, signal.SIGTERM)],
+    ids=["finished", "ended"],
+)
+def test_stop_finishes_or_ends_every_request_properly(
+    new_live: Callable[..., Live], grace: float, tokens: int, number: signal.Signals
+) -> None:
     live = new_live({"delay": 0.01, "serve": {"slots": 4, "queue": 16, "shutdown_grace": grace, "max_tokens": ENDLESS}})
     live.pause()  # no request finishes before the stop
     with ThreadPoolExecutor(12) as pool:
-        requests = [pool.submit(ask, live, number, tokens) for number in range(12)]
+        requests = [pool.submit(ask, live, one, tokens) for one in range(12)]
         # A request that arrives later would be refused.
         live.wait_for_stats(lambda stats: stats["scheduled_total"] == 12)
-        live.process.send_signal(signal.SIGTERM)
+        live.process.send_signal(number)
         live.resume()
         results = [one.result() for one in requests]
     assert live.process.wait(LONGEST) == 0

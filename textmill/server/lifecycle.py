@@ -14,6 +14,7 @@ import uvicorn
 
 from textmill.errors import TextmillError, warn
 from textmill.generation.messages import tune_interpreter
+from textmill.processes.signals import handled_signals
 from textmill.server.app import new_app
 from textmill.server.connections import Connection, ConnectionPool
 from textmill.server.service import Service
@@ -79,7 +80,8 @@ def _accept_pending(listening: socket.socket) -> list[socket.socket]:
 
 
 def run(service: Service, listening: socket.socket) -> str:
-    """Serve on a bound socket until SIGTERM or ctrl-C; return what was wrong with the model then, or nothing."""
+    """Serve on a bound socket until SIGTERM, SIGHUP or ctrl-C; return what was wrong with the model then, or
+    nothing."""
     serve = service.config
     protocol: Any = partial(Connection, ConnectionPool(serve.max_connections, serve.read_timeout, service.metrics))
     listening.listen(BACKLOG)  # clients may connect from here on; they wait in the backlog
@@ -94,10 +96,12 @@ def run(service: Service, listening: socket.socket) -> str:
     step = f" at step {service.step:,}" if service.step else ""
     print(f"serving {service.name}{step} at http://{host_in_url}:{port}/ ; ctrl-C stops", flush=True)
     tune_interpreter()
+    server = Server(settings, service)
     # uvicorn raises the signal again after it has stopped. That would end the process as if it had been killed.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    server = Server(settings, service)
+        if signal.SIGHUP in handled_signals():  # a closed terminal stops it like SIGTERM; uvicorn does not know it
+            signal.signal(signal.SIGHUP, lambda *_: server.handle_exit(signal.SIGTERM, None))
     with suppress(KeyboardInterrupt):
         server.run([listening])
     print("stopped", flush=True)
