@@ -52,7 +52,9 @@ def test_memory_urls() -> None:
         pq.write_table(pa.table({"text": LINES}), stream, row_group_size=50)
     try:
         assert texts(read(["memory://here/a.jsonl.gz"])) == texts(read(["memory://here/c.parquet"])) == LINES
-        names = [source.name for source in find_sources(["memory://here"])]
+        skipped: list[str] = []
+        names = [source.name for source in find_sources(["memory://here"], skipped=skipped)]
+        assert skipped == ["memory:///here/notes.bin"]
         assert names == [f"memory:///here/{name}" for name in ("a.jsonl.gz", "c.parquet", "deep/b.jsonl")]
         assert [source.name for source in find_sources(["memory://here/*.gz"])] == names[:1]
         (source,) = find_sources(["memory://here/deep/b.jsonl"])

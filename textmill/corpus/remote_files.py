@@ -25,8 +25,9 @@ VERSION_FIELDS = (
 ADVICE = "check the address, the network and your access rights"
 
 
-def find_remote_sources(url: str) -> list[Source]:
-    """The files at a URL, matching a URL pattern, or in the folder at a URL."""
+def find_remote_sources(url: str, skipped: list[str]) -> list[Source]:
+    """The files at a URL, matching a URL pattern, or in the folder at a URL; those that cannot be read are added to
+    `skipped`."""
     files, path = _open_filesystem(url)
     try:
         if any(character in path for character in "*["):  # in a URL a '?' starts the query
@@ -47,6 +48,7 @@ def find_remote_sources(url: str) -> list[Source]:
     urls = {
         path_found: path_found if "://" in path_found else files.unstrip_protocol(path_found) for path_found in found
     }
+    skipped += sorted(urls[path_found] for path_found, format_name in formats.items() if format_name is None)
     return [
         Source(urls[path_found], urls[path_found], format_name)
         for path_found, format_name in formats.items()

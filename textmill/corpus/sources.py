@@ -143,7 +143,7 @@ def _find_files(
     if entry.startswith("hf:"):
         return import_module("textmill.corpus.hf_datasets").find_hf_sources(entry)  # type: ignore[no-any-return]
     if is_remote(entry) and not entry.startswith("file://"):
-        return import_module("textmill.corpus.remote_files").find_remote_sources(entry)  # type: ignore[no-any-return]
+        return import_module("textmill.corpus.remote_files").find_remote_sources(entry, skipped)  # type: ignore[no-any-return]
     path = os.path.expanduser(entry.removeprefix("file://"))
     if os.path.isdir(path):
         return _walk_folder(path, skipped_folders, skipped)
