@@ -170,6 +170,9 @@ def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path)
     (tmp_path / "my.yaml").write_text("train:\n  batch: 8\n  warmup: 20\n")
     with pytest.raises(TextmillError, match=r"^train\.batch: found 0; "):
         open_where(str(tmp_path / "my.yaml"), ["train.batch=0"])
+    (tmp_path / "empty.yaml").write_text("train:\n  batch: 2\n  steps:\n")
+    with pytest.raises(TextmillError, match=r"empty\.yaml:3: train\.steps: found .*; give a whole number"):
+        open_where(str(tmp_path / "empty.yaml"), [])
     with pytest.raises(TextmillError, match=r"my\.yaml:3: train\.warmup: 20 is above train\.steps=10; "):
         open_where(str(tmp_path / "my.yaml"), ["train.steps=10"])
     with pytest.raises(TextmillError, match=r"^train\.min_learning_rate: 1\.0 is above "):

@@ -178,7 +178,7 @@ class TrainConfig(Section):
         given = [name for name in UNITS if data.get(name) is not None]
         if len(given) > 1:
             raise TextmillError(f"train.{given[1]}: the run's length is set by train.{given[0]} too; keep one of them")
-        return {name: value for name, value in data.items() if name != "steps" or value is not None}
+        return data
 
     @model_serializer(mode="wrap")
     def _omit_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
