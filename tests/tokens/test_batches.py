@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from textmill.tokens.batches.padded import PaddedLayout
 from textmill.tokens.batches.shuffle import permute
 from textmill.tokens.batches.windows import count_windows, window_batches
 from textmill.tokens.splits import Splits, WeightedStore
-from textmill.tokens.store import TokenStore, open_store
+from textmill.tokens.store import TokenStore, open_store, store_paths
 from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.vocabulary.tokenizer import fit
 
@@ -390,3 +391,16 @@ def test_a_blend_of_many_stores_is_fast_and_follows_the_rule() -> None:
     shares = np.array(weights) / sum(weights)
     assert np.abs(np.bincount(stores, minlength=60) - shares * 20_000).max() < 3
     assert all((numbers[stores == store] == np.arange((stores == store).sum())).all() for store in range(60))
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_a_store_that_is_truncated_between_two_batches_is_an_error(tmp_path: Path, windows: bool) -> None:
+    store = store_of(tmp_path, [40, 40, 40])
+    if windows:
+        batches = window_batches(store, length=8, stride=8, batch=2, first_input=0)
+    else:
+        batches = batches_in_order([PackedLayout(store, length=8, seed=None)], 2, [store])
+    next(batches)
+    os.truncate(store_paths(store.prefix)[1], 20)
+    with pytest.raises(TextmillError, match=r"was truncated from \d+ to 20 bytes while it was read; put the file back"):
+        next(batches)

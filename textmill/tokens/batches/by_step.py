@@ -77,11 +77,13 @@ class Batches:
         return np.arange(self.sizes.samples_before(step), self.sizes.samples_before(step + 1), dtype=np.int64)
 
 
-def batches_in_order(layouts: Sequence[Layout], batch: int) -> Iterator[Batch]:
-    """Every sample of every layout once, one layout after the other."""
+def batches_in_order(layouts: Sequence[Layout], batch: int, stores: Sequence[TokenStore] = ()) -> Iterator[Batch]:
+    """Every sample of every layout once, one layout after the other; `stores` are checked before each batch."""
     before = 0
     for layout in layouts:
         for start in range(0, layout.samples_per_epoch, batch):
+            for mapped in stores:
+                mapped.check_mapped()
             numbers = np.arange(start, min(start + batch, layout.samples_per_epoch), dtype=np.int64)
             arrays = layout.build_samples(numbers)
             yield Batch(arrays.inputs, arrays.labels, before + numbers, documents=arrays.documents)

@@ -43,8 +43,6 @@ def open_batches(
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
     """The valid split in its own order and in the layout of training, with loss on every token once."""
     stores, tokenizer = splits.nonempty("valid"), splits.tokenizer
-    for one in stores:
-        one.store.check_mapped()
     if train.layout == "packed" and not train.packed.isolate_documents:
         for one in stores:
             yield from window_batches(
@@ -56,7 +54,7 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
         layouts = [
             _build_layout(all_kept, one, tokenizer, length, None, folder) for one in stores if _has_samples(train, one)
         ]
-        yield from batches_in_order(layouts, train.batch)
+        yield from batches_in_order(layouts, train.batch, [one.store for one in stores])
 
 
 def _has_samples(train: TrainConfig, one: WeightedStore) -> bool:

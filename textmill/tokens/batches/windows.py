@@ -40,6 +40,7 @@ def window_batches(
         samples = np.arange(count_windows(store, length=length, stride=stride, first_input=first_input), dtype=np.int64)
     first_label, pad = (1, int(store.ids[0])) if first_input is None and store.tokens else (0, first_input or 0)
     for begin in range(0, len(samples), batch):
+        store.check_mapped()
         numbers = samples[begin : begin + batch]
         inputs = np.full((len(numbers), length), pad, np.int32)
         labels = np.full((len(numbers), length), IGNORED, np.int32)
