@@ -7,8 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from textmill.checkpoints.folders import list_checkpoints, open_checkpoint
 from textmill.cli import main
 from textmill.config import RunConfig
 from textmill.config.load import build_config
@@ -147,3 +150,33 @@ def test_what_cannot_change(tokens: Path, tmp_path: Path) -> None:
     train(without, change=True)
     assert json.loads((run / "step-0000006" / "config.json").read_text(encoding="utf-8"))["resid_pdrop"] == 0
     assert main(["train", str(run), "--change", "--force"]) == 2
+
+
+def test_a_given_run_is_its_best_checkpoint(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, run = tmp_path / "given", tmp_path / "run"
+    often: dict[str, Any] = {"save_every": 1, "evaluate_every": 1, "checkpoints": {"keep": 9}, "warmup": 0}
+    train(config_of(tokens, given, steps=3, **often))
+    train(config_of(tokens, given, steps=4, learning_rate=9.0, schedule="constant", **often), change=True)
+    losses = {
+        step: float.fromhex(json.loads((folder / "progress.json").read_text(encoding="utf-8"))["valid_loss"])
+        for step, folder in list_checkpoints(given).items()
+    }
+    best = min(losses, key=losses.__getitem__)
+    assert best != 4, "the learning rate is so high that the loss rises"
+    capsys.readouterr()
+    tree = config_of(tokens, run, steps=1, learning_rate=1e-30, weight_decay=0.0, **often).model_dump(mode="json")
+    tree["model"] = {"init_from": str(given)}
+    train(build_config(tree))
+    assert f"model.init_from: using {given / f'step-{best:07d}'}, valid loss" in capsys.readouterr().err
+    before, after = (
+        load_file(given / f"step-{best:07d}" / "model.safetensors"),
+        load_file(run / "step-0000001" / "model.safetensors"),
+    )
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    # The given run may be trained further and get another best checkpoint: the run still resumes.
+    newest = open_checkpoint(given / "step-0000004")
+    monkeypatch.setattr("textmill.training.resuming.open_model", lambda name: newest)
+    tree["train"]["steps"] = 2
+    assert list(list_checkpoints(train(build_config(tree)))) == [1, 2]

@@ -194,11 +194,22 @@ def _describe_choice(found: Checkpoint, run: Path, *, chosen: bool) -> str:
     return f"{text}, the best checkpoint; --step latest uses step {latest}"
 
 
+def describe_given(found: Checkpoint) -> str:
+    """Which weights `model.init_from` names."""
+    loss = f", valid loss {found.valid_loss:.4f}" if found.valid_loss is not None else ""
+    latest = max(list_checkpoints(found.folder.parent), default=found.step)
+    other = f", the best checkpoint; the newest is {format_path(found.folder.parent / f'step-{latest:07d}')}"
+    return f"{format_path(found.folder)}{loss}{other if latest != found.step else ''}"
+
+
 def open_model(name: str) -> Checkpoint:
-    """Open a model by the folder of a project, run, checkpoint or Hugging Face model, or by hub name."""
+    """Open a model by the folder of a project, run, checkpoint or Hugging Face model, or by hub name.
+
+    Of a run it is the best checkpoint, or the newest if none has a valid loss.
+    """
     folder = find_model_folder(name)
     for run in (folder, folder / "run"):
-        if (found := find_checkpoint(run)) is not None:
+        if (found := find_checkpoint(run, None)) is not None:
             return found
     return open_checkpoint(folder)
 

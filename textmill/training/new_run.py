@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from textmill.checkpoints.adapters import is_adapter
-from textmill.checkpoints.folders import Checkpoint, open_model
+from textmill.checkpoints.folders import Checkpoint, describe_given, open_model
 from textmill.config import LoraConfig, RunConfig
 from textmill.errors import TextmillError, warn
 from textmill.models import Shape, initial_weights, open_family, read_shape
@@ -29,6 +29,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, given)
     if given is not None:
+        warn(f"model.init_from: using {describe_given(given)}")
         transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
         shape = _resize_shape(shape, data, given, transfer)
         _check_fit(shape, config, data, given)

@@ -7,7 +7,14 @@ from typing import Any
 
 from textmill import __version__
 from textmill.checkpoints.adapters import open_adapter, read_base_and_adapter
-from textmill.checkpoints.folders import Checkpoint, StepChoice, find_checkpoint, open_model
+from textmill.checkpoints.folders import (
+    STEP_NAME,
+    Checkpoint,
+    StepChoice,
+    find_checkpoint,
+    list_checkpoints,
+    open_model,
+)
 from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.config.load import merge_trees, read_recorded_config
 from textmill.config.renamed import rename_settings
@@ -142,12 +149,18 @@ def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fingerprint_given(init_from: str | None, before: str | None) -> str | None:
-    """The fingerprint of the given weights; if they are gone, the one recorded in the checkpoint."""
+    """The fingerprint of the given weights; if they are gone, the one recorded in the checkpoint.
+
+    A run that was given may have another best checkpoint by now: any of its checkpoints may be the given one.
+    """
     if init_from is None:
         return None
     try:
-        return fingerprint_weights(open_model(init_from).folder)
+        folder = open_model(init_from).folder
+        found = fingerprint_weights(folder)
     except TextmillError:
         if before is None:
             raise
         return before
+    others = list_checkpoints(folder.parent).values() if found != before and STEP_NAME.match(folder.name) else ()
+    return before if any(fingerprint_weights(other) == before for other in others) else found
