@@ -194,12 +194,13 @@ def _describe_choice(found: Checkpoint, run: Path, *, chosen: bool) -> str:
     return f"{text}, the best checkpoint; --step latest uses step {latest}"
 
 
-def describe_given(found: Checkpoint) -> str:
-    """Which weights `model.init_from` names."""
+def describe_given(found: Checkpoint, name: str) -> str:
+    """Which weights a name given to `open_model` stands for."""
     loss = f", valid loss {found.valid_loss:.4f}" if found.valid_loss is not None else ""
     latest = max(list_checkpoints(found.folder.parent), default=found.step)
+    chosen = latest == found.step or Path(name).resolve() == found.folder.resolve()
     other = f", the best checkpoint; the newest is {format_path(found.folder.parent / f'step-{latest:07d}')}"
-    return f"{format_path(found.folder)}{loss}{other if latest != found.step else ''}"
+    return f"{format_path(found.folder)}{loss}{'' if chosen else other}"
 
 
 def open_model(name: str) -> Checkpoint:

@@ -29,7 +29,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, given)
     if given is not None:
-        warn(f"model.init_from: using {describe_given(given)}")
+        warn(f"model.init_from: using {describe_given(given, str(config.model.init_from))}")
         transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
         shape = _resize_shape(shape, data, given, transfer)
         _check_fit(shape, config, data, given)
