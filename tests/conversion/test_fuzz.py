@@ -1,0 +1,53 @@
+"""Damaged model files of every format: no traceback, no code of theirs runs, memory stays bounded."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import ROOT
+from tests.conversion.test_import import write_llmc
+from tests.support.model_folders import korean_tokenizer, write_folder
+from textmill.cli import main
+from textmill.conversion.formats import KINDS, open_format
+
+
+def sound_folder(root: Path, kind: str) -> Path:
+    """A small sound model in a format."""
+    source = write_folder(root / "source", korean_tokenizer(vocab=270), layers=1, heads=1, width=8, positions=8)
+    if open_format(kind).PRECISIONS:
+        more = ["export.megatron.vocab_multiple=8"] if kind == "megatron" else []
+        assert main(["export", str(source), f"export.folder={root / 'sound'}", f"export.kind={kind}", *more]) == 0
+        if kind == "hf":  # pickled weights next to the rest
+            (root / "sound/model.safetensors").unlink()
+            torch.save(AutoModelForCausalLM.from_pretrained(source).state_dict(), root / "sound/pytorch_model.bin")
+    else:
+        (root / "sound").mkdir()
+        write_llmc(root / "sound" / "gpt2.bin", AutoModelForCausalLM.from_pretrained(source), half=False)
+    return root / "sound"
+
+
+def fuzz(folder: Path, kind: str, count: int) -> None:
+    command = [sys.executable, "-m", "tests.support.fuzz_import", str(folder), kind, str(count), "7"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = re.search(r"refused (\d+) of (\d+)", done.stdout)
+    assert found is not None
+    assert 0 < int(found[1]) < count
+
+
+@pytest.mark.parametrize("kind", ["gguf", "nanogpt"])
+def test_a_few_damaged_files(kind: str, tmp_path: Path) -> None:
+    fuzz(sound_folder(tmp_path, kind), kind, 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_damaged_files_of_every_format(kind: str, tmp_path: Path) -> None:
+    fuzz(sound_folder(tmp_path, kind), kind, 100)
