@@ -77,6 +77,15 @@ def test_padding_on_the_left_changes_nothing(folders: tuple[Path, Path]) -> None
     assert np.abs(logits[0][1, 2:] - wanted[0]).max() < 1e-5
 
 
+@pytest.mark.parametrize("activation", ["relu", "silu", "tanh"])
+def test_other_activations(activation: str, tmp_path: Path) -> None:
+    """The graph is checked against our net, which is checked against transformers."""
+    source = write_folder(tmp_path / "source", korean_tokenizer(), layers=1, activation=activation)
+    arguments = ["export", str(source), f"export.folder={tmp_path / 'out'}"]
+    assert main([*arguments, "export.kind=onnx"]) == 0
+    assert main([*arguments, "export.kind=nanogpt", "--force"]) == 2
+
+
 def test_it_comes_back_and_damage_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     source, out = folders
     assert main(["import", str(out), str(tmp_path / "back")]) == 0

@@ -12,7 +12,7 @@ import torch
 from tests.support.weights import noisy_weights, shape_of
 from textmill.config import SIZES, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
-from textmill.models import initial_weights, open_family, read_shape
+from textmill.models import initial_weights, open_family, read_shape, to_memory, weights_of
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import NetSlots, open_slots
 from textmill.models.nets_torch import checkpoint_tensors, fill, new_net
@@ -24,6 +24,9 @@ SHAPES = [
     ("nano", {"layers": 3, "heads": 5, "width": 80, "inner": 200, "positions": 33}, 129),
     ("dsgpt2-112m-half", {"layers": 2, "width": 96}, 700),
     ("micro", {"layers": 3, "positions": 40, "activation": "gelu"}, 1001),
+    ("nano", {"layers": 1, "positions": 24, "activation": "relu"}, 300),
+    ("nano", {"layers": 1, "positions": 24, "activation": "silu"}, 300),
+    ("nano", {"layers": 1, "positions": 24, "activation": "tanh"}, 300),
     ("megatron-345m", {"layers": 1, "heads": 8, "width": 64, "positions": 64}, 256),
 ]
 
@@ -50,9 +53,10 @@ def test_logits_equal_transformers(size: str, numbers: dict[str, Any], vocab: in
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
-def test_decoding_gives_the_logits_of_a_full_pass(device: str) -> None:
+@pytest.mark.parametrize("activation", ["gelu_new", "relu"])
+def test_decoding_gives_the_logits_of_a_full_pass(device: str, activation: str) -> None:
     """Texts of different lengths in slots: prefilled, copied, decoded token by token; with fast and generic slots."""
-    shape = shape_of("nano", {}, 300)
+    shape = shape_of("nano", {"activation": activation}, 300)
     net = new_net(shape, torch.device(device))
     fill(net, noisy_weights(shape), "test")
     texts = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(1)).tolist()
@@ -156,8 +160,25 @@ def test_unsupported_configs_are_refused(tmp_path: Path) -> None:
     hf = family.hf_config_of(shape_of("nano", {}, 300))
     with pytest.raises(TextmillError, match="scale_attn_by_inverse_layer_idx is True"):
         family.shape_of_hf({**hf, "scale_attn_by_inverse_layer_idx": True}, "config.json")
-    with pytest.raises(TextmillError, match="activation_function is 'relu'"):
-        family.shape_of_hf({**hf, "activation_function": "relu"}, "config.json")
+    with pytest.raises(TextmillError, match="activation_function is 'mish'"):
+        family.shape_of_hf({**hf, "activation_function": "mish"}, "config.json")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(TextmillError, match="model_type is 'llama'"):
         read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu", "tanh"])
+def test_the_jax_net_has_the_same_activations(activation: str) -> None:
+    jax = pytest.importorskip("jax", reason="needs the extra jax")
+    from textmill.models.gpt2 import net_jax
+
+    shape = shape_of("nano", {"layers": 1, "positions": 24, "activation": activation}, 300)
+    named = noisy_weights(shape)
+    net = new_net(shape, CPU)
+    fill(net, named, "test")
+    ids = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+    known = {weight.name: weight for weight in weights_of(shape)}
+    weights = {name: jax.numpy.asarray(to_memory(known[name], values)) for name, values in named}
+    found = net_jax.states(weights, shape, net_jax.NetOptions(jax.numpy.float32), jax.numpy.asarray(ids.numpy()))
+    with torch.no_grad():
+        assert (torch.tensor(found.tolist()) - net(ids)).abs().max() < 1e-4

@@ -99,7 +99,7 @@ IMPORT_FLAGS = (
     Flag("--tokenizer", "tokenizer", "the folder or file of its tokenizer, if WHAT has none", "text"),
     Flag("--vocab", "vocab", "the size of the vocabulary without padding rows", "number"),
     Flag("--heads", "heads", "the number of attention heads, if WHAT does not record it", "number"),
-    Flag("--activation", "activation", "gelu_new or gelu, if WHAT does not record it", "text"),
+    Flag("--activation", "activation", "gelu_new, gelu, relu, silu or tanh, if WHAT does not record it", "text"),
 )
 
 COMMANDS = {

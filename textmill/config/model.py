@@ -27,8 +27,8 @@ class ShapeConfig(Section):
     """Width inside the MLP; default: four times `model.shape.width`."""
     positions: int | None = Field(None, ge=1)
     """Longest context in tokens."""
-    activation: Literal["gelu_new", "gelu"] | None = None
-    """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2)."""
+    activation: Literal["gelu_new", "gelu", "relu", "silu", "tanh"] | None = None
+    """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2). The others have no fused kernels and no fp8."""
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout rate on embeddings, attention weights and both residual branches."""
     extra: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.models import Shape, open_family, weights_of
+from textmill.models.gpt2.facts import GELUS
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
@@ -75,3 +76,11 @@ def require_family(shape: Shape, family: str, kind: str) -> None:
     """Refuse a family that a format has no place for."""
     if shape.family != family:
         raise TextmillError(f"export.kind: {kind} can hold a {family}, the model is a {shape.family}; use hf")
+
+
+def require_gelu(shape: Any, kind: str) -> None:
+    """Refuse an activation that a tool does not have."""
+    if shape.activation not in GELUS:
+        raise TextmillError(
+            f"export.kind: {kind} has gelu only, the model has {shape.activation}; use hf, onnx or deepspeed"
+        )

@@ -11,6 +11,7 @@ from textmill.conversion.model import Array
 OPSET, IR_VERSION = 20, 9
 """Opset 20 has Gelu in both forms."""
 GELU_FORMS = {"gelu_new": "tanh", "gelu": "none"}
+OTHERS = {"relu": "Relu", "tanh": "Tanh"}
 HEAD = "lm_head.transposed"
 
 
@@ -52,7 +53,7 @@ def build_nodes(graph: Graph, shape: Any) -> None:
         h = f"transformer.h.{layer}"
         x = graph.add("Add", x, _attention(graph, _norm(graph, x, f"{h}.ln_1", shape), layer, shape, mask))
         inner = _linear(graph, _norm(graph, x, f"{h}.ln_2", shape), f"{h}.mlp.c_fc")
-        active = graph.add("Gelu", inner, approximate=GELU_FORMS[shape.activation])
+        active = _activate(graph, inner, shape.activation)
         x = graph.add("Add", x, _linear(graph, active, f"{h}.mlp.c_proj"))
     last = _norm(graph, x, "transformer.ln_f", shape)
     head = graph.add("Transpose", "transformer.wte.weight", perm=[1, 0], name=HEAD)
@@ -65,6 +66,14 @@ def _norm(graph: Graph, x: str, stem: str, shape: Any) -> str:
 
 def _linear(graph: Graph, x: str, stem: str) -> str:
     return graph.add("Add", graph.add("MatMul", x, f"{stem}.weight"), f"{stem}.bias")
+
+
+def _activate(graph: Graph, x: str, activation: str) -> str:
+    if activation == "silu":
+        return graph.add("Mul", x, graph.add("Sigmoid", x))
+    if activation in OTHERS:
+        return graph.add(OTHERS[activation], x)
+    return graph.add("Gelu", x, approximate=GELU_FORMS[activation])
 
 
 def _mask(graph: Graph) -> str:

@@ -28,7 +28,7 @@ from textmill.conversion.megatron_layout import (
     rank_folder,
     to_version_order,
 )  # fmt: skip
-from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family
+from textmill.conversion.model import Array, Files, Hints, Model, collect_weights, require_family, require_gelu
 from textmill.conversion.torch_files import read_tree, to_array, to_tensor, write_torch_file
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, weights_of
@@ -44,6 +44,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write a release checkpoint (weights only, iteration 0), which Megatron's `--load` opens, one file per rank."""
     shape, settings = model.shape, config.megatron
     require_family(shape, "gpt2", "megatron")
+    require_gelu(shape, "megatron")
     for name, size, parts in (
         ("heads", shape.heads, settings.tensor), ("inner", shape.inner, settings.tensor),
         ("layers", shape.layers, settings.pipeline),

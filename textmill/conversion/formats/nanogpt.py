@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from textmill.config import ExportConfig
-from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family
+from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family, require_gelu
 from textmill.conversion.torch_files import Tree, named_tensors, read_tree, to_tensor, write_torch_file
 from textmill.errors import TextmillError, warn
 from textmill.models import open_family, weights_of
@@ -30,6 +30,7 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write ckpt.pt, which nanoGPT's sample.py and train.py (init_from=resume) open, and the tokenizer's files."""
     shape = model.shape
     require_family(shape, "gpt2", "nanogpt")
+    require_gelu(shape, "nanogpt")
     if shape.inner != 4 * shape.width or shape.epsilon != EPSILON:
         raise TextmillError(
             f"export.kind: nanogpt has an MLP of 4 x width and epsilon {EPSILON}; the model has an MLP of "

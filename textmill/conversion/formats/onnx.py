@@ -10,7 +10,7 @@ import numpy as np
 from textmill.config import ExportConfig
 from textmill.conversion.formats.hf import read_hf_shape, text_files
 from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family
-from textmill.conversion.onnx_graph import GELU_FORMS, IR_VERSION, OPSET, Graph, build_nodes, run_in_two_parts
+from textmill.conversion.onnx_graph import IR_VERSION, OPSET, Graph, build_nodes, run_in_two_parts
 from textmill.errors import TextmillError
 from textmill.models import weights_of
 from textmill.storage.files import manifest_entry, write_bytes
@@ -28,8 +28,6 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write model.onnx, and config.json and the tokenizer's files for the programs that run it."""
     onnx, shape = _package(), model.shape
     require_family(shape, "gpt2", "onnx")
-    if shape.activation not in GELU_FORMS:
-        raise TextmillError(f"export.kind: onnx has {', '.join(GELU_FORMS)}, the model has {shape.activation}")
     graph, half = Graph(onnx.helper), config.precision == "fp16"
     weights = []
     for name, values in model.weights.items():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from textmill.kernels.graph_capture_torch import capture_graph
 from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models.decode_torch import PREFILL_TOKENS, NetSlots
+from textmill.models.gpt2.facts import GELUS
 from textmill.models.gpt2.net_torch import MLP, Net
 
 try:
@@ -101,7 +102,8 @@ class FastSlots(NetSlots):
 
     def _step_graph(self, count: int) -> tuple[Any, Tensor]:
         if count not in self.steps:
-            few, positions_N = count <= fused.MAX_FUSED_TEXTS and _has_no_adapter(self.net), self.positions_N.clone()
+            few = count <= fused.MAX_FUSED_TEXTS and _has_no_adapter(self.net) and self.net.shape.activation in GELUS
+            positions_N = self.positions_N.clone()
             self.steps[count] = self._capture(
                 lambda: self._step(count, few=few), lambda: self.positions_N.copy_(positions_N)
             )

@@ -20,7 +20,13 @@ Array = NDArray[np.float32]
 
 NAME, OBJECTIVE, BATCH_FIELDS = "gpt2", "next_token", frozenset({"documents"})
 VOCAB_MULTIPLE = 128
-SAME_ACTIVATION = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "gelu": "gelu"}
+SAME_ACTIVATION = {
+    "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "gelu": "gelu",
+    "gelu_python": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh",
+}  # fmt: skip
+"""Transformers' names of activations and ours."""
+GELUS = ("gelu_new", "gelu")
+"""Activations that fused kernels, fp8 and most other tools know."""
 DROPOUTS = {"embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout", "resid_pdrop": "residual_dropout"}
 """Dropout rates, by transformers' names and ours."""
 MUST_BE = {
@@ -102,7 +108,8 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
             raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's GPT-2 has {key}={wanted} only")
     activation = hf.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in SAME_ACTIVATION:
-        raise TextmillError(f"{where}: activation_function is {activation!r}; gelu_new and gelu are known")
+        known = ", ".join(SAME_ACTIVATION)
+        raise TextmillError(f"{where}: activation_function is {activation!r}; textmill knows {known}")
     for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"):
         if type(hf.get(key)) is not int or hf[key] < 1:
             raise TextmillError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -191,8 +192,10 @@ def _attention_with_dropout(
 
 
 def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:
-    gelu = jax.checkpoint(partial(jax.nn.gelu, approximate=shape.activation == "gelu_new"))
-    inner = gelu(_linear(weights, f"{name}.c_fc", shape, options, x_NTE, keys_N))
+    gelu = partial(jax.nn.gelu, approximate=shape.activation == "gelu_new")
+    others: Any = {"relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh}
+    activate = jax.checkpoint(others.get(shape.activation, gelu))
+    inner = activate(_linear(weights, f"{name}.c_fc", shape, options, x_NTE, keys_N))
     return _linear(weights, f"{name}.c_proj", shape, options, inner, keys_N)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from textmill.kernels.norms_torch import norm_and_residual
 from textmill.kernels.qkv_torch import project_qkv
 from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
 from textmill.models.cache_torch import Cache
-from textmill.models.gpt2.facts import Shape
+from textmill.models.gpt2.facts import GELUS, Shape
 from textmill.models.lora_torch import apply_linear
 from textmill.models.masks_torch import (
     Mask,
@@ -106,14 +108,19 @@ def _to_matmul_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
+OTHER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "tanh": torch.tanh}
+
+
 class MLP(nn.Module):
-    """Two matrices and a GELU."""
+    """Two matrices and an activation between them, usually a GELU."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.c_fc = nn.Linear(shape.width, shape.inner)
         self.c_proj = nn.Linear(shape.inner, shape.width)
-        self.approximate = "tanh" if shape.activation == "gelu_new" else "none"
+        self.approximate = {"gelu_new": "tanh", "gelu": "none"}.get(shape.activation, "")
+        """The form of GELU; empty if the activation is another one."""
+        self.activation = OTHER_ACTIVATIONS.get(shape.activation)
         self.fp8 = False
 
     def forward(self, x_NTE: Tensor, keys_N: Tensor | None = None, stream_NTE: Tensor | None = None) -> Tensor:
@@ -132,6 +139,8 @@ class MLP(nn.Module):
 
     def inner(self, x_NTE: Tensor, keys_N: Tensor | None = None) -> Tensor:
         """The activations between the two matrices."""
+        if self.activation is not None:
+            return self.activation(apply_linear(self.c_fc, x_NTE, keys_N))
         if bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.c_fc) is nn.Linear:
             x_NTF = linear(x_NTE, self.c_fc.weight, None)
             y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.c_fc.bias, self.approximate == "tanh")
@@ -205,6 +214,10 @@ class Net(BaseNet):
             raise TextmillError(
                 f"engine.precision: fp8 needs widths that are multiples of {WIDTH_MULTIPLE}, found {widths}; "
                 "set engine.precision=auto"
+            )
+        if self.shape.activation not in GELUS:
+            raise TextmillError(
+                f"engine.precision: fp8 has no {self.shape.activation}; set engine.precision=auto, or a GELU"
             )
         if self.lora is not None:
             raise TextmillError("engine.precision: fp8 does not support model.lora; set engine.precision=auto")
