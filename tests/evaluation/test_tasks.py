@@ -21,7 +21,7 @@ from textmill.errors import TextmillError
 from textmill.evaluation import evaluate, published
 from textmill.evaluation.statistics import mean_loss_interval, proportion_interval
 from textmill.evaluation.wikitext_text import count_spaced_words, detokenize
-from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 WIKI = " \n = A mill = \n \n The mill , by a river , turns . Its wheel @-@ house stands ( by the river ) . \n" * 3
 Run = Callable[..., dict[str, Any]]
@@ -212,11 +212,10 @@ def test_published_values_are_shown_for_the_same_protocol_only() -> None:
     assert published.published_values({**facts, "examples": 5152}) == {}
 
 
-def test_counts_of_wikitext_as_megatron_reports_them(shared_data: Path) -> None:
-    """NVIDIA/Megatron-LM issue 51 has a token ratio of 1.1008449901248143 with GPT-2's vocabulary."""
+def test_words_of_wikitext_as_megatron_counts_them(shared_data: Path) -> None:
+    """NVIDIA/Megatron-LM issue 51 has 245,566 words; the first is not predicted."""
     text = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8")
-    tokens = len(open_tokenizer(shared_data / "gpt2_bpe").encode(detokenize(text)))
-    assert (tokens - 1) / count_spaced_words(text) == pytest.approx(1.1008449901248143, abs=1e-12)
+    assert count_spaced_words(text) + 1 == 245_566
 
 
 BAD = [

@@ -18,21 +18,12 @@ class PublishedResult:
 
 
 LAMBADA_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
-WIKITEXT_SHA256 = "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"
 
 RESULTS = [
     # lm-evaluation-harness issue 2159; the last-token accuracy: transformers issue 13761.
     PublishedResult(
         {"protocol": "last word of each text", "sha256": LAMBADA_SHA256, "examples": 5153},
         {"GPT-2 124M": {"accuracy": 0.3256, "perplexity": 40.06, "last_token_accuracy": 0.4667}},
-    ),
-    # PaddleNLP issue 23: the checkpoint that NVIDIA published, with Megatron-LM's own code.
-    PublishedResult(
-        {
-            "protocol": "megatron", "sha256": WIKITEXT_SHA256, "window": 1024, "stride": 32, "detokenised": True,
-            "articles": False, "first_token": "context", "count_end": False,
-        },
-        {"Megatron-LM 345M": {"word_perplexity": 19.37}},
     ),
 ]  # fmt: skip
 
