@@ -21,7 +21,8 @@ from textmill.errors import TextmillError
 from textmill.storage.tensor_files import read_model
 
 IDS = np.random.default_rng(2).integers(0, 300, (2, 16))
-SIZES = [("3.0", 2, 2), ("0", 2, 1), ("1.0", 4, 1), ("2.0", 1, 4)]
+MORE_SIZES = [("0", 2, 1), ("1.0", 4, 1), ("2.0", 1, 4)]
+SIZES = [("3.0", 2, 2), *(pytest.param(*size, marks=pytest.mark.long) for size in MORE_SIZES)]
 
 
 @pytest.fixture(scope="module")
