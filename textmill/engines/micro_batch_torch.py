@@ -17,6 +17,8 @@ GPU_FRACTION = 0.6
 """The fraction of a GPU's memory for weights, moments and the activations that backward needs."""
 WEIGHT_BYTES = 24
 """Of a weight: itself, its gradient, two moments, and temporary copies."""
+AVERAGE_BYTES = 4
+"""Of a weight, more with `train.average`."""
 ACTIVATION_BYTES = {True: 40, False: 72}
 """Of bf16 activations, per channel of a token in a layer: compiled (35 measured) and eager."""
 DEEPSPEED_TOKENS = 1 << 14
@@ -44,7 +46,7 @@ def largest_micro_batch(
         memory = GPU_FRACTION * torch.cuda.get_device_properties(device).total_memory
         attention = 8 * shape.heads * length if shape.attention_dropout else 0
         layer = ACTIVATION_BYTES[compiled and requested] * shape.width + attention
-        left = memory - WEIGHT_BYTES * shape.parameters
+        left = memory - (WEIGHT_BYTES + (AVERAGE_BYTES if train.average.memory else 0)) * shape.parameters
         fits = int(left / (layer * shape.layers * length * precision.itemsize / 2))
     return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))
 
