@@ -13,6 +13,7 @@ from textmill.config import TrackConfig
 from textmill.errors import TextmillError
 from textmill.track import Trackers, open_trackers
 from textmill.track.jsonl import METRICS_FILE, read_metrics
+from textmill.track.notes import NOTES_FILE
 
 
 def opened(folder: Path, stream: io.StringIO, *, start: int = 0, **config: Any) -> Trackers:
@@ -77,9 +78,10 @@ def test_a_tracker_that_cannot_open_is_a_warning(tmp_path: Path, capsys: pytest.
     trackers = opened(tmp_path / "not there", io.StringIO())
     trackers.log(1, {"loss": 1.0})
     trackers.close()
-    warning = capsys.readouterr().err
-    assert warning.count("\n") == 1
-    assert METRICS_FILE in warning
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2
+    assert f"{METRICS_FILE} is switched off" in warnings[0]
+    assert f"{NOTES_FILE} is switched off" in warnings[1]
 
 
 def test_a_closed_console_does_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
