@@ -12,7 +12,7 @@ from textmill.config import CorpusConfig
 from textmill.corpus.inspection import inspect_records
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError
-from textmill.planning.forecast import describe, forecast
+from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
 from textmill.planning.plan import VOCABS, default_minutes, plan_for
 from textmill.planning.probe_machine import probe_machine
@@ -47,7 +47,9 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None) ->
     facts = replace(inspect_text(sources, corpus, VOCABS), section=section)
     machine = probe_machine()
     minutes = minutes or default_minutes(facts, machine)
-    plan, other_minutes = plan_for(facts, machine, minutes), describe(forecast(facts, machine, minutes))
+    plan = plan_for(facts, machine, minutes)
+    large = plan.parameters >= LAW_PARAMETERS
+    other_minutes = describe(forecast(facts, machine, minutes)) if large else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -56,7 +58,8 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None) ->
     write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
     print(f"new: {len(sources)} files, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
-    print(f"new: expected {other_minutes}")
+    if other_minutes:
+        print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {folder}")
     return path
 

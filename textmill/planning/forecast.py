@@ -25,6 +25,8 @@ REFERENCE_VOCAB = 8192
 """Losses are per token of about this vocabulary, near that of the law."""
 SHORTER_TOKENS = 0.2
 """The power of the vocabulary with which tokens become longer."""
+LAW_PARAMETERS = 1_000_000
+"""Below this the law expects too much of more time (docs/autopilot.md), so `new` gives no forecast."""
 FACTORS = (0.5, 4.0)
 """Times the minutes."""
 
