@@ -119,6 +119,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "tests" / "support" / "mynet.py", folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Twice"}\n', encoding="utf-8")
     (folder / "key.txt").write_text("a-long-secret\n", encoding="utf-8")
+    (folder / "other.txt").write_text(" ".join(sentences), encoding="utf-8")
+    (folder / "lambada_test.jsonl").write_text(json.dumps({"text": sentences[0][:-1]}) + "\n", encoding="utf-8")
+    question = {
+        "activity_label": "Mill",
+        "ctx_a": "The mill",
+        "ctx_b": "",
+        "endings": ["turns.", "sings.", "reads.", "flies."],
+    }
+    (folder / "hellaswag_val.jsonl").write_text(json.dumps(question | {"label": 0}) + "\n", encoding="utf-8")
     tokenizer = fit(iter([sentences]), TokenizerConfig(vocab=300))
     net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64, vocab_size=tokenizer.vocab))
     for name in ("pretrained", "gpt2", "some/gpt2-folder", "gpt2_files"):

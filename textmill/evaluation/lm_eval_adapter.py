@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from textmill.where import open_where
 
 MAX_NEW_TOKENS = 256
 """lm-eval's own limit for tasks that set none."""
+FORKS_NOTHING = "DISABLE_MULTIPROC"
+"""The variable with which lm-eval computes in this process only."""
 BOOTSTRAPS = 100
 """Resamplings for the error of metrics that are no means."""
 
@@ -79,19 +83,33 @@ def open_lm(where: str, settings: Sequence[str] = ()) -> ScorerLM:
     return ScorerLM(open_scorer(checkpoint, opened.config.engine, opened.config.evaluate.batch))
 
 
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Keep lm-eval from forking workers for its resamplings: a fork of a process with torch's threads can hang."""
+    before = os.environ.get(FORKS_NOTHING)
+    os.environ[FORKS_NOTHING] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[FORKS_NOTHING]
+        if before is not None:
+            os.environ[FORKS_NOTHING] = before
+
+
 def measure(scorer: TorchScorer, config: RunConfig, entry: TaskEntry) -> Measured:
     """Run a task, a group or a tag of lm-eval, or FOLDER/NAME of a task file of the user's own."""
     if entry.file is None or not entry.file.name:
         raise TextmillError("evaluate.tasks: lm-eval needs a task; write lm-eval:NAME")
     manager, tasks = _load(entry.file)
-    found = lm_eval.simple_evaluate(
-        model=ScorerLM(scorer),
-        tasks=tasks,
-        task_manager=manager,
-        limit=config.evaluate.sample,
-        bootstrap_iters=BOOTSTRAPS,
-        log_samples=False,
-    )
+    with _one_process():
+        found = lm_eval.simple_evaluate(
+            model=ScorerLM(scorer),
+            tasks=tasks,
+            task_manager=manager,
+            limit=config.evaluate.sample,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=False,
+        )
     metrics: dict[str, float | None] = {}
     intervals: dict[str, tuple[float, float]] = {}
     several = len(found["results"]) > 1
