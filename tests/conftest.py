@@ -25,7 +25,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "desk")
 # Two workers run on two cores; a second thread each would only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Processes that tests start would compile textmill anew each time.
+# Processes that tests start would compile textmill again each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A signal that is ignored here, as under nohup, would be ignored in processes that tests start and signal.

@@ -81,7 +81,7 @@ def test_query_size_grows_while_the_server_gets_faster(speeds: dict[int, float],
     assert sizes == tried + [best] * (20 - len(tried))
     for _ in range(mongo.RELEARN_BATCHES - 20):
         query_size.learn(speeds[query_size.size])
-    assert query_size.size == tried[0]  # sought anew
+    assert query_size.size == tried[0]  # searched for again
 
 
 def test_ranges_cover_every_document_once(database: MongoDatabase) -> None:

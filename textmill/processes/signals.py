@@ -49,7 +49,7 @@ class StopSignals:
                 if numbers[0] not in SIGNALS:
                     continue
                 if self.received is not None and numbers[0] == signal.SIGHUP:
-                    continue  # a closed terminal sends it, and the shell sends it again: nobody asked for haste
+                    continue  # a closed terminal sends it, and the shell sends it again: it is not a second request
                 if self.received is not None:
                     os._exit(EXIT_STOPPED)
                 self.received = signal.Signals(numbers[0]).name

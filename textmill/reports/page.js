@@ -176,7 +176,10 @@ function table(parent, rows, head = null) {
   if (head) { const row = element("tr", made); for (const one of head) element("th", row, {}, one); }
   for (const cells of rows) {
     const row = element("tr", made);
-    for (const cell of cells) element("td", row, typeof cell === "number" ? { class: "number" } : {}, typeof cell === "number" ? number(cell) : String(cell ?? ""));
+    for (const cell of cells) {
+      const numeric = typeof cell === "number";
+      element("td", row, numeric ? { class: "number" } : {}, numeric ? number(cell) : String(cell ?? ""));
+    }
   }
 }
 

@@ -101,9 +101,8 @@ def _summary(run: RunFiles) -> list[list[str]]:
         found.append(["tokens per second, last", f"{run.points('tokens_per_second')[-1][1]:,.0f}"])
     if run.best_step is not None:
         found.append([f"best valid loss, step {run.best_step:,}", f"{run.valid_losses[run.best_step]:.4f}"])
-    bits = [one["model"]["bits_per_byte"] for one in run.evaluations if one.get("model", {}).get("bits_per_byte")]
-    if bits:
-        found.append(["bits per byte, last evaluation", f"{bits[-1]:.4f}"])
+    if run.bits_per_byte:
+        found.append(["bits per byte, last evaluation", f"{run.bits_per_byte:.4f}"])
     if run.stopped:
         found.append(["stopped", str(run.stopped.get("why", "yes"))])
     return found

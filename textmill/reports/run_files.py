@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +14,15 @@ from textmill.errors import TextmillError
 from textmill.models import read_shape
 from textmill.processes.signals import STOPPED_FILE
 from textmill.storage.files import format_path, read_json
+from textmill.storage.stages import RUN_YAML
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.history import sizes_of
 from textmill.track.jsonl import METRICS_FILE, read_metrics
 from textmill.track.notes import NOTES_FILE, read_notes
 from textmill.training.changing import data_ranges
+from textmill.training.run_folder import SAMPLES_FILE
 
-SAMPLES_FILE, EVALUATIONS, RUN_YAML = "samples.jsonl", "evaluation", "run.yaml"
+EVALUATIONS = "evaluation"
 Point = tuple[int, float]
 
 
@@ -109,12 +110,17 @@ class RunFiles:
         files = sorted((self.folder / EVALUATIONS).glob("*.json"))
         return sorted((read_json(path) for path in files), key=lambda one: one.get("step") or 0)
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of the last evaluation that measured them."""
+        found = [one.get("model", {}).get("bits_per_byte") for one in self.evaluations]
+        return next((bits for bits in reversed(found) if bits), None)
+
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """The continuations of `train.sample_prompts`, in order."""
         path = self.folder / SAMPLES_FILE
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return read_metrics(path) if path.is_file() else []
 
     @cached_property
     def notes(self) -> list[dict[str, Any]]:

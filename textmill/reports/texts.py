@@ -59,7 +59,6 @@ def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
     """A table of runs: steps, size, best valid loss, bits per byte of the last evaluation."""
     rows = [("run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte")]
     for run in runs:
-        bits = [one["model"]["bits_per_byte"] for one in run.evaluations if one.get("model", {}).get("bits_per_byte")]
         best = run.best_step
         rows.append(
             (
@@ -69,7 +68,7 @@ def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
                 f"{run.tokens_after(run.last_step):,}",
                 "-" if best is None else f"{run.valid_losses[best]:.4f}",
                 "-" if best is None else f"{best:,}",
-                f"{bits[-1]:.4f}" if bits else "-",
+                f"{run.bits_per_byte:.4f}" if run.bits_per_byte else "-",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

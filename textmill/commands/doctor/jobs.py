@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from textmill.commands.doctor.findings import ADVICE, BAD, GOOD, Finding
+from textmill.track.jsonl import METRICS_FILE, read_metrics
 
 TIMEOUT = 600
 """Seconds that a job may take; a machine that needs more has hung."""
@@ -119,6 +119,6 @@ def check_compile() -> Finding:
 
 def read_losses(run: Path) -> list[float]:
     """The logged losses of a run; NaN where none was finite."""
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    path = run / METRICS_FILE
+    lines = read_metrics(path) if path.is_file() else []
     return [math.nan if line["loss"] is None else float(line["loss"]) for line in lines if "loss" in line]
