@@ -166,7 +166,8 @@ def test_watch_ends_when_interrupted(root: Path) -> None:
     """In a terminal, which `script` gives it, watch goes on until Ctrl-C."""
     if shutil.which("script") is None:
         pytest.skip("no program `script` to make a terminal")
-    command = f"{sys.executable} -m textmill watch {root / 'first'}"
+    # With exec, the exit code is the command's: some shells end with 130 themselves after Ctrl-C.
+    command = f"exec {sys.executable} -m textmill watch {root / 'first'}"
     watching = subprocess.Popen(
         ["script", "-qec", command, "/dev/null"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )

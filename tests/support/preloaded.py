@@ -172,7 +172,7 @@ def _become(words: list[str], env: dict[str, str], folder: str, session: bool) -
     safe, words = words[0] == "-P", words[words[0] == "-P" :]
     first = {"-m": folder, "-c": ""}.get(words[0], str(Path(words[0]).parent))
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:1] = [*([] if safe else [first]), *paths]
+    sys.path[:] = [*([] if safe else [first]), *paths, *(path for path in sys.path[1:] if path not in paths)]
     importlib.invalidate_caches()
     site.execsitecustomize()  # type: ignore[attr-defined]
     sys.argv = words[words[0] == "-m" :]
