@@ -20,15 +20,19 @@ class Batch:
     inputs: NDArray[np.int32]
     """[samples, length]: token ids."""
     labels: NDArray[np.int32]
-    """[samples, length]: already shifted, so labels[t] is the token after inputs[t]; -100: no loss."""
+    """[samples, length]: the token to predict at each position; -100: no loss.
+
+    next_token: already shifted, so labels[t] is the token after inputs[t]. masked: at a masked position, the token that
+    was there."""
     samples: NDArray[np.int64]
     """[samples]: the number of each sample, counted from the start of the run; used for dropout and lineage."""
     documents: NDArray[np.int32] | None = None
-    """[samples, length]: which document a position belongs to; 0 is padding."""
+    """[samples, length]: which document, or which of several packed sentence pairs, a position belongs to: 1, 2 ...;
+    0 is padding."""
     types: NDArray[np.int32] | None = None
-    """[samples, length]: BERT's segment A or B."""
+    """[samples, length]: the segment of a sentence pair, 0 or 1."""
     pair_labels: NDArray[np.int32] | None = None
-    """[samples]: next sentence, order or class."""
+    """[samples, length]: at the first position of each packed pair its class (next sentence, order); -100 elsewhere."""
     weights: NDArray[np.float32] | None = None
     """[samples] or [samples, length]."""
 

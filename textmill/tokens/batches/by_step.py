@@ -46,7 +46,7 @@ class Batches:
             arrays = _merge(found)
         else:
             arrays = found[0][1] if found else self.layouts[0].build_samples(numbers)
-        return Batch(arrays.inputs, arrays.labels, samples, documents=arrays.documents)
+        return _batch_of(arrays, samples)
 
     def documents_at(self, step: int) -> Iterator[tuple[int, int, int]]:
         """(sample, store, document) for every document in the batch of a step."""
@@ -86,8 +86,12 @@ def batches_in_order(layouts: Sequence[Layout], batch: int, stores: Sequence[Tok
                 mapped.check_mapped()
             numbers = np.arange(start, min(start + batch, layout.samples_per_epoch), dtype=np.int64)
             arrays = layout.build_samples(numbers)
-            yield Batch(arrays.inputs, arrays.labels, before + numbers, documents=arrays.documents)
+            yield _batch_of(arrays, before + numbers)
         before += layout.samples_per_epoch
+
+
+def _batch_of(arrays: SampleArrays, samples: NDArray[np.int64]) -> Batch:
+    return Batch(samples=samples, **vars(arrays))
 
 
 def _rows_by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -98,8 +102,7 @@ def _rows_by_store(stores: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.
 def _merge(found: list[tuple[NDArray[np.int64], SampleArrays]]) -> SampleArrays:
     """Put the samples of all stores back into the order of the batch."""
     order = np.argsort(np.concatenate([rows for rows, _ in found]))
-    inputs, labels = (
-        np.concatenate([getattr(arrays, name) for _, arrays in found])[order] for name in ("inputs", "labels")
+    columns = {name: [getattr(arrays, name) for _, arrays in found] for name in SampleArrays.__dataclass_fields__}
+    return SampleArrays(
+        **{name: np.concatenate(values)[order] for name, values in columns.items() if values[0] is not None}
     )
-    documents = [arrays.documents for _, arrays in found if arrays.documents is not None]
-    return SampleArrays(inputs, labels, np.concatenate(documents)[order] if documents else None)

@@ -18,6 +18,8 @@ class SampleArrays:
     inputs: NDArray[np.int32]
     labels: NDArray[np.int32]
     documents: NDArray[np.int32] | None = None
+    types: NDArray[np.int32] | None = None
+    pair_labels: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
