@@ -173,6 +173,9 @@ def _check_shape(model: ModelConfig, train: TrainConfig) -> None:
         shape_numbers(model)
     if model.lora and not model.init_from:
         raise TextmillError("model.lora: needs weights to adapt; set model.init_from")
+    if model.init_layers and (model.lora or not model.init_from):
+        why = "cannot be used with model.lora, whose base has all its blocks" if model.lora else "needs model.init_from"
+        raise TextmillError(f"model.init_layers: {why}; remove it")
     own = model.shape.model_dump(exclude_none=True) if isinstance(model.shape, ShapeConfig) else {"": model.shape}
     if model.init_from and (fixed := [name for name in own if name not in ("dropout", "positions")]):
         key = f"model.shape.{fixed[0]}".rstrip(".")

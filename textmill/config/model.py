@@ -71,6 +71,9 @@ class ModelConfig(Section):
     init_from: str | None = source()
     """Start from these weights (finetuning): a run, a checkpoint, a Hugging Face model folder or a hub name, or a
     model file that `textmill import` reads (GGUF, ckpt.pt ...); a LoRA adapter is merged into its base model."""
+    init_layers: list[int] = []
+    """Use only these blocks of `model.init_from`, counted from 0 and in this order, such as 0,2,4,7,9,11; a block may
+    occur twice. Default: all blocks."""
     lora: LoraConfig | None = None
     """Train LoRA adapters on `model.init_from` instead of its weights, such as `lora: {rank: 8}`; a checkpoint then
     contains only the adapters, in PEFT's format."""

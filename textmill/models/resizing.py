@@ -1,12 +1,14 @@
-"""Resize the weights of a net to another vocabulary, or to more or fewer positions."""
+"""Resize the weights of a net: another vocabulary, more or fewer positions, some of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from textmill.errors import TextmillError
 from textmill.models import Shape, open_family, weights_of
 from textmill.storage.tensor_files import Named
 
@@ -30,6 +32,35 @@ def resize_weights(
             yield name, resize_positions(values, shape.positions)
         else:
             yield name, values
+
+
+def select_layers(shape: Shape, layers: Sequence[int]) -> Shape:
+    """The shape of a net with these blocks of a net of `shape`."""
+    if missing := [layer for layer in layers if not 0 <= layer < shape.layers]:
+        raise TextmillError(
+            f"model.init_layers: names block {missing[0]}, the blocks of model.init_from are 0 to {shape.layers - 1}"
+        )
+    return replace(shape, layers=len(layers))
+
+
+def select_layer_weights(weights: Iterable[Named], shape: Shape, layers: Sequence[int]) -> Iterator[Named]:
+    """The weights of these blocks of a net of `shape` under their new names, and all weights outside blocks."""
+    before, after = _names_by_depth(shape), _names_by_depth(replace(shape, layers=len(layers)))
+    new_names: dict[str, list[str]] = {name: [name] for name in before[0] + before[shape.layers + 1]}
+    for place, layer in enumerate(layers):
+        for name, new_name in zip(before[shape.layers - layer], after[len(layers) - place], strict=True):
+            new_names.setdefault(name, []).append(new_name)
+    for name, values in open_family(shape.family).known_weights(weights):
+        for new_name in new_names.get(name, ()):
+            yield new_name, values
+
+
+def _names_by_depth(shape: Shape) -> dict[int, list[str]]:
+    """The names of weights by their distance from the output, in the order of the family."""
+    found: dict[int, list[str]] = {depth: [] for depth in range(shape.layers + 2)}
+    for weight in weights_of(shape):
+        found[weight.depth].append(weight.name)
+    return found
 
 
 def _by_token(values: Array, vocab: int, kept: Mapping[int, int] | None, new: Mapping[int, Sequence[int]]) -> Array:

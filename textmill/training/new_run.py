@@ -15,7 +15,7 @@ from textmill.errors import TextmillError, warn
 from textmill.models import Shape, initial_weights, open_family, read_shape
 from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
-from textmill.models.resizing import resize_weights
+from textmill.models.resizing import resize_weights, select_layer_weights, select_layers
 from textmill.storage.tensor_files import Named, fingerprint_weights
 from textmill.tokens.chat_checks import check_training_data
 from textmill.tokens.splits import Splits
@@ -31,9 +31,14 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     if given is not None:
         warn(f"model.init_from: using {describe_given(given, str(config.model.init_from))}")
         transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
+        weights: Iterable[Named] = given.weights()
+        if layers := config.model.init_layers:
+            weights = select_layer_weights(weights, shape, layers)
+            shape = select_layers(shape, layers)
+            print(f"train: {len(layers)} blocks of {read_shape(given.folder).layers}: {layers}", flush=True)
         shape = _resize_shape(shape, data, given, transfer)
         _check_fit(shape, config, data, given)
-        weights: Iterable[Named] = resize_weights(given.weights(), shape, transfer.kept, transfer.new)
+        weights = resize_weights(weights, shape, transfer.kept, transfer.new)
     else:
         _check_fit(shape, config, data, given)
         weights = initial_weights(shape, config.train.seed)
@@ -50,6 +55,7 @@ def check_start(config: RunConfig) -> None:
     family = open_family(config.model.family)
     if config.model.init_from:
         shape = read_shape(open_model(config.model.init_from).folder)
+        shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
     else:
         shape = family.shape_of(config.model, vocab=1, end=0)
     rules_of(shape, config.train, config.model.lora)

@@ -81,6 +81,7 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
         del lora["dropout"]  # runs older than lora.dropout still resume
     inputs = {
         "model.init_from": weights_fingerprint,
+        "model.init_layers": config.model.init_layers or None,
         "model.lora": lora,
         "tokens": data.fingerprint,
         "tokenizer": data.tokenizer.fingerprint,

@@ -147,7 +147,7 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
     """The config with a small net and a small batch, on a CPU."""
     family = open_family(config.model.family)
     shape = ShapeConfig(**family.small_shape(full, tensor), positions=LENGTH)
-    model = config.model.model_copy(update={"shape": shape, "init_from": None})
+    model = config.model.model_copy(update={"shape": shape, "init_from": None, "init_layers": []})
     small = family.weights_of(family.shape_of(model, vocab=VOCAB, end=0))
     frozen = [one for one in config.train.freeze if any(matches(weight.parameter, one) for weight in small)]
     train = {
