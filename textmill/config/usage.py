@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from textmill.config.section import Section, changeable, path, per_call
+from textmill.config.section import Section, changeable, path, per_call, source
 from textmill.errors import TextmillError
 
 
@@ -93,6 +93,9 @@ class ExportConfig(Section):
     """The name of the model in its card and its GGUF file; default: the name of `export.folder`."""
     license: str | None = None
     """The licence that the model card names, such as apache-2.0."""
+    vocab_used_in: str | None = source()
+    """Keep only the tokens that occur in this folder written by `tokenize`, or in this prefix of .bin and .idx files,
+    with what they are merged from, bytes and special tokens; ids change. Default: keep all."""
     megatron: MegatronExport = MegatronExport()
     """Settings of Megatron's checkpoints."""
 

@@ -13,11 +13,13 @@ from textmill.conversion.formats import open_format
 from textmill.conversion.formats.hf import text_files
 from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import write_card
+from textmill.conversion.reduced_vocabulary import reduce_model, reduce_shape
 from textmill.errors import TextmillError
 from textmill.models import find_run_model, read_shape
 from textmill.storage.files import format_path, hash_json
 from textmill.storage.stages import Force, Stage
 from textmill.storage.tensor_files import fingerprint_weights
+from textmill.tokens.vocabulary.reduction import reduce_vocabulary
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
@@ -35,13 +37,17 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         )
     checkpoint = find_run_model(config, step)
     _refuse_overlap(folder, checkpoint)
-    shape, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
+    before, tokenizer = read_shape(checkpoint.folder), open_tokenizer(checkpoint.tokenizer)
+    tokens = config.export.vocab_used_in
+    reduction = reduce_vocabulary(tokenizer, tokens) if tokens else None
+    shape, tokenizer = (reduce_shape(before, reduction), reduction.tokenizer) if reduction else (before, tokenizer)
     card = write_card(config, checkpoint, shape, tokenizer)
     stage = Stage("export", folder, _made_from(config.export, checkpoint, text_files(shape, tokenizer, "fp32")), None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")
         return folder
-    model = Model(shape, collect_weights(shape, checkpoint.weights(), str(checkpoint.folder)), tokenizer, card=card)
+    model = Model(before, collect_weights(before, checkpoint.weights(), str(checkpoint.folder)), tokenizer, card=card)
+    model = reduce_model(model, reduction) if reduction else model
     with stage.unfinished_folder() as part:
         try:
             files = writer.write(model, part, config.export)
@@ -64,7 +70,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
 
 def _made_from(config: ExportConfig, checkpoint: Checkpoint, texts: dict[str, str]) -> dict[str, Any]:
     """What decides the content; settings at their defaults are left out, so that older exports are still known."""
-    fixed = {"folder", "precision", "kind"}
+    fixed = {"folder", "precision", "kind", "vocab_used_in"}  # the tokens that are kept are in the texts
     changed = {
         f"export.{key}": value.model_dump() if hasattr(value, "model_dump") else value
         for key in ExportConfig.model_fields

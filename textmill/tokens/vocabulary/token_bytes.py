@@ -37,7 +37,7 @@ def read_token_bytes(tokenizer: TextTokenizer) -> dict[int, TokenBytes]:
 def _byte_converter(tree: dict[str, Any]) -> Any:
     """A function from a token to its bytes, for the kind of vocabulary in a tokenizer.json."""
     model = tree["model"]
-    if "ByteLevel" in _kinds(tree["decoder"]) | _kinds(tree["pre_tokenizer"]):
+    if is_byte_level(tree):
         table, alphabet = byte_level_alphabet(), set(pre_tokenizers.ByteLevel.alphabet())
         # A token with a character outside the byte-level alphabet is plain UTF-8.
         return lambda token: (
@@ -52,6 +52,11 @@ def _byte_converter(tree: dict[str, Any]) -> Any:
         return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
 
     return sentencepiece_bytes
+
+
+def is_byte_level(tree: dict[str, Any]) -> bool:
+    """Whether the tokens of a tokenizer.json are bytes, written as the characters of `byte_level_alphabet`."""
+    return "ByteLevel" in _kinds(tree["decoder"]) | _kinds(tree["pre_tokenizer"])
 
 
 def _kinds(part: Any) -> set[str]:

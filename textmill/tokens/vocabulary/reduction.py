@@ -1,0 +1,152 @@
+"""Reduces a vocabulary to the tokens that some text uses; text made of these tokens is encoded as before."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from textmill.corpus.document import SPLITS
+from textmill.errors import TextmillError
+from textmill.storage.stages import MANIFEST, open_manifest
+from textmill.tokens.index_formats import BLOCK
+from textmill.tokens.store import TokenStore, open_store, store_paths, store_prefix
+from textmill.tokens.vocabulary.token_bytes import is_byte_level
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A tokenizer with fewer tokens."""
+
+    tokenizer: TextTokenizer
+    kept: NDArray[np.int64]
+    """The old id of each token; the order does not change."""
+
+
+def reduce_vocabulary(tokenizer: TextTokenizer, where: str) -> Reduction:
+    """Keep the tokens of the token stores in `where`, those they are merged from, bytes and special tokens."""
+    used = np.zeros(tokenizer.vocab, bool)
+    for store in _open_stores(where, tokenizer):
+        for start in range(0, store.tokens, BLOCK):
+            ids = np.unique(np.asarray(store.ids[start : start + BLOCK], np.int64))
+            if len(ids) and not 0 <= ids[0] <= ids[-1] < len(used):
+                raise TextmillError(
+                    f"{where}: has the id {ids[-1]:,}, the tokenizer has {len(used):,} tokens; name tokens that were "
+                    "made with the model's own tokenizer"
+                )
+            used[ids] = True
+    if not used.any():
+        raise TextmillError(f"{where}: has no tokens, so that none would be kept; name a folder with text")
+    return keep_tokens(tokenizer, used)
+
+
+def _open_stores(where: str, tokenizer: TextTokenizer) -> list[TokenStore]:
+    path = Path(where)
+    if (path / MANIFEST).is_file() and open_manifest(path).get("verb") == "tokenize":
+        if open_manifest(path)["tokenizer"] != tokenizer.fingerprint:
+            raise TextmillError(
+                f"{where}: was made with another tokenizer; tokenize the text with that of the model: tokenizer.use"
+            )
+        return [open_store(path / split) for split in SPLITS]
+    if store_paths(store_prefix(path))[0].is_file():
+        return [open_store(store_prefix(path))]
+    raise TextmillError(
+        f"{where}: no tokens found; name a folder written by textmill tokenize, or a prefix of .bin and .idx files"
+    )
+
+
+def keep_tokens(tokenizer: TextTokenizer, used: NDArray[np.bool_]) -> Reduction:
+    """A tokenizer with the used tokens, what they are merged from, all bytes and all special tokens."""
+    tree: Tree = json.loads(tokenizer.inner.to_str())
+    reduce = _MODELS.get(tree["model"]["type"])
+    if reduce is None:
+        raise TextmillError(f"a vocabulary of type {tree['model']['type']} cannot be reduced; use {', '.join(_MODELS)}")
+    ids: dict[str, int] = tokenizer.inner.get_vocab(with_added_tokens=True)
+    wanted = {token for token, id_ in ids.items() if used[id_]}
+    wanted |= {token["content"] for token in tree["added_tokens"]} & ids.keys()
+    wanted |= {token for token in ids if _is_byte(token, tree)}
+    wanted = reduce(tree["model"], wanted)
+    kept = sorted(ids[token] for token in wanted)
+    new_ids = {old: new for new, old in enumerate(kept)}
+    vocab = tree["model"]["vocab"]
+    if isinstance(vocab, dict):
+        tree["model"]["vocab"] = {token: new_ids[id_] for token, id_ in vocab.items() if id_ in new_ids}
+    for token in tree["added_tokens"]:
+        token["id"] = new_ids[token["id"]]
+    _renumber(tree["post_processor"], new_ids)
+    inner = Tokenizer.from_str(json.dumps(tree))
+    inner.encode_special_tokens = True
+    if inner.get_vocab(with_added_tokens=True) != {token: new_ids[ids[token]] for token in wanted}:
+        raise TextmillError("the vocabulary cannot be reduced: its added tokens are numbered before other tokens")
+    return Reduction(replace(tokenizer, inner=inner, end=new_ids[tokenizer.end]), np.array(kept, np.int64))
+
+
+def _is_byte(token: str, tree: Tree) -> bool:
+    return len(token) == 1 if is_byte_level(tree) else _BYTE.fullmatch(token) is not None
+
+
+def _reduce_bpe(model: Tree, wanted: set[str]) -> set[str]:
+    """Add what tokens are merged from, and keep the merges among them.
+
+    A merge that is dropped was never applied in a text made of kept tokens, so that such a text keeps its ids.
+    """
+    prefix = model.get("continuing_subword_prefix") or ""
+    merges = [tuple(one.split(" ", 1) if isinstance(one, str) else one) for one in model["merges"]]
+    parts: dict[str, list[str]] = {}
+    for left, right in merges:
+        parts.setdefault(left + right.removeprefix(prefix), []).extend((left, right))
+    waiting = list(wanted)
+    while waiting:
+        fresh = set(parts.get(waiting.pop(), ())) - wanted
+        wanted |= fresh
+        waiting += fresh
+    model["merges"] = [
+        [left, right] for left, right in merges if {left, right, left + right.removeprefix(prefix)} <= wanted
+    ]
+    return wanted | ({model["unk_token"]} if model.get("unk_token") else set())
+
+
+def _reduce_wordpiece(model: Tree, wanted: set[str]) -> set[str]:
+    """The longest match is the same one; a word may only lose tokens that it is not made of."""
+    return wanted | {model["unk_token"]}
+
+
+def _reduce_unigram(model: Tree, wanted: set[str]) -> set[str]:
+    """The best path is the same one; the lowest score stays, because that of unknown characters depends on it."""
+    pieces = model["vocab"]
+    if model["unk_id"] is not None:
+        wanted = wanted | {pieces[model["unk_id"]][0]}
+    wanted = wanted | {min(pieces, key=lambda piece: float(piece[1]))[0]}
+    unknown = None if model["unk_id"] is None else pieces[model["unk_id"]][0]
+    model["vocab"] = [piece for piece in pieces if piece[0] in wanted]
+    model["unk_id"] = next((at for at, piece in enumerate(model["vocab"]) if piece[0] == unknown), None)
+    return wanted
+
+
+_MODELS: dict[str, Callable[[Tree, set[str]], set[str]]] = {
+    "BPE": _reduce_bpe, "WordPiece": _reduce_wordpiece, "Unigram": _reduce_unigram
+}  # fmt: skip
+
+
+def _renumber(part: Any, new_ids: dict[int, int]) -> None:
+    """Replace the ids in what adds special tokens around a text."""
+    if not isinstance(part, dict):
+        return
+    for one in part.get("processors", []):
+        _renumber(one, new_ids)
+    for role in ("cls", "sep"):
+        if isinstance(part.get(role), list):
+            part[role][1] = new_ids[part[role][1]]
+    for token in (part.get("special_tokens") or {}).values():
+        token["ids"] = [new_ids[id_] for id_ in token["ids"]]
