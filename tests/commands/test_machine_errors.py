@@ -15,6 +15,7 @@ from bench.kill_train import train_arguments
 from tests.support.small_runs import config_for
 from textmill import cli, evaluation
 from textmill.checkpoints.folders import list_checkpoints
+from textmill.commands.evaluate import evaluate
 from textmill.errors import TextmillError
 from textmill.storage import files
 from textmill.tokens.batches.batch import Batch
@@ -64,7 +65,7 @@ def test_evaluate_prints_what_it_cannot_save(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(evaluation, "write_json", refuse)
-    result = evaluation.evaluate(config_for(root, trained, 2, "evaluate.split=valid", *SMALL), as_json=True)
+    result = evaluate(config_for(root, trained, 2, "evaluate.split=valid", *SMALL), as_json=True)
     printed = capsys.readouterr()
     assert json.loads(printed.out) == result
     assert "step-0000002-valid.json: the result is not saved (Read-only file system)" in printed.err

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.lm_eval_reference import run_reference, write_tasks
 from textmill.checkpoints.folders import Checkpoint
+from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig
-from textmill.evaluation import evaluate
 from textmill.evaluation.tasks import arc, commonsenseqa, hellaswag, kobest, piqa, winogrande
 from textmill.evaluation.wikitext_text import count_words, detokenize, split_articles
 

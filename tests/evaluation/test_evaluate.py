@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from textmill.checkpoints.folders import Checkpoint, Snapshot, write_checkpoint
+from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, TokenizerConfig
 from textmill.errors import TextmillError
-from textmill.evaluation import evaluate
 from textmill.evaluation.metrics import compute_metrics, format_metrics
 from textmill.storage.files import read_json, write_json
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation import evaluate
 from textmill.evaluation.choices import Item
 from textmill.evaluation.data_files import read_items
 from textmill.evaluation.tasks import arc, commonsenseqa, kobest, open_tasks, piqa

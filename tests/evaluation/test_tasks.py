@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from textmill.checkpoints.folders import Checkpoint
 from textmill.cli import main
+from textmill.commands.evaluate import evaluate
 from textmill.config import EvaluateConfig, RunConfig, WikitextConfig
 from textmill.errors import TextmillError
-from textmill.evaluation import evaluate, published
+from textmill.evaluation import published
 from textmill.evaluation.statistics import mean_loss_interval, proportion_interval
 from textmill.evaluation.wikitext_text import count_spaced_words, detokenize
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.chat_runs import PAIRS, config_of, prepare_and_tokenize, write_pairs
 from textmill.checkpoints.folders import list_checkpoints
 from textmill.cli import main
+from textmill.commands.evaluate import evaluate
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation import evaluate, format_tables
+from textmill.evaluation import format_tables
 from textmill.server.app import new_app
 from textmill.server.model_setup import open_service
 from textmill.storage.tensor_files import read_model

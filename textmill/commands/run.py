@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
+from textmill.commands.evaluate import evaluate
 from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.corpus.prepare import prepare
 from textmill.devices import open_device
-from textmill.evaluation import evaluate, format_tables
+from textmill.evaluation import format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
 from textmill.models import read_shape

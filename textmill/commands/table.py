@@ -141,7 +141,7 @@ COMMANDS = {
         sections=("engine",), result_is_output=True,
     ),
     "evaluate": Command(
-        "textmill.evaluation:evaluate", "measure a model",
+        "textmill.commands.evaluate:evaluate", "measure a model",
         sections=("evaluate", "train", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
     ),
     "generate": Command(

@@ -77,24 +77,25 @@ def _check_net(config: RunConfig, shape: Shape, mesh: Mesh) -> None:
             "engine.precision: fp8 does not work with tensor parallelism; "
             "set engine.precision=auto, or engine.mesh.tensor=1"
         )
-    sizes = shape.tensor_parallel_sizes()
-    for name, size in sizes.items():
-        if size % mesh.tensor:
-            fitting = [str(ranks) for ranks in range(2, size + 1) if not any(other % ranks for other in sizes.values())]
-            raise TextmillError(
-                f"engine.mesh.tensor: {mesh.tensor} does not divide model.shape.{name}={size}; "
-                + (
-                    f"{', '.join(fitting[:6])} would"
-                    if fitting
-                    else f"set model.shape.{name}={nearest(size, mesh.tensor)}"
-                )
-            )
+    check_divides_net(shape, mesh.tensor)
     length = config.train.length or shape.positions
     if mesh.sequence and length % mesh.tensor:
         raise TextmillError(
             f"engine.mesh.sequence_parallel: {mesh.tensor} tensor-parallel ranks cannot divide {length} tokens evenly; "
             f"set train.length={nearest(length, mesh.tensor)}, or engine.mesh.sequence_parallel=false"
         )
+
+
+def check_divides_net(shape: Shape, tensor: int) -> None:
+    """Refuse a number of tensor-parallel ranks that does not divide the heads and widths of the net."""
+    sizes = shape.tensor_parallel_sizes()
+    for name, size in sizes.items():
+        if size % tensor:
+            fitting = [str(ranks) for ranks in range(2, size + 1) if not any(other % ranks for other in sizes.values())]
+            raise TextmillError(
+                f"engine.mesh.tensor: {tensor} does not divide model.shape.{name}={size}; "
+                + (f"{', '.join(fitting[:6])} would" if fitting else f"set model.shape.{name}={nearest(size, tensor)}")
+            )
 
 
 def nearest(number: int, divisor: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from textmill.config import EngineConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.checks import warn_if_foreign_tokenizer
-from textmill.evaluation.packing import Rows, build_trees, fill_rows, pack
+from textmill.evaluation.packing import Tree, build_trees, fill_rows, pack
+from textmill.evaluation.share import ALL_BATCHES, Numbered, Share
 from textmill.evaluation.task import Pair, Score, StoreLoss
 from textmill.evaluation.token_losses_torch import token_log_likelihoods
 from textmill.evaluation.tree_attention_torch import TreeAttention
@@ -40,13 +41,18 @@ def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> Tor
     """Load a checkpoint to score with it; `batch` windows of the model's length are read at a time."""
     tokenizer, device = open_tokenizer(checkpoint.tokenizer), open_device(engine.device)
     net = open_net(checkpoint.folder, device)
-    if tokenizer.vocab > net.shape.vocab:
+    return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device)))
+
+
+def check_tokenizer(scorer: TorchScorer) -> TorchScorer:
+    """Refuse a scorer whose tokenizer has more entries than the model, warn if it looks like another model's."""
+    tokenizer, shape = scorer.tokenizer, scorer.net.shape
+    if tokenizer.vocab > shape.vocab:
         raise TextmillError(
-            f"{checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding {net.shape.vocab:,} "
-            "rows; use the tokenizer that the model was trained with"
+            f"{scorer.checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding "
+            f"{shape.vocab:,} rows; use the tokenizer that the model was trained with"
         )
-    scorer = TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device))
-    warn_if_foreign_tokenizer(scorer, net.shape.end)
+    warn_if_foreign_tokenizer(scorer, shape.end)
     return scorer
 
 
@@ -60,6 +66,8 @@ class TorchScorer:
     batch: int
     """Windows in one forward pass."""
     dtype: torch.dtype = torch.float32
+    share: Share = ALL_BATCHES
+    """The part of the work that this process does."""
 
     @property
     def positions(self) -> int:
@@ -111,13 +119,18 @@ class TorchScorer:
             row_tokens=CPU_ROW_TOKENS if is_cpu else GPU_ROW_TOKENS,
             batch_tokens=min(batch_tokens, CPU_BATCH_TOKENS) if is_cpu else batch_tokens,
         )
-        scores: dict[int, Score] = {}
-        with progress("score", total=sum(tree.tokens for tree in trees), unit="tokens", second_unit="texts") as bar:
-            for packed in batches:
-                found = self._score_rows(fill_rows(packed, self.tokenizer.end))
-                scores.update(found)
-                bar.advance(sum(tree.tokens for row in packed for tree in row), len(found))
-        return [scores[number] for number in range(len(pairs))]
+        total = sum(tree.tokens for tree in trees)
+        with progress("score", total=total, unit="tokens", second_unit="texts") as bar:
+
+            def compute() -> Numbered:
+                scores: dict[int, Score] = {}
+                for number, packed in enumerate(batches):
+                    found = self._score_rows(packed) if self.share.is_mine(number) else {}
+                    scores |= found
+                    bar.advance(sum(tree.tokens for row in packed for tree in row), len(found))
+                return [(number, astuple(score)) for number, score in scores.items()]
+
+            return [Score(*values) for _, values in self.share.gather(compute)]
 
     def _check(self, pairs: Sequence[Pair]) -> None:
         lowest = highest = 0
@@ -131,8 +144,9 @@ class TorchScorer:
                 lowest, highest = min(lowest, min(ids, default=0)), max(highest, max(ids, default=0))
         _check_ids(lowest, highest, self.vocab, self.checkpoint.folder)
 
-    def _score_rows(self, rows: Rows) -> dict[int, Score]:
+    def _score_rows(self, packed: list[list[Tree]]) -> dict[int, Score]:
         """The scores of one batch by the number of the pair."""
+        rows = fill_rows(packed, self.tokenizer.end)
         cache = None if rows.is_causal else TreeAttention(rows, self.net.head.device)
         found_M, greedy_M = token_log_likelihoods(
             self.net, rows.ids_NT, rows.places_M, rows.labels_M, self.dtype, cache=cache, greedy=True
@@ -162,36 +176,53 @@ class TorchScorer:
         end = self.tokenizer.end
         first = end if predict_first else None
         chosen = _sample_windows(count_windows(store, length=length, stride=stride, first_input=first), sample, seed)
-        losses: list[NDArray[np.float64]] = []
-        counts: list[NDArray[np.int64]] = []
+        starts = range(0, len(chosen), self.batch)
+        own = [number for number in range(len(starts)) if self.share.is_mine(number)]
+        windows = [chosen[starts[number] : starts[number] + self.batch] for number in own]
         batches = window_batches(
-            store, length=length, stride=stride, batch=self.batch, first_input=first, samples=chosen
-        )
+            store, length=length, stride=stride, batch=self.batch, first_input=first,
+            samples=np.concatenate([chosen[:0], *windows]),
+        )  # fmt: skip
         with progress("evaluate", total=len(chosen), unit="windows", second_unit="tokens") as bar:
-            for windows in batches:
-                labels = np.where((windows.labels == end) & (not count_end), IGNORED, windows.labels)
-                found, window_counts, _ = self._score_labels(windows.inputs, labels, store.prefix)
-                losses.append(-found)
-                counts.append(window_counts)
-                bar.advance(len(window_counts), int(window_counts.sum()))
-        window_losses, window_tokens = np.concatenate(losses), np.concatenate(counts)
-        return StoreLoss(
-            float(window_losses.sum()), int(window_tokens.sum()), 0, window_losses.tolist(), window_tokens.tolist()
-        )
+
+            def compute() -> Numbered:
+                results: Numbered = []
+                for number, batch in zip(own, batches, strict=True):
+                    labels = np.where((batch.labels == end) & (not count_end), IGNORED, batch.labels)
+                    found, counts, _ = self._score_labels(batch.inputs, labels, store.prefix)
+                    results.append((number, [(-found).tolist(), counts.tolist()]))
+                    bar.advance(len(counts) * self.share.parts, int(counts.sum()))
+                    self.share.ranks.report_progress()
+                return results
+
+            results = [result for _, result in self.share.gather(compute)]
+        losses = [loss for result in results for loss in result[0]]
+        tokens = [count for result in results for count in result[1]]
+        return StoreLoss(float(np.sum(losses)), sum(tokens), 0, losses, tokens)
 
     def sum_answer_losses(self, store: TokenStore, *, length: int, truncate: str) -> StoreLoss:
         """Sum the loss of the assistant tokens of a store of conversations; count those that are the likeliest."""
         layout = ChatLayout(
             store, length=length, seed=None, pad=self.tokenizer.end, truncate=truncate, pack=False, vocab=self.vocab
         )
-        loss, tokens, correct = 0.0, 0, 0
+        starts = range(0, layout.samples_per_epoch, self.batch)
         with progress("evaluate", total=layout.samples_per_epoch, unit="conversations") as bar:
-            for begin in range(0, layout.samples_per_epoch, self.batch):
-                samples = np.arange(begin, min(begin + self.batch, layout.samples_per_epoch), dtype=np.int64)
-                arrays = layout.build_samples(samples)
-                found, counts, likeliest = self._score_labels(arrays.inputs, arrays.labels, store.prefix, greedy=True)
-                loss, tokens, correct = loss - float(found.sum()), tokens + int(counts.sum()), correct + likeliest
-                bar.advance(len(samples))
+
+            def compute() -> Numbered:
+                results: Numbered = []
+                for number, begin in enumerate(starts):
+                    samples = np.arange(begin, min(begin + self.batch, layout.samples_per_epoch), dtype=np.int64)
+                    if self.share.is_mine(number):
+                        arrays = layout.build_samples(samples)
+                        found, counts, likeliest = self._score_labels(
+                            arrays.inputs, arrays.labels, store.prefix, greedy=True
+                        )
+                        results.append((number, [-float(found.sum()), int(counts.sum()), likeliest]))
+                    bar.advance(len(samples))
+                return results
+
+            results = [result for _, result in self.share.gather(compute)]
+        loss, tokens, correct = (sum(result[number] for result in results) for number in range(3))
         return StoreLoss(loss, tokens, correct)
 
     def _score_labels(

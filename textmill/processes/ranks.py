@@ -97,7 +97,8 @@ SINGLE_PROCESS = SingleProcess()
 def run_on_all(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run `work` on every rank; if it fails on one, it fails on all, and only one rank raises the error.
 
-    Only rank 0 prints. An unexpected exception gets a note with the rank that it came from.
+    `work` may call `gather_results`, which raises an error on its rank and AlreadyReported on the others. Only rank 0
+    prints. An unexpected exception gets a note with the rank that it came from.
     """
     value, failure = None, None
     try:
@@ -111,7 +112,9 @@ def run_on_all(ranks: Ranks, work: Callable[[], T]) -> T:
         if ranks.world > 1 and not isinstance(error, TextmillError):
             error.add_note(f"textmill: this was rank {ranks.rank} of {ranks.world}; it ends the other ranks too")
     codes = ranks.all_gather(None if failure is None else getattr(failure, "exit_code", EXIT_BUG))
-    reporter = next((rank for rank, code in enumerate(codes) if code is not None), None)
+    knows = ranks.all_gather(failure is not None and not isinstance(failure, AlreadyReported))
+    failed = [rank for rank, code in enumerate(codes) if code is not None]
+    reporter = next((rank for rank in failed if knows[rank]), failed[0] if failed else None)
     if failure is not None and reporter == ranks.rank:
         raise failure
     if reporter is not None:
