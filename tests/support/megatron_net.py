@@ -60,7 +60,9 @@ def logits(folder: Path, tensor: int, pipeline: int, ids: Tensor) -> Tensor:
     x = layer_norm(
         x, x.shape[-1:], last["final_layernorm.weight"], last["final_layernorm.bias"], args.layernorm_epsilon
     )
-    if pipeline > 1:
+    if args.untie_embeddings_and_output_weights:
+        tables = [rank["output_layer"]["weight"] for rank in models[-1]]
+    elif pipeline > 1:
         tables = [rank["model"]["word_embeddings_for_head"]["weight"] for rank in stages[-1]]
     return torch.cat([linear(x, table) for table in tables], -1)
 

@@ -29,6 +29,8 @@ class ShapeConfig(Section):
     """Longest context in tokens."""
     activation: Literal["gelu_new", "gelu", "relu", "silu", "tanh"] | None = None
     """gelu_new: tanh form (GPT-2); gelu: erf form (dsGPT2). The others have no fused kernels and no fp8."""
+    untied: bool | None = None
+    """A head with weights of its own instead of those of the token embedding."""
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout rate on embeddings, attention weights and both residual branches."""
     extra: dict[str, Any] | None = None

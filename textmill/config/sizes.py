@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-GPT2 = {"activation": "gelu_new", "dropout": 0.0}
+GPT2 = {"activation": "gelu_new", "dropout": 0.0, "untied": False}
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
@@ -23,6 +23,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "positions": 128,
             "activation": "gelu",
             "dropout": 0.0,
+            "untied": False,
         },
         "dsgpt2-112m-half": {
             "layers": 6,
@@ -31,6 +32,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "positions": 64,
             "activation": "gelu",
             "dropout": 0.1,
+            "untied": False,
         },
         "dsgpt2-345m": {
             "layers": 24,
@@ -39,6 +41,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "positions": 64,
             "activation": "gelu",
             "dropout": 0.1,
+            "untied": False,
         },
         "megatron-345m": {
             "layers": 24,
@@ -47,6 +50,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "positions": 1024,
             "activation": "gelu_new",
             "dropout": 0.1,
+            "untied": False,
         },
         "megatron-8.3b": {
             "layers": 72,
@@ -55,6 +59,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "positions": 1024,
             "activation": "gelu_new",
             "dropout": 0.1,
+            "untied": False,
         },
         # ASC22's task on Inspur's Yuan.
         "yuan-4.7b": {
@@ -64,6 +69,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "positions": 2048,
             "activation": "gelu_new",
             "dropout": 0.1,
+            "untied": False,
         },
     },
 }

@@ -17,10 +17,13 @@ MODULES = {
 """Megatron's modules of a block and those of GPT-2."""
 OUTSIDE = {
     "embedding.word_embeddings": "wte", "embedding.position_embeddings": "wpe", "final_layernorm": "ln_f",
+    "output_layer": "lm_head",
 }  # fmt: skip
 """The same outside the blocks."""
 ROWS, COLUMNS = ("attention.query_key_value", "mlp.dense_h_to_4h"), ("attention.dense", "mlp.dense_4h_to_h")
 """Matrices whose outputs, and whose inputs, are divided among tensor-parallel ranks."""
+VOCABULARY = ("embedding.word_embeddings", "output_layer")
+"""Matrices whose rows are tokens, padded and divided among tensor-parallel ranks."""
 QKV = "attention.query_key_value"
 ORDERS = {"0": (0, 1, 2), "1.0": (1, 2, 0), "2.0": (1, 0, 2), "3.0": (1, 0, 2)}
 """By checkpoint version, the order of the axes [3, heads, head width] in the rows of a rank's query_key_value."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.models import Shape, open_family, weights_of
+from textmill.models import Shape, known_weights, weights_of
 from textmill.models.gpt2.facts import GELUS
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
@@ -55,7 +55,7 @@ def collect_weights(shape: Shape, named: Iterable[Named], where: str, *, padded:
     the shape's are dropped."""
     found: dict[str, Array] = {}
     wanted = {weight.name: weight for weight in weights_of(shape)}
-    for name, values in open_family(shape.family).known_weights(named):
+    for name, values in known_weights(shape, named):
         weight = wanted.get(name)
         if weight is None:
             raise TextmillError(f"{where}: has '{name}', which a {shape.family} of this shape does not have")

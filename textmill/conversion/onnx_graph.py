@@ -56,7 +56,8 @@ def build_nodes(graph: Graph, shape: Any) -> None:
         active = _activate(graph, inner, shape.activation)
         x = graph.add("Add", x, _linear(graph, active, f"{h}.mlp.c_proj"))
     last = _norm(graph, x, "transformer.ln_f", shape)
-    head = graph.add("Transpose", "transformer.wte.weight", perm=[1, 0], name=HEAD)
+    weight = "lm_head.weight" if shape.untied else "transformer.wte.weight"
+    head = graph.add("Transpose", weight, perm=[1, 0], name=HEAD)
     graph.add("MatMul", last, head, name="logits")
 
 

@@ -222,8 +222,8 @@ class OnJax:
         return jax.lax.with_sharding_constraint(sums, self.shardings.replicated())  # type: ignore[no-any-return]
 
     def _head(self, weights: Arrays) -> Array:
-        head = weights[self.net.HEAD]
-        return head if self.options.gathered is None else self.options.gathered(self.net.HEAD, head)
+        name = self.net.head_name(self.shape)
+        return weights[name] if self.options.gathered is None else self.options.gathered(name, weights[name])
 
     def _micro_batches(self, batch: Batch, keys_N: Any) -> Arrays:
         """A batch on the devices as [micro-batches, samples, ...]; the last is padded with rows without labels."""

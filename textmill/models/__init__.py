@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +23,8 @@ from textmill.models.weights import Weight, sample_weights, to_checkpoint, to_me
 from textmill.storage.files import read_json
 
 __all__ = [
-    "Family", "Shape", "Weight", "find_family_module", "find_run_model", "initial_weights", "open_family", "read_shape",
-    "to_checkpoint", "to_memory", "weights_of",
+    "Family", "Shape", "Weight", "find_family_module", "find_run_model", "initial_weights", "known_weights",
+    "open_family", "read_shape", "to_checkpoint", "to_memory", "weights_of",
 ]  # fmt: skip
 
 
@@ -88,6 +88,14 @@ def find_run_model(config: RunConfig, step: StepChoice | None = None) -> Checkpo
 def weights_of(shape: Shape) -> list[Weight]:
     """Every weight of a net of this shape, without adapters."""
     return open_family(shape.family).weights_of(shape)
+
+
+def known_weights(
+    shape: Shape, named: Iterable[tuple[str, NDArray[np.float32]]]
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The weights of any file of the family under the names of `weights_of`, without second copies of tied ones."""
+    copies = {name for weight in weights_of(shape) for name in weight.copies}
+    return ((name, values) for name, values in open_family(shape.family).known_weights(named) if name not in copies)
 
 
 def initial_weights(shape: Shape, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.models import Shape, Weight, open_family, to_memory
+from textmill.models import Shape, Weight, known_weights, to_memory
 from textmill.storage.tensor_files import Named
 
 
@@ -17,7 +17,7 @@ def lay_out_weights(
 ) -> Iterator[tuple[Weight, NDArray[np.float32]]]:
     """Each weight of a net exactly once, in memory layout; `where` names the source in errors."""
     missing = {weight.name: weight for weight in weights}
-    for name, values in open_family(shape.family).known_weights(named):
+    for name, values in known_weights(shape, named):
         if name not in missing:
             raise TextmillError(f"{where}: has '{name}', which this model does not have")
         weight = missing.pop(name)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.models import Shape, open_family, weights_of
+from textmill.models import Shape, known_weights, weights_of
 from textmill.storage.tensor_files import Named
 
 Array = NDArray[np.float32]
@@ -24,7 +24,7 @@ def resize_weights(
     token to the old ids whose mean vector it starts from.
     """
     wanted = {weight.name: weight for weight in weights_of(shape)}
-    for name, values in open_family(shape.family).known_weights(weights):
+    for name, values in known_weights(shape, weights):
         weight = wanted.get(name)
         if weight is not None and weight.by_token and (new or kept is not None):
             yield name, _by_token(values, shape.vocab, kept, new)
@@ -50,7 +50,7 @@ def select_layer_weights(weights: Iterable[Named], shape: Shape, layers: Sequenc
     for place, layer in enumerate(layers):
         for name, new_name in zip(before[shape.layers - layer], after[len(layers) - place], strict=True):
             new_names.setdefault(name, []).append(new_name)
-    for name, values in open_family(shape.family).known_weights(weights):
+    for name, values in known_weights(shape, weights):
         for new_name in new_names.get(name, ()):
             yield new_name, values
 

@@ -48,6 +48,8 @@ class Weight:
     """Rows in memory, where zero rows pad the checkpoint's rows (the vocabulary); 0: no padding."""
     by_token: bool = False
     """True if its rows are tokens of the vocabulary: the embedding, the head."""
+    copies: tuple[str, ...] = ()
+    """Names under which files may have it a second time, such as a tied head's; these are not read."""
     by_position: bool = False
     """True if its rows are positions."""
     decay: bool = False

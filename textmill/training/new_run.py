@@ -12,7 +12,7 @@ from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, describe_given, open_model
 from textmill.config import LoraConfig, RunConfig
 from textmill.errors import TextmillError, warn
-from textmill.models import Shape, initial_weights, open_family, read_shape
+from textmill.models import Shape, initial_weights, known_weights, open_family, read_shape
 from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import resize_weights, select_layer_weights, select_layers
@@ -67,7 +67,7 @@ def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: Run
         advice = f"textmill export {given.folder} export.folder=MERGED, then model.init_from=MERGED"
         raise TextmillError(f"model.init_from: {given.folder} is an adapter itself; merge it first: {advice}")
     weights = list(start.weights)
-    before = dict(open_family(start.shape.family).known_weights(given.weights()))
+    before = dict(known_weights(start.shape, given.weights()))
     changed = [(name, values) for name, values in weights if not np.array_equal(values, before[name])]
     weights += initial_adapters(start.shape, lora, config.train.seed)
     # A hub name works on every machine; a folder is recorded by its full path.

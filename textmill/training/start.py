@@ -74,6 +74,8 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
     settings = config.results("train")
     settings["train.length"] = config.train.length or shape.positions
     model = {f"model.{name}": value for name, value in vars(shape).items()}
+    if model.get("model.untied") is False:
+        del model["model.untied"]  # runs older than untied heads still resume
     lora = config.model.lora.model_dump() if config.model.lora else None
     if lora and config.model.lora:
         lora["targets"] = normalized_targets(shape, config.model.lora)

@@ -168,26 +168,25 @@ def _shape_of(keys: dict[str, Any], tensors: dict[str, Any], path: Path) -> Any:
         "vocab_size": int(tensors["token_embd.weight"].shape[-1]), "activation_function": "gelu_new",
         "layer_norm_epsilon": keys.get(f"{ARCHITECTURE}.attention.layer_norm_epsilon", 1e-5),
         "eos_token_id": keys.get("tokenizer.ggml.eos_token_id"), "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        "resid_pdrop": 0.0, "tie_word_embeddings": _is_tied(tensors),
     }  # fmt: skip
     if isinstance(epsilon := hf["layer_norm_epsilon"], float):
         hf["layer_norm_epsilon"] = float(f"{epsilon:.6g}")  # the file has 32 bits of it
     return open_family("gpt2").shape_of_hf(hf, str(path))
 
 
+def _is_tied(tensors: dict[str, Any]) -> bool:
+    return OUTPUT not in tensors or np.array_equal(tensors[OUTPUT].data, tensors["token_embd.weight"].data)
+
+
 def _named(tensors: dict[str, Any], shape: Any, gguf: Any, path: Path) -> Iterator[Named]:
     ours = _our_names()
     transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
-    tied = OUTPUT in tensors and np.array_equal(tensors[OUTPUT].data, tensors["token_embd.weight"].data)
     for name, tensor in tensors.items():
         block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         stem, ending = (block[2], block[3]) if block else name.rsplit(".", 1) if "." in name else (name, "")
         if stem not in ours:
             raise TextmillError(f"{path}: has '{name}', which a GPT-2 does not have")
-        if name == OUTPUT:
-            if not tied and OUTPUT not in transposed:
-                raise TextmillError(f"{path}: its output.weight differs from token_embd.weight: an untied head")
-            continue
         full = f"transformer.h.{block[1]}.{ours[stem]}.{ending}" if block else f"{ours[stem]}.{ending}"
         values = _values_of(tensor, gguf, path)
         yield full, np.ascontiguousarray(values.T) if transposed.get(full) and values.ndim == 2 else values

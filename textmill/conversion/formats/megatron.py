@@ -20,6 +20,7 @@ from textmill.conversion.megatron_layout import (
     OUTSIDE,
     QKV,
     ROWS,
+    VOCABULARY,
     count_ranks,
     find_ranks,
     flatten,
@@ -73,6 +74,7 @@ def _rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) -
     embedding: dict[str, Any] = {}
     blocks: dict[str, Any] = {}
     head: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     for name, values in model.weights.items():
         stem, _, ending = name.removeprefix("transformer.").rpartition(".")
         block = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
@@ -86,12 +88,15 @@ def _rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) -
         elif module.startswith("embedding."):
             if first:
                 embedding[module.removeprefix("embedding.")] = {ending: part}
-            if last and not first and stem == "wte":
+            if last and not first and stem == "wte" and not shape.untied:
                 head = {ending: part}
+        elif module == "output_layer":
+            output = {ending: part}
         elif last:
             blocks[f"{module}.{ending}"] = part
     language = {"embedding": embedding} if first else {}
     language["encoder" if modern else "transformer"] = blocks
+    language |= {"output_layer": output} if last and output else {}
     tree = {"language_model": language, **({"word_embeddings_for_head": head} if head else {})}
     version = {} if settings.version == "0" else {"checkpoint_version": float(settings.version)}
     return {"args": _args_of(shape, config), **version, "iteration": 0, "model": tree}
@@ -106,7 +111,7 @@ def _cut(values: Array, module: str, ending: str, model: Model, config: ExportCo
         by_head = values.reshape(3, parts, -1, *values.shape[1:])[:, tensor]
         own = by_head.reshape(-1, *values.shape[1:])
         return to_version_order(own, shape.heads // parts, ORDERS[config.megatron.version])
-    if module == "embedding.word_embeddings":
+    if module in VOCABULARY:
         return np.split(np.pad(values, [(0, _padded(shape, config) - len(values)), (0, 0)]), parts)[tensor]
     if module in ROWS:
         return np.split(values, parts)[tensor]
@@ -129,7 +134,8 @@ def _args_of(shape: Any, config: ExportConfig) -> Namespace:
         position_embedding_type="learned_absolute", tokenizer_type="GPT2BPETokenizer",
         bias_gelu_fusion=shape.activation == "gelu_new", openai_gelu=False, add_position_embedding=True,
         hidden_dropout=shape.residual_dropout, attention_dropout=shape.attention_dropout, params_dtype=config.precision,
-        untie_embeddings_and_output_weights=False, consumed_train_samples=0, consumed_valid_samples=0, iteration=0,
+        untie_embeddings_and_output_weights=shape.untied, consumed_train_samples=0, consumed_valid_samples=0,
+        iteration=0,
     )  # fmt: skip
 
 
@@ -202,11 +208,12 @@ def _shape_of(path: Path, args: dict[str, Any], states: Any, sizes: tuple[int, i
     if config is not None:
         shape = read_hf_shape(config)
     else:
+        tied = "output_layer.weight" not in states[0, sizes[1] - 1]
         layers = [
             int(found[1]) for _, p in states for name in states[0, p] if (found := re.match(r"layers\.(\d+)", name))
         ]
         shape = open_family("gpt2").shape_of_hf(
-            _hf_config(args, hints, rows, positions, max(layers, default=0)), str(path)
+            {**_hf_config(args, hints, rows, positions, max(layers, default=0)), "tie_word_embeddings": tied}, str(path)
         )
     vocab = hints.vocab or (shape.vocab if config is not None else rows)
     if vocab > rows:
@@ -258,7 +265,7 @@ def _our_name(name: str, module: str, ending: str, before: int, where: Path) -> 
     return (
         f"transformer.h.{before + int(layer[1])}.{known[module]}.{ending}"
         if layer
-        else f"transformer.{known[module]}.{ending}"
+        else f"{'' if module == 'output_layer' else 'transformer.'}{known[module]}.{ending}"
     )
 
 
@@ -267,6 +274,6 @@ def _join(parts: list[Any], module: str, ending: str, heads: int, order: Any, wh
         own = [from_version_order(part, heads, order, where).reshape(3, -1, *part.shape[1:]) for part in parts]
         joined = np.concatenate(own, axis=1)
         return joined.reshape(-1, *joined.shape[2:])
-    if module in ROWS or module == "embedding.word_embeddings":
+    if module in (*ROWS, *VOCABULARY):
         return np.concatenate(parts)
     return np.concatenate(parts, axis=1) if module in COLUMNS and ending == "weight" else parts[0]

@@ -31,6 +31,8 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     shape = model.shape
     require_family(shape, "gpt2", "nanogpt")
     require_gelu(shape, "nanogpt")
+    if shape.untied:
+        raise TextmillError("export.kind: nanogpt has a tied head only, the model's is untied; use hf, gguf or onnx")
     if shape.inner != 4 * shape.width or shape.epsilon != EPSILON:
         raise TextmillError(
             f"export.kind: nanogpt has an MLP of 4 x width and epsilon {EPSILON}; the model has an MLP of "

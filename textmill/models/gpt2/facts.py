@@ -20,6 +20,8 @@ Array = NDArray[np.float32]
 
 NAME, OBJECTIVE, BATCH_FIELDS = "gpt2", "next_token", frozenset({"documents"})
 VOCAB_MULTIPLE = 128
+HEAD = "lm_head.weight"
+"""The head; a tied one is the embedding."""
 SAME_ACTIVATION = {
     "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "gelu": "gelu",
     "gelu_python": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh",
@@ -31,7 +33,7 @@ DROPOUTS = {"embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout"
 """Dropout rates, by transformers' names and ours."""
 MUST_BE = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
-    "tie_word_embeddings": True, "add_cross_attention": False,
+    "add_cross_attention": False,
 }  # fmt: skip
 
 
@@ -52,6 +54,8 @@ class Shape:
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     epsilon: float = 1e-5
+    untied: bool = False
+    """True if the head has weights of its own."""
     family: str = "gpt2"
 
     def with_dropout(self, fraction: float) -> Shape:
@@ -130,6 +134,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
         layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
         positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf, where),
         activation=SAME_ACTIVATION[activation], epsilon=hf.get("layer_norm_epsilon", 1e-5),
+        untied=not hf.get("tie_word_embeddings", True),
         **{name: hf.get(key, 0.1) for key, name in DROPOUTS.items()},
     )  # fmt: skip
 
@@ -153,7 +158,7 @@ def hf_config_of(shape: Shape) -> dict[str, Any]:
         "activation_function": shape.activation, "embd_pdrop": shape.embedding_dropout,
         "attn_pdrop": shape.attention_dropout, "resid_pdrop": shape.residual_dropout,
         "layer_norm_epsilon": shape.epsilon, "initializer_range": 0.02, "bos_token_id": shape.end,
-        "eos_token_id": shape.end, "tie_word_embeddings": True, "use_cache": True,
+        "eos_token_id": shape.end, "tie_word_embeddings": not shape.untied, "use_cache": True,
     }  # fmt: skip
 
 
@@ -174,10 +179,11 @@ def weights_of(shape: Shape) -> list[Weight]:
             Weight(f"{name}.bias", (outputs,), **bias),
         ]
 
+    by_token: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0, "decay": True}
+    head = Weight(HEAD, (shape.vocab, width), 0.02, **by_token)
     tables = [
         Weight(
-            "transformer.wte.weight", (shape.vocab, width), 0.02,
-            by_token=True, padded_rows=shape.padded_vocab, split=0,
+            "transformer.wte.weight", (shape.vocab, width), 0.02, copies=() if shape.untied else (HEAD,), **by_token
         ),
         Weight("transformer.wpe.weight", (shape.positions, width), 0.02, by_position=True),
     ]  # fmt: skip
@@ -193,24 +199,24 @@ def weights_of(shape: Shape) -> list[Weight]:
             *matrix(f"{h}.mlp.c_proj", inner, width, residual, split=1),
         ]
         weights += [replace(weight, depth=shape.layers - layer) for weight in block]
-    weights += norm("transformer.ln_f")
+    weights += [*norm("transformer.ln_f"), *([head] if shape.untied else [])]
     return [replace(weight, parameter=weight.name.removeprefix("transformer.")) for weight in weights]
 
 
 def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
-    """Weights of any GPT-2 file under transformers' names: adds a missing prefix, drops masks and the tied head."""
+    """Weights of any GPT-2 file under transformers' names: adds a missing prefix, drops masks."""
     for name, values in named:
-        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
-        yield (name if name.startswith("transformer.") else f"transformer.{name}"), values
+        yield (name if name.startswith("transformer.") or name == HEAD else f"transformer.{name}"), values
 
 
 def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
-    """A tiny net with the same activation and the largest of the three dropout rates."""
+    """A tiny net with the same activation, a tied or untied head, and the largest of the three dropout rates."""
     heads, head_width = 2 * tensor, 8
     dropout = max(shape.embedding_dropout, shape.attention_dropout, shape.residual_dropout)
     width = heads * head_width
     return {
         "layers": 2, "heads": heads, "width": width, "inner": 4 * width,
-        "activation": shape.activation, "dropout": dropout,
+        "activation": shape.activation, "dropout": dropout, "untied": shape.untied,
     }  # fmt: skip

@@ -17,13 +17,17 @@ from jax import Array
 from textmill.checkpoints.adapters import LORA_A, LORA_B
 from textmill.config import LoraConfig
 from textmill.kernels.dropout_jax import drop
-from textmill.models.gpt2.facts import Shape
+from textmill.models.gpt2.facts import HEAD, Shape
 from textmill.models.lora import dropout_sites
 
 Weights = dict[str, Array]
 
-HEAD = "transformer.wte.weight"
-"""The matrix that turns hidden states into logits: the embedding, with its padding rows."""
+EMBEDDING = "transformer.wte.weight"
+
+
+def head_name(shape: Shape) -> str:
+    """The matrix that turns hidden states into logits, with its padding rows: the embedding if the head is tied."""
+    return HEAD if shape.untied else EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def states(
     if documents_NT is not None:
         mask_N1TT = _document_mask(documents_NT)
         positions = positions - _document_starts(documents_NT)
-    table = weights[HEAD] if options.gathered is None else options.gathered(HEAD, weights[HEAD])
+    table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
     embedded = table[ids_NT] + weights["transformer.wpe.weight"][positions]
     x_NTE = options.by_sample(drop(embedded.astype(options.precision), shape.embedding_dropout, keys_N, 0))
     for start in range(0, shape.layers, options.recompute or shape.layers):

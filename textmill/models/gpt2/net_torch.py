@@ -180,7 +180,7 @@ class Block(BaseBlock):
 
 
 class Net(BaseNet):
-    """GPT-2, with learned positions and a tied head."""
+    """GPT-2, with learned positions and a tied or untied head."""
 
     shape: Shape
 
@@ -190,6 +190,7 @@ class Net(BaseNet):
         self.wpe = new_embedding(shape.positions, shape.width)
         self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width, shape.epsilon)
+        self.lm_head = nn.Linear(shape.width, shape.padded_vocab, bias=False) if shape.untied else None
         self.tokens_part = 0
 
     @property
@@ -204,8 +205,8 @@ class Net(BaseNet):
 
     @property
     def head(self) -> Tensor:
-        """The embedding: the head is tied to it."""
-        return self.wte.weight
+        """The head's own weights, or those of the embedding that it is tied to."""
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
 
     def use_fp8(self) -> None:
         """Compute the MLPs' matmuls in fp8 in training; the loss does so for the head."""

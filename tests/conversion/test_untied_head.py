@@ -1,0 +1,73 @@
+"""Models whose head has weights of its own: opened, trained, exported and imported; logits from transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support import megatron_net
+from tests.support.model_folders import korean_tokenizer, write_folder
+from textmill.cli import main
+from textmill.conversion.formats import onnx
+from textmill.conversion.model import Hints
+from textmill.storage.tensor_files import read_model
+
+IDS = torch.from_numpy(np.random.default_rng(2).integers(0, 300, (2, 16)))
+
+
+def logits(folder: Path) -> Any:
+    net = AutoModelForCausalLM.from_pretrained(folder)
+    assert net.lm_head.weight.data_ptr() != net.transformer.wte.weight.data_ptr(), "the head is untied"
+    with torch.no_grad():
+        return net(IDS).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untied") / "source"
+    return write_folder(folder, korean_tokenizer(), layers=2, heads=2, width=32, positions=20, untied=True)
+
+
+@pytest.mark.parametrize("kind", ["hf", "gguf", "deepspeed", "onnx", "megatron"])
+def test_every_format_that_can_hold_it(kind: str, source: Path, tmp_path: Path) -> None:
+    out, more = tmp_path / "out", ["export.megatron.tensor=2", "export.megatron.pipeline=2"]
+    export = ["export", str(source), f"export.folder={out}", f"export.kind={kind}"]
+    assert main([*export, *(more if kind == "megatron" else [])]) == 0
+    if kind == "megatron":
+        with torch.no_grad():
+            found = megatron_net.logits(out, 2, 2, IDS)[..., : logits(source).shape[-1]].numpy()
+        assert np.abs(found - logits(source)).max() < 1e-5
+        for name in ("config.json", "manifest.json"):
+            (out / name).unlink()  # as Megatron saves it
+    if kind == "onnx":
+        graph = onnx.read(out, Hints()).logits
+        assert graph is not None
+        assert np.abs(graph(IDS.numpy()) - logits(source)).max() < 1e-5
+    vocab = ["--vocab", str(korean_tokenizer().vocab)] if kind == "megatron" else []
+    assert main(["import", str(out), str(tmp_path / "back"), *vocab]) == 0
+    before, after = dict(read_model(source)), dict(read_model(tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(values, after[name]) for name, values in before.items())
+    assert np.array_equal(logits(tmp_path / "back"), logits(source))
+
+
+def test_nanogpt_has_no_place_for_it(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(source), f"export.folder={tmp_path / 'out'}", "export.kind=nanogpt"]) == 2
+    assert "nanogpt has a tied head only, the model's is untied; use hf, gguf or onnx" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_greedy_texts_are_those_of_transformers(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, prompt = korean_tokenizer(), "물레방아"
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    net = AutoModelForCausalLM.from_pretrained(source)
+    theirs = net.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+    capsys.readouterr()
+    sample = [f"sample.prompt={prompt}", "sample.max_tokens=8", "sample.temperature=0", "engine.device=cpu"]
+    assert main(["generate", str(source), *sample]) == 0
+    assert tokenizer.decode(theirs).strip() in capsys.readouterr().out
