@@ -23,6 +23,16 @@ def hash_counters(counters: NDArray[np.int64], *numbers: int) -> NDArray[np.uint
     return mix((counters.astype(np.uint64) + np.uint64(1)) * GOLDEN_RATIO + np.uint64(hash_numbers(*numbers)))
 
 
+def draw(keys: NDArray[np.uint64], numbers: NDArray[np.int64] | int) -> NDArray[np.uint64]:
+    """64 random bits of each key; other numbers give other bits (SplitMix64, with the key as its seed)."""
+    return mix(keys + (np.atleast_1d(np.asarray(numbers, np.uint64)) + np.uint64(1)) * GOLDEN_RATIO)
+
+
+def to_uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform random numbers in [0, 1) from random bits."""
+    return (bits >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
 def sample_keys(seed: int, step: int, samples: NDArray[np.int64]) -> NDArray[np.uint32]:
     """A 32-bit key for each sample of a step, from which its dropout masks are computed."""
     return (hash_counters(samples, seed, step) & np.uint64(0xFFFFFFFF)).astype(np.uint32)

@@ -65,6 +65,9 @@ def test_show_tokens_and_what_a_step_saw(
     lengths = re.findall(r"^  [\d,]+ to [\d,]+ +([\d,]+) ", out, re.M)
     assert sum(int(count.replace(",", "")) for count in lengths) == sum(one["documents"] for one in counts.values())
     assert out.count("--- document ") == 3
+    assert main(["show", "mine/tokens", "--counts", "counts.json"]) == 0
+    assert f"counts.json: {counts['train']['tokens']:,} train tokens" in capsys.readouterr().out
+    assert sum(json.loads(Path("counts.json").read_text())["counts"]) == counts["train"]["tokens"]
     assert main(["show", "mine"]) == 0
     assert "records by outcome" in capsys.readouterr().out
     assert main(["show", "mine/run", "--step", "2"]) == 0

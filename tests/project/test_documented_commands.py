@@ -58,6 +58,7 @@ TOKENIZE_QUICKSTART = ["prepare quickstart", "fit-tokenizer quickstart", "tokeni
 MINE = ["new mine --text texts/*.txt", "prepare mine", "fit-tokenizer mine"]
 SETUP = {
     "batches": ["prepare my.yaml", "fit-tokenizer my.yaml", "tokenize my.yaml"],
+    "bert": ["prepare my.yaml", "fit-tokenizer my.yaml", "tokenize my.yaml"],
     "chat": ["run ko.yaml"],
     "engines": ["run mine.yaml", "prepare run.yaml", "fit-tokenizer run.yaml", "tokenize run.yaml"],
     "evaluate": ["run quickstart"],

@@ -79,6 +79,13 @@ DROPPED = Flag(
     "text",
     excludes="--step",
 )
+COUNTS = Flag(
+    "--counts",
+    "counts",
+    "FILE: write how often each token occurs, for train.masked.counts",
+    "text",
+    excludes="--step",
+)
 OUT = Flag("--out", "out", "the file to write (default: report.html in the first run)", "text", excludes="--svg")
 SVG = Flag("--svg", "svg", "FILE: write only the loss curves, as a picture for a README", "text")
 JSON = Flag("--json", "as_json", "print JSON instead of text")
@@ -166,7 +173,7 @@ COMMANDS = {
     ),
     "show": Command(
         "textmill.commands.show:show", "show what is in a folder: corpus, tokenizer, tokens, run or model",
-        flags=(SEEN_STEP, DROPPED), opens="nothing", result_is_output=True,
+        flags=(SEEN_STEP, DROPPED, COUNTS), opens="nothing", result_is_output=True,
     ),
     "watch": Command(
         "textmill.commands.report:watch", "show the curves of a run in the terminal, while it trains or later",

@@ -20,6 +20,7 @@ from textmill.config.train_groups import (
     AverageConfig,
     ChatConfig,
     CheckpointsConfig,
+    MaskedConfig,
     MuonConfig,
     PackedConfig,
     PaddedConfig,
@@ -34,10 +35,10 @@ from textmill.errors import TextmillError
 
 __all__ = [
     "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "EngineConfig",
-    "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "ModelConfig",
-    "MuonConfig", "PackedConfig", "PaddedConfig", "RangeTestConfig", "RunConfig", "RunnerConfig", "SampleConfig",
-    "Section", "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig", "TokensConfig",
-    "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig", "WikitextConfig",
+    "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "MaskedConfig",
+    "ModelConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "RangeTestConfig", "RunConfig", "RunnerConfig",
+    "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig",
+    "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig", "WikitextConfig",
 ]  # fmt: skip
 
 StageName = Literal["corpus", "tokenizer", "tokens", "train"]

@@ -82,7 +82,11 @@ OTHER_NAMES = {
     "preprocessing_num_workers": "runner.workers", "direct_num_workers": "runner.options",
     "direct_running_mode": "runner.options", "deepscale_config": "engine.deepspeed_config", "deepscale": "engine.kind",
     "config_train": "corpus.mongo_config", "wandb_dir": "train.folder", "wandb_run_dir": "train.folder",
-    "logging_dir": "train.folder",
+    "logging_dir": "train.folder", "token_counts": "train.masked.counts", "mlm_smoothing": "train.masked.counts_power",
+    "mlm_probability": "train.masked.probability", "mask_prob": "train.masked.probability",
+    "masked_lm_prob": "train.masked.probability", "max_preds_per_seq": "train.masked.max_predictions",
+    "max_predictions_per_seq": "train.masked.max_predictions", "short_seq_prob": "train.masked.short_probability",
+    "whole_word_mask": "train.masked.whole_words", "do_whole_word_mask": "train.masked.whole_words",
 }  # fmt: skip
 
 _LAUNCHER = "not needed: start textmill with torchrun, srun or deepspeed, whose options these are"
@@ -113,7 +117,7 @@ ADVICE = {
     "fp32_embedding": "not needed: weights and their updates are in fp32 in every precision",
     "deep_init": "not needed: the matrices that write to the residual stream start smaller with more layers",
     "metric_for_best_model": "not needed: the checkpoint with the lowest valid loss is the best one",
-    "token_counts": _MASKED, "token_counts_dump": _MASKED, "max_preds_per_seq": _MASKED, "mlm": _MASKED,
+    "token_counts_dump": "use textmill show WHERE --counts FILE", "mlm": "use train.layout=masked",
     "use_tfrecords": _MASKED,
     "dump_checkpoint": "not available yet: a student from some layers of a teacher",
     "alpha_ce": _DISTILLATION, "alpha_clm": _DISTILLATION, "alpha_cos": _DISTILLATION, "alpha_mlm": _DISTILLATION,

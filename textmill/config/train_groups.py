@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from textmill.config.section import Section, changeable
+from textmill.config.section import Section, changeable, source
 from textmill.errors import TextmillError
 
 MEMORY_STEPS_FROM = 10
@@ -47,6 +47,31 @@ class ChatConfig(Section):
     """Put several short conversations into one sample; false: one conversation per sample, as dsGPT2 does."""
     truncate: Literal["start", "end"] = "start"
     """Which end of a conversation longer than `train.length` is dropped; start keeps the last answer and its end."""
+
+
+class MaskedConfig(Section):
+    """Settings of `train.layout=masked`."""
+
+    pairs: Literal["next", "order", "none"] = "next"
+    """Segments of a sample. next: two, the second from another document in half of the samples (BERT's next sentence);
+    order: two, swapped in half of the samples (ALBERT's sentence order); none: one, of full sentences (RoBERTa)."""
+    probability: float = Field(0.15, gt=0, lt=1)
+    """The fraction of a sample's tokens that is predicted; of these, 80 % are masked, 10 % kept, 10 % replaced."""
+    max_predictions: int | None = Field(None, ge=1)
+    """Most predicted tokens in a sample, such as 20 for `train.length=128`; default: no limit."""
+    whole_words: bool = True
+    """Mask all tokens of a word or none; false: every token on its own."""
+    max_ngram: int = Field(1, ge=1, le=16)
+    """Mask up to this many words in a row, n words with a probability in proportion to 1/n; Megatron uses 3."""
+    short_probability: float = Field(0.1, ge=0, le=1)
+    """Pairs: the fraction of samples that are cut to a random shorter length."""
+    pack: bool = True
+    """Put several short samples into one row, isolated from each other, so that little padding is left."""
+    counts: str | None = source()
+    """Mask rare tokens more often: a file of token counts, written by `textmill show WHERE --counts FILE`; default:
+    all tokens are equally likely."""
+    counts_power: float = Field(0.7, gt=0, le=1)
+    """With `train.masked.counts`: a token seen n times has the weight n to the power of minus this."""
 
 
 class MuonConfig(Section):

@@ -20,6 +20,7 @@ from textmill.config.train_groups import (
     AverageConfig,
     ChatConfig,
     CheckpointsConfig,
+    MaskedConfig,
     MuonConfig,
     PackedConfig,
     PaddedConfig,
@@ -33,7 +34,7 @@ UNITS = ("steps", "epochs", "samples", "tokens", "minutes")
 """The keys that can set the run's length; one of them is used."""
 AUTO_SETTINGS = ("learning_rate", "weight_decay", "batch", "warmup", "muon.adamw_rate_factor")
 """What `train.preset=auto` computes when a run starts, unless it is set."""
-LAYOUT_GROUPS = ("packed", "padded")
+LAYOUT_GROUPS = ("packed", "padded", "masked")
 """Groups that are refused under another layout."""
 
 
@@ -46,10 +47,11 @@ class TrainConfig(Section):
     """Optimizer, learning rates, warm-up, batch and weight decay for pretraining. auto: by formula from width, tokens
     and epochs (Muon, or AdamW if `train.optimizer` is set); pretrain-nano, pretrain-muon, pretrain-adamw: as measured
     on a small and a 124M net. Explicit settings override the preset."""
-    layout: Literal["packed", "padded", "features", "chat"] = "packed"
+    layout: Literal["packed", "padded", "features", "chat", "masked"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document per sample;
     features: the rows written by `tokens.kind=features`, or existing ones named by `tokens.use`;
-    chat: conversations of `corpus.chat`, with loss only on the assistant's messages."""
+    chat: conversations of `corpus.chat`, with loss only on the assistant's messages;
+    masked: sentence pairs with masked tokens, for BERT."""
     length: int | None = Field(None, ge=2)
     """Tokens in a sample; default: the model's longest context. If it is shorter than that of `model.size`, the model
     gets only this many positions."""
@@ -145,6 +147,8 @@ class TrainConfig(Section):
     """Settings of `train.layout=padded`."""
     chat: ChatConfig = ChatConfig()
     """Settings of `train.layout=chat`."""
+    masked: MaskedConfig = MaskedConfig()
+    """Settings of `train.layout=masked`."""
 
     @property
     def unit(self) -> str:

@@ -11,7 +11,7 @@ from textmill.commands.show.dropped import show_dropped
 from textmill.commands.show.models import show_model
 from textmill.commands.show.steps import show_step
 from textmill.commands.show.tokenizers import show_tokenizer
-from textmill.commands.show.tokens import show_tokens
+from textmill.commands.show.tokens import save_token_counts, show_tokens
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
 from textmill.reports.run_files import is_run, read_run
@@ -23,10 +23,17 @@ WRITTEN_BY = {"prepare": "corpus", "fit-tokenizer": "tokenizer", "tokenize": "to
 """What is in a folder with a manifest, by the command that wrote it."""
 
 
-def show(where: str, settings: list[str] | None = None, step: int | None = None, dropped: str | None = None) -> None:
+def show(
+    where: str,
+    settings: list[str] | None = None,
+    step: int | None = None,
+    dropped: str | None = None,
+    counts: str | None = None,
+) -> None:
     """Print what is at WHERE: a corpus, tokenizer, token stores, run or model, or each of them for a project; or the
-    documents that a training step saw, or those that a rule dropped."""
-    kind = None if step is not None or dropped is not None else find_kind(Path(where))
+    documents that a training step saw, or those that a rule dropped; or write the counts of tokens to a file."""
+    given = [value for value in (step, dropped, counts) if value is not None]
+    kind = None if given else find_kind(Path(where))
     if kind == "model":
         show_model(Path(where))
     elif kind == "tokenizer":
@@ -39,6 +46,8 @@ def show(where: str, settings: list[str] | None = None, step: int | None = None,
             show_dropped(config, dropped)
         elif step is not None:
             show_step(config, step)
+        elif counts is not None:
+            save_token_counts(config, Path(counts))
         else:
             _show_stages(config, where, only=kind)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from textmill.storage.files import format_path
 from textmill.tokens.index_formats import BLOCK
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import TokenStore
+from textmill.tokens.token_counts import count_tokens, write_token_counts
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 MAX_COUNTED = 20_000_000
@@ -41,6 +43,15 @@ def show_tokens(config: RunConfig) -> None:
         _show_document(train[0], int(uniform_from(config.train.seed, number) * len(train[0])), splits.tokenizer)
 
 
+def save_token_counts(config: RunConfig, path: Path) -> None:
+    """Write how often each token occurs in the train split."""
+    splits = open_splits(config)
+    counts = count_tokens(splits.stores("train"), splits.tokenizer.vocab)
+    write_token_counts(path, counts, splits.tokenizer.fingerprint)
+    seen, total = int((counts > 0).sum()), int(counts.sum())
+    print(f"{format_path(path)}: {total:,} train tokens; {seen:,} of {len(counts):,} vocabulary entries occur")
+
+
 def _bytes_per_token(splits: Splits, split: str, tokens: int) -> str:
     counts = splits.manifest.get("splits", {}).get(split)
     return f"{counts['bytes'] / tokens:>6.2f} bytes per token" if counts and tokens else ""
@@ -61,12 +72,7 @@ def _lengths(stores: list[TokenStore]) -> dict[str, int]:
 
 def _frequent(stores: list[TokenStore], tokenizer: TextTokenizer) -> dict[str, int]:
     """The most frequent tokens, and all others together."""
-    counts, left = np.zeros(tokenizer.vocab, np.int64), MAX_COUNTED
-    for store in stores:
-        for start in range(0, min(left, store.tokens), BLOCK):
-            ids = np.asarray(store.ids[start : min(start + BLOCK, left)], np.int64)
-            counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
-        left -= min(left, store.tokens)
+    counts = count_tokens(stores, tokenizer.vocab, MAX_COUNTED)
     top = np.argsort(-counts, kind="stable")[:FREQUENT].tolist()
     named = {f"{token:>6} {_name(token, tokenizer)}": int(counts[token]) for token in top if counts[token]}
     return {**named, "all others": int(counts.sum()) - sum(named.values())}

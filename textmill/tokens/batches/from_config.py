@@ -13,6 +13,8 @@ from textmill.tokens.batches.chat import ChatLayout
 from textmill.tokens.batches.features import FeaturesLayout
 from textmill.tokens.batches.history import DataRange, blends_of, sizes_of
 from textmill.tokens.batches.layout import Layout
+from textmill.tokens.batches.masked import MaskedLayout, has_spans
+from textmill.tokens.batches.masked_tokens import masked_tokens_of
 from textmill.tokens.batches.packed import PackedLayout
 from textmill.tokens.batches.padded import PaddedLayout
 from textmill.tokens.batches.windows import window_batches
@@ -41,7 +43,7 @@ def open_batches(
 
 
 def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Path | None = None) -> Iterator[Batch]:
-    """The valid split in its own order and in the layout of training, with loss on every token once."""
+    """The valid split in the layout of training: with loss on every token once, or masked in the same way each time."""
     stores, tokenizer = splits.nonempty("valid"), splits.tokenizer
     if train.layout == "packed" and not train.packed.isolate_documents:
         for one in stores:
@@ -61,6 +63,8 @@ def _has_samples(train: TrainConfig, one: WeightedStore) -> bool:
     """Whether the layout gets at least one sample from this store."""
     if train.layout == "features":
         return one.features is None or bool(one.features.table.count)
+    if train.layout == "masked":
+        return has_spans(one.store, train.masked)
     return one.store.tokens > 1 if train.layout == "packed" else bool((one.store.document_lengths() > 1).any())
 
 
@@ -79,6 +83,11 @@ def _build_layout(
         return PackedLayout(
             store, length=length, seed=seed, isolate_documents=train.packed.isolate_documents,
             last_window=train.packed.last_window, vocab=vocab, folder=folder,
+        )  # fmt: skip
+    if train.layout == "masked":
+        return MaskedLayout(
+            store, length=length, seed=seed, tokens=masked_tokens_of(tokenizer, train.masked), settings=train.masked,
+            vocab=vocab, folder=folder,
         )  # fmt: skip
     pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
     if train.layout == "chat":

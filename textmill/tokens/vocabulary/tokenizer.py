@@ -79,6 +79,18 @@ class TextTokenizer:
         return self._id_of("mask_token")
 
     @property
+    def classifier(self) -> int | None:
+        """[CLS], the token before a sample of a masked model, or the begin token if there is none."""
+        found = self._id_of("cls_token")
+        return self._id_of("bos_token") if found is None else found
+
+    @property
+    def separator(self) -> int:
+        """[SEP], the token after each segment of a masked model, or the end-of-text token if there is none."""
+        found = self._id_of("sep_token")
+        return self.end if found is None else found
+
+    @property
     def turn_tokens(self) -> TurnTokens | None:
         """The chat template as token ids."""
         return None if self.chat is None else self.chat.to_turn_tokens(self.inner.get_vocab(with_added_tokens=True))

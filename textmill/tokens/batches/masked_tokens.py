@@ -1,0 +1,53 @@
+"""What the masked layout needs from a tokenizer: special tokens, words, and weights for masking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from textmill.config import MaskedConfig
+from textmill.errors import TextmillError
+from textmill.tokens.batches.masking import MaskingRule
+from textmill.tokens.token_counts import read_token_counts
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer
+from textmill.tokens.vocabulary.word_starts import find_word_starts
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """The special tokens of a masked model, and its masking rule."""
+
+    cls: int
+    sep: int
+    pad: int
+    begin: int | None
+    """The token that may be before each document of the store; it is left out."""
+    end: int
+    """The token that may be after each document of the store; it is left out."""
+    rule: MaskingRule
+
+
+def masked_tokens_of(tokenizer: TextTokenizer, settings: MaskedConfig) -> MaskedTokens:
+    """The special tokens of a tokenizer, and the masking rule of the settings."""
+    mask, cls = tokenizer.mask, tokenizer.classifier
+    if mask is None or cls is None:
+        missing = "mask token such as [MASK] or <mask>" if mask is None else "token such as [CLS] or <s>"
+        raise TextmillError(
+            f"the tokenizer has no {missing}, which train.layout=masked needs; set tokenizer.kind=wordpiece, or "
+            f"tokenizer.kind=unigram with tokenizer.special_tokens=<mask>, and make the tokenizer again"
+        )
+    starts, special = find_word_starts(tokenizer)
+    if special.all():
+        raise TextmillError("the tokenizer has only special tokens, so nothing can be masked; fit one on text")
+    weights = None
+    if settings.counts is not None:
+        counts = read_token_counts(Path(settings.counts), tokenizer.fingerprint)
+        weights = np.maximum(counts, 1).astype(np.float64) ** -settings.counts_power
+    rule = MaskingRule(
+        mask, special, starts if settings.whole_words else None, settings.probability, settings.max_predictions,
+        settings.max_ngram, weights,
+    )  # fmt: skip
+    pad = tokenizer.end if tokenizer.pad is None else tokenizer.pad
+    return MaskedTokens(cls, tokenizer.separator, pad, tokenizer.begin, tokenizer.end, rule)

@@ -1,0 +1,166 @@
+"""Chooses the tokens that a masked language model predicts, and what stands in their place (BERT's rules)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.counters import draw, to_uniform
+
+MASKED_FRACTION, KEPT_FRACTION = 0.8, 0.1
+"""Of the chosen tokens, 80 % become the mask token, 10 % stay, 10 % become a random token."""
+_ORDER, _NGRAM, _REPLACE, _RANDOM = 1 << 24, 1 << 25, 1 << 26, 1 << 27
+"""What the random numbers of a position are used for; see `counters.draw`."""
+_NO_WORD = 1 << 30
+"""The size of a word that does not exist: it never fits."""
+
+
+@dataclass(frozen=True)
+class MaskingRule:
+    """What may be masked, and how much of it."""
+
+    mask: int
+    """The id of the mask token."""
+    special: NDArray[np.bool_]
+    """[vocabulary]: true for special tokens, which are neither masked nor used as random tokens."""
+    word_starts: NDArray[np.bool_] | None
+    """[vocabulary]: true for tokens that start a word; None: every token is masked on its own."""
+    probability: float = 0.15
+    max_predictions: int | None = None
+    max_ngram: int = 1
+    weights: NDArray[np.float64] | None = None
+    """[vocabulary]: how likely a token is masked, relative to the others; None: all are equally likely."""
+
+    def predictions(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens to choose in samples of these lengths, which include [CLS] and [SEP]."""
+        exact = lengths * self.probability
+        counts = np.ceil(exact) if self.weights is not None else np.maximum(1, np.rint(exact))
+        found: NDArray[np.int64] = counts.astype(np.int64)
+        return found if self.max_predictions is None else np.minimum(found, self.max_predictions)
+
+
+def choose_tokens(
+    ids: NDArray[np.int32], lengths: NDArray[np.int64], keys: NDArray[np.uint64], rule: MaskingRule,
+    starts: NDArray[np.bool_] | None = None,
+) -> NDArray[np.bool_]:  # fmt: skip
+    """Which tokens to predict. `ids` are samples of the given lengths, joined, each starting with a special token.
+
+    Words are taken in random order while they fit into the number of predictions, as Megatron does it. `starts` are
+    positions where a word starts whatever its token is.
+    """
+    candidates = ~rule.special[ids]
+    is_start = candidates.copy()
+    if rule.word_starts is not None:
+        is_start[1:] &= rule.word_starts[ids[1:]] | ~candidates[:-1]
+        if starts is not None:
+            is_start |= starts & candidates
+    samples = np.repeat(np.arange(len(lengths)), lengths)
+    first = np.flatnonzero(is_start)
+    words = np.cumsum(is_start) - 1
+    owner = samples[first]
+    per_sample = np.bincount(owner, minlength=len(lengths))
+    number = np.arange(len(first)) - np.repeat(np.cumsum(per_sample) - per_sample, per_sample)
+    sizes = np.full((len(lengths), int(per_sample.max(initial=0)) + rule.max_ngram), _NO_WORD, np.int64)
+    sizes[owner, number] = np.bincount(words[candidates], minlength=len(first))
+    order = np.full(sizes.shape, np.inf)
+    position = first - np.repeat(np.cumsum(lengths) - lengths, per_sample)
+    order[owner, number] = _order_values(ids, words, candidates, keys[owner], position, rule, len(first))
+    chosen = _choose_words(
+        sizes, np.argsort(order, axis=1), rule.predictions(lengths), keys, rule.max_ngram, per_sample
+    )
+    found: NDArray[np.bool_] = candidates & chosen[samples, _numbers_of(words, number)]
+    return found
+
+
+def _numbers_of(words: NDArray[np.int64], number: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The number of each token's word within its sample."""
+    return number[np.maximum(words, 0)] if len(number) else np.zeros_like(words)
+
+
+def _order_values(
+    ids: NDArray[np.int32], words: NDArray[np.int64], candidates: NDArray[np.bool_], keys: NDArray[np.uint64],
+    position: NDArray[np.int64], rule: MaskingRule, count: int,
+) -> NDArray[np.float64]:  # fmt: skip
+    """A value for each word; in ascending order they are a random order of the words.
+
+    With weights, the order is that of drawing without replacement in proportion to the words' weights
+    (Efraimidis and Spirakis).
+    """
+    uniform = to_uniform(draw(keys, _ORDER + position))
+    if rule.weights is None:
+        return uniform
+    weights = np.bincount(words[candidates], rule.weights[ids[candidates]], count)
+    return -np.log1p(-uniform) / weights
+
+
+def _choose_words(
+    sizes: NDArray[np.int64], order: NDArray[np.int64], left: NDArray[np.int64], keys: NDArray[np.uint64],
+    max_ngram: int, words: NDArray[np.int64],
+) -> NDArray[np.bool_]:  # fmt: skip
+    """[samples, words]: which words are chosen; each sample takes its next word in the random order at a time."""
+    rows, left = np.arange(len(sizes)), left.copy()
+    chosen = np.zeros(sizes.shape, np.bool_)
+    ngrams = _draw_ngrams(sizes.shape, keys, max_ngram, words) if max_ngram > 1 else None
+    for word in np.ascontiguousarray(order.T):
+        if ngrams is None:
+            size = sizes[rows, word]
+            fits = size <= left
+            chosen[rows[fits], word[fits]] = True
+            left -= np.where(fits, size, 0)
+        else:
+            _choose_ngrams(sizes, rows, word, ngrams[rows, word], chosen, left)
+        if not left.any():
+            break
+    return chosen
+
+
+def _draw_ngrams(
+    shape: tuple[int, ...], keys: NDArray[np.uint64], max_ngram: int, words: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """[samples, words]: how many words to choose from each word on: n with a probability in proportion to 1 / n."""
+    sums = np.cumsum(1 / np.arange(1, max_ngram + 1))
+    numbers = np.arange(shape[1])
+    most = np.clip(words[:, None] - numbers, 1, max_ngram)
+    uniform = to_uniform(draw(keys[:, None], _NGRAM + numbers))
+    found: NDArray[np.int64] = np.searchsorted(sums, uniform * sums[most - 1], side="right") + 1
+    return found
+
+
+def _choose_ngrams(
+    sizes: NDArray[np.int64], rows: NDArray[np.int64], word: NDArray[np.int64], ngram: NDArray[np.int64],
+    chosen: NDArray[np.bool_], left: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Choose the n-gram at each sample's word, or the longest shorter one that fits; none of its words twice."""
+    total, longest, free = np.zeros_like(left), np.zeros_like(left), np.ones(len(rows), np.bool_)
+    size, whole = np.zeros_like(left), np.ones(len(rows), np.bool_)
+    for number in range(int(ngram.max())):
+        at = np.minimum(word + number, sizes.shape[1] - 1)
+        total += sizes[rows, at]
+        within = (number < ngram) & (total <= left)
+        free &= ~(chosen[rows, at] & within)
+        longest, size = np.where(within, number + 1, longest), np.where(within, total, size)
+    whole &= free & (longest > 0)
+    for number in range(int(longest.max())):
+        taken = whole & (number < longest)
+        chosen[rows[taken], word[taken] + number] = True
+    left -= np.where(whole, size, 0)
+
+
+def replace_tokens(
+    ids: NDArray[np.int32], chosen: NDArray[np.bool_], lengths: NDArray[np.int64], keys: NDArray[np.uint64],
+    rule: MaskingRule,
+) -> NDArray[np.int32]:  # fmt: skip
+    """The inputs: each chosen token is masked, kept, or replaced by a random one that is not special."""
+    inputs, at = ids.copy(), np.flatnonzero(chosen)
+    ends = np.cumsum(lengths)
+    owner = np.searchsorted(ends, at, side="right")
+    position, own_keys = at - (ends - lengths)[owner], keys[owner]
+    uniform = to_uniform(draw(own_keys, _REPLACE + position))
+    inputs[at[uniform < MASKED_FRACTION]] = rule.mask
+    random = uniform >= MASKED_FRACTION + KEPT_FRACTION
+    ordinary = np.flatnonzero(~rule.special)
+    numbers = draw(own_keys[random], _RANDOM + position[random]) % np.uint64(len(ordinary))
+    inputs[at[random]] = ordinary[numbers.astype(np.int64)]
+    return inputs
