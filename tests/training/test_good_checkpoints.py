@@ -58,7 +58,7 @@ def test_a_save_waits_for_the_steps_before_it(tmp_path: Path) -> None:
     for step in range(1, 6):
         updates.add(step, Skipped())
     with pytest.raises(TextmillError, match="diverged: the loss is no longer finite at step 5"):
-        updates.refuses_save(5, 3.0, None, last=False, trackers=Trackers())
+        updates.refuses_save(5, 3.0, {}, last=False, trackers=Trackers())
 
 
 def test_metrics_are_strict_json(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def read_weights(folder: Path) -> Iterator[Named]:
 
 def read_base_and_adapter(adapter: Adapter) -> Iterator[Named]:
     """The weights of the base as they are, then the adapter's own."""
-    yield from _read_base(adapter)
+    yield from read_base(adapter.base, adapter.full_weights)
     for stem, (a, b) in adapter.pairs.items():
         yield stem + LORA_A, a
         yield stem + LORA_B, b
@@ -91,7 +91,7 @@ def read_base_and_adapter(adapter: Adapter) -> Iterator[Named]:
 def merge_adapter(adapter: Adapter) -> Iterator[Named]:
     """The weights of the base with the adapter's products added."""
     remaining = dict(adapter.pairs)
-    for name, values in _read_base(adapter):
+    for name, values in read_base(adapter.base, adapter.full_weights):
         if (stem := find_name(name.removesuffix(".weight"), remaining)) is None:
             yield name, values
             continue
@@ -110,11 +110,11 @@ def merge_adapter(adapter: Adapter) -> Iterator[Named]:
         )
 
 
-def _read_base(adapter: Adapter) -> Iterator[Named]:
-    """The base's weights, with those that the adapter's folder replaces."""
-    for name, values in read_model(adapter.base):
-        replaced = find_name(name, adapter.full_weights)
-        yield name, values if replaced is None else adapter.full_weights[replaced]
+def read_base(base: Path, full_weights: dict[str, Array]) -> Iterator[Named]:
+    """The weights of a base model, with those that an adapter's folder replaces."""
+    for name, values in read_model(base):
+        replaced = find_name(name, full_weights)
+        yield name, values if replaced is None else full_weights[replaced]
 
 
 def find_name(name: str, known: Collection[str]) -> str | None:

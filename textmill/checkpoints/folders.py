@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from textmill.checkpoints.adapters import is_adapter, read_weights, tokenizer_folder
+from textmill.checkpoints.best import VALID_LOSS, BestRule, metric_of, read_metric, read_rule
 from textmill.checkpoints.file_plan import FilePlan, plan_files, write_planned_files
 from textmill.errors import TextmillError, warn
 from textmill.processes.ranks import SINGLE_PROCESS, Ranks, gather_results, report_each
@@ -32,7 +32,7 @@ StepChoice = int | Literal["latest", "best"]
 OPTIMIZER_MANIFEST = "optimizer.manifest.json"
 OPTIMIZER_FILES = "optimizer*.safetensors"
 BEST_LINK = "best"
-"""A symbolic link in the run folder to the checkpoint with the lowest valid loss."""
+"""A symbolic link in the run folder to the best checkpoint."""
 STEP_NAME = re.compile(r"^step-(\d{7,})$")
 
 
@@ -63,8 +63,7 @@ class Checkpoint:
     @property
     def valid_loss(self) -> float | None:
         """The loss on the valid split at this step, if it was measured."""
-        loss = self.progress.get("valid_loss")
-        return None if loss is None else float.fromhex(loss)
+        return metric_of(self.progress, VALID_LOSS)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find_checkpoint(run: Path, which: StepChoice | None = "latest", *, to_resume: bool = False) -> Checkpoint | None:
-    """The checkpoint of a step, the newest or best intact one; None: the best, or the newest if none has a valid loss.
+    """The checkpoint of a step, the newest or best intact one; None: the best, or the newest if there is no best one.
 
     Damaged ones are skipped with a warning; `to_resume` also those whose optimizer state is damaged.
     """
@@ -142,14 +141,15 @@ def find_checkpoint(run: Path, which: StepChoice | None = "latest", *, to_resume
 
 
 def rank_checkpoints(run: Path, which: Literal["latest", "best"] | None) -> list[Path]:
-    """The checkpoints of a run in the order in which they are tried; None: by valid loss, then those without one."""
-    folders, losses = list_checkpoints(run), read_valid_losses(run) if which != "latest" else {}
-    by_loss = [folders[step] for step in sorted(losses, key=losses.__getitem__)]
+    """The checkpoints of a run in the order in which they are tried; None: best first, then those not measured."""
+    folders = list_checkpoints(run)
+    rule, values = read_best_values(run) if which != "latest" else (BestRule(), {})
+    ranked = [folders[step] for step in rule.sorted_steps(values)]
     if which == "best":
-        if folders and not by_loss:
-            raise TextmillError(f"{run}: no checkpoint has a valid loss; use --step latest")
-        return by_loss
-    return by_loss + [folder for step, folder in reversed(folders.items()) if step not in losses]
+        if folders and not ranked:
+            raise TextmillError(f"{run}: no checkpoint has a {rule.name}; use --step latest")
+        return ranked
+    return ranked + [folder for step, folder in reversed(folders.items()) if step not in values]
 
 
 def has_optimizer_state(folder: Path) -> bool:
@@ -186,17 +186,22 @@ def find_model(run: Path, init_from: str | None, which: StepChoice | None = None
 
 
 def _describe_choice(found: Checkpoint, run: Path, *, chosen: bool) -> str:
-    loss = f", valid loss {found.valid_loss:.4f}" if found.valid_loss is not None else ""
-    text = f"{format_path(found.folder)}{loss}"
+    text = f"{format_path(found.folder)}{_describe_value(found, run)}"
     latest = max(list_checkpoints(run))
     if chosen or latest == found.step:
         return text
     return f"{text}, the best checkpoint; --step latest uses step {latest}"
 
 
+def _describe_value(found: Checkpoint, run: Path) -> str:
+    rule = read_rule(list_checkpoints(run).values())
+    value = metric_of(found.progress, rule.metric)
+    return "" if value is None else f", {rule.describe(value)}"
+
+
 def describe_given(found: Checkpoint, name: str) -> str:
     """Which weights a name given to `open_model` stands for."""
-    loss = f", valid loss {found.valid_loss:.4f}" if found.valid_loss is not None else ""
+    loss = _describe_value(found, found.folder.parent)
     latest = max(list_checkpoints(found.folder.parent), default=found.step)
     chosen = latest == found.step or Path(name).resolve() == found.folder.resolve()
     other = f", the best checkpoint; the newest is {format_path(found.folder.parent / f'step-{latest:07d}')}"
@@ -206,7 +211,7 @@ def describe_given(found: Checkpoint, name: str) -> str:
 def open_model(name: str) -> Checkpoint:
     """Open a model by the folder of a project, run, checkpoint or Hugging Face model, or by hub name.
 
-    Of a run it is the best checkpoint, or the newest if none has a valid loss.
+    Of a run it is the best checkpoint, or the newest if there is no best one.
     """
     folder = find_model_folder(name)
     for run in (folder, folder / "run"):
@@ -215,26 +220,20 @@ def open_model(name: str) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-def _valid_loss(folder: Path) -> float | None:
-    try:
-        loss = Checkpoint(folder, 0, read_json(folder / "progress.json")).valid_loss
-        return loss if loss is not None and math.isfinite(loss) else None
-    except (TextmillError, ValueError, AttributeError):
-        return None
-
-
-def read_valid_losses(run: Path) -> dict[int, float]:
-    """The valid losses of a run's checkpoints by step, where they were measured."""
-    return {step: loss for step, folder in list_checkpoints(run).items() if (loss := _valid_loss(folder)) is not None}
+def read_best_values(run: Path) -> tuple[BestRule, dict[int, float]]:
+    """The rule by which the best checkpoint of a run is chosen, and its metric in the checkpoints by step."""
+    folders = list_checkpoints(run)
+    rule = read_rule(folders.values())
+    return rule, read_metric(folders, rule.metric)
 
 
 def link_best(run: Path) -> int | None:
-    """Point the link `best` to the checkpoint with the lowest valid loss; return its step.
+    """Point the link `best` to the best checkpoint; return its step.
 
     On file systems without symbolic links, `--step best` still finds it.
     """
-    losses, link = read_valid_losses(run), run / BEST_LINK
-    best = min(losses, key=losses.__getitem__) if losses else None
+    rule, values = read_best_values(run)
+    best, link = rule.best_of(values), run / BEST_LINK
     with suppress(OSError):
         if link.is_symlink():
             link.unlink()

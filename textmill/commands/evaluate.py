@@ -13,6 +13,7 @@ from textmill.evaluation.tasks import open_tasks
 from textmill.models import find_run_model, read_shape
 from textmill.processes.ranks import Ranks, run_on_all
 from textmill.storage.files import format_path
+from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
 def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = False) -> Result:
@@ -33,17 +34,13 @@ def evaluate(config: RunConfig, step: StepChoice | None = None, as_json: bool = 
 
 
 def _open_scorer(checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> Scorer:
-    from textmill.devices import torch_dtype
     from textmill.engines.scoring.mesh_torch import ScoringMesh
-    from textmill.evaluation.scorer_torch import TorchScorer, check_tokenizer
+    from textmill.evaluation.scorer_torch import new_scorer
     from textmill.evaluation.share import Share
-    from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
     mesh, tokenizer = ScoringMesh(config.engine, ranks), open_tokenizer(checkpoint.tokenizer)
     net = mesh.new_net(read_shape(checkpoint.folder), checkpoint.weights(), str(checkpoint.folder))
-    dtype = torch_dtype(config.engine.precision, mesh.device)
-    share = Share(ranks, *mesh.part)
-    return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share))
+    return new_scorer(checkpoint, net, tokenizer, config, Share(ranks, *mesh.part))
 
 
 def _run_task(task: Task, scorer: Scorer, config: RunConfig, ranks: Ranks, as_json: bool) -> Result:

@@ -67,7 +67,7 @@ FORCE = Flag("--force", "force", "run this stage again from scratch, in the same
 RESTART = Flag("--force", "force", "train again from scratch, in the same folder", value="yes", excludes="--step")
 REBUILD = Flag("--force", "force", "rebuild the stages whose input or settings have changed", value="changed")
 RESUME_STEP = Flag("--step", "step", "N, latest or best: the checkpoint to resume from (default: latest)", "step")
-STEP = Flag("--step", "step", "N, latest or best: which checkpoint (default: best; latest if no valid loss)", "step")
+STEP = Flag("--step", "step", "N, latest or best: which checkpoint (default: best; latest if none measured)", "step")
 CHANGE = Flag(
     "--change", "change", "use changed settings from the checkpoint on (rates, batch, blend ...)", excludes="--force"
 )

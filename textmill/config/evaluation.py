@@ -75,13 +75,17 @@ class EvaluateConfig(Section):
     @field_validator("tasks")
     @classmethod
     def _check_tasks(cls, tasks: list[str]) -> list[str]:
-        known = task_names()
         if not tasks:
-            raise TextmillError(f"evaluate.tasks: is empty; choose from {', '.join(known)}")
-        for task in tasks:
-            if not is_task_file(task) and task.partition(":")[0] not in [*known, LM_EVAL]:
-                raise TextmillError(
-                    f"evaluate.tasks: unknown task '{task}'; choose from {', '.join(known)}, {LM_EVAL}:NAME, "
-                    "or name a YAML file"
-                )
-        return tasks
+            raise TextmillError(f"evaluate.tasks: is empty; choose from {', '.join(task_names())}")
+        return check_tasks(tasks, "evaluate.tasks")
+
+
+def check_tasks(tasks: list[str], key: str) -> list[str]:
+    """Refuse a name that is no task; `key` is the setting that error messages name."""
+    known = task_names()
+    for task in tasks:
+        if not is_task_file(task) and task.partition(":")[0] not in [*known, LM_EVAL]:
+            raise TextmillError(
+                f"{key}: unknown task '{task}'; choose from {', '.join(known)}, {LM_EVAL}:NAME, or name a YAML file"
+            )
+    return tasks

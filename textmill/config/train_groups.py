@@ -126,6 +126,25 @@ class AverageConfig(Section):
         return self.memory * epoch_steps if in_epochs and self.memory else self.memory
 
 
+class BestConfig(Section):
+    """Which checkpoint is the best one, and when a run ends early because there is no better one."""
+
+    metric: str = changeable("valid_loss")
+    """The metric of metrics.jsonl that chooses the best checkpoint: valid_loss, valid_accuracy, or one of
+    `train.tasks`, such as lambada/accuracy."""
+    direction: Literal["auto", "lowest", "highest"] = changeable("auto")
+    """Which value is the best one. auto: the highest of an accuracy (acc...), else the lowest."""
+    patience: int | None = changeable(None, ge=1)
+    """Early stopping: end the run after this many measurements of the metric without a better one; default: never."""
+
+    @property
+    def highest(self) -> bool:
+        """Whether the highest value is the best."""
+        name = self.metric.rpartition("/")[2]
+        is_accuracy = name.startswith("acc") or name.endswith("accuracy")
+        return is_accuracy if self.direction == "auto" else self.direction == "highest"
+
+
 class CheckpointsConfig(Section):
     """Which checkpoints are kept, and how large their files are."""
 

@@ -14,10 +14,12 @@ from pydantic import (
     model_validator,
 )
 
+from textmill.config.evaluation import check_tasks
 from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, fill_from_preset, omit_preset_values
 from textmill.config.section import Section, changeable, free_texts, path
 from textmill.config.train_groups import (
     AverageConfig,
+    BestConfig,
     ChatConfig,
     CheckpointsConfig,
     MaskedConfig,
@@ -139,6 +141,15 @@ class TrainConfig(Section):
     """Steps between two losses on the valid split, or `epoch`: after each pass."""
     evaluate_batches: int | None = changeable(None, ge=1)
     """Batches of the valid split to evaluate; default: the full split."""
+    tasks: list[str] = Field([], json_schema_extra={"changeable": True, "task_files": True})
+    """Tasks that are measured during training and logged by name, such as lambada/accuracy; written as in
+    `evaluate.tasks`."""
+    tasks_every: int | Literal["epoch"] | None = changeable(None)
+    """Steps between two measurements of `train.tasks`, or `epoch`; default: `train.evaluate_every`."""
+    tasks_sample: int | None = changeable(None, ge=2)
+    """Measure only this many examples of each task of `train.tasks`, the same random sample each time; default: all."""
+    best: BestConfig = BestConfig()
+    """Which checkpoint is the best one, and early stopping."""
     sample_prompts: list[str] = free_texts([])
     """Texts that each saved checkpoint continues, into samples.jsonl, to watch progress."""
     packed: PackedConfig = PackedConfig()
@@ -154,6 +165,11 @@ class TrainConfig(Section):
     def unit(self) -> str:
         """The key that sets the run's length."""
         return next((name for name in UNITS[1:] if getattr(self, name) is not None), "steps")
+
+    @property
+    def tasks_interval(self) -> int | Literal["epoch"]:
+        """Steps between two measurements of `train.tasks`, or epoch."""
+        return self.tasks_every or self.evaluate_every
 
     @property
     def open_settings(self) -> tuple[str, ...]:
@@ -238,9 +254,14 @@ class TrainConfig(Section):
             )
         return self
 
-    @field_validator("save_every", "evaluate_every")
+    @field_validator("tasks")
     @classmethod
-    def _check_interval(cls, value: int | str, info: ValidationInfo) -> int | str:
+    def _check_tasks(cls, tasks: list[str]) -> list[str]:
+        return check_tasks(tasks, "train.tasks")
+
+    @field_validator("save_every", "evaluate_every", "tasks_every")
+    @classmethod
+    def _check_interval(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
         if isinstance(value, int) and value < 1:
             raise TextmillError(f"train.{info.field_name}: found {value}; give a number of steps above 0, or epoch")
         return value

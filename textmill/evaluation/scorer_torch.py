@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from textmill.checkpoints.folders import Checkpoint
-from textmill.config import EngineConfig
+from textmill.config import EngineConfig, RunConfig
 from textmill.devices import open_device, torch_dtype
 from textmill.errors import TextmillError
 from textmill.evaluation.checks import warn_if_foreign_tokenizer
@@ -42,6 +42,14 @@ def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> Tor
     tokenizer, device = open_tokenizer(checkpoint.tokenizer), open_device(engine.device)
     net = open_net(checkpoint.folder, device)
     return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device)))
+
+
+def new_scorer(
+    checkpoint: Checkpoint, net: BaseNet, tokenizer: TextTokenizer, config: RunConfig, share: Share = ALL_BATCHES
+) -> TorchScorer:
+    """A scorer of a net that is already loaded."""
+    dtype = torch_dtype(config.engine.precision, net.head.device)
+    return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share))
 
 
 def check_tokenizer(scorer: TorchScorer) -> TorchScorer:

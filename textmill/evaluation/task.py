@@ -169,3 +169,16 @@ class Task(Protocol):
     def result_name(self, config: RunConfig) -> str:
         """What the result's file in RUN/evaluation is called after the step; usually the task's own name."""
         ...
+
+
+def list_metrics(result: Result) -> dict[str, float]:
+    """The numbers of a task's result by name, such as lambada/accuracy."""
+    own = {key: value for key, value in result.items() if isinstance(value, dict) and "card" in value}
+    if not own and isinstance(result.get("model"), dict):
+        own = {"perplexity": result["model"]}
+    return {
+        f"{label}/{name}": float(value)
+        for label, values in own.items()
+        for name, value in values.items()
+        if isinstance(value, int | float)
+    }

@@ -100,7 +100,8 @@ def _summary(run: RunFiles) -> list[list[str]]:
         found.append(["training time", format_time(run.seconds[-1][1])])
         found.append(["tokens per second, last", f"{run.points('tokens_per_second')[-1][1]:,.0f}"])
     if run.best_step is not None:
-        found.append([f"best valid loss, step {run.best_step:,}", f"{run.valid_losses[run.best_step]:.4f}"])
+        best = run.best_values[run.best_step]
+        found.append([f"best {run.best_rule.name}, step {run.best_step:,}", f"{best:.4f}"])
     if run.bits_per_byte:
         found.append(["bits per byte, last evaluation", f"{run.bits_per_byte:.4f}"])
     if run.stopped:

@@ -7,7 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from textmill.checkpoints.folders import list_checkpoints, read_valid_losses
+from textmill.checkpoints.best import VALID_LOSS, BestRule, read_metric
+from textmill.checkpoints.folders import list_checkpoints, read_best_values
 from textmill.config import STAGE_FOLDERS
 from textmill.config.load import build_config, read_recorded_config
 from textmill.errors import TextmillError
@@ -40,6 +41,10 @@ class RunFiles:
     progress: dict[str, Any] = field(default_factory=dict)
     """progress.json of the newest checkpoint."""
     parameters: int | None = None
+    best_rule: BestRule = field(default_factory=BestRule)
+    """The metric that chooses the best checkpoint."""
+    best_values: dict[int, float] = field(default_factory=dict)
+    """Its values in the checkpoints, by step."""
 
     @property
     def name(self) -> str:
@@ -53,8 +58,14 @@ class RunFiles:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the checkpoint with the lowest valid loss."""
-        return min(self.valid_losses, key=self.valid_losses.__getitem__) if self.valid_losses else None
+        """The step of the best checkpoint."""
+        return self.best_rule.best_of(self.best_values)
+
+    @property
+    def task_metrics(self) -> list[str]:
+        """The metrics of `train.tasks`, without their seconds, in the order in which they were logged."""
+        names = dict.fromkeys(key for line in self.metrics for key in line if "/" in key)
+        return [name for name in names if not name.endswith("/seconds")]
 
     @property
     def last_step(self) -> int:
@@ -181,9 +192,10 @@ def read_run(folder: Path) -> RunFiles:
         folder,
         settings,
         lines,
-        read_valid_losses(folder),
+        read_metric(list_checkpoints(folder), VALID_LOSS),
         progress if isinstance(progress, dict) else {},
         read_shape(newest[0]).parameters if known else None,
+        *read_best_values(folder),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from textmill.checkpoints.best import BestRule
 from textmill.reports.curves import draw_curve
 from textmill.reports.run_files import RunFiles
 from textmill.storage.files import format_path
@@ -27,6 +28,10 @@ def describe_run(run: RunFiles) -> Iterator[str]:
         if points:
             yield f"\n{title}, steps {points[0][0]:,} to {points[-1][0]:,}, last {points[-1][1]:.4f}"
             yield from draw_curve(points, width=width, height=HEIGHT)
+    for name in run.task_metrics:
+        if points := run.points(name):
+            (first, before), (last, now) = points[0], points[-1]
+            yield f"{name}: {now:.4f} at step {last:,}, {before:.4f} at step {first:,}"
     for step, text in run.changes:
         yield f"changed after step {step:,}: {text}"
     if run.checkpoints:
@@ -49,7 +54,7 @@ def describe_progress(run: RunFiles) -> str:
         parts.append(f"{format_time(run.seconds[-1][1])} of training")
         parts.append(f"{run.points('tokens_per_second')[-1][1]:,.0f} tokens/s")
     if run.best_step is not None:
-        parts.append(f"best valid loss {run.valid_losses[run.best_step]:.4f} at step {run.best_step:,}")
+        parts.append(f"best {run.best_rule.describe(run.best_values[run.best_step])} at step {run.best_step:,}")
     if run.stopped:
         parts.append(f"stopped: {run.stopped.get('why', 'no reason recorded')}")
     return ", ".join(parts)
@@ -59,7 +64,7 @@ def describe_runs(runs: list[RunFiles], below: Path) -> Iterator[str]:
     """A table of runs: steps, size, best valid loss, bits per byte of the last evaluation."""
     rows = [("run", "steps", "parameters", "tokens", "valid loss", "at step", "bits/byte")]
     for run in runs:
-        best = run.best_step
+        best = BestRule().best_of(run.valid_losses)
         rows.append(
             (
                 str(run.folder.relative_to(below) if run.folder.is_relative_to(below) else run.folder),

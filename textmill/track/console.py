@@ -94,7 +94,9 @@ class PlainConsole:
         where = f"step  {self._throughput.format_step(step)}"
         rest = dict(values)
         valid = rest.pop("valid_loss", None)
-        if "loss" in rest or valid is None:
+        for line in (tasks := format_tasks(values)):
+            self._print(f"{where}  {line}")
+        if "loss" in rest or (valid is None and not tasks):
             self._print("  ".join([where, *self._throughput.format_values(step, rest)]))
         if valid is not None:
             self._print(f"{where}  {format_valid(values)}")
@@ -147,6 +149,8 @@ class LiveConsole:
         if "valid_loss" in values:
             self._valid = values["valid_loss"]
             self.note(f"step {step}: {format_valid(values)}")
+        for line in format_tasks(values):
+            self.note(f"step {step}: {line}")
         if "loss" in values:
             self._texts = self._throughput.format_values(step, values)
         valid = [] if self._valid is None else [f"valid {self._valid:.4f}"]
@@ -184,6 +188,16 @@ def format_valid(values: Values) -> str:
     """The loss on the valid split and the fraction of its tokens predicted correctly."""
     accuracy = f"  accuracy {values['valid_accuracy']:.1%}" if "valid_accuracy" in values else ""
     return f"valid loss {values['valid_loss']:.4f}{accuracy}"
+
+
+def format_tasks(values: Values) -> list[str]:
+    """A line for each task that was measured: its metrics and its seconds."""
+    tasks: dict[str, list[str]] = {}
+    for name, value in values.items():
+        task, slash, metric = name.partition("/")
+        if slash:
+            tasks.setdefault(task, []).append(f"{value:.1f} s" if metric == "seconds" else f"{metric} {value:.4g}")
+    return [f"{task}: {', '.join(texts)}" for task, texts in tasks.items()]
 
 
 def format_time(seconds: float) -> str:

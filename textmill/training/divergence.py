@@ -7,6 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Protocol
 
+from textmill.checkpoints.best import VALID_LOSS
 from textmill.checkpoints.folders import list_checkpoints
 from textmill.errors import AlreadyReported, TextmillError
 from textmill.track import Trackers
@@ -62,11 +63,13 @@ class SkippedUpdates:
         """Whether the update was skipped for another reason than a spike, which some engines skip by a NaN gradient."""
         return result.skipped and not (self.guard and self.guard.counts()["last"] == done)
 
-    def refuses_save(self, done: int, loss: float, valid_loss: float | None, *, last: bool, trackers: Trackers) -> bool:
+    def refuses_save(
+        self, done: int, loss: float, metrics: dict[str, float], *, last: bool, trackers: Trackers
+    ) -> bool:
         """Whether this step must not replace a good checkpoint, because its loss is not finite; an error if it is the
         last step."""
         self._count_until(done)  # a save waits for the step anyway, and must not follow a divergence
-        if math.isfinite(loss) and (valid_loss is None or math.isfinite(valid_loss)):
+        if math.isfinite(loss) and math.isfinite(metrics.get(VALID_LOSS, 0.0)):
             return False
         if last:
             self._end_diverged(done, None)

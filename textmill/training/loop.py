@@ -27,7 +27,7 @@ from textmill.training.run_length import RunLength
 from textmill.training.run_minutes import MinutesTimer
 from textmill.training.sample_prompts import write_samples
 from textmill.training.saving import agree_to_stop, open_saver
-from textmill.training.setup import build_engine, complete_config, prepare_run
+from textmill.training.setup import build_engine, complete_config, describe_end, prepare_run
 from textmill.training.start import Start
 from textmill.training.step_log import StepLog, describe_best
 from textmill.training.token_check import TokenCheck
@@ -49,9 +49,9 @@ def train(
         keep_folder = run_on_all(ranks, lambda: lock.enter_context(claim_folder(run, "train.folder", ranks.first)))
         config = run_on_all(ranks, lambda: complete_config(config, force, ranks))
         data, start, batches, run_length = run_on_all(ranks, lambda: prepare_run(config, force, step, change))
-        if start.step >= run_length.steps:
+        if done := describe_end(config.train, start, run_length):
             if ranks.first:
-                print(f"train: done already: {format_path(run)} (step {start.step:,})")
+                print(f"train: done already: {format_path(run)} ({done})")
             return run
         resolved = config.model_copy(update={"train": run_length.train})
         engine = run_on_all(ranks, lambda: build_engine(resolved, start, ranks, resources))
@@ -73,8 +73,8 @@ class Training:
         self.skipped_updates = SkippedUpdates(self.run, engine.guard, self.first)
         self.saver = open_saver(self.run, self.train, start.step, self.ranks)
         self.token_check = TokenCheck(self.run, data.files if self.first else {})
-        self.validation = Validation(config, data, engine, length.sample_length)
-        self.valid_loss: float | None = None
+        self.validation = Validation(config, data, start, engine, length.sample_length)
+        self.validation.tasks.check()
 
     def run_steps(self, batches: Batches, command: CommandTime) -> None:
         """Run all remaining steps."""
@@ -88,7 +88,7 @@ class Training:
 
         try:
             for step, batch in prefetch(read, range(self.start.step, self.length.steps)):
-                if step == self.length.steps:
+                if step == self.length.steps or self.validation.stops_early:
                     break
                 self.ranks.report_progress(f"step {step + 1}")
                 faults.break_process(step)
@@ -117,12 +117,12 @@ class Training:
         if length is not self.length:
             self._change_length(length)
         check_replicas(self.ranks, self.engine, done, self.config.engine.check_replicas_every)
-        self.valid_loss = None
-        if is_due(train.evaluate_every, done):
+        self.metrics: dict[str, float] = {}
+        if self.validation.is_due(length, done):
             with log.paused(result):
-                self.valid_loss = self.validation.measure(done, self.trackers)
+                self.metrics = self.validation.measure(length, done, self.trackers)
         stop_signal = agree_to_stop(self.ranks, self.signals, self.saver, self.token_check)
-        if stop_signal or is_due(train.save_every, done):
+        if stop_signal or self.validation.stops_early or is_due(train.save_every, done):
             with log.paused(result):
                 saved = self._save(done, result)
         if stop_signal and done < self.length.steps:
@@ -144,12 +144,13 @@ class Training:
 
     def _save(self, done: int, result: Step) -> bool:
         """Save, unless the loss is not finite; the last save waits until the token files are checked."""
-        start, loss, last = self.start, result.loss, done == self.length.steps
-        if self.skipped_updates.refuses_save(done, loss, self.valid_loss, last=last, trackers=self.trackers):
+        loss, metrics, best = result.loss, self.metrics, self.validation.best
+        last = done == self.length.steps or self.validation.stops_early
+        if self.skipped_updates.refuses_save(done, loss, metrics, last=last, trackers=self.trackers):
             return False
         if last:
             run_on_all(self.ranks, lambda: self.token_check.wait(self.ranks, self.signals))
-        self.saver.save(take_snapshot(self.engine, done, start, self.length, loss, self.valid_loss, self.files))
+        self.saver.save(take_snapshot(self.engine, done, self.start, self.length, loss, metrics, best, self.files))
         self.trackers.note(f"step {done}: saving {format_path(self.run / f'step-{done:07d}')}")
         if self.train.sample_prompts:
             self.saver.wait()

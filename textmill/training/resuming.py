@@ -110,6 +110,7 @@ def _resume(config: RunConfig, data: Splits, found: Checkpoint) -> Start:
         loss_scale=progress.get("scaling", {}),
         spikes=progress.get("spikes", {}),
         run_length=progress.get("run_length", {}),
+        best=progress.get("best", {}),
         ranges=progress.get("ranges", []),
     )
     if config.model.lora is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from textmill import __version__
 from textmill.checkpoints.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, MERGED_CONFIG, PREFIX
+from textmill.checkpoints.best import VALID_LOSS
 from textmill.checkpoints.file_plan import FilePlan
 from textmill.checkpoints.folders import Snapshot, link_best, list_checkpoints
 from textmill.checkpoints.pruning import remove_leftovers
@@ -25,6 +26,7 @@ from textmill.storage.stages import RUN_YAML, add_yaml_checksum
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, open_trackers
 from textmill.track.jsonl import METRICS_FILE, truncate_after
+from textmill.training.best_step import BestStep
 from textmill.training.changing import describe_changes
 from textmill.training.run_length import RunLength
 from textmill.training.start import Start
@@ -121,17 +123,21 @@ def take_snapshot(
     start: Start,
     run_length: RunLength,
     loss: float,
-    valid_loss: float | None,
+    metrics: dict[str, float],
+    best: BestStep,
     files: dict[str, bytes],
 ) -> Snapshot:
-    """Copy to host memory what this rank writes of a checkpoint. Losses are saved as hex, so that they are exact."""
+    """Copy to host memory what this rank writes of a checkpoint. Numbers are saved as hex, so that they are exact."""
+    exact = {name: value.hex() for name, value in metrics.items()}
     progress = {
         "step": step,
         "updates": engine.updates(),
         "samples": run_length.samples_after(step),
         "tokens": run_length.tokens_after(step),
         "loss": loss.hex(),
-        "valid_loss": None if valid_loss is None else valid_loss.hex(),
+        "valid_loss": exact.get(VALID_LOSS),
+        "metrics": exact,
+        "best": best.save_state(),
         "made_from": start.made_from,
         "changes": start.changes,
         "ranges": start.ranges,

@@ -24,11 +24,12 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one evaluation, of one save, and of a pass over the entire valid split."""
+    """Seconds of one evaluation, of one save, of a pass over the entire valid split, and of `train.tasks`."""
 
     evaluation: float
     save: float
     full_pass: float
+    tasks: float = 0.0
 
 
 class Step(Protocol):
@@ -118,6 +119,7 @@ def fitting_steps(length: RunLength, done: int, seconds: float, tokens_per_secon
     def fits(steps: int) -> bool:
         needed = (length.tokens_after(steps) - tokens_done) / tokens_per_second
         needed += costs.evaluation * length.count_due(train.evaluate_every, done, steps)
+        needed += costs.tasks * length.count_due(train.tasks_interval, done, steps)
         needed += costs.save * length.count_due(train.save_every, done, steps)
         return needed <= seconds
 

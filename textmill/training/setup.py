@@ -17,6 +17,7 @@ from textmill.tokens.batches.by_step import Batches
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.training.auto_preset import fill_auto_preset
+from textmill.training.best_step import open_best_step
 from textmill.training.changing import data_ranges
 from textmill.training.imported_model import use_imported_model
 from textmill.training.resuming import choose_start
@@ -51,6 +52,14 @@ def prepare_run(
             "train on with the new settings"
         )
     return data, start, batches, run_length
+
+
+def describe_end(train: TrainConfig, start: Start, length: RunLength) -> str | None:
+    """Why there is no step left to run: the checkpoint is at the last one, or the run ended early; None if there is."""
+    if start.step >= length.steps:
+        return f"step {start.step:,}"
+    best = open_best_step(train.best, start.best)
+    return f"step {start.step:,}: {best.describe()}" if best.is_over(train.best.patience) else None
 
 
 def _check_batch_memory(train: TrainConfig, length: int) -> None:

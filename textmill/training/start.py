@@ -52,6 +52,8 @@ class Start:
     """fp16: the state of the loss scale."""
     spikes: dict[str, Any] = field(default_factory=dict)
     """`train.spikes.threshold`: the state of the spike guard."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """`train.best`: the best value of the metric so far, and how often it was measured since."""
     run_length: dict[str, Any] = field(default_factory=dict)
     """`train.minutes`: the number of steps that was computed."""
 

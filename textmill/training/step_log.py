@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from textmill.checkpoints.folders import BEST_LINK, list_checkpoints, read_valid_losses
+from textmill.checkpoints.best import VALID_LOSS, BestRule, read_metric
+from textmill.checkpoints.folders import BEST_LINK, list_checkpoints, read_best_values
 from textmill.storage.files import format_path
 from textmill.track.jsonl import METRICS_FILE
 from textmill.training.run_length import RunLength
@@ -82,20 +83,35 @@ class StepLog(Generic[Result]):
 
 def describe_best(run: Path) -> str:
     """Describe the best checkpoint of a run; also report a better step that was not saved, and overfitting."""
-    losses = read_valid_losses(run)
-    if not losses:
-        return "train: no checkpoint has a valid loss, so there is no best one"
-    best = min(losses, key=losses.__getitem__)
-    lines = (run / METRICS_FILE).read_text(encoding="utf-8").splitlines() if (run / METRICS_FILE).is_file() else []
-    logged = [(line["step"], line["valid_loss"]) for line in map(json.loads, lines) if "valid_loss" in line]
-    measured = losses | {step: loss for step, loss in logged if loss is not None and math.isfinite(loss)}
-    lowest = min(measured, key=measured.__getitem__)
+    rule, values = read_best_values(run)
+    best = rule.best_of(values)
+    if best is None:
+        return f"train: no checkpoint has a {rule.name}, so there is no best one"
+    measured = values | _read_logged(run, rule.metric)
+    first = rule.best_of(measured)
+    assert first is not None
     folder = run / BEST_LINK if (run / BEST_LINK).exists() else list_checkpoints(run)[best]
-    text = f"train: the best checkpoint is step {best:,}, valid loss {losses[best]:.4f}: {format_path(folder)}"
-    if measured[lowest] < losses[best]:
-        text += f"; step {lowest:,} had {measured[lowest]:.4f} but was not saved: "
-        text += "set train.save_every to a divisor of train.evaluate_every"
-    if (last := measured[max(measured)]) > OVERFITTING_RATIO * measured[lowest]:
-        text += f"; overfitting: valid loss rose from {measured[lowest]:.4f} to {last:.4f} since step {lowest:,}; "
-        text += "use more text, fewer steps or a higher train.weight_decay"
-    return text
+    text = f"train: the best checkpoint is step {best:,}, {rule.describe(values[best])}: {format_path(folder)}"
+    if rule.is_better(measured[first], values[best]):
+        interval = "train.evaluate_every" if rule.metric == VALID_LOSS else "the interval at which it is measured"
+        text += f"; step {first:,} had {measured[first]:.4f} but was not saved: "
+        text += f"set train.save_every to a divisor of {interval}"
+    return text + _describe_overfitting(run)
+
+
+def _describe_overfitting(run: Path) -> str:
+    losses = read_metric(list_checkpoints(run), VALID_LOSS) | _read_logged(run, VALID_LOSS)
+    lowest = BestRule().best_of(losses)
+    if lowest is None or (last := losses[max(losses)]) <= OVERFITTING_RATIO * losses[lowest]:
+        return ""
+    return (
+        f"; overfitting: valid loss rose from {losses[lowest]:.4f} to {last:.4f} since step {lowest:,}; "
+        "use more text, fewer steps or a higher train.weight_decay"
+    )
+
+
+def _read_logged(run: Path, metric: str) -> dict[int, float]:
+    """The finite values of a metric in metrics.jsonl, by step."""
+    lines = (run / METRICS_FILE).read_text(encoding="utf-8").splitlines() if (run / METRICS_FILE).is_file() else []
+    logged = [(line["step"], line[metric]) for line in map(json.loads, lines) if line.get(metric) is not None]
+    return {step: value for step, value in logged if math.isfinite(value)}
