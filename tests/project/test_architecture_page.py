@@ -75,7 +75,6 @@ def test_planned_commands_do_not_exist_yet() -> None:
     from textmill.commands.table import COMMANDS
 
     planned = re.findall(r"command ([a-z]+)", PLANNED)
-    assert planned
     assert not set(planned) & set(COMMANDS)
 
 

@@ -32,6 +32,7 @@ SMALLER = {
     "run": [*SHORT, "sample.max_tokens=5"], "train": SHORT, "generate": ["sample.max_tokens=5"],
     "chat": ["sample.max_tokens=5"], "serve": ["sample.max_tokens=5", "serve.port=0"],
     "fit-tokenizer": ["tokenizer.vocab=300"], "tune": [*SHORT, "--minutes", "0.6"],
+    "plan": ["plan.probe_steps=2", "train.batch=8"],
 }  # fmt: skip
 """What is appended to each command. A server takes any free port, because another one may use the printed port."""
 SMALLER_LINES = {

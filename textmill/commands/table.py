@@ -134,6 +134,10 @@ COMMANDS = {
         "textmill.commands.tune:tune", "try settings around a project's own in short trials, write the best ones",
         sections=("model", "train", "engine"), flags=(TUNE_MINUTES, JSON, TUNE_AGAIN),
     ),
+    "plan": Command(
+        "textmill.commands.plan:plan", "estimate memory, time, disk and cost of a run, on this machine or another",
+        sections=("plan", "model", "train", "engine"), flags=(JSON,), result_is_output=True,
+    ),
     "merge": Command(
         "textmill.tokens.merge:merge", "join token stores A, B ... into OUT",
         arguments=("OUT", "A B ..."), flags=(FORCE,), opens="nothing", takes_settings=False,

@@ -12,6 +12,7 @@ from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerCo
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
 from textmill.config.evaluation import EvaluateConfig, WikitextConfig
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
+from textmill.config.plan import PlanConfig
 from textmill.config.section import Section, field_markers, path
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES
@@ -36,7 +37,8 @@ from textmill.errors import TextmillError
 __all__ = [
     "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "EngineConfig",
     "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "MaskedConfig",
-    "ModelConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "RangeTestConfig", "RunConfig", "RunnerConfig",
+    "ModelConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "PlanConfig", "RangeTestConfig", "RunConfig",
+    "RunnerConfig",
     "SampleConfig", "Section", "ServeConfig", "ShapeConfig", "SpikesConfig", "StableConfig", "TokenizerConfig",
     "TokensConfig", "TorchEngine", "TrackConfig", "TrainConfig", "WandbConfig", "WikitextConfig",
 ]  # fmt: skip
@@ -64,6 +66,7 @@ class RunConfig(Section):
     serve: ServeConfig = Field(default_factory=ServeConfig)
     export: ExportConfig = Field(default_factory=ExportConfig)
     track: TrackConfig = Field(default_factory=TrackConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
 
     @field_validator("runner", "engine", mode="before")
     @classmethod
@@ -127,6 +130,8 @@ def drop_per_call(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(section, type) and issubclass(section, Section) and isinstance(values, dict):
             once = {key for key, one in section.model_fields.items() if field_markers(one).get("per_call")}
             kept[name] = {key: value for key, value in values.items() if key not in once}
+            if once and not kept[name]:
+                del kept[name]
     return kept
 
 

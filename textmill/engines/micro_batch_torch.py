@@ -1,4 +1,4 @@
-"""`engine.micro_batch: auto` in torch: the largest micro-batch that a simple estimate of memory allows."""
+"""`engine.micro_batch: auto` in torch: the largest micro-batch that the memory estimate allows."""
 
 from __future__ import annotations
 
@@ -6,49 +6,68 @@ import math
 
 import torch
 
-from textmill.config import TrainConfig
+from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
+from textmill.engines.memory.parts import ACTIVATION_BYTES, State, sample_activations
+from textmill.engines.memory.state_torch import count_state
 from textmill.engines.meshes import Mesh, check_batch
+from textmill.engines.parallel_torch import Parallel
 from textmill.models import Shape
+from textmill.models.base_torch import BaseNet
 
 CPU_LOGITS = 1 << 30
 """On a CPU, whose caches are small: most bytes of logits that a micro-batch would have."""
 GPU_FRACTION = 0.6
 """The fraction of a GPU's memory for weights, moments and the activations that backward needs."""
-WEIGHT_BYTES = 24
-"""Of a weight: itself, its gradient, two moments, and temporary copies."""
-AVERAGE_BYTES = 4
-"""Of a weight, more with `train.average`."""
-ACTIVATION_BYTES = {True: 40, False: 72}
-"""Of bf16 activations, per channel of a token in a layer: compiled (35 measured) and eager."""
+SPARE_BYTES, SPARE_ACTIVATIONS = 8, 1.25
+"""More than the estimate, so that a run never ends for lack of memory: bytes for each weight, times the activations."""
 DEEPSPEED_TOKENS = 1 << 14
 """Most tokens of a micro-batch in the DeepSpeed engine."""
 
 
+def rank_samples(train: TrainConfig, mesh: Mesh, *, compiled: bool) -> int:
+    """Samples of a rank in a step; a compiled net keeps its micro-batch for the entire run."""
+    return (math.gcd(*train.sizes) if compiled else train.batch) // mesh.data_ranks
+
+
+def largest_on_cpu(samples: int, shape: Shape, length: int) -> int:
+    """The largest divisor of a rank's samples whose logits stay small."""
+    return _largest_divisor(samples, CPU_LOGITS // (4 * length * shape.padded_vocab))
+
+
+def largest_on_gpu(samples: int, state: State, sample_bytes: float, memory: int) -> int:
+    """The largest divisor of a rank's samples whose activations fit next to the state; 1 if none does."""
+    left = GPU_FRACTION * memory - state.total - SPARE_BYTES * state.elements
+    return _largest_divisor(samples, int(left / (SPARE_ACTIVATIONS * sample_bytes)))
+
+
 def largest_micro_batch(
-    train: TrainConfig,
-    shape: Shape,
-    mesh: Mesh,
+    config: RunConfig,
+    net: BaseNet,
+    parallel: Parallel,
     device: torch.device,
     precision: torch.dtype,
     *,
     compiled: bool,
     requested: bool,
 ) -> int:
-    """The largest divisor of a rank's samples that the estimate allows; a compiled net keeps it for the entire run.
+    """The largest divisor of a rank's samples that the memory estimate allows.
 
     If compiling was not requested, the estimate leaves memory for the eager fallback.
     """
+    train, shape, mesh = config.train, net.shape, parallel.mesh
     length = train.length or shape.positions
-    batch = (math.gcd(*train.sizes) if compiled else train.batch) // mesh.data_ranks
-    fits = CPU_LOGITS // (4 * length * shape.padded_vocab)
-    if device.type == "cuda":
-        memory = GPU_FRACTION * torch.cuda.get_device_properties(device).total_memory
-        attention = 8 * shape.heads * length if shape.attention_dropout else 0
-        layer = ACTIVATION_BYTES[compiled and requested] * shape.width + attention
-        left = memory - (WEIGHT_BYTES + (AVERAGE_BYTES if train.average.memory else 0)) * shape.parameters
-        fits = int(left / (layer * shape.layers * length * precision.itemsize / 2))
-    return max(size for size in range(1, batch + 1) if batch % size == 0 and size <= max(1, fits))
+    samples = rank_samples(train, mesh, compiled=compiled)
+    if device.type != "cuda":
+        return largest_on_cpu(samples, shape, length)
+    per_channel = ACTIVATION_BYTES[compiled and requested]
+    sample = sample_activations(shape, length, per_channel, precision.itemsize, mesh, config.engine.recompute)
+    state = count_state(net, train, parallel)
+    return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(device).total_memory)
+
+
+def _largest_divisor(samples: int, fits: int) -> int:
+    return max(size for size in range(1, samples + 1) if samples % size == 0 and size <= max(1, fits))
 
 
 def micro_batch_of(section: DeepSpeedEngine, train: TrainConfig, shape: Shape, ranks: int) -> int:

@@ -280,13 +280,13 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnTorch:
         torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
     compiled, note = decide_compile(engine, config.train, shape, device, ranks.world)
+    parallel = Parallel(mesh, ranks.rank, device)
+    net = new_net(shape, device, config.model.lora, parallel.shard_net)
     micro_batch, requested = engine.micro_batch, engine.compile != "auto"
     if micro_batch == "auto":
         micro_batch = largest_micro_batch(
-            config.train, shape, mesh, device, precision, compiled=compiled, requested=requested
+            config, net, parallel, device, precision, compiled=compiled, requested=requested
         )
-    parallel = Parallel(mesh, ranks.rank, device)
-    net = new_net(shape, device, config.model.lora, parallel.shard_net)
     net.recompute = engine.recompute
     if engine.precision == "fp8":
         check_fp8(device)

@@ -63,6 +63,11 @@ def choose_shape(config: RunConfig, data: Splits, given: Checkpoint | None) -> S
     family, tokenizer = open_family(config.model.family), data.tokenizer
     if given is None:
         return family.shape_of(config.model, vocab=tokenizer.vocab, end=tokenizer.end, length=config.train.length)
+    return shape_of_given(config, given)
+
+
+def shape_of_given(config: RunConfig, given: Checkpoint) -> Shape:
+    """The shape of given weights; `model.shape` may override dropout and positions."""
     shape, override = read_shape(given.folder), config.model.shape
     if isinstance(override, str):
         return shape

@@ -29,11 +29,11 @@ class Optimizer:
         for weight, parameter, rule in trained_of(net, train):
             self.own[parameter] = nn.Parameter(parallel.local(parameter)) if parallel.sharded else parameter
             trained.append((weight, self.own[parameter], rule))
-        matrices = [member for member in trained if _uses_muon(member[0], train)]
+        matrices = [member for member in trained if uses_muon(member[0], train)]
         self.muon = self._muon(matrices, compiled=compiled) if matrices else None
         self.parameters = list(self.own)
         self.weights = [(weight, own) for weight, own, _ in trained]
-        rest = [member for member in trained if not _uses_muon(member[0], train)]
+        rest = [member for member in trained if not uses_muon(member[0], train)]
         self.adam = Adam([(own, rule) for _, own, rule in rest], train)
         adams = {own for _, own, _ in rest}
         self.rest = [parameter for parameter, own in self.own.items() if own in adams]
@@ -86,7 +86,7 @@ class Optimizer:
     def state_weights(self) -> list[Weight]:
         """The weight of each tensor of optimizer state that exists after the first update."""
         return [
-            weight for weight, _ in self.weights for _ in range(1 if _uses_muon(weight, self.train) else len(MOMENTS))
+            weight for weight, _ in self.weights for _ in range(1 if uses_muon(weight, self.train) else len(MOMENTS))
         ]
 
     def states(self) -> Iterator[tuple[str, dict[nn.Parameter, Tensor]]]:
@@ -117,5 +117,6 @@ def trained_of(net: BaseNet, train: TrainConfig) -> list[Member]:
     return members
 
 
-def _uses_muon(weight: Weight, train: TrainConfig) -> bool:
+def uses_muon(weight: Weight, train: TrainConfig) -> bool:
+    """Whether Muon updates a weight, and not AdamW."""
     return train.optimizer == "muon" and weight.muon

@@ -1,0 +1,125 @@
+"""The command plan: what a run takes, on machines that are not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.kill_train import train_arguments
+from textmill.cli import main
+from textmill.commands.plan.amounts import communication_of
+from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config.engines import MeshConfig
+from textmill.engines.memory.estimate import Device, Estimator
+from textmill.models import open_family
+
+YUAN = [
+    "plan", "gpt2-small", "train.optimizer=adamw", "train.batch=512", "train.length=2048", "tokenizer.vocab=53228",
+    "model.size=yuan-4.7b", "plan.gpu=V100", "plan.memory_gb=16", "plan.devices=4", "engine.mesh.tensor=4",
+    "plan.tokens=100000000000",
+]  # fmt: skip
+MEGATRON = [
+    "plan", "gpt2-small", "train.optimizer=adamw", "train.batch=512", "train.length=1024", "tokenizer.vocab=50257",
+    "model.size=megatron-8.3b", "plan.gpu=V100", "plan.devices=512", "engine.mesh.tensor=8", "plan.price=2",
+    "train.steps=300000",
+]  # fmt: skip
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs plan with --json; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(arguments: list[str]) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main([*arguments, "--json"]) == 0
+        assert not list(tmp_path.iterdir()), "a plan writes nothing"
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+def test_yuan_on_four_small_gpus(planned: Any) -> None:
+    found = planned(YUAN)
+    assert sum(found["parameters"].values()) == pytest.approx(4.7e9, rel=0.001), "as published"
+    assert found["memory"]["optimizer"] == 2 * found["memory"]["weights"] == 2 * found["memory"]["gradients"]
+    assert found["memory"]["weights"] == pytest.approx(4 * 4.7e9 / 4, rel=0.01), "fp32, a quarter on each device"
+    assert not found["fits"]
+    assert found["epochs"] == pytest.approx(3, rel=1e-5)
+    assert found["tokens"] / found["tokens_per_second"] / 3600 == pytest.approx(found["hours"])
+    assert found["disk"]["tokens"] == 2 * 100_000_000_000
+    assert len(found["settings_that_fit"]) == 3
+
+
+@pytest.mark.long
+def test_settings_that_are_offered_do_fit(planned: Any) -> None:
+    for one in planned(YUAN)["settings_that_fit"]:
+        changes = [f"{key}={value}" for key, value in one["settings"].items()]
+        kept = YUAN if "engine.kind" not in one["settings"] else [a for a in YUAN if not a.startswith("engine.mesh")]
+        again = planned([*kept, *changes])
+        assert again["fits"], changes
+        assert again["memory"]["total"] == one["total"]
+
+
+def test_megatron_on_512_gpus(planned: Any) -> None:
+    found = planned(MEGATRON)
+    assert sum(found["parameters"].values()) == pytest.approx(8.3e9, rel=0.005), "as published"
+    assert found["memory"]["mesh"] == {"replicate": 64, "shard": 1, "tensor": 8}
+    assert found["fits"]
+    assert found["steps"] == 300_000
+    assert found["tokens"] == 300_000 * 512 * 1024
+    # Narayanan et al. 2021: 8 x tokens x parameters with activation checkpointing; 6 without. Attention adds to it.
+    assert found["flops"] == pytest.approx(6 * 8.3e9 * found["tokens"], rel=0.06)
+    rate = 512 * 125e12 * 0.4
+    assert found["hours"] == pytest.approx(found["flops"] / rate / 3600)
+    assert found["cost"] == pytest.approx(found["hours"] * 512 * 2)
+
+
+def test_a_run_that_fits_here_is_timed(tokenized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = train_arguments(tokenized, tmp_path / "run", 30)
+    capsys.readouterr()
+    assert main(["plan", *arguments[1:], "plan.probe_steps=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["speed"].startswith("timed here")
+    assert found["hours"] == pytest.approx(30 * found["step_seconds"] / 3600)
+    assert found["steps"] == 30
+    manifest = json.loads((tokenized / "tokens" / "manifest.json").read_text())
+    assert found["train_tokens"] == manifest["splits"]["train"]["tokens"]
+    assert main(["plan", *arguments[1:], "plan.probe_steps=0"]) == 0
+    assert "time: not known; set plan.gpu or plan.tflops" in capsys.readouterr().out
+
+
+def test_data_parallel_gradients_are_sent_twice_around_the_ring() -> None:
+    config = RunConfig(
+        model=ModelConfig(size="nano"), train=TrainConfig(batch=8), engine=TorchEngine(mesh=MeshConfig(replicate=4))
+    )
+    shape = open_family("gpt2").shape_of(config.model, vocab=128, end=0)
+    estimate = Estimator(shape).estimate(config, 4, Device(True, 1 << 34, "bf16"))
+    sent = communication_of(config, shape, estimate, 256)
+    assert sent == {"data parallel: gradients": 2 * 3 * 4 * shape.parameters / 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["plan.gpu=Z80", "train.steps=10"], "plan.gpu: 'Z80' is not known; give one of H200"),
+        (["train.warmup=0.1"], "train.epochs: the tokens are not known yet; run textmill tokenize first"),
+        (
+            ["plan.devices=3", "train.steps=10"],
+            "engine.mesh: replicate=1 x shard=1 x tensor=2 needs 2 processes, found 3",
+        ),
+        (["engine.mesh.tensor=5", "plan.devices=5"], "engine.mesh.tensor: 5 does not divide model.shape.heads=12"),
+    ],
+)
+def test_mistakes(
+    settings: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    first = ["plan", "gpt2-small", "engine.mesh.tensor=2", "plan.memory_gb=16"]
+    assert main([*first, *settings]) == 2
+    assert message in capsys.readouterr().err

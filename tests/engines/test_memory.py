@@ -1,0 +1,155 @@
+"""The memory estimate against the tensors of real engines, and against peaks that were measured on a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import memory_process
+from tests.support.engine_runs import LENGTH, LORA, batch_of, config_of, started
+from tests.support.layout_process import VOCAB
+from tests.support.layout_process import config_of as layout_config
+from tests.support.layout_process import started as layout_started
+from tests.support.memory_process import MESHES, OPTIMIZERS, config_with, held_bytes
+from tests.support.together import run_together
+from textmill.config import AverageConfig, JaxEngine, JaxMesh, ModelConfig, RunConfig, TorchEngine, TrainConfig
+from textmill.config.engines import MeshConfig
+from textmill.engines.memory import state_deepspeed, state_jax
+from textmill.engines.memory.estimate import Device, Estimate, Estimator
+from textmill.engines.memory.parts import State, sample_activations
+from textmill.engines.memory.saved_torch import saved_bytes, saved_per_sample
+from textmill.engines.memory.state_torch import state_on_mesh
+from textmill.engines.meshes import Mesh, mesh_of
+from textmill.engines.micro_batch_torch import largest_on_gpu
+from textmill.models import open_family
+from textmill.models.nets_torch import new_net
+
+KINDS = ("weights", "gradients", "optimizer")
+
+
+def parts_of(state: State) -> dict[str, int]:
+    return {kind: getattr(state, kind) for kind in KINDS}
+
+
+def shape_of(config: RunConfig, vocab: int = VOCAB) -> Any:
+    return open_family("gpt2").shape_of(config.model, vocab=vocab, end=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"optimizer": "muon"}, {"average": AverageConfig(memory=20)}, {"freeze": ["h.0", "wte"]}], ids=str
+)
+def test_one_process_holds_the_estimated_bytes(settings: dict[str, Any]) -> None:
+    config = layout_config({}, **settings)
+    state = state_on_mesh(config, shape_of(config), Mesh())
+    assert parts_of(state) == held_bytes(layout_started(config))
+    assert state.buffers == 0
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks holds, by mesh and optimizer."""
+    folder = tmp_path_factory.mktemp("memory")
+    assert run_together([sys.executable, memory_process.__file__, str(folder)], 2) == "ok"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_rank_holds_at_most_the_estimated_bytes(
+    mesh: str, optimizer: str, two_ranks: list[dict[str, Any]]
+) -> None:
+    config = config_with(mesh, optimizer)
+    shape = shape_of(config)
+    first, second = (rank[f"{mesh} {optimizer}"] for rank in two_ranks)
+    state = parts_of(state_on_mesh(config, shape, mesh_of(config, shape, 2)))
+    assert state == first
+    assert all(state[kind] >= second[kind] for kind in KINDS)
+
+
+def test_deepspeed_holds_the_estimated_bytes() -> None:
+    config = config_of("deepspeed")
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"zero": 2})})
+    engine: Any = started(config)
+    _ = engine.train_step(batch_of(0), 0, 1e-3).loss
+    zero, state = engine.engine.optimizer, state_deepspeed.state_on_mesh(config, engine.net.shape, Mesh(), 4)
+    moments = [values for one in zero.optimizer.state.values() for values in one.values() if values.dim()]
+    masters = sum(values.nbytes for values in zero.single_partition_of_fp32_groups)
+    assert state.weights == sum(parameter.nbytes for parameter in engine.net.parameters())
+    assert state.optimizer == masters + sum(values.nbytes for values in moments)
+
+
+def test_a_sharded_jax_mesh_divides_the_state_of_one_device() -> None:
+    config = config_of("jax", lora=LORA)
+    config = config.model_copy(update={"engine": JaxEngine(mesh=JaxMesh(shard=2), micro_batch=4)})
+    shape = shape_of(config)
+    one, two = (state_jax.state_on_mesh(config, shape, Mesh(shard=shards)) for shards in (1, 2))
+    assert one.weights / 2 <= two.weights < 0.51 * one.weights, "all but a few biases are divided"
+    assert two.gradients == one.gradients / 2
+    assert two.optimizer == 2 * two.gradients
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_traced_activations_are_those_of_a_real_pass(dropout: float) -> None:
+    config = config_of("torch", dropout=dropout)
+    shape = shape_of(config)
+    net, kept = new_net(shape, torch.device("cpu")), {}
+    own = {parameter.data_ptr() for parameter in net.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.zeros(3, LENGTH, dtype=torch.int32)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        net(ids, torch.zeros(3, dtype=torch.int32) if dropout else None)
+    real = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    assert saved_bytes(shape, 3, LENGTH, torch.float32) == real
+    assert saved_per_sample(shape, LENGTH, torch.float32, 0) == pytest.approx(real / 3, rel=0.02)
+
+
+def on_gpu(size: str, batch: int, memory: int = 140, **settings: Any) -> Estimate:
+    """The estimate of a run in bf16 on one GPU."""
+    train = TrainConfig(batch=batch, length=1024, **settings)
+    config = RunConfig(model=ModelConfig(size=size), train=train, engine=TorchEngine(micro_batch=batch))
+    return Estimator(shape_of(config, 50257)).estimate(config, 1, Device(True, memory << 30, "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "peak"), [("small", 64, 26.5), ("medium", 32, 32.3), ("large", 16, 35.2), ("xl", 8, 41.1)]
+)
+def test_peaks_measured_on_a_gpu(size: str, batch: int, peak: float) -> None:
+    """The GiB that docs/benchmarks.md has of an H200."""
+    assert on_gpu(size, batch).memory.total / 2**30 == pytest.approx(peak, rel=0.06)
+
+
+def test_small_nets_stand_for_a_deep_one() -> None:
+    config = RunConfig(
+        model=ModelConfig(size="medium"),
+        train=TrainConfig(batch=64),
+        engine=TorchEngine(mesh=MeshConfig(shard=8, tensor=4), micro_batch=1),
+    )
+    estimator, device = Estimator(shape_of(config, 50257)), Device(True, 16 << 30, "bf16")
+    assert estimator.estimate(config, 32, device).memory == estimator.estimate(config, 32, device, exact=False).memory
+
+
+def test_activation_checkpointing_keeps_the_stream_and_one_block() -> None:
+    shape = shape_of(RunConfig(model=ModelConfig(size="small")), 50257)
+    kept = sample_activations(shape, 1024, 32.0, 2, Mesh(), 1)
+    stream, block = 768 * 1024 * 2, 32 * 768 * 1024
+    assert kept == 12 * stream + block
+
+
+def test_automatic_micro_batches_keep_memory_free() -> None:
+    """24 bytes of each weight and 40 of each channel of a token in a layer, in 60% of the memory."""
+    estimate, shape = on_gpu("small", 512), shape_of(RunConfig(model=ModelConfig(size="small")), 50257)
+    for gigabytes in (16, 24, 80):
+        found = largest_on_gpu(
+            512, estimate.state, sample_activations(shape, 1024, 32.0, 2, Mesh(), 0), gigabytes << 30
+        )
+        fits = (0.6 * (gigabytes << 30) - 24 * 124_475_904) / (40 * 768 * 12 * 1024)
+        assert found == 1 << int(fits).bit_length() - 1

@@ -1,0 +1,114 @@
+"""The command plan: memory by part, time, disk and cost of a run before it starts, on this machine or another.
+
+`textmill.planning` chooses settings for `new` and `tune`; this command estimates what given settings take.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from textmill.commands.plan.amounts import (
+    cache_bytes,
+    communication_of,
+    complete,
+    disk_of,
+    open_data,
+    open_shape,
+    parameters_by_part,
+    run_length_of,
+    trained_weights,
+)
+from textmill.commands.plan.fitting import Fitting, nearest_fitting
+from textmill.commands.plan.speed import Speed, probe_speed, stated_speed
+from textmill.commands.plan.target import Target, target_of
+from textmill.commands.plan.text import format_plan
+from textmill.config import RunConfig
+from textmill.engines.memory.estimate import Estimate, Estimator
+from textmill.models import Shape
+from textmill.training.run_length import RunLength
+
+
+def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
+    """Print and return what the run takes; writes nothing."""
+    data = open_data(config)
+    config = complete(config, data)
+    shape, target = open_shape(config, data), target_of(config)
+    estimator = Estimator(shape)
+    estimate = estimator.estimate(config, target.devices, target.device)
+    fits = estimate.memory.total <= target.usable
+    found: dict[str, Any] = {
+        "machine": _describe_target(target),
+        "parameters": parameters_by_part(config, shape),
+        "trained": sum(weight.size for weight in trained_weights(config, shape)),
+        "memory": _describe_memory(config, shape, estimate, target),
+        "fits": fits,
+        "settings_that_fit": [] if fits else [_describe_fitting(one) for one in _fitting(config, estimator, target)],
+        **_describe_work(config, shape, run_length_of(config, shape, data), target, estimate, fits, data.tokens),
+    }
+    found["disk"] = disk_of(config, shape, data, found["steps"])
+    print(json.dumps(found, indent=2, ensure_ascii=False) if as_json else format_plan(found))
+    return found
+
+
+def _fitting(config: RunConfig, estimator: Estimator, target: Target) -> list[Fitting]:
+    return nearest_fitting(
+        config, estimator, target, estimator.estimate(config, target.devices, target.device, exact=False)
+    )
+
+
+def _describe_target(target: Target) -> dict[str, Any]:
+    return {
+        "device": target.name, "devices": target.devices, "memory": target.device.memory, "usable": target.usable,
+        "peak_flops": target.peak,
+    }  # fmt: skip
+
+
+def _describe_memory(config: RunConfig, shape: Shape, estimate: Estimate, target: Target) -> dict[str, Any]:
+    mesh = {key: value for key, value in asdict(estimate.mesh).items() if key in ("replicate", "shard", "tensor")}
+    return {
+        **asdict(estimate.memory), "total": estimate.memory.total, "host": estimate.host,
+        "cache_per_text": cache_bytes(shape, estimate.itemsize), "engine": estimate.engine,
+        "precision": estimate.precision, "micro_batch": estimate.micro_batch, "passes": estimate.passes,
+        "recompute": config.engine.recompute, "mesh": mesh,
+    }  # fmt: skip
+
+
+def _describe_fitting(one: Fitting) -> dict[str, Any]:
+    return {"settings": one.settings, "total": one.estimate.memory.total, "host": one.estimate.host}
+
+
+def _describe_work(
+    config: RunConfig, shape: Shape, length: RunLength, target: Target, estimate: Estimate, fits: bool,
+    tokens: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
+    per_token = shape.flops_per_token(length.sample_length, trained_weights(config, shape))
+    step_tokens = config.train.batch * length.sample_length
+    speed = _speed(config, shape, target, estimate, per_token * step_tokens, fits)
+    steps: int | None = length.steps if length.known else None
+    seconds = None if speed is None or steps is None else length.tokens_after(steps) / step_tokens * speed.step_seconds
+    if config.train.minutes is not None:
+        seconds = 60.0 * config.train.minutes
+        steps = max(1, int(seconds / speed.step_seconds)) if speed else None
+    total = length.tokens_after(steps) if steps is not None else None
+    hours = None if seconds is None else seconds / 3600
+    price = config.plan.price
+    return {
+        "steps": steps, "tokens": total, "train_tokens": tokens,
+        "epochs": total / tokens if total is not None and tokens else None,
+        "flops_per_token": per_token, "flops": None if total is None else per_token * total,
+        "communication": communication_of(config, shape, estimate, length.sample_length),
+        "step_seconds": speed.step_seconds if speed else None, "speed": speed.source if speed else None,
+        "tokens_per_second": step_tokens / speed.step_seconds if speed else None, "hours": hours,
+        "cost": None if hours is None or price is None else hours * target.devices * price,
+    }  # fmt: skip
+
+
+def _speed(
+    config: RunConfig, shape: Shape, target: Target, estimate: Estimate, flops_per_step: float, fits: bool
+) -> Speed | None:
+    if target.here and fits and config.plan.probe_steps:
+        return probe_speed(config, shape, estimate)
+    return stated_speed(config, target, flops_per_step)

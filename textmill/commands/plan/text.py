@@ -1,0 +1,99 @@
+"""A plan as text for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KB, MB, GB = 2**10, 2**20, 2**30
+PARTS = {
+    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "buffers": "communication buffers",
+    "activations": "activations", "logits": "logits",
+}  # fmt: skip
+
+
+def format_plan(found: dict[str, Any]) -> str:
+    """All parts of a plan, one line for each figure."""
+    machine = found["machine"]
+    lines = [f"machine: {machine['devices']} x {machine['device']} with {machine['memory'] / GB:,.1f} GB"]
+    lines += ["", *_table("parameters", {**found["parameters"], "all": sum(found["parameters"].values())}, "{:,}")]
+    if found["trained"] != sum(found["parameters"].values()):
+        lines.append(f"  trained: {found['trained']:,}")
+    lines += ["", *_memory_lines(found), "", *_work_lines(found), "", *_disk_lines(found)]
+    return "\n".join(lines)
+
+
+def _memory_lines(found: dict[str, Any]) -> list[str]:
+    memory, machine = found["memory"], found["machine"]
+    unit, name = (GB, "GB") if memory["total"] >= GB else (MB, "MB")
+    mesh = ", ".join(f"{axis} {size}" for axis, size in memory["mesh"].items() if size > 1)
+    how = f"{memory['engine']}, {memory['precision']}, micro-batch {memory['micro_batch']}"
+    head = f"memory of each device in {name} ({how}"
+    head += f" x {memory['passes']}" if memory["passes"] > 1 else ""
+    head += f", {mesh}" if mesh else ""
+    head += ", activation checkpointing" if memory["recompute"] else ""
+    parts = {text: memory[part] / unit for part, text in PARTS.items()}
+    lines = _table(head + ")", {**parts, "all": memory["total"] / unit}, "{:,.2f}")
+    usable = f"{machine['usable'] / GB:,.1f} GB that tensors can use"
+    lines.append(f"  {'fits into' if found['fits'] else 'DOES NOT FIT into'} the {usable}")
+    if memory["host"]:
+        lines.append(f"  offloaded to the machine's memory, for each device: {memory['host'] / GB:,.1f} GB")
+    lines.append(f"  in generation, KV cache of one text: {format_bytes(memory['cache_per_text'])}")
+    if not found["fits"]:
+        near = found["settings_that_fit"]
+        lines.append("  nearest settings that fit:" if near else "  no setting was found that fits; use more devices")
+        for one in near:
+            settings = " ".join(f"{key}={value}" for key, value in one["settings"].items())
+            host = f", and {one['host'] / GB:,.1f} GB of the machine's memory" if one["host"] else ""
+            lines.append(f"    {settings}   ({one['total'] / GB:,.2f} GB{host})")
+    return lines
+
+
+def _work_lines(found: dict[str, Any]) -> list[str]:
+    lines = ["work"]
+    tokens = "" if found["tokens"] is None else f", {found['tokens']:,} tokens"
+    epochs = "" if found["epochs"] is None else f", {found['epochs']:.2f} epochs of {found['train_tokens']:,} tokens"
+    steps = "not known" if found["steps"] is None else f"{found['steps']:,}"
+    lines.append(f"  steps: {steps}{tokens}{epochs}")
+    if found["flops"] is not None:
+        lines.append(f"  operations: {found['flops']:.3g} FLOPs, {found['flops_per_token']:.3g} for a token")
+    for kind, sent in found["communication"].items():
+        lines.append(f"  each device sends in a step: {format_bytes(sent)} ({kind})")
+    if found["step_seconds"] is None:
+        lines.append("  time: not known; set plan.gpu or plan.tflops")
+        return lines
+    speed = f"{found['tokens_per_second']:,.0f} tokens/s, {found['step_seconds']:.3g} s for a step"
+    lines.append(f"  speed: {speed} ({found['speed']})")
+    if found["hours"] is not None:
+        lines.append(f"  time: {_format_hours(found['hours'])}, without evaluation and saving")
+    if found["cost"] is not None:
+        lines.append(f"  cost: {found['cost']:,.2f}, at the price of plan.price")
+    return lines
+
+
+def _disk_lines(found: dict[str, Any]) -> list[str]:
+    disk = found["disk"]
+    kept = f"{disk['checkpoints_kept']} kept: {format_bytes(disk['checkpoints'])}"
+    lines = ["disk", f"  a checkpoint: {format_bytes(disk['checkpoint'])}; {kept}"]
+    if disk["tokens"]:
+        lines.append(f"  token store: {format_bytes(disk['tokens'])}")
+    return lines
+
+
+def _table(head: str, values: dict[str, Any], form: str) -> list[str]:
+    texts = {name: form.format(value) for name, value in values.items()}
+    names, figures = max(map(len, texts)), max(map(len, texts.values()))
+    return [head, *(f"  {name:<{names}}  {text:>{figures}}" for name, text in texts.items())]
+
+
+def _format_hours(hours: float) -> str:
+    if hours < 1:
+        return f"{60 * hours:.1f} minutes"
+    return f"{hours:,.1f} hours" if hours < 48 else f"{hours:,.0f} hours ({hours / 24:,.1f} days)"
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in the unit that makes it readable."""
+    unit, name = next(
+        (unit, name) for unit, name in ((GB, "GB"), (MB, "MB"), (KB, "kB"), (1, "bytes")) if count >= unit or unit == 1
+    )
+    return f"{count / unit:,.2f} {name}" if unit > 1 else f"{count:,.0f} bytes"

@@ -1,0 +1,167 @@
+"""The memory estimate of a run on a device of any kind, by engine, mesh, precision and micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from textmill.config import JaxEngine, RunConfig, TorchEngine
+from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
+from textmill.engines.memory.parts import ACTIVATION_BYTES, JAX_ACTIVATION_BYTES, Memory, State, sample_activations
+from textmill.engines.meshes import Mesh, check_batch, mesh_of
+from textmill.engines.micro_batch_torch import largest_on_cpu, largest_on_gpu, micro_batch_of, rank_samples
+from textmill.errors import TextmillError
+from textmill.models import Shape
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that an estimate is for."""
+
+    on_gpu: bool
+    memory: int
+    """Bytes."""
+    precision: str
+    """That of `engine.precision: auto` on it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes of each device."""
+
+    memory: Memory
+    host: int
+    """Bytes of the machine's memory for each device: what is offloaded."""
+    micro_batch: int
+    passes: int
+    """Forward and backward passes of a step: gradient accumulation."""
+    mesh: Mesh
+    itemsize: int
+    """Bytes of a number in matmuls."""
+    precision: str
+    state: State
+    engine: str
+
+
+class Estimator:
+    """Estimates for one shape; the state on a mesh is counted once."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._states: dict[Any, State] = {}
+
+    def estimate(self, config: RunConfig, world: int, device: Device, *, exact: bool = True) -> Estimate:
+        """The estimate on so many devices. `exact=False` counts two small nets instead of the entire one."""
+        mesh, engine = mesh_for(config, self.shape, world), config.engine
+        name = device.precision if engine.precision == "auto" else engine.precision
+        itemsize, length = DTYPES[name].itemsize, config.train.length or self.shape.positions
+        state = self._state(config, mesh, itemsize, exact)
+        sample = self._sample_bytes(config, mesh, device, name, length)
+        micro = self._micro_batch(config, mesh, device, state, sample, length)
+        rows = -(-self.shape.padded_vocab // mesh.tensor)
+        logits = _logits_bytes(micro * length, rows, self.shape.width, itemsize, device.on_gpu, mesh.tensor > 1)
+        memory = Memory(
+            state.weights, state.gradients, state.optimizer, state.buffers, round(micro * sample), logits
+        )  # fmt: skip
+        passes = -(-config.train.batch // (mesh.data_ranks * micro))
+        return Estimate(memory, state.host, micro, passes, mesh, itemsize, name, state, engine.kind)
+
+    def _state(self, config: RunConfig, mesh: Mesh, itemsize: int, exact: bool) -> State:
+        key = (config.engine.kind, getattr(config.engine, "zero", None), mesh, itemsize, exact)
+        if key not in self._states:
+            shape: Any = self.shape
+            if exact or shape.layers < 4 or config.model.lora:
+                found = _count(config, shape, mesh, itemsize)
+            else:
+                two, three = (_count(config, replace(shape, layers=layers), mesh, itemsize) for layers in (2, 3))
+                found = _extrapolate(two, three, shape.layers)
+            self._states[key] = found
+        return self._states[key]
+
+    def _sample_bytes(self, config: RunConfig, mesh: Mesh, device: Device, precision: str, length: int) -> float:
+        """Bytes of activations of one sample: measured constants on a GPU, a traced forward pass on a CPU."""
+        engine, itemsize = config.engine, DTYPES[precision].itemsize
+        if device.on_gpu or isinstance(engine, JaxEngine):
+            per_channel: float = JAX_ACTIVATION_BYTES
+            if not isinstance(engine, JaxEngine):
+                per_channel = ACTIVATION_BYTES[is_compiled(config, mesh, device)]
+            return sample_activations(self.shape, length, per_channel, itemsize, mesh, engine.recompute)
+        # Imported here: it is needed for plans for a CPU only.
+        from textmill.engines.memory.saved_torch import saved_per_sample
+
+        key = ("sample", length, precision, engine.recompute)
+        if key not in self._states:
+            traced = saved_per_sample(self.shape, length, DTYPES[precision], engine.recompute)
+            self._states[key] = State(0, 0, 0, round(traced))
+        return self._states[key].buffers / mesh.tensor
+
+    def _micro_batch(
+        self, config: RunConfig, mesh: Mesh, device: Device, state: State, sample: float, length: int
+    ) -> int:
+        if not isinstance(config.engine, TorchEngine | JaxEngine):
+            return micro_batch_of(config.engine, config.train, self.shape, mesh.data_ranks)
+        if config.engine.micro_batch != "auto":
+            return config.engine.micro_batch
+        samples = rank_samples(config.train, mesh, compiled=is_compiled(config, mesh, device))
+        if not device.on_gpu:
+            return largest_on_cpu(samples, self.shape, length)
+        return largest_on_gpu(samples, state, sample, device.memory)
+
+
+def mesh_for(config: RunConfig, shape: Shape, world: int) -> Mesh:
+    """The mesh of a config on so many devices, checked like that of a run."""
+    if isinstance(config.engine, TorchEngine):
+        return mesh_of(config, shape, world)
+    mesh = Mesh(replicate=world)
+    if isinstance(config.engine, JaxEngine):
+        given = config.engine.mesh
+        replicate = given.replicate or max(1, world // (given.shard * given.tensor))
+        mesh = Mesh(replicate, given.shard, given.tensor)
+        if mesh.data_ranks * mesh.tensor != world:
+            raise TextmillError(
+                f"engine.mesh: replicate={replicate} x shard={given.shard} x tensor={given.tensor} needs "
+                f"{mesh.data_ranks * mesh.tensor} devices, found {world}; set plan.devices, or other axes"
+            )
+    check_batch(config.train, mesh.data_ranks, config.engine.micro_batch, "device", "devices")
+    return mesh
+
+
+def is_compiled(config: RunConfig, mesh: Mesh, device: Device) -> bool:
+    """Whether a long run on this device compiles its net."""
+    if not isinstance(config.engine, TorchEngine):
+        return False
+    if config.engine.compile != "auto":
+        return config.engine.compile
+    return device.on_gpu and mesh.data_ranks * mesh.tensor == 1 and not config.engine.deterministic
+
+
+def _count(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int) -> State:
+    """Calls `state_on_mesh` of memory/state_KIND.py."""
+    module = import_module(f"textmill.engines.memory.state_{config.engine.kind}")
+    state: State = module.state_on_mesh(config, shape, mesh, itemsize)
+    return state
+
+
+def _extrapolate(two: State, three: State, layers: int) -> State:
+    """The state of a net of `layers` equal blocks from those of two and three blocks."""
+    values = {
+        name: getattr(two, name) + (layers - 2) * (getattr(three, name) - getattr(two, name)) for name in vars(two)
+    }
+    return State(**values)
+
+
+def _logits_bytes(tokens: int, rows: int, width: int, itemsize: int, on_gpu: bool, divided: bool) -> int:
+    """Logits of two chunks, with the copies that the loss of one needs, and the gradient of the hidden states."""
+    most = GPU_TOKENS if on_gpu else max(1, CPU_LOGITS // rows)
+    copies = (8 if divided else 0) if on_gpu else 4
+    # A chunk's logits are computed before those of the chunk before are freed.
+    return (
+        min(tokens, most) * rows * (itemsize + copies)
+        + max(0, min(tokens - most, most)) * rows * itemsize
+        + (tokens * width * itemsize)
+    )

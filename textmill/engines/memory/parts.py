@@ -1,0 +1,71 @@
+"""Memory by part, and the arithmetic of activations that all engines share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from textmill.engines.meshes import Mesh
+from textmill.models import Shape
+
+ACTIVATION_BYTES = {True: 32.0, False: 57.6}
+"""On a GPU, of bf16 activations, per channel of a token in a layer: compiled (docs/plan.md compares it with measured
+peaks) and eager (an upper bound)."""
+JAX_ACTIVATION_BYTES = 48.0
+"""The same with JAX; not measured."""
+DIVIDED = 24 / 34
+"""The fraction of activations that tensor-parallel ranks divide; with sequence parallelism they divide the rest too
+(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models")."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of a rank that do not depend on the micro-batch."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """Optimizer state, and the average of `train.average`."""
+    buffers: int
+    """Gathered weights and flat gradients for collectives."""
+    host: int = 0
+    """Bytes in the machine's memory instead of the device's: what DeepSpeed offloads."""
+    elements: int = 0
+    """Weights of this rank."""
+
+    @property
+    def total(self) -> int:
+        """All of it on the device."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device by part, at the peak of a training step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(asdict(self).values())
+
+
+def sample_activations(
+    shape: Shape, length: int, per_channel: float, itemsize: int, mesh: Mesh, recompute: int
+) -> float:
+    """Bytes of activations that backward needs of one sample; `per_channel` is in bf16.
+
+    With activation checkpointing, a group of blocks keeps its input, and one group at a time has all its activations.
+    """
+    layer = per_channel * shape.width + (8 * shape.heads * length if shape.attention_dropout else 0)
+    whole = DIVIDED / mesh.tensor + (1 - DIVIDED) / (mesh.tensor if mesh.sequence else 1)
+    block = layer * length * itemsize / 2 * whole
+    if not recompute:
+        return block * shape.layers
+    stream = shape.width * length * itemsize / (mesh.tensor if mesh.sequence else 1)
+    return -(-shape.layers // recompute) * stream + min(recompute, shape.layers) * block

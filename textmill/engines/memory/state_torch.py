@@ -1,0 +1,94 @@
+"""Bytes of weights, gradients and optimizer state on one rank, counted on the sharded net itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from textmill.config import RunConfig, TrainConfig
+from textmill.engines.memory.parts import State
+from textmill.engines.meshes import Mesh
+from textmill.engines.optimizers.adam_torch import MOMENTS
+from textmill.engines.optimizers.step_torch import trained_of, uses_muon
+from textmill.engines.parallel_torch import Parallel
+from textmill.models import Shape
+from textmill.models.base_torch import BaseNet
+from textmill.models.nets_torch import build_net, parameters_of
+
+FIRST_GROUP = 1 << 20
+"""The number of the first fake process group: torch names groups by their numbers."""
+
+
+def state_on_mesh(config: RunConfig, shape: Shape, mesh: Mesh, itemsize: int = 4) -> State:
+    """The state of rank 0, which has the most, on a mesh of any size: nothing is allocated and nothing is sent.
+
+    Weights are fp32 whatever the `itemsize` of matmuls.
+    """
+    world = mesh.data_ranks * mesh.tensor
+    with _fake_ranks(world):
+        parallel = Parallel(mesh, 0, torch.device("cpu"))
+        with torch.device("meta"):
+            net = build_net(shape, config.model.lora)
+            parallel.shard_net(net)
+        return count_state(net, config.train, parallel)
+
+
+def count_state(net: BaseNet, train: TrainConfig, parallel: Parallel) -> State:
+    """The state of this rank after its first step; the net may be on the meta device."""
+    held = {parameter: parallel.local(parameter) for _, parameter in parameters_of(net).values()}
+    weights = sum(part.nbytes for part in held.values())
+    elements = sum(part.numel() for part in held.values())
+    members, divided = trained_of(net, train), parallel.mesh.shard * parallel.mesh.tensor > 1
+    gradients = sum(held[parameter].nbytes for _, parameter, _ in members)
+    matrices = [(weight, parameter) for weight, parameter, _ in members if uses_muon(weight, train)]
+    muon = sum(held[parameter].nbytes for _, parameter in matrices)
+    moments = len(MOMENTS) * (gradients - muon)
+    if divided:  # a rank has the momentum and the last step of some matrices in full
+        world = parallel.mesh.data_ranks * parallel.mesh.tensor
+        own = matrices[parallel.rank :: world]
+        muon = sum(2 * 4 * weight.memory_shape[0] * weight.memory_shape[1] for weight, _ in own)
+    average = gradients if train.average.memory else 0
+    return State(weights, gradients, moments + muon + average, _buffers(net, parallel, gradients), elements=elements)
+
+
+def _buffers(net: BaseNet, parallel: Parallel, gradients: int) -> int:
+    """Bytes for collectives: flat gradients of data parallelism; with FSDP the weights that are gathered at once."""
+    if not parallel.sharded:
+        return gradients if parallel.mesh.replicate > 1 else 0
+    blocks = [_full_bytes(block) for block in net.blocks]
+    rest = _full_bytes(net) - sum(blocks)
+    # The block that computes, the next one that is gathered meanwhile, and the gradients of one block.
+    gathered = sum(blocks) if parallel.mesh.keep_gathered else 2 * max(blocks)
+    return rest + gathered + max(blocks)
+
+
+def _full_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters when FSDP has gathered them."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+@contextmanager
+def _fake_ranks(world: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is rank 0 and the others do not exist."""
+    if world == 1:
+        yield
+        return
+    # Imported here: only plans of several devices need them.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    # The process may have groups already: another world, with names that they do not use.
+    before, world_of_ranks = distributed_c10d._world, ThreadLocalWorld()
+    world_of_ranks.group_count = FIRST_GROUP
+    distributed_c10d._world = world_of_ranks  # type: ignore[assignment]
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        yield
+        dist.destroy_process_group()
+    finally:
+        distributed_c10d._world = before
