@@ -81,10 +81,11 @@ class ExportConfig(Section):
 
     folder: str | None = path()
     """The folder to write."""
-    kind: Literal["hf", "gguf", "nanogpt", "megatron", "deepspeed", "onnx"] = "hf"
+    kind: Literal["hf", "gguf", "nanogpt", "megatron", "deepspeed", "onnx", "tokenizer"] = "hf"
     """The format: hf (transformers, vLLM, lm-eval: config.json, safetensors, tokenizer, model card); gguf (llama.cpp,
     Ollama; extra: textmill[export]); nanogpt (ckpt.pt); megatron (Megatron-LM); deepspeed; onnx (with past key
-    values; extra: textmill[export])."""
+    values; extra: textmill[export]); tokenizer (only the tokenizer, in the files of other tools: vocab.txt, vocab.json
+    with merges.txt, or a sentencepiece .model)."""
     precision: Literal["fp32", "bf16", "fp16", "q8_0", "q4_0"] = "fp32"
     """Precision of the written weights; q8_0 and q4_0 (8 and 4 bits in blocks of 32) with gguf only."""
     max_file_gb: float = Field(5.0, gt=0)

@@ -14,6 +14,7 @@ from textmill.conversion.formats.hf import text_files
 from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import write_card
 from textmill.conversion.reduced_vocabulary import reduce_model, reduce_shape
+from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
 from textmill.models import find_run_model, read_shape
 from textmill.storage.files import format_path, hash_json
@@ -30,6 +31,8 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
             "export.folder: is not set; name the folder to write: textmill export WHERE export.folder=OUT"
         )
     folder, precision = Path(config.export.folder), config.export.precision
+    if config.export.kind == "tokenizer":
+        return export_tokenizer(config, folder, force)
     writer = open_format(config.export.kind)
     if precision not in writer.PRECISIONS:
         raise TextmillError(
