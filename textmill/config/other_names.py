@@ -87,13 +87,13 @@ OTHER_NAMES = {
     "mlm_probability": "train.masked.probability", "mask_prob": "train.masked.probability",
     "masked_lm_prob": "train.masked.probability", "max_preds_per_seq": "train.masked.max_predictions",
     "max_predictions_per_seq": "train.masked.max_predictions", "short_seq_prob": "train.masked.short_probability",
+    "dupe_factor": "tokens.tfrecord.epochs",
     "whole_word_mask": "train.masked.whole_words", "do_whole_word_mask": "train.masked.whole_words",
 }  # fmt: skip
 
 _LAUNCHER = "not needed: start textmill with torchrun, srun or deepspeed, whose options these are"
 _DISTILLATION = "not available yet: training from a teacher model"
 _INSTALL = "not needed: make installs everything"
-_MASKED = "not available yet: training of BERT"
 # Options of those tools that have no key here, and what to do instead.
 ADVICE = {
     "load": "to go on with a run, give the same command again; to start from the weights of another, "
@@ -119,7 +119,7 @@ ADVICE = {
     "deep_init": "not needed: the matrices that write to the residual stream start smaller with more layers",
     "load_best_model_at_end": "not needed: every command uses the best checkpoint, as train.best.metric defines it",
     "token_counts_dump": "use textmill show WHERE --counts FILE", "mlm": "use train.layout=masked",
-    "use_tfrecords": _MASKED,
+    "use_tfrecords": "name the files in tokens.use, with train.layout=features",
     "dump_checkpoint": "not available yet: a student from some layers of a teacher",
     "alpha_ce": _DISTILLATION, "alpha_clm": _DISTILLATION, "alpha_cos": _DISTILLATION, "alpha_mlm": _DISTILLATION,
     "alpha_mse": _DISTILLATION, "teacher_name": _DISTILLATION, "teacher_type": _DISTILLATION,

@@ -41,12 +41,19 @@ class FeaturesConfig(Section):
         return self
 
 
+class TfrecordConfig(Section):
+    """What `tokens.kind=tfrecord` writes."""
+
+    epochs: int = Field(1, ge=1)
+    """How often the train split is written, each time with other pairs and other masked tokens (BERT's dupe_factor)."""
+
+
 class UsedTokens(Section):
     """An existing token store, and its weight in a blend."""
 
     path: str
     """A prefix of .bin and .idx files, a folder that `textmill tokenize` wrote, a folder of `datasets.save_to_disk`,
-    or Parquet files (a file, folder or glob) with a column `input_ids`."""
+    or Parquet or TFRecord files (a file, folder or glob) with a column `input_ids`."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Its fraction of the samples, relative to the weights of the other stores."""
 
@@ -69,11 +76,13 @@ class TokensConfig(Section):
     use: list[UsedTokens] = source([])
     """Existing tokens to train on: prefixes, folders or files, or {path: PREFIX, weight: 3} to blend several.
     Tokens without splits are split by `corpus.split`, documents in their order."""
-    kind: Literal["store", "features"] = "store"
+    kind: Literal["store", "features", "tfrecord"] = "store"
     """store: token ids of documents; features: in addition, fixed-length rows in Parquet, as jax-lm-training writes
-    them."""
+    them; tfrecord: in addition, the samples of `train.layout=masked` in TFRecord files, as BERT writes them."""
     features: FeaturesConfig = FeaturesConfig()
     """How `tokens.kind=features` cuts rows."""
+    tfrecord: TfrecordConfig = TfrecordConfig()
+    """What `tokens.kind=tfrecord` writes."""
 
     @field_validator("use", mode="before")
     @classmethod

@@ -35,9 +35,9 @@ class Conversion:
 def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
     """Convert the datasets among `tokens.use` into stores; return the tokens folder."""
     folder = config.folder_of("tokens")
-    if config.tokens.kind == "features":
+    if config.tokens.kind != "store":
         raise TextmillError(
-            "tokens.kind=features: feature rows are cut from a corpus, but tokens.use names existing tokens; "
+            f"tokens.kind={config.tokens.kind}: its rows are cut from a corpus, but tokens.use names existing tokens; "
             "remove one of them"
         )
     tables = {

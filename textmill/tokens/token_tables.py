@@ -1,4 +1,5 @@
-"""Reads existing datasets of token ids: a column `input_ids` in Parquet files or in `datasets.save_to_disk` folders."""
+"""Reads existing datasets of token ids: a column `input_ids` in Parquet files or `datasets.save_to_disk` folders, and
+BERT's examples in TFRecord files."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
+from textmill.tokens.bert_examples import ExampleRows
+from textmill.tokens.tfrecord import count_records, is_tfrecord
 
 DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 """Files that `save_to_disk` writes: one for a DatasetDict, one in the folder of each Dataset."""
@@ -34,7 +37,8 @@ SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=Tru
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 ROWS = 1024
 """Rows read at a time."""
-IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+IDS, MASK, LABELS, TYPES, PAIR = "input_ids", "attention_mask", "labels", "token_type_ids", "next_sentence_label"
+TFRECORD = re.compile(r"\.tfrecords?$")
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,14 @@ def is_dataset(path: Path) -> bool:
 
 
 def find_table_files(where: Path) -> list[Path]:
-    """The Parquet files of a file name, folder or glob; files of Apache Beam have no ending."""
+    """The Parquet or TFRecord files of a file name, folder or glob; files of Apache Beam have no ending."""
     if where.is_file():
         return [where]
     if where.is_dir():
         found = sorted(
             path
             for path in where.rglob("*")
-            if path.is_file() and (path.suffix == ".parquet" or SHARD.search(path.name))
+            if path.is_file() and (path.suffix == ".parquet" or SHARD.search(path.name) or TFRECORD.search(path.name))
         )
     else:
         found = sorted(path for path in map(Path, glob.glob(str(where), recursive=True)) if path.is_file())
@@ -160,6 +164,8 @@ def _files_by_name(where: Path, files: Sequence[Path]) -> dict[str | None, tuple
 
 def count_rows(path: Path) -> int:
     """The number of rows in a file; an Arrow stream must be read up to its last batch header."""
+    if _has_examples(path):
+        return count_records(path)
     with _open_table(path) as (file, kind):
         return int(file.metadata.num_rows) if kind == "parquet" else sum(batch.num_rows for batch in file)
 
@@ -180,7 +186,10 @@ def read_batches(path: Path, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
 
 @contextmanager
 def _open_table(path: Path) -> Iterator[tuple[Any, str]]:
-    """A Parquet file, or an Arrow stream over mapped memory; whatever is wrong with it names the file."""
+    """A Parquet file, TFRecord file, or Arrow stream over mapped memory; whatever is wrong with it names the file."""
+    if _has_examples(path):
+        yield ExampleRows(path), "tfrecord"
+        return
     try:
         with pa.memory_map(str(path)) as stream:
             if stream.size() >= 4 and stream.read(4) == b"PAR1":
@@ -195,6 +204,16 @@ def _open_table(path: Path) -> Iterator[tuple[Any, str]]:
     except (pa.ArrowException, OSError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise TextmillError(f"{path}: not a complete Parquet file or Arrow stream ({first})") from None
+
+
+def _has_examples(path: Path) -> bool:
+    return path.is_file() and (TFRECORD.search(path.name) is not None or is_tfrecord(path))
+
+
+def column_names(path: Path) -> list[str]:
+    """The columns of a file."""
+    with _open_table(path) as (file, kind):
+        return list((file.schema_arrow if kind == "parquet" else file.schema).names)
 
 
 def read_list_column(column: pa.Array, path: Path, name: str) -> ListColumn:

@@ -19,6 +19,7 @@ from textmill.storage.files import format_path, manifest_entry, read_json, remov
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.chat_rendering import TurnTemplates
+from textmill.tokens.example_files import check_examples, examples_made_from, write_examples
 from textmill.tokens.existing_tokens import tokenize_existing
 from textmill.tokens.features import write_features
 from textmill.tokens.index_formats import IndexFormat
@@ -62,6 +63,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     folder, corpus = config.folder_of("tokens"), config.folder_of("corpus")
     source = open_manifest(corpus, "prepare")
     _check_sentences(config, source)
+    check_examples(config)
     chat = bool(source["made_from"].get("corpus.chat"))
     if not (config.folder_of("tokenizer") / MANIFEST).is_file():
         print("tokenize: no tokenizer yet; fitting one first")
@@ -69,6 +71,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
     check_fitted(config)
     tokenizer = open_manifest(config.folder_of("tokenizer"), "fit-tokenizer")
     made_from = {**config.results("tokens"), "corpus": source["fingerprint"], "tokenizer": tokenizer["tokenizer"]}
+    made_from |= examples_made_from(config)
     if chat:
         made_from["chat"] = dict(require_chat_template(config).turns)
     stage = Stage("tokenize", folder, made_from, config.to_yaml())
@@ -85,7 +88,7 @@ def tokenize(config: RunConfig, force: Force = "no") -> Path:
         files = {
             f"{split}.{suffix}": manifest_entry(part / f"{split}.{suffix}") for split in SPLITS for suffix in suffixes
         }
-        files |= write_features(config, part)
+        files |= write_features(config, part) | write_examples(config, part)
         shared = {name: tokenizer[name] for name in ("tokenizer", "vocab", "end")}
         remove_folder(part / PARTS)
         stage.write_manifest(part, {**files, "quarantine.jsonl": quarantine}, {**shared, "splits": splits})
@@ -104,7 +107,7 @@ def _check_sentences(config: RunConfig, source: dict[str, Any]) -> None:
 
 def require_chat_template(config: RunConfig) -> TurnTemplates:
     """The chat template of the tokenizer; raises an error if conversations cannot be encoded with it."""
-    if config.tokens.level == "sentence" or config.tokens.kind == "features":
+    if config.tokens.level == "sentence" or config.tokens.kind != "store":
         key = "level" if config.tokens.level == "sentence" else "kind"
         raise TextmillError(f"tokens.{key}: is for plain text, but the corpus has conversations; remove it")
     folder = config.folder_of("tokenizer")

@@ -1,4 +1,4 @@
-"""The features layout: ready-made rows of one length whose labels are already shifted."""
+"""The features layout: ready-made rows of one length, whose labels are already shifted or, for BERT, masked tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from textmill.tokens.features import count_feature_rows
 from textmill.tokens.mmap_advice import advise
 from textmill.tokens.splits import FeatureRows
 from textmill.tokens.store import TokenStore
-from textmill.tokens.token_tables import IDS, LABELS, ListColumn, Table
+from textmill.tokens.token_tables import IDS, LABELS, MASK, PAIR, TYPES, ListColumn, Table, column_names
 
 _ROWS_KEY = 4
 """Key of the shuffle of rows."""
@@ -45,10 +45,10 @@ class FeaturesLayout:
     def build_samples(self, samples: NDArray[np.int64]) -> SampleArrays:
         """The rows with these numbers."""
         rows = np.asarray(self.row_array[self._positions(samples)])
-        inputs, labels = rows[:, 0], rows[:, 1]
+        inputs, labels, *masked = (rows[:, number] for number in range(rows.shape[1]))
         check_ids(inputs.ravel(), self.vocab, self.features.table.files[0].parent)
         check_ids(labels[labels != IGNORED], self.vocab, self.features.table.files[0].parent)
-        return SampleArrays(inputs, labels)
+        return SampleArrays(inputs, labels, *masked)
 
     def find_documents(self, samples: NDArray[np.int64]) -> SampleDocuments:
         """The document of each row."""
@@ -77,30 +77,40 @@ class FeaturesLayout:
 
 
 def map_rows(table: Table, length: int, folder: Path | None) -> NDArray[np.int32]:
-    """All rows as [rows, 2 (inputs, labels), length]: in memory, or memory-mapped from a cache file in `folder`.
+    """All rows as [rows, arrays, length]: in memory, or memory-mapped from a cache file in `folder`.
 
-    One process writes the cache file while the others wait.
+    The arrays are inputs and labels; for BERT also documents, types and pair labels. One process writes the cache file
+    while the others wait.
     """
-    shape = (table.count, 2, length)
+    arrays = 5 if table.files and PAIR in column_names(table.files[0]) else 2
+    shape = (table.count, arrays, length)
     if folder is None:
-        return np.concatenate([*_blocks(table, length), np.empty((0, 2, length), np.int32)])
+        return np.concatenate([*_blocks(table, length, arrays), np.empty((0, arrays, length), np.int32)])
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in table.files]
     path = folder / f"features-{hash_json([states, table.first, table.count, length])[:20]}.rows"
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(path.with_name("lock"), None):
         if not path.exists():
             with atomic_writer(path) as stream:
-                for block in _blocks(table, length):
+                for block in _blocks(table, length, arrays):
                     stream.write(block.data)
     return np.memmap(path, np.int32, "r", shape=shape)
 
 
-def _blocks(table: Table, length: int) -> Iterator[NDArray[np.int32]]:
-    for path, first, columns in table.read_columns(IDS, LABELS):
+def _blocks(table: Table, length: int, arrays: int) -> Iterator[NDArray[np.int32]]:
+    names = (IDS, LABELS) if arrays == 2 else (IDS, LABELS, MASK, TYPES, PAIR)
+    for path, first, columns in table.read_columns(*names):
         inputs, labels = (_as_matrix(columns[name], length, path) for name in (IDS, LABELS))
         labels = np.where(labels < 0, np.int64(IGNORED), labels)
-        _check_shifted(inputs, labels, path, table.first + first)
-        yield np.stack([inputs, labels], axis=1).astype(np.int32)
+        if arrays == 2:
+            _check_shifted(inputs, labels, path, table.first + first)
+            yield np.stack([inputs, labels], axis=1).astype(np.int32)
+            continue
+        mask = _as_matrix(columns[MASK], length, path) if MASK in columns else np.ones_like(inputs)
+        pairs = np.full_like(inputs, IGNORED)
+        pairs[:, :1] = _as_matrix(columns[PAIR], 1, path)
+        types = _as_matrix(columns[TYPES], length, path)
+        yield np.stack([inputs, labels, mask, types, pairs], axis=1).astype(np.int32)
 
 
 def _as_matrix(column: ListColumn, length: int, where: Path) -> NDArray[np.int64]:

@@ -1,0 +1,167 @@
+"""BERT's pretraining examples in TFRecord files: masked sentence pairs of one length, as Google's BERT writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from textmill.errors import TextmillError
+from textmill.tokens.batches.batch import IGNORED
+from textmill.tokens.batches.layout import SampleArrays
+from textmill.tokens.example_messages import (
+    FLOATS,
+    INTEGERS,
+    KIND_NAMES,
+    BrokenMessage,
+    Feature,
+    build_examples,
+    count_varints,
+    decode_varints,
+    split_example,
+)
+from textmill.tokens.tfrecord import read_records
+
+KINDS = {
+    "input_ids": INTEGERS, "input_mask": INTEGERS, "segment_ids": INTEGERS, "masked_lm_positions": INTEGERS,
+    "masked_lm_ids": INTEGERS, "masked_lm_weights": FLOATS, "next_sentence_labels": INTEGERS,
+}  # fmt: skip
+"""The features of an example."""
+SCHEMA = pa.schema(
+    [
+        (name, pa.list_(pa.int64()))
+        for name in ("input_ids", "attention_mask", "token_type_ids", "labels", "next_sentence_label")
+    ]
+)
+"""The columns that examples are read as, with transformers' names; labels are -100 where nothing is predicted."""
+ROWS = 1024
+"""Examples read at a time."""
+
+
+@dataclass(frozen=True)
+class ExampleRows:
+    """The examples of a file as a table, with the attributes of an Arrow stream."""
+
+    path: Path
+    schema: pa.Schema = field(default=SCHEMA, init=False)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return read_examples(self.path)
+
+
+def read_examples(path: Path, *, rows: int = ROWS) -> Iterator[pa.RecordBatch]:
+    """The examples of a file as columns of SCHEMA."""
+    first = 0
+    for block in _batched(read_records(path), rows):
+        features = [_split(path, first + number, data) for number, data in enumerate(block)]
+        columns = {name: _column(path, first, name, [one[name] for one in features]) for name in KINDS}
+        yield _to_batch(path, first, columns)
+        first += len(block)
+
+
+def _batched(records: Iterator[bytes], rows: int) -> Iterator[list[bytes]]:
+    block: list[bytes] = []
+    for record in records:
+        block.append(record)
+        if len(block) == rows:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _split(path: Path, number: int, data: bytes) -> dict[str, Feature]:
+    try:
+        found = split_example(data)
+    except BrokenMessage as error:
+        raise TextmillError(f"{path}: record {number:,} is not a tf.train.Example: {error}") from None
+    if unknown := [name for name in found if name not in KINDS]:
+        raise TextmillError(
+            f"{path}: record {number:,} has the unknown feature '{unknown[0]}'; "
+            f"an example of BERT has {', '.join(KINDS)}"
+        )
+    if missing := [name for name in KINDS if name not in found]:
+        raise TextmillError(
+            f"{path}: record {number:,} has no feature '{missing[0]}'; an example of BERT has {', '.join(KINDS)}"
+        )
+    for name, feature in found.items():
+        if feature.kind != KINDS[name]:
+            kinds = f"{KIND_NAMES.get(feature.kind, 'something else')}, not {KIND_NAMES[KINDS[name]]}"
+            raise TextmillError(f"{path}: record {number:,}: feature '{name}' has {kinds}; make the file again")
+    return found
+
+
+def _column(path: Path, first: int, name: str, features: list[Feature]) -> NDArray[Any]:
+    """[examples, values]: the values of a feature; raises an error if examples have different numbers of them."""
+    if KINDS[name] == FLOATS:
+        sizes = [len(feature.data) // 4 for feature in features]
+        broken = any(len(feature.data) % 4 for feature in features)
+        values: NDArray[Any] = np.zeros(0) if broken else np.frombuffer(b"".join(one.data for one in features), "<f4")
+    else:
+        sizes = [count_varints(feature.data) for feature in features]
+        try:
+            values, broken = decode_varints(b"".join(feature.data for feature in features)), False
+        except BrokenMessage:
+            values, broken = np.zeros(0), True
+    if broken or sum(sizes) != len(values):
+        raise TextmillError(f"{path}: near record {first:,}: feature '{name}' is not readable; make the file again")
+    if different := [number for number, size in enumerate(sizes) if size != sizes[0]]:
+        raise TextmillError(
+            f"{path}: record {first + different[0]:,}: feature '{name}' has {sizes[different[0]]} values, others have "
+            f"{sizes[0]}; all examples need the same length"
+        )
+    return values.reshape(len(features), sizes[0])
+
+
+def _to_batch(path: Path, first: int, columns: dict[str, NDArray[Any]]) -> pa.RecordBatch:
+    """Examples as columns of SCHEMA; a prediction with weight 0 is padding."""
+    ids = columns["input_ids"]
+    count, length = ids.shape
+    widths = {name: columns[name].shape[1] for name in KINDS}
+    predicted = widths["masked_lm_positions"]
+    expected = {"input_mask": length, "segment_ids": length, "masked_lm_ids": predicted, "masked_lm_weights": predicted}
+    for name, width in {**expected, "next_sentence_labels": 1}.items():
+        if widths[name] != width:
+            raise TextmillError(f"{path}: record {first:,}: feature '{name}' has {widths[name]} values, not {width}")
+    labels = np.full((count, length), IGNORED, np.int64)
+    rows, places = np.nonzero(columns["masked_lm_weights"] > 0)
+    positions = columns["masked_lm_positions"][rows, places]
+    if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= length):
+        wrong = int(rows[(positions < 0) | (positions >= length)][0])
+        raise TextmillError(f"{path}: record {first + wrong:,} predicts a token outside of its {length} positions")
+    labels[rows, positions] = columns["masked_lm_ids"][rows, places]
+    arrays = [ids, columns["input_mask"], columns["segment_ids"], labels, columns["next_sentence_labels"]]
+    return pa.RecordBatch.from_arrays([_list_array(values) for values in arrays], schema=SCHEMA)
+
+
+def _list_array(values: NDArray[Any]) -> pa.ListArray:
+    offsets = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+    return pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values, np.int64).ravel()))
+
+
+def to_examples(rows: SampleArrays, predictions: int) -> list[bytes]:
+    """Samples of the masked layout as examples, one sample per row, with lists of `predictions` predictions."""
+    chosen = rows.labels != IGNORED
+    counts = chosen.sum(1)
+    filled = np.arange(predictions) < counts[:, None]
+    positions, ids = np.zeros(filled.shape, np.int64), np.zeros(filled.shape, np.int64)
+    positions[filled], ids[filled] = np.nonzero(chosen)[1], rows.labels[chosen]
+    assert rows.documents is not None
+    assert rows.types is not None
+    pair = np.zeros((len(counts), 1), np.int64) if rows.pair_labels is None else rows.pair_labels[:, :1]
+    return build_examples(
+        {
+            "input_ids": rows.inputs.astype(np.int64),
+            "input_mask": (rows.documents > 0).astype(np.int64),
+            "segment_ids": rows.types.astype(np.int64),
+            "masked_lm_positions": positions,
+            "masked_lm_ids": ids,
+            "masked_lm_weights": filled.astype(np.float32),
+            "next_sentence_labels": pair.astype(np.int64),
+        }
+    )

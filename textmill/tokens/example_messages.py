@@ -1,0 +1,155 @@
+"""Reads and writes tf.train.Example messages (protocol buffers) of integers and floats, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BYTES, FLOATS, INTEGERS = 1, 2, 3
+"""The fields of a Feature: its list of bytes, floats or 64-bit integers."""
+KIND_NAMES = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "integers"}
+_VARINT, _LENGTH_DELIMITED, _FIXED32, _FIXED64 = 0, 2, 5, 1
+_PACKED = 1 << 3 | _LENGTH_DELIMITED
+"""The tag of field 1 with its values in one block."""
+
+
+class BrokenMessage(ValueError):
+    """Bytes that are not a message."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature before its values are decoded."""
+
+    kind: int
+    data: bytes
+    """Its values as they are in the message, packed."""
+
+
+def split_example(data: bytes) -> dict[str, Feature]:
+    """The features of an Example, by name."""
+    found: dict[str, Feature] = {}
+    for number, features in _fields(data):
+        for entry_number, entry in _fields(features) if number == 1 else ():
+            if entry_number != 1:
+                continue
+            parts = dict(_fields(entry))
+            found[parts.get(1, b"").decode("utf-8", "replace")] = _feature_of(parts.get(2, b""))
+    return found
+
+
+def _feature_of(data: bytes) -> Feature:
+    for kind, values in _fields(data):
+        return Feature(kind, _packed_values(kind, values))
+    return Feature(INTEGERS, b"")
+
+
+def _packed_values(kind: int, data: bytes) -> bytes:
+    """The values of a list; a list that is not packed has a tag before each value, which is removed."""
+    if kind == BYTES or not data:
+        return data
+    if data[0] == _PACKED:
+        return b"".join(values for _, values in _fields(data))
+    if kind == FLOATS:
+        if len(data) % 5:
+            raise BrokenMessage("a list of floats is cut short")
+        return np.frombuffer(data, np.uint8).reshape(-1, 5)[:, 1:].tobytes()
+    numbers = decode_varints(data)
+    if len(numbers) % 2 or (numbers[::2] != 1 << 3).any():
+        raise BrokenMessage("a list of integers is not readable")
+    return encode_varints(numbers[1::2])
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of the length-delimited fields of a message; others are skipped."""
+    at = 0
+    while at < len(data):
+        tag, at = _read_varint(data, at)
+        wire = tag & 7
+        if wire == _LENGTH_DELIMITED:
+            length, at = _read_varint(data, at)
+            if at + length > len(data):
+                raise BrokenMessage("a field is cut short")
+            yield tag >> 3, data[at : at + length]
+            at += length
+        elif wire == _VARINT:
+            _, at = _read_varint(data, at)
+        elif wire in (_FIXED32, _FIXED64):
+            at += 4 if wire == _FIXED32 else 8
+        else:
+            raise BrokenMessage(f"a field has the unknown type {wire}")
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise BrokenMessage("a number is cut short")
+
+
+def decode_varints(data: bytes) -> NDArray[np.int64]:
+    """The integers of a packed list."""
+    values = np.frombuffer(data, np.uint8)
+    if not len(values):
+        return np.zeros(0, np.int64)
+    ends = np.flatnonzero(values < 128)
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
+    if not len(ends) or ends[-1] != len(values) - 1 or int((ends - starts).max()) > 9:
+        raise BrokenMessage("a number is cut short")
+    shifts = (np.arange(len(values)) - np.repeat(starts, ends - starts + 1)) * 7
+    parts = (values & np.uint8(127)).astype(np.uint64) << shifts.astype(np.uint64)
+    return np.add.reduceat(parts, starts).view(np.int64)
+
+
+def count_varints(data: bytes) -> int:
+    """How many integers a packed list has."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) < 128))
+
+
+def encode_varints(numbers: NDArray[np.int64]) -> bytes:
+    """A packed list of integers."""
+    return split_varints(numbers[None])[0]
+
+
+def split_varints(rows: NDArray[np.int64]) -> list[bytes]:
+    """A packed list of integers for each row."""
+    values = np.ascontiguousarray(rows, np.int64).view(np.uint64).ravel()
+    limits = np.array([1 << (7 * size) for size in range(1, 10)], np.uint64)
+    sizes = np.searchsorted(limits, values, side="right") + 1
+    ends = np.cumsum(sizes)
+    number = np.arange(int(sizes.sum())) - np.repeat(ends - sizes, sizes)
+    octets = (np.repeat(values, sizes) >> (number * 7).astype(np.uint64)).astype(np.uint8) & np.uint8(127)
+    octets |= (number < np.repeat(sizes, sizes) - 1).astype(np.uint8) << np.uint8(7)
+    edges = [0, *ends.reshape(len(rows), -1)[:, -1].tolist()] if values.size else [0] * (len(rows) + 1)
+    data = octets.tobytes()
+    return [data[begin:end] for begin, end in pairwise(edges)]
+
+
+def build_examples(columns: Mapping[str, NDArray[Any]]) -> list[bytes]:
+    """One Example for each row of the columns, which are [rows, values] of int64 or float32."""
+    encoded: list[Sequence[bytes]] = []
+    for name, values in columns.items():
+        kind = INTEGERS if np.issubdtype(values.dtype, np.integer) else FLOATS
+        lists = split_varints(values) if kind == INTEGERS else [row.astype("<f4").tobytes() for row in values]
+        key = _delimited(1, name.encode())
+        encoded.append([_delimited(1, key + _delimited(2, _delimited(kind, _delimited(1, data)))) for data in lists])
+    return [_delimited(1, b"".join(parts)) for parts in zip(*encoded, strict=True)]
+
+
+def _delimited(number: int, data: bytes) -> bytes:
+    """A length-delimited field."""
+    length, head = len(data), bytearray([number << 3 | _LENGTH_DELIMITED])
+    while length > 127:
+        head.append(length & 127 | 128)
+        length >>= 7
+    head.append(length)
+    return bytes(head) + data
