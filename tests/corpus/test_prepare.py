@@ -190,7 +190,7 @@ def test_without_dedup(workspace: Path) -> None:
 def test_empty_split_is_reported(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(config_of(words=["texts/lines.jsonl"], split=[1.0, 0.0, 1e-9]))
     printed = capsys.readouterr().out
-    assert "test is empty: 3 documents are too few for a ratio of 0.0%; " in printed
+    assert "test is empty: too few documents (3) for a ratio of 0.0%; " in printed
     assert "corpus.documents=block" in printed
     assert "valid is empty" not in printed
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +59,8 @@ def test_size_duplicates_and_scripts(tmp_path: Path) -> None:
 
 ODD = {
     "one document": "Once upon a time there was a mill. " * 60,
+    "all duplicates": "The same paragraph, again and again, of about one hundred characters, no more, no less.\n\n"
+    * 900,
     "two kilobytes": "\n\n".join(f"Paragraph {number} of a short text." for number in range(60)),
     "one repeated line": "all work and no play\n" * 5000,
     "many scripts": "\n\n".join(chr(start + shift) * 9 for start in range(0x400, 0x3000, 97) for shift in range(20)),
@@ -101,3 +107,19 @@ def test_the_machine_is_measured() -> None:
     assert 1e8 < slow < 1e14
     assert 1e8 < fast < 1e14
     assert slow <= facts.flops(1_000_000) * 1.5
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".bz2"])
+def test_the_size_of_a_file_that_is_read_in_part(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Escaped Korean takes six bytes of a file for three of text, and compression makes the file smaller."""
+    dice = random.Random(5)
+    syllables = [chr(0xAC00 + number) for number in range(0, 11000, 3)]
+    texts = ["".join(dice.choices(syllables, k=300)) for _ in range(1500)]
+    lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)).encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".xz": partial(lzma.compress, preset=0), ".bz2": bz2.compress}[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(lines))
+    monkeypatch.setattr("textmill.planning.inspect_text.SAMPLE_BYTES", 1 << 18)
+    facts = inspect_text(find_sources([str(path)]), CorpusConfig(), (512,))
+    assert facts.bytes == pytest.approx(sum(len(text.encode()) for text in texts), rel=0.1)
+    assert facts.documents == pytest.approx(len(texts), rel=0.1)

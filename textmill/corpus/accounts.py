@@ -75,7 +75,7 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
     for split, ratio in zip(SPLITS, ratios, strict=True):
         if ratio and not counts["by_split"][split]["documents"]:
             lines.append(
-                f"{split} is empty: {_plural(counts['kept'], 'document')} are too few for a ratio of "
+                f"{split} is empty: too few documents ({counts['kept']:,}) for a ratio of "
                 f"{ratio / sum(ratios):.1%}; "
                 "make smaller documents with a smaller corpus.section_chars or corpus.documents=block, or raise the "
                 "ratio "

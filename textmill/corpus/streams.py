@@ -65,11 +65,16 @@ def open_seekable(address: str) -> Any:
 
 def open_decompressed(address: str) -> io.BufferedReader:
     """Open a file for reading, decompressed but in the encoding that it is stored in."""
-    raw = cast(io.BufferedReader, open_raw(address))
+    return decompress(open_raw(address), address)
+
+
+def decompress(raw: BinaryIO, address: str) -> io.BufferedReader:
+    """The decompressed content of the open file `raw`: itself, if its name says that it is not compressed."""
+    stored = cast(io.BufferedReader, raw)
     extension = next((end for end in COMPRESSIONS if stored_name(address).endswith(end)), None)
-    if extension and raw.peek(1):
-        raw = io.BufferedReader(_BlockStream(_open_decompressor(raw, extension, address), raw), BUFFER_BYTES)
-    return raw
+    if extension and stored.peek(1):
+        return io.BufferedReader(_BlockStream(_open_decompressor(raw, extension, address), raw), BUFFER_BYTES)
+    return stored
 
 
 def open_stream(source: Source) -> io.BufferedReader:
@@ -128,6 +133,9 @@ class _BlockStream(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        return self.delivered
 
     def readinto(self, buffer: Any) -> int:
         if self.error_found is not None:

@@ -8,7 +8,9 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer, models
 
@@ -16,8 +18,10 @@ from textmill.config import CorpusConfig, TokenizerConfig
 from textmill.corpus.records import BadRecord, read_records
 from textmill.corpus.source import Source, SourceChunk
 from textmill.corpus.sources import source_state, split_into_chunks
+from textmill.corpus.streams import decompress, open_raw
 from textmill.errors import TextmillError
 from textmill.planning.facts import TextFacts
+from textmill.planning.stored_sizes import content_size
 from textmill.tokens.vocabulary.algorithms import WordCounter, new_tokenizer, train_vocabulary
 
 SAMPLE_BYTES = 4 << 20
@@ -26,6 +30,10 @@ SAMPLE_CHUNKS = 32
 """Places of the text to read from."""
 SAMPLE_SECONDS = 10.0
 """Reading stops after so many seconds, whatever was read."""
+HEAD_BYTES = 4 << 20
+"""Decompressed bytes at a file's beginning that show how much of a file is text."""
+NO_STREAM = {"parquet": 0.4, "arrow": 1.0}
+"""Formats that are not read from the beginning to the end: bytes of a file for a byte of its text."""
 HELD_OUT = 8
 """One document in this many is not used to fit the trial vocabulary."""
 
@@ -74,7 +82,7 @@ def _read_sample(chunks: Sequence[SourceChunk], corpus: CorpusConfig) -> tuple[_
     """The sample, and how many bytes of the files it stands for."""
     places = chunks[:: max(1, len(chunks) // SAMPLE_CHUNKS)]
     share, end = SAMPLE_BYTES // len(places), time.monotonic() + SAMPLE_SECONDS
-    sample, read_bytes = _Sample(), 0.0
+    sample, read_bytes, ratios = _Sample(), 0.0, dict[str, float]()
     for chunk in places:
         taken, finished = 0, True
         for text in _texts(chunk, corpus, sample):
@@ -83,9 +91,9 @@ def _read_sample(chunks: Sequence[SourceChunk], corpus: CorpusConfig) -> tuple[_
                 finished = False
                 break
         size = chunk.stop - chunk.start
-        # Of a chunk that was read in part, the text is taken for that part of the file: right for plain files, and for
-        # compressed ones as far as they were read.
-        read_bytes += size if finished else min(size, taken * _file_bytes_per_text_byte(chunk, taken))
+        if not finished and (name := chunk.source.address) not in ratios:
+            ratios[name] = _file_bytes_per_text_byte(chunk.source, corpus)
+        read_bytes += size if finished else min(size, taken * ratios[name])
         if time.monotonic() > end:
             break
     return sample, read_bytes
@@ -101,13 +109,22 @@ def _texts(chunk: SourceChunk, corpus: CorpusConfig, sample: _Sample) -> Iterato
             yield record.text
 
 
-COMPRESSION = {".xz": 0.24, ".bz2": 0.26, ".gz": 0.36, ".zst": 0.32, ".parquet": 0.4, ".arrow": 1.0}
-"""Bytes of a file for a byte of its text, where only a part was read."""
-
-
-def _file_bytes_per_text_byte(chunk: SourceChunk, taken: int) -> float:
-    suffix = "." + chunk.source.address.rpartition(".")[2]
-    return COMPRESSION.get(suffix, 1.0)
+def _file_bytes_per_text_byte(source: Source, corpus: CorpusConfig) -> float:
+    """Bytes of a file, which may be compressed and have markup, for a byte of its text; from the file's beginning."""
+    if source.format in NO_STREAM:
+        return NO_STREAM[source.format]
+    with TemporaryDirectory() as folder:
+        begin = Path(folder) / "begin"
+        with open_raw(source.address) as raw:
+            stream = decompress(raw, source.address)
+            data, file_bytes = stream.read(HEAD_BYTES), raw.tell()
+        if content := content_size(source.address):
+            file_bytes = round(len(data) * source_state(source).bytes / content)
+        begin.write_bytes(data[: data.rfind(b"\n") + 1] or data)
+        part = replace(source, address=str(begin))
+        chunk = SourceChunk(0, part, 0, begin.stat().st_size)
+        text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in _texts(chunk, corpus, _Sample()))
+    return file_bytes / text_bytes if text_bytes else 1.0
 
 
 def _bytes_per_token(sample: _Sample, vocabs: Sequence[int]) -> dict[int, float]:

@@ -20,8 +20,7 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {plan.parameters / 1e6:.1f}M parameters, {_minutes(plan)}.
-{f"# Expected {other_minutes}." if other_minutes else "#"}
-#
+{f"# Expected {other_minutes}.{chr(10)}#" if other_minutes else "#"}
 #   textmill run {folder}        # all stages: prepare, fit-tokenizer, tokenize, train, evaluate, generate
 #   textmill COMMAND --help      # every setting with its default
 #
