@@ -1,4 +1,4 @@
-"""Every engine there is, and a family outside the package, for the tests that all of them pass."""
+"""Every engine there is with every family, and one outside the package, for the tests that all of them pass."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import pytest
 
 from tests.support import engine_runs
 from tests.support.engine_runs import ENGINES, MYNET
+from textmill.config import SIZES
+
+LONG = [pytest.param(f"{engine}-{family}", marks=pytest.mark.long)
+        for engine in ENGINES for family in SIZES if family != "gpt2"]  # fmt: skip
 
 
-@pytest.fixture(params=[*ENGINES, "torch-mynet"])
+@pytest.fixture(params=[*ENGINES, "torch-mynet", *LONG])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kind of an engine; with torch also a family of the user's own."""
-    engine, _, own = str(request.param).partition("-")
-    monkeypatch.setattr(engine_runs, "FAMILY", [MYNET if own else "gpt2"])
+    """The kind of an engine, with GPT-2 or the family after the hyphen."""
+    engine, _, family = str(request.param).partition("-")
+    monkeypatch.setattr(engine_runs, "FAMILY", [MYNET if family == "mynet" else family or "gpt2"])
     return engine

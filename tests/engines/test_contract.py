@@ -17,6 +17,8 @@ from textmill.models.nets_torch import fill, new_net
 from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 
+LAST_NORMS = ("ln_f.weight", "layers.1.norm_2.weight", "layer.1.output.LayerNorm.weight")
+
 
 @pytest.mark.long_with("jax")
 def test_the_loss_falls(kind: str) -> None:
@@ -26,8 +28,7 @@ def test_the_loss_falls(kind: str) -> None:
 
 
 def logits_of(config: RunConfig, engine: Engine, ids: torch.Tensor) -> torch.Tensor:
-    """Of transformers' GPT-2; of a family outside the package, the net's own, which tests/models compares with
-    Llama."""
+    """Of transformers' GPT-2; of other families the net's own, which tests/models compares with transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     family = open_family(config.model.family)
@@ -217,10 +218,7 @@ def test_a_non_finite_gradient_skips_the_update(kind: str) -> None:
     run(engine, range(2))
     weights = [(name, values.copy()) for name, values in engine.weights()]
     moments, updates = list(engine.moments()), engine.updates()
-    broken = [
-        (name, np.full_like(values, np.inf) if name.endswith(("ln_f.weight", "layers.1.norm_2.weight")) else values)
-        for name, values in weights
-    ]
+    broken = [(name, np.full_like(values, np.inf) if name.endswith(LAST_NORMS) else values) for name, values in weights]
     engine.load(broken, moments, updates, "broken")
     step = engine.train_step(batch_of(3), 3, 1e-2)
     assert step.skipped
@@ -244,10 +242,10 @@ def test_evaluation_sums(kind: str) -> None:
 
 def test_a_field_that_the_family_does_not_use_raises_an_error(kind: str) -> None:
     engine = started(config_of(kind))
-    batch = replace(batch_of(0), types=np.zeros((ROWS, LENGTH), np.int32))
-    with pytest.raises(TextmillError, match=r"the batches have types, which the model family \w+ does not use"):
+    batch = replace(batch_of(0), weights=np.zeros((ROWS, LENGTH), np.float32))
+    with pytest.raises(TextmillError, match=r"the batches have weights, which the model family \w+ does not use"):
         engine.train_step(batch, 0, 0.0)
-    with pytest.raises(TextmillError, match="types"):
+    with pytest.raises(TextmillError, match="weights"):
         engine.eval_step(batch)
 
 

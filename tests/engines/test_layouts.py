@@ -1,11 +1,12 @@
-"""Every layout against one process, with dropout, samples of unequal length, isolated documents and gradient
-accumulation."""
+"""Every layout against one process, with dropout, samples of unequal length, isolated documents, gradient accumulation;
+with GPT-2, and with BERT on packed sentence pairs."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.layout_process import (
     STEPS,
     VOCAB,
     config_of,
+    family_of,
     measured,
     processes_of,
     resumed,
@@ -36,15 +38,22 @@ TWO = ("shard-2", "sequence-2")
 Measured = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def alone() -> Measured:
+@cache
+def measured_alone(family: str) -> Measured:
     """One process, on the same config."""
-    return measured(config_of({}, clip=0.0))
+    return measured(config_of({}, family, clip=0.0))
 
 
-def launched(folder: Path, alone: Measured, names: Iterable[str]) -> Path:
+@pytest.fixture
+def alone(layout: str) -> Measured:
+    return measured_alone(family_of(layout))
+
+
+def launched(folder: Path, names: Iterable[str]) -> Path:
     """One launch for each number of processes; the second goes on from what the first saved."""
-    np.savez(folder / "one.state.npz", **alone[2])
+    for family, prefix in (("gpt2", ""), ("bert", "bert-")):
+        if any(family_of(name) == family for name in names):
+            np.savez(folder / f"{prefix}one.state.npz", **measured_alone(family)[2])
     for world in (2, 4):
         if here := [name for name in names if processes_of(name) == world]:
             assert run_together([sys.executable, layout_process.__file__, str(folder), *here], world) == "ok"
@@ -52,13 +61,13 @@ def launched(folder: Path, alone: Measured, names: Iterable[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_layouts(tmp_path_factory: pytest.TempPathFactory, alone: Measured) -> Path:
-    return launched(tmp_path_factory.mktemp("two-layouts"), alone, TWO)
+def two_layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launched(tmp_path_factory.mktemp("two-layouts"), TWO)
 
 
 @pytest.fixture(scope="module")
-def other_layouts(tmp_path_factory: pytest.TempPathFactory, alone: Measured) -> Path:
-    return launched(tmp_path_factory.mktemp("other-layouts"), alone, [name for name in LAYOUTS if name not in TWO])
+def other_layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launched(tmp_path_factory.mktemp("other-layouts"), [name for name in LAYOUTS if name not in TWO])
 
 
 @pytest.fixture
@@ -112,8 +121,10 @@ def test_a_saved_engine_resumes(layout: str, folder: Path, alone: Measured) -> N
     ours, wanted = json.loads((folder / f"{layout}.json").read_text()), losses(alone[0]["losses"][next_ones])
     assert ours["own"] == ours["losses"][next_ones]
     assert losses(ours["after"]) == pytest.approx(wanted, rel=1e-6), ours["from"]
-    engine = resumed(config_of({}, clip=0.0), dict(np.load(folder / f"{layout}.state.npz")))
-    assert losses([list(one) for one in stepped(engine, range(SAVED, SAVED + MORE))]) == pytest.approx(wanted, rel=1e-6)
+    family = family_of(layout)
+    engine = resumed(config_of({}, family, clip=0.0), dict(np.load(folder / f"{layout}.state.npz")))
+    found = stepped(engine, range(SAVED, SAVED + MORE), family)
+    assert losses([list(one) for one in found]) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_sharded_muon_matches_one_process(layout: str, folder: Path, alone: Measured) -> None:

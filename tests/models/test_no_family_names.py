@@ -1,4 +1,4 @@
-"""No weight or module name of GPT-2 outside its own package and the converters: other modules read Weight."""
+"""No weight or module name of a family outside its own package and the converters: other modules read Weight."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ NAMES = (
     "lm_head",
     "transformer.h",
     "fan_in_fan_out=True",
+    "word_embeddings",
+    "token_type_embeddings",
+    "intermediate.dense",
+    "seq_relationship",
+    "cls.predictions",
 )
-OWN = ("models/gpt2/", "conversion/")
+OWN = ("models/gpt2/", "models/bert/", "conversion/")
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if not str(path.relative_to(PACKAGE)).startswith(OWN)]
 
 
@@ -53,6 +58,6 @@ def test_modules_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_name_of_gpt2(name: str) -> None:
+def test_no_name_of_a_family(name: str) -> None:
     found = [f"{path.relative_to(PACKAGE)}:{line}" for path in FILES for line, word in words_of(path) if name in word]
-    assert not found, f"'{name}' is a name of GPT-2: {', '.join(found)}"
+    assert not found, f"'{name}' is a name of a family: {', '.join(found)}"

@@ -27,6 +27,8 @@ MAKE = {"torch": TorchEngine, "jax": JaxEngine, "deepspeed": DeepSpeedEngine}
 
 LORA = LoraConfig(rank=4, alpha=6.0, dropout=0.2, targets=["mlp", "1"])
 """Both matrices of every MLP, and all of the second block."""
+BERT_TARGETS = ["intermediate.dense", "layer.*.output.dense", "1"]
+"""The same of a family that names them otherwise."""
 MYNET = str(Path(__file__).parent / "mynet.py")
 FAMILY = ["gpt2"]
 """The family of `config_of`; the fixture `kind` sets it for the tests that every family passes."""
@@ -35,9 +37,13 @@ FAMILY = ["gpt2"]
 def config_of(
     kind: str, *, dropout: float = 0.0, micro_batch: int = ROWS, lora: LoraConfig | None = None, **train: Any
 ) -> RunConfig:
-    own: dict[str, Any] = {"heads": 2} if FAMILY[0] == "gpt2" else {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}}
-    shape = ShapeConfig(layers=2, width=32, positions=LENGTH, dropout=dropout, **own)
-    model = ModelConfig(family=FAMILY[0], size="nano" if FAMILY[0] == "gpt2" else "small", shape=shape)
+    mynet: dict[str, Any] = {"heads": 4, "inner": 64, "extra": {"kv_heads": 2}}
+    shape = ShapeConfig(
+        layers=2, width=32, positions=LENGTH, dropout=dropout, **(mynet if FAMILY[0] == MYNET else {"heads": 2})
+    )
+    model = ModelConfig(family=FAMILY[0], size={"gpt2": "nano", "bert": "tiny"}.get(FAMILY[0], "small"), shape=shape)
+    if lora is not None and FAMILY[0] == "bert":
+        lora = lora.model_copy(update={"targets": BERT_TARGETS})
     settings = {"batch": ROWS, "length": LENGTH, "learning_rate": 1e-2, **train}
     engine = MAKE[kind](device="cpu", micro_batch=micro_batch)
     config = RunConfig(model=model, train=TrainConfig(**settings), engine=engine)

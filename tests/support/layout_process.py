@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.masked_batches import masked_batch, rows_of
 from textmill.config import LoraConfig, ModelConfig, MuonConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines import Engine, open_engine, open_ranks
@@ -29,7 +30,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-2-shard-2": {"replicate": 2, "shard": 2},
     "shard-2-sequence-2": {"shard": 2, "tensor": 2},
     "ddp-2-tensor-2": {"replicate": 2, "tensor": 2, "sequence_parallel": False},
+    "bert-ddp-2": {"replicate": 2},
+    "bert-shard-2": {"shard": 2},
+    "bert-tensor-2": {"tensor": 2, "sequence_parallel": False},
+    "bert-sequence-2": {"tensor": 2},
 }
+"""Meshes by name; those that start with bert have masked batches with packed pairs, the others are for GPT-2."""
 
 
 def processes_of(name: str) -> int:
@@ -38,7 +44,12 @@ def processes_of(name: str) -> int:
     return int(mesh.get("replicate", 1) * mesh.get("shard", 1) * mesh.get("tensor", 1))
 
 
-def config_of(mesh: dict[str, Any], **settings: Any) -> RunConfig:
+def family_of(name: str) -> str:
+    """Return the model family of a layout."""
+    return "bert" if name.startswith("bert") else "gpt2"
+
+
+def config_of(mesh: dict[str, Any], family: str = "gpt2", **settings: Any) -> RunConfig:
     """A small net with dropout, and a batch of several micro-batches."""
     shape = ShapeConfig(layers=2, heads=4, width=32, positions=LENGTH, dropout=0.1)
     train = {
@@ -51,11 +62,14 @@ def config_of(mesh: dict[str, Any], **settings: Any) -> RunConfig:
     }
     replicas = int(mesh.get("replicate", 1) * mesh.get("shard", 1))
     engine = TorchEngine(device="cpu", micro_batch=ROWS // replicas // 2, mesh=MeshConfig(**mesh))
-    return RunConfig(model=ModelConfig(size="nano", shape=shape), train=TrainConfig(**train), engine=engine)
+    model = ModelConfig(family=family, size="tiny" if family == "bert" else "nano", shape=shape)
+    return RunConfig(model=model, train=TrainConfig(**train), engine=engine)
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(step: int, family: str) -> Batch:
     """Samples with different numbers of loss tokens, one with none; on odd steps each has two isolated documents."""
+    if family == "bert":
+        return masked_batch(step, pairs=step != 2)
     dice = np.random.default_rng(step)
     ids = (dice.integers(0, 12, (ROWS, LENGTH + 1)) ** 2).astype(np.int32) % VOCAB
     labels = ids[:, 1:].copy()
@@ -71,26 +85,27 @@ def batch_of(step: int) -> Batch:
     )
 
 
+def shape_of(config: RunConfig) -> Any:
+    """Return the shape of the config's net."""
+    return open_family(config.model.family).shape_of(config.model, vocab=VOCAB, end=0)
+
+
 def started(config: RunConfig, ranks: Any = None) -> Engine:
     """Open the engine with initial weights."""
-    family = open_family("gpt2")
-    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    shape = shape_of(config)
     engine = open_engine(config, shape, ranks)
     engine.load(initial_weights(shape, 5), [], 0, "the first weights")
     return engine
 
 
-def stepped(engine: Engine, steps: range) -> list[tuple[float, float]]:
+def stepped(engine: Engine, steps: range, family: str) -> list[tuple[float, float]]:
     """Train on this rank's part of each batch; return loss and gradient norm of each step."""
     found = []
     for step in steps:
-        full = batch_of(step)
-        part = engine.samples_of(ROWS)
-        documents = None if full.documents is None else full.documents[part]
-        batch = Batch(full.inputs[part], full.labels[part], full.samples[part], documents)
-        result = engine.train_step(batch, step, 1e-3)
+        full = batch_of(step, family)
+        result = engine.train_step(rows_of(full, engine.samples_of(ROWS)), step, 1e-3)
         assert result.loss_tokens == int((full.labels != IGNORED).sum())
-        found.append((result.loss, result.norm))
+        found.append((result.loss + sum(result.terms.values()), result.norm))
     return found
 
 
@@ -101,7 +116,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 def resumed(config: RunConfig, state: dict[str, Any], ranks: Any = None) -> Engine:
     """Open an engine that resumes from the `state_of` another after SAVED steps."""
-    engine = open_engine(config, open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0), ranks)
+    engine = open_engine(config, shape_of(config), ranks)
     weights = [(name, values) for name, values in state.items() if "/" not in name]
     engine.load(weights, [(name, values) for name, values in state.items() if "/" in name], SAVED, "saved")
     return engine
@@ -109,13 +124,17 @@ def resumed(config: RunConfig, state: dict[str, Any], ranks: Any = None) -> Engi
 
 def measured(config: RunConfig, ranks: Any = None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the results of a run, its gradients after the first step, and its state after SAVED steps."""
-    engine = started(config, ranks)
-    sums = [engine.eval_step(cut(batch_of(0), rows)) for rows in (ROWS, 5, 1)]
-    numbers = {"sums": [[one.loss, one.loss_tokens, one.correct] for one in sums], "first": stepped(engine, range(1))}
+    engine, family = started(config, ranks), config.model.family
+    sums = [engine.eval_step(rows_of(batch_of(0, family), slice(rows))) for rows in (ROWS, 5, 1)]
+    sums += [other for one in sums for other in one.others.values()]
+    numbers = {
+        "sums": [[one.loss, one.loss_tokens, one.correct] for one in sums],
+        "first": stepped(engine, range(1), family),
+    }
     gradients = {name: values / 0.1 for name, values in engine.moments() if name.startswith("m/")}
-    numbers["losses"] = stepped(engine, range(1, SAVED))
+    numbers["losses"] = stepped(engine, range(1, SAVED), family)
     state = state_of(engine)
-    numbers["losses"] += stepped(engine, range(SAVED, STEPS))
+    numbers["losses"] += stepped(engine, range(SAVED, STEPS), family)
     numbers["muon"] = muons(config, ranks)
     numbers["lora"] = adapters(config, ranks)
     numbers["parameters"] = sum(parameter.numel() for parameter in _held(engine))
@@ -128,23 +147,23 @@ def muons(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
         update={"train": config.train.model_copy(update={"optimizer": "muon", "muon": MuonConfig(momentum=0.8)})}
     )
     engine = started(config, ranks)
-    numbers = stepped(engine, range(SAVED))
+    numbers = stepped(engine, range(SAVED), config.model.family)
     state = state_of(engine)
-    numbers += stepped(engine, range(SAVED, SAVED + 2))
-    return numbers + stepped(resumed(config, state, ranks), range(SAVED, SAVED + 2))
+    numbers += stepped(engine, range(SAVED, SAVED + 2), config.model.family)
+    return numbers + stepped(resumed(config, state, ranks), range(SAVED, SAVED + 2), config.model.family)
 
 
 def adapters(config: RunConfig, ranks: Any) -> list[tuple[float, float]]:
     """Train adapters with dropout, and repeat the last steps with an engine that resumes before them."""
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": LORA})})
-    shape = open_family("gpt2").shape_of(config.model, vocab=VOCAB, end=0)
+    shape = shape_of(config)
     first = [*initial_weights(shape, 5), *initial_adapters(shape, LORA, 5)]
     engine = open_engine(config, shape, ranks)
     engine.load(first, [], 0, "the first weights")
-    numbers = stepped(engine, range(SAVED))
+    numbers = stepped(engine, range(SAVED), config.model.family)
     state = dict(first) | state_of(engine)
-    numbers += stepped(engine, range(SAVED, SAVED + 2))
-    return numbers + stepped(resumed(config, state, ranks), range(SAVED, SAVED + 2))
+    numbers += stepped(engine, range(SAVED, SAVED + 2), config.model.family)
+    return numbers + stepped(resumed(config, state, ranks), range(SAVED, SAVED + 2), config.model.family)
 
 
 def _held(engine: Any) -> list[Any]:
@@ -152,22 +171,19 @@ def _held(engine: Any) -> list[Any]:
     return list(engine.optimizer.own.values())
 
 
-def cut(batch: Batch, rows: int) -> Batch:
-    """Return the first rows of a batch."""
-    return Batch(batch.inputs[:rows], batch.labels[:rows], batch.samples[:rows])
-
-
 def main(folder: Path, names: list[str]) -> int:
     """Run these layouts; each resumes from its own state, and from that of another layout in the folder."""
     others = sorted(path.name.removesuffix(".state.npz") for path in folder.glob("*.state.npz"))
     with closing(open_ranks(config_of({}))) as ranks:
         for number, name in enumerate(names):
-            config, before = config_of(LAYOUTS[name], clip=0.0), others[number % len(others)]
+            family = family_of(name)
+            own = [other for other in others if family_of(other) == family]
+            config, before = config_of(LAYOUTS[name], family, clip=0.0), own[number % len(own)]
             numbers, gradients, state = measured(config, ranks)
-            numbers["own"] = stepped(resumed(config, state, ranks), range(SAVED, SAVED + MORE))
+            numbers["own"] = stepped(resumed(config, state, ranks), range(SAVED, SAVED + MORE), config.model.family)
             numbers["from"] = before
             other = resumed(config, dict(np.load(folder / f"{before}.state.npz")), ranks)
-            numbers["after"] = stepped(other, range(SAVED, SAVED + MORE))
+            numbers["after"] = stepped(other, range(SAVED, SAVED + MORE), config.model.family)
             if ranks.first:
                 np.savez(folder / f"{name}.gradients.npz", **gradients)
                 np.savez(folder / f"{name}.state.npz", **state)

@@ -40,7 +40,14 @@ PLANTED = {
     ),
     "a missing mask": (
         ["engine.mesh.replicate=2", "train.packed.isolate_documents=true"],
-        "from textmill.engines import on_torch\non_torch.OnTorch._documents = lambda *_: None",
+        """
+        from dataclasses import replace
+        from textmill.engines import on_torch
+        parts = on_torch.micro_batches
+        def without_documents(batch, *rest, **given):
+            return parts(replace(batch, documents=None), *rest, **given)
+        on_torch.micro_batches = without_documents
+        """,
     ),
     "unscaled accumulation": (
         ["engine.mesh.replicate=2", "train.batch=32", "engine.micro_batch=8"],

@@ -33,6 +33,14 @@ class ShapeConfig(Section):
     """A head with weights of its own instead of those of the token embedding."""
     dropout: float | None = Field(None, ge=0, lt=1)
     """Dropout rate on embeddings, attention weights and both residual branches."""
+    norm: Literal["post", "pre"] | None = None
+    """bert: LayerNorms after each residual sum (post, as in BERT) or before attention and MLP (pre, as in
+    Megatron-LM)."""
+    pair_head: bool | None = None
+    """bert: a second head that predicts a class for each sentence pair; default: true."""
+    deep_init: bool | None = None
+    """bert: start the last matrix of each residual branch smaller, by the root of twice the layers (Megatron-LM's
+    deep-init)."""
     extra: dict[str, Any] | None = None
     """Numbers that only your own model family has, such as `extra: {kv_heads: 2}`."""
 
@@ -60,11 +68,13 @@ class ModelConfig(Section):
     """The model: family, size, initial weights, LoRA."""
 
     family: str = source("gpt2")
-    """gpt2: a decoder that predicts the next token; or a Python file with your own model family, such as ./mynet.py
-    (docs/own-model.md). The file is executed, so only your own YAML or the command line may name it."""
+    """gpt2: a decoder that predicts the next token; bert: an encoder that predicts masked tokens; or a Python file with
+    your own model family, such as ./mynet.py (docs/own-model.md). The file is executed, so only your own YAML or the
+    command line may name it."""
     size: str = "small"
     """A named size: nano, micro, mini, small (124M), medium (350M), large (774M), xl (1.5B),
-    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b.
+    dsgpt2-112m, dsgpt2-112m-half, dsgpt2-345m, megatron-345m, megatron-8.3b, yuan-4.7b;
+    of bert: tiny, mini, small (29M), medium (41M), base (110M), large (335M), megatron-345m.
     Not used with `model.init_from`: its weights have their own size."""
     shape: ShapeConfig | str = source(ShapeConfig())
     """Numbers that differ from `model.size`, or the path of a Hugging Face config.json that has all of them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 GPT2 = {"activation": "gelu_new", "dropout": 0.0, "untied": False}
+BERT = {"positions": 512, "activation": "gelu", "norm": "post", "pair_head": True, "deep_init": False, "dropout": 0.0}
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {
@@ -71,5 +72,14 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
             "dropout": 0.1,
             "untied": False,
         },
+    },
+    "bert": {
+        "tiny": {"layers": 2, "heads": 2, "width": 128, **BERT},
+        "mini": {"layers": 4, "heads": 4, "width": 256, **BERT},
+        "small": {"layers": 4, "heads": 8, "width": 512, **BERT},
+        "medium": {"layers": 8, "heads": 8, "width": 512, **BERT},
+        "base": {"layers": 12, "heads": 12, "width": 768, **BERT},
+        "large": {"layers": 24, "heads": 16, "width": 1024, **BERT},
+        "megatron-345m": {"layers": 24, "heads": 16, "width": 1024, **BERT, "norm": "pre", "dropout": 0.1},
     },
 }

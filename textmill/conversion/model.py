@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 from textmill.models import Shape, known_weights, weights_of
-from textmill.models.gpt2.facts import GELUS
+from textmill.models.activations import GELUS
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 

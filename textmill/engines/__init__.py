@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -52,7 +52,12 @@ class Step(Protocol):
 
     @property
     def loss(self) -> float:
-        """The loss of the global batch, before the update."""
+        """The loss of the global batch, before the update: the mean of its loss tokens."""
+        ...
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Other terms that the update minimises together with the loss, by their names in the log: pair_loss."""
         ...
 
     @property
@@ -88,10 +93,15 @@ class Sums:
     loss: float
     loss_tokens: int
     correct: int
+    others: dict[str, Sums] = field(default_factory=dict)
+    """The same of other heads, by name: pair."""
 
     def __add__(self, other: Sums) -> Sums:
         tokens = self.loss_tokens + other.loss_tokens
-        return Sums(self.loss + other.loss, tokens, self.correct + other.correct)
+        names = {**self.others, **other.others}
+        none = Sums(0.0, 0, 0)
+        others = {name: self.others.get(name, none) + other.others.get(name, none) for name in names}
+        return Sums(self.loss + other.loss, tokens, self.correct + other.correct, others)
 
 
 class Engine(Protocol):

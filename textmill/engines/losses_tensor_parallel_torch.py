@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from textmill.engines.losses_torch import GradientInForward, token_chunks
+from textmill.engines.losses_torch import GradientInForward, add_bias, token_chunks
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.kernels.matmul_torch import matmul
 from textmill.tokens.batches.batch import IGNORED
@@ -26,23 +26,29 @@ def tensor_parallel_loss(
     smoothing: float,
     z: float,
     tensor: TensorParallel,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
     """`summed_loss` over the rows of all ranks; backward starts here; the gradient of x is this rank's part of it."""
     loss: Tensor = _TensorParallelLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, tensor, True
+        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, tensor, True, bias_V
     )
     return loss
 
 
 @torch.no_grad()
 def tensor_parallel_loss_and_correct(
-    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, tensor: TensorParallel
+    x_ME: Tensor,
+    head_VE: Tensor,
+    labels_M: Tensor,
+    vocab: int,
+    tensor: TensorParallel,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, 0 without a label, and whether its label has the highest logit of all ranks."""
     head, begin = head_VE.to(x_ME.dtype), tensor.rank * len(head_VE)
     losses, correct = [], []
     for rows in token_chunks(x_ME, head):
-        logits_MV = (x_ME[rows] @ head.T)[:, : max(0, vocab - begin)].float()
+        logits_MV = add_bias(x_ME[rows] @ head.T, bias_V)[:, : max(0, vocab - begin)].float()
         softmax = _Softmax(logits_MV, labels_M[rows], begin, tensor)
         labelled = labels_M[rows] != IGNORED
         losses.append((softmax.log_sum_M - softmax.target_M).where(labelled, 0))
@@ -84,12 +90,13 @@ class _TensorParallelLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, tensor: TensorParallel, ends: bool,
+        z: float, tensor: TensorParallel, ends: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         begin = tensor.rank * len(head_VE)
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
-            full_MV, labels, labelled = matmul(x_ME[rows], head.T), labels_M[rows], labels_M[rows] != IGNORED
+            full_MV = add_bias(matmul(x_ME[rows], head.T), bias_V)
+            labels, labelled = labels_M[rows], labels_M[rows] != IGNORED
             logits_MV = full_MV[:, : max(0, vocab - begin)].float()
             softmax, weight_M = _Softmax(logits_MV, labels, begin, tensor), weights_M[rows].where(labelled, 0)
             log_sum_M = softmax.log_sum_M
@@ -108,4 +115,4 @@ class _TensorParallelLoss(GradientInForward):
             full_MV.zero_()[:, : gradients_MV.shape[1]] = gradients_MV
             return (losses_M.where(labelled, 0) * weight_M).sum(), full_MV
 
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V)

@@ -1,7 +1,7 @@
 """The head and its cross-entropy, computed in chunks of tokens, so that all logits never exist at once.
 
-Shapes in names: M tokens, E width, V padded vocabulary. The gradient is computed in forward, while a chunk's logits
-exist.
+Shapes in names: M tokens, E width, V padded vocabulary. A head may have a bias, one number for each row. The
+gradient is computed in forward, while a chunk's logits exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GPU_TOKENS = 32768
 
 def summed_loss(
     x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0,
-    z: float = 0.0, fp8: bool = False, *, ends: bool = False,
+    z: float = 0.0, fp8: bool = False, *, ends: bool = False, bias_V: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the labelled tokens' losses; weights are 0 or more; head rows from `vocab` on are padding.
 
@@ -35,21 +35,34 @@ def summed_loss(
     so wide a matrix would need another pass. `ends` means that backward starts here, with a gradient of 1.
     """
     loss: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, fp8, ends
+        x_ME, head_VE, labels_M, weights_M, vocab, smoothing, z, fp8, ends, bias_V
     )
     return loss
 
 
 @torch.no_grad()
-def loss_and_correct(x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def loss_and_correct(
+    x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, vocab: int, bias_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The loss of each token, 0 without a label, and whether its label has the highest logit."""
     head = head_VE.to(x_ME.dtype)
-    chunks = [_chunk_loss_and_correct(x_ME[rows] @ head.T, labels_M[rows], vocab) for rows in token_chunks(x_ME, head)]
+    chunks = [
+        _chunk_loss_and_correct(add_bias(x_ME[rows] @ head.T, bias_V), labels_M[rows], vocab)
+        for rows in token_chunks(x_ME, head)
+    ]
     return torch.cat([losses for losses, _ in chunks]), torch.cat([correct for _, correct in chunks])
 
 
+def add_bias(logits_MV: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Add the head's bias, if it has one, in place."""
+    return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(logits_MV.dtype))
+
+
 class GradientInForward(torch.autograd.Function):
-    """A loss that computes the gradients of hidden states and head in forward, while a chunk's logits exist."""
+    """A loss that computes the gradients of hidden states and head in forward, while a chunk's logits exist.
+
+    The first two of ten arguments of `apply` are these, and the last is the head's bias or None.
+    """
 
     @staticmethod
     def compute(
@@ -58,6 +71,7 @@ class GradientInForward(torch.autograd.Function):
         head_VE: Tensor,
         compute_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
         ends: bool,
+        bias_V: Tensor | None,
     ) -> Tensor:
         """The sum over chunks; `compute_chunk` gets rows and the head, and returns their loss and logit gradients."""
         ctx.ends = ends
@@ -66,6 +80,7 @@ class GradientInForward(torch.autograd.Function):
         grad_head = (
             torch.zeros(head.shape, dtype=head_VE.dtype, device=head.device) if ctx.needs_input_grad[1] else None
         )
+        grad_bias = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[9] else None
         total = torch.zeros((), device=x_ME.device)
         for rows in token_chunks(x_ME, head):
             loss, grad_MV = compute_chunk(rows, head)
@@ -73,31 +88,35 @@ class GradientInForward(torch.autograd.Function):
             matmul_into(grad_MV, head, grad_x[rows])
             if grad_head is not None:
                 matmul_into(grad_MV.T, x_ME[rows], grad_head, addend=grad_head)
-        ctx.save_for_backward(grad_x, grad_head)
+            if grad_bias is not None:
+                grad_bias += grad_MV.sum(0, dtype=grad_bias.dtype)
+        ctx.save_for_backward(grad_x, grad_head, grad_bias)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_head = ctx.saved_tensors
+        gradients: tuple[Tensor | None, ...] = ctx.saved_tensors
         if not ctx.ends:
-            grad_x, grad_head = grad_x.mul_(gradient), None if grad_head is None else grad_head.mul_(gradient)
-        return grad_x, grad_head, None, None, None, None, None, None, None
+            gradients = tuple(None if one is None else one.mul_(gradient) for one in gradients)
+        grad_x, grad_head, grad_bias = gradients
+        return grad_x, grad_head, None, None, None, None, None, None, None, grad_bias
 
 
 class _SummedLoss(GradientInForward):
     @staticmethod
     def forward(
         ctx: Any, x_ME: Tensor, head_VE: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float,
-        z: float, fp8: bool, ends: bool,
+        z: float, fp8: bool, ends: bool, bias_V: Tensor | None,
     ) -> Tensor:  # fmt: skip
         head8 = quantize_rows(head_VE) if fp8 else None
 
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = fp8_matmul(quantize_rows(x_ME[rows]), head8) if head8 else matmul(x_ME[rows], head.T)
+            logits_MV = add_bias(logits_MV, bias_V)
             losses_M = _loss_and_gradient(logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z)
             return (losses_M * weights_M[rows]).sum(), logits_MV
 
-        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends)
+        return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V)
 
 
 def token_chunks(x_ME: Tensor, head_VE: Tensor) -> list[slice]:

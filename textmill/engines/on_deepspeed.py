@@ -22,8 +22,11 @@ from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
 from textmill.engines.checksum_torch import checksum_tensors
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
-from textmill.engines.loss_module_torch import LossModule
 from textmill.engines.micro_batch_torch import micro_batch_of
+from textmill.engines.objective.heads_torch import PAIR_LOSS, join_sums, named_sums
+from textmill.engines.objective.labels import count_pairs
+from textmill.engines.objective.loss_module_torch import LossModule
+from textmill.engines.objective.micro_batches_torch import micro_batches
 from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of
 from textmill.engines.optimizers.step_torch import trained_of
 from textmill.engines.ranks_torch import TorchRanks, open_ranks
@@ -33,7 +36,6 @@ from textmill.engines.step_result_torch import TorchStep
 from textmill.engines.zero_state_deepspeed import MasterWeights
 from textmill.errors import TextmillError
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.kernels.transfer_torch import copy_to_device
 from textmill.models import Shape, Weight, to_checkpoint
 from textmill.models.base_torch import BaseNet
 from textmill.models.lora import count_with_adapters, saved_weights, uses_dropout
@@ -71,29 +73,29 @@ class OnDeepSpeed:
     def train_step(self, batch: Batch, step: int, lr: float) -> TorchStep:
         """Gradient accumulation over micro-batches, then DeepSpeed's step, unless a spike or NaN skips it."""
         check_fields(batch, self.net.shape)
-        tokens, samples = (int(count) for count in self.ranks.all_reduce(count_loss_tokens(batch)))
+        counts = self.ranks.all_reduce([*count_loss_tokens(batch), *count_pairs(batch)])
+        tokens, samples, *pairs = (int(count) for count in counts)
         # DeepSpeed averages over ranks, and scales the fp16 loss after our loss has computed its gradient:
         # the token weights correct both.
         scale = float(self.engine.optimizer.loss_scale) if self.precision == torch.float16 else 1.0
-        token_weight = token_weights(batch, self.train.loss, tokens, samples) * np.float32(self.ranks.world * scale)
+        factor = self.ranks.world * scale
+        token_weight = token_weights(batch, self.train.loss, tokens, samples) * np.float32(factor)
         dropout = uses_dropout(self.net.shape, self.net.lora)
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if dropout else None
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"]
-        total = torch.zeros((), device=self.device)
-        for start in range(0, len(batch.inputs), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
-            last = rows.stop >= len(batch.inputs)
+        total = torch.zeros((2,) if self.net.has_pair_head else (), device=self.device)
+        given: Any = {"weights": token_weight, "keys": keys_N, "pair_weight": factor / max([1, *pairs])}
+        for last, part in micro_batches(batch, self.net, self.micro_batch, self.device, **given):
             self.engine.set_gradient_accumulation_boundary(last)
-            loss = self._pass(
-                batch, rows, copy_to_device(token_weight[rows], self.device), None if keys_N is None else keys_N[rows]
-            )
-            total += loss.detach()
+            loss, reported = self.engine(*part)
+            total += reported
             if last:
-                total /= self.ranks.world * scale
+                total /= factor
                 if self.ranks.world > 1:
                     dist.all_reduce(total)
-                spike = self.guard.is_spike(self.guard.state, total) if self.guard else None
+                main = total[0] if self.net.has_pair_head else total
+                spike = self.guard.is_spike(self.guard.state, main) if self.guard else None
                 # DeepSpeed skips an update only if the gradient is not finite.
                 loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
             # A new tensor, even if the scale is 1: DeepSpeed would otherwise divide `loss` by the accumulation steps.
@@ -103,20 +105,9 @@ class OnDeepSpeed:
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm()) if norm is None else norm
         if self.guard:
-            self.guard.state = self.guard.next_state(self.guard.state, total, spike, torch.isfinite(norm), step + 1)
-        return TorchStep(total, norm, tokens, torch.tensor(scale) if self.precision == torch.float16 else None)
-
-    def _pass(self, batch: Batch, rows: slice, weights: Tensor | None, keys: Any = None) -> Any:
-        arrays = (
-            batch.inputs[rows],
-            batch.labels[rows],
-            keys,
-            None if batch.documents is None else batch.documents[rows],
-        )
-        inputs, labels, keys, documents = (
-            None if array is None else copy_to_device(array, self.device) for array in arrays
-        )
-        return self.engine(inputs, labels, weights, keys, documents)
+            self.guard.state = self.guard.next_state(self.guard.state, main, spike, torch.isfinite(norm), step + 1)
+        loss_scale = torch.tensor(scale) if self.precision == torch.float16 else None
+        return TorchStep(main, norm, tokens, loss_scale, terms={PAIR_LOSS: total[1]} if pairs else {})
 
     def _clip(self) -> Tensor:
         """The gradient norm, without ZeRO; makes Adam clip by it, and skip the update if it is not finite."""
@@ -134,14 +125,13 @@ class OnDeepSpeed:
         check_fields(batch, self.net.shape)
         batch = part_of(batch, self.ranks.world, self.ranks.rank)
         self.engine.eval()
-        sums = [
-            self._pass(batch, slice(start, start + self.micro_batch), None)
-            for start in range(0, len(batch.inputs), self.micro_batch)
-        ]
+        parts = micro_batches(batch, self.net, self.micro_batch, self.device)
+        found = join_sums([self.engine(*part) for _, part in parts])
         self.engine.train()
-        losses, correct = (torch.stack(values).cpu().double().sum() for values in zip(*sums, strict=True))
-        totals = self.ranks.all_reduce([float(losses), count_loss_tokens(batch)[0], int(correct)])
-        return Sums(totals[0], int(totals[1]), int(totals[2]))
+        counts = [count_loss_tokens(batch)[0], *count_pairs(batch)]
+        totals = self.ranks.all_reduce([*found, *counts])
+        tokens, *pairs = (int(count) for count in totals[len(found) :])
+        return named_sums(totals[: len(found)], tokens, pairs)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the fp32 master weights; with LoRA, of the adapters only."""
@@ -259,7 +249,9 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
         adam = _build_adam(net, config.train)
         engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=ds_config)
     if section.zero == 3:
-        deepspeed.zero.register_external_parameter(module, net.head)
+        for parameter in (net.head, net.head_bias):
+            if parameter is not None:
+                deepspeed.zero.register_external_parameter(module, parameter)
     return OnDeepSpeed(engine, adam, module, ranks, micro_batch, int(section.zero))
 
 

@@ -16,10 +16,11 @@ from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
 from textmill.engines.checksum_torch import checksum_tensors, flip_bit
 from textmill.engines.compile_torch import CompileMonitor, decide_compile
 from textmill.engines.cuda_graphs_torch import GraphedPass
-from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
-from textmill.engines.losses_torch import loss_and_correct, summed_loss
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
+from textmill.engines.objective.heads_torch import PAIR_LOSS, HeadStates, join_sums, named_sums
+from textmill.engines.objective.labels import count_pairs
+from textmill.engines.objective.micro_batches_torch import MicroBatch, micro_batches
 from textmill.engines.optimizers.average_torch import RAW, Average
 from textmill.engines.optimizers.loss_scale_torch import LossScaler
 from textmill.engines.optimizers.step_torch import Optimizer
@@ -29,14 +30,13 @@ from textmill.engines.shared_torch import (
     attention_order,
     check_fields,
     count_loss_tokens,
-    hidden_states,
     part_of,
     token_weights,
 )
 from textmill.engines.spikes import new_guard
 from textmill.engines.step_result_torch import TorchStep
 from textmill.kernels.dropout_torch import dropout_keys
-from textmill.kernels.transfer_torch import PinnedBuffers, copy_to_device
+from textmill.kernels.transfer_torch import PinnedBuffers
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, compiled_execution
@@ -83,19 +83,18 @@ class OnTorch:
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=False)
         with CompileMonitor(self.execution is not EAGER) as monitor:
-            loss, norm, tokens, scale = self._step(batch, step, lr, monitor)
-        return TorchStep(loss, norm, tokens, scale, monitor.note)
+            result = self._step(batch, step, lr, monitor)
+        result.note = monitor.note
+        return result
 
-    def _step(
-        self, batch: Batch, step: int, lr: float, monitor: CompileMonitor
-    ) -> tuple[Tensor, Tensor, int, Tensor | None]:
+    def _step(self, batch: Batch, step: int, lr: float, monitor: CompileMonitor) -> TorchStep:
         if self.pinned_buffers is None and self.device.type == "cuda" and self.ranks.world == 1:
             # Here, in the first step, pinning runs while kernels compile.
             saved = [*saved_weights(self.net.shape, self.net.lora), *self.optimizer.state_weights()]
             saved += [weight for weight, _ in self.optimizer.weights] if self.average.tensors else []
             self.pinned_buffers = PinnedBuffers([math.prod(weight.shape) for weight in saved])
-        counts = self.ranks.all_reduce(count_loss_tokens(batch))
-        tokens, samples = (int(count) // self.parallel.mesh.tensor for count in counts)
+        counts = self.ranks.all_reduce([*count_loss_tokens(batch), *count_pairs(batch)])
+        tokens, samples, *pairs = (int(count) // self.parallel.mesh.tensor for count in counts)
         token_weight = token_weights(batch, self.train.loss, tokens, samples)
         if faults.is_due("nan", step):
             token_weight = token_weight * np.float32("nan")
@@ -106,20 +105,17 @@ class OnTorch:
             if uses_dropout(self.net.shape, self.net.lora)
             else None
         )
-        total = torch.zeros((), device=self.device)
         scale = self.scaler.scale if self.scaler else None
-        for start in range(0, len(batch.inputs), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
-            keys = None if keys_N is None else copy_to_device(keys_N[rows], self.device)
-            inputs, labels, weights = (
-                copy_to_device(array[rows], self.device) for array in (batch.inputs, batch.labels, token_weight)
-            )
+        total = torch.zeros((2,) if self.net.has_pair_head else (), device=self.device)
+        given: Any = {"weights": token_weight, "keys": keys_N, "pair_weight": 1 / max([1, *pairs])}
+        for last, part in micro_batches(batch, self.net, self.micro_batch, self.device, **given):
             # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
-            weights = weights if scale is None else weights * scale
-            with self.parallel.during_pass(rows.stop >= len(batch.inputs)):
-                total += self._try_pass(monitor, inputs, labels, weights, keys, self._documents(batch, rows))
+            part = part if scale is None else part.scaled(scale)
+            with self.parallel.during_pass(last):
+                total += self._try_pass(monitor, *part)
         total = self.parallel.sum_loss(total)
-        loss = total if scale is None else total / scale
+        total = total if scale is None else total / scale
+        loss, terms = (total[0], {PAIR_LOSS: total[1]} if pairs else {}) if self.net.has_pair_head else (total, {})
         spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
         norm = self.optimizer.step(lr, scale, spike)
         self.average.update(step)
@@ -127,7 +123,7 @@ class OnTorch:
             self.scaler.update(torch.isfinite(norm))
         if self.guard:
             self.guard.state = self.guard.next_state(self.guard.state, loss, spike, torch.isfinite(norm), step + 1)
-        return loss, norm, tokens, scale
+        return TorchStep(loss, norm, tokens, scale, terms=terms)
 
     def _try_pass(self, monitor: CompileMonitor, *arguments: Any) -> Tensor:
         """A pass; if compiling fails and was not requested, it and all later passes run eagerly."""
@@ -145,22 +141,14 @@ class OnTorch:
         self.execution, self.run_pass = EAGER, self._pass
         return self.run_pass(*arguments)
 
-    def _pass(
-        self, inputs: Tensor, labels: Tensor, weights: Tensor, keys: Tensor | None, documents: Tensor | None
-    ) -> Tensor:
-        """Forward and backward of a micro-batch: returns its loss and accumulates gradients."""
+    def _pass(self, *tensors: Tensor | None) -> Tensor:
+        """Forward and backward of a micro-batch: returns its losses and accumulates gradients."""
         with attention_order(self.device):  # backward too, since activation checkpointing runs attention there
             with autocast(self.device, self.precision):
-                x_ME = hidden_states(self.net, inputs, keys, documents, self.precision, self.execution)
-            arguments = (x_ME, self.net.head, labels.flatten(), weights.flatten(), self.net.shape.vocab)
-            smoothing, z, tensor = self.train.label_smoothing, self.train.z_loss, self.parallel.tensor
-            loss = (
-                tensor_parallel_loss(*arguments, smoothing, z, tensor)
-                if tensor
-                else summed_loss(*arguments, smoothing, z, self.net.fp8, ends=True)
-            )
+                heads = HeadStates(self.net, MicroBatch(*tensors), self.precision, self.execution)  # type: ignore[arg-type]
+            loss, reported = heads.training_loss(self.train, self.parallel.tensor, ends=True)
             loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        return reported
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Sums:
@@ -168,30 +156,16 @@ class OnTorch:
         check_fields(batch, self.net.shape)
         self.average.put_in_net(averaged=True)
         batch = part_of(batch, self.parallel.mesh.data_ranks, self.parallel.data_rank)
-        sums, correct = [], []
-        for start in range(0, len(batch.inputs), self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
-            inputs, labels = (
-                copy_to_device(batch.inputs[rows], self.device),
-                copy_to_device(batch.labels[rows], self.device),
-            )
+        sums = []
+        for _, part in micro_batches(batch, self.net, self.micro_batch, self.device):
             with autocast(self.device, self.precision):
-                x_ME = hidden_states(self.net, inputs, None, self._documents(batch, rows), self.precision)
-            arguments, tensor = (x_ME, self.net.head, labels.flatten(), self.net.shape.vocab), self.parallel.tensor
-            losses, is_correct = (
-                tensor_parallel_loss_and_correct(*arguments, tensor) if tensor else loss_and_correct(*arguments)
-            )
-            sums.append(losses.sum())
-            correct.append(is_correct.sum())
-        # Summed in fp64 on the host: not every device has fp64.
-        total = float(torch.stack(sums).cpu().double().sum())
+                heads = HeadStates(self.net, part, self.precision)
+            sums.append(heads.sums(self.parallel.tensor))
         self.parallel.reshard()
-        totals = self.ranks.all_reduce([total, count_loss_tokens(batch)[0], int(torch.stack(correct).sum())])
-        summed = [value / self.parallel.mesh.tensor for value in totals]
-        return Sums(summed[0], int(summed[1]), int(summed[2]))
-
-    def _documents(self, batch: Batch, rows: slice) -> Tensor | None:
-        return None if batch.documents is None else copy_to_device(batch.documents[rows], self.device)
+        found, counts = join_sums(sums), [count_loss_tokens(batch)[0], *count_pairs(batch)]
+        totals = [value / self.parallel.mesh.tensor for value in self.ranks.all_reduce([*found, *counts])]
+        tokens, *pairs = (int(count) for count in totals[len(found) :])
+        return named_sums(totals[: len(found)], tokens, pairs)
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the weights, averaged if `train.average` is set; with LoRA, of the adapters only."""

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from textmill.errors import TextmillError
 from textmill.kernels.availability import missing_requirement
 from textmill.models import Shape, open_family
-from textmill.models.base_torch import BaseNet
-from textmill.models.execution_torch import EAGER, Execution
 from textmill.tokens.batches.batch import IGNORED, OPTIONAL_FIELDS, Batch
 
 
@@ -41,6 +38,11 @@ def check_fields(batch: Batch, shape: Shape) -> None:
         raise TextmillError(
             f"the batches have {', '.join(unused)}, which the model family {shape.family} does not use; "
             "change train.layout, or name the field in the family's BATCH_FIELDS"
+        )
+    if batch.pair_labels is not None and not getattr(shape, "pair_head", False):
+        raise TextmillError(
+            "the batches have labels of sentence pairs, but the model has no pair head; set model.shape.pair_head=true "
+            "for a new model, or batches without pairs"
         )
 
 
@@ -71,20 +73,7 @@ def part_of(batch: Batch, ranks: int, rank: int) -> Batch:
     rows = -(-len(batch.inputs) // ranks)
     mine = np.arange(rank * rows, (rank + 1) * rows)
     real, mine = mine < len(batch.inputs), np.minimum(mine, len(batch.inputs) - 1)
-    labels = np.where(real[:, None], batch.labels[mine], np.int32(IGNORED))
-    return Batch(
-        batch.inputs[mine], labels, batch.samples[mine], None if batch.documents is None else batch.documents[mine]
-    )
-
-
-def hidden_states(
-    net: BaseNet,
-    inputs_NT: Tensor,
-    keys_N: Tensor | None,
-    documents_NT: Tensor | None,
-    precision: torch.dtype,
-    execution: Execution = EAGER,
-) -> Tensor:
-    """The net's last hidden states [tokens, width], in the matmul precision; `documents_NT` isolates documents."""
-    states: Tensor = net(inputs_NT, keys_N, documents_NT=documents_NT, execution=execution)
-    return states.to(precision).flatten(0, 1)
+    fields = {name: values[mine] for name, values in vars(batch).items() if values is not None}
+    for name in fields.keys() & {"labels", "pair_labels"}:
+        fields[name] = np.where(real[:, None], fields[name], np.int32(IGNORED))
+    return Batch(**fields)

@@ -14,9 +14,12 @@ class TorchStep:
     """Reading a value waits for this step, but not for later ones."""
 
     def __init__(
-        self, loss: Tensor, norm: Tensor, loss_tokens: int, scale: Tensor | None = None, note: str | None = None
-    ) -> None:
-        numbers = [loss, norm] if scale is None else [loss, norm, scale]
+        self, loss: Tensor, norm: Tensor, loss_tokens: int, scale: Tensor | None = None, note: str | None = None,
+        terms: dict[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self._terms = list(terms or {})
+        self._scaled = scale is not None
+        numbers = [loss, norm, *(terms or {}).values(), *([] if scale is None else [scale])]
         self.loss_tokens, self.note = loss_tokens, note
         self._numbers = PendingCopy(torch.stack([number.to(loss) for number in numbers]))
 
@@ -36,6 +39,11 @@ class TorchStep:
         return float(self._numbers.values()[1])
 
     @property
+    def terms(self) -> dict[str, float]:
+        """Other terms of the objective."""
+        return dict(zip(self._terms, self._numbers.values()[2:], strict=False))
+
+    @property
     def skipped(self) -> bool:
         """Whether the update was skipped, because loss or gradient was not finite."""
         return not math.isfinite(self.norm)
@@ -43,4 +51,4 @@ class TorchStep:
     @property
     def scale(self) -> float | None:
         """The loss scale in fp16."""
-        return next(iter(self._numbers.values()[2:]), None)
+        return self._numbers.values()[-1] if self._scaled else None

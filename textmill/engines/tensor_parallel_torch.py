@@ -129,7 +129,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class PositionEmbedding(nn.Embedding):
-    """Position embeddings of this rank's tokens only, for sequence parallelism."""
+    """Embeddings of positions or segments, of this rank's tokens only, for sequence parallelism."""
 
     def __init__(self, embedding: nn.Embedding, tensor: TensorParallel) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim)
@@ -144,6 +144,9 @@ def divide_net(net: BaseNet, tensor: TensorParallel) -> None:
     divided: dict[nn.Module, None] = {}
     for weight in weights_of(net.shape):
         name, _, leaf = weight.parameter.rpartition(".")
+        if weight.by_token and len(weight.shape) == 1 and weight.split == 0:  # the head's bias
+            rows = -(-weight.outputs // tensor.count)
+            setattr(net.get_submodule(name), leaf, nn.Parameter(torch.empty(rows)))
         if leaf != "weight" or len(weight.shape) != 2:
             continue
         part = _part_of(net.get_submodule(name), weight, tensor)
@@ -175,7 +178,7 @@ def _part_of(module: nn.Module, weight: Weight, tensor: TensorParallel) -> nn.Mo
     if isinstance(module, nn.Embedding):
         if weight.by_token and weight.split == 0:
             return VocabularyEmbedding(module, tensor)
-        return PositionEmbedding(module, tensor) if weight.by_position and tensor.sequence else None
+        return PositionEmbedding(module, tensor) if tensor.sequence and not weight.by_token else None
     if weight.split is None or not isinstance(module, nn.Linear):
         return None
     if weight.split == 1:

@@ -16,7 +16,7 @@ from textmill.generation.batch import Batch, Event
 from textmill.generation.beams import beam_search
 from textmill.generation.incremental_text import TextDecoder, text_decoder_factory
 from textmill.generation.requests import Done, FinishReason, Request, max_new_tokens, repeat_request
-from textmill.models import open_family
+from textmill.models import check_next_token
 from textmill.models.base_torch import BaseNet
 from textmill.models.decode_torch import Slots, bytes_per_slot, open_slots
 from textmill.models.nets_torch import open_net
@@ -196,12 +196,7 @@ def open_generator(checkpoint: Checkpoint, engine: EngineConfig, *, separate_ada
     tokenizer = open_tokenizer(checkpoint.tokenizer)
     device = open_device(engine.device)
     net = open_net(checkpoint.folder, device, separate=separate_adapter)
-    objective = open_family(net.shape.family).OBJECTIVE
-    if objective != "next_token":
-        raise TextmillError(
-            f"{checkpoint.folder}: a {net.shape.family} model is trained for {objective}, not for the next token; "
-            "it cannot generate text"
-        )
+    check_next_token(net.shape, checkpoint.folder, "generate text")
     if tokenizer.vocab > net.shape.vocab:
         raise TextmillError(
             f"{checkpoint.folder}: the tokenizer has {tokenizer.vocab:,} tokens, but the embedding has only "

@@ -21,11 +21,16 @@ from textmill.models.family import Family, Shape
 from textmill.models.family_files import find_family_file, load_family_file
 from textmill.models.weights import Weight, sample_weights, to_checkpoint, to_memory
 from textmill.storage.files import read_json
+from textmill.storage.tensor_files import read_model_names
 
 __all__ = [
-    "Family", "Shape", "Weight", "find_family_module", "find_run_model", "initial_weights", "known_weights",
+    "Family", "Shape", "Weight", "check_next_token", "find_family_module", "find_run_model", "initial_weights",
+    "known_weights",
     "open_family", "read_shape", "to_checkpoint", "to_memory", "weights_of",
 ]  # fmt: skip
+
+FAMILY_OF = {"megatron-bert": "bert"}
+"""The family that reads a config.json, by its model_type, where the two names differ."""
 
 
 def open_family(name: str) -> Family:
@@ -55,14 +60,20 @@ def read_shape(folder: Path) -> Shape:
     path = config_path(folder)
     hf = read_json(path)
     kind = hf.get("model_type") if isinstance(hf, dict) else None
+    kind = FAMILY_OF.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or (kind not in SIZES and find_family_file(kind) is None):
         raise TextmillError(
             f"{path}: model_type is {kind!r}; textmill knows {', '.join(SIZES)}; "
             f"if it is a family of your own, name its file: model.family=./{kind}.py"
         )
-    shape = open_family(kind).shape_of_hf(hf, str(path))
+    family = open_family(kind)
+    shape = family.shape_of_hf(hf, str(path))
     if path.name == "config.json":
         _check_size(shape, path.parent)
+    # Which heads a file has is not always what its config.json says.
+    with_weights = getattr(family, "shape_with_weights", None)
+    if with_weights is not None and any(path.parent.glob("*.safetensors")):
+        shape = with_weights(shape, read_model_names(path.parent))
     return shape
 
 
@@ -83,6 +94,15 @@ def find_run_model(config: RunConfig, step: StepChoice | None = None) -> Checkpo
     """The model of a config: the run's checkpoint, or `model.init_from`; loads its family."""
     open_family(config.model.family)
     return find_model(config.folder_of("train"), config.model.init_from, step)
+
+
+def check_next_token(shape: Shape, where: object, work: str) -> None:
+    """Refuse a model that does not predict the next token; `work` is what only those can do."""
+    objective = open_family(shape.family).OBJECTIVE
+    if objective != "next_token":
+        raise TextmillError(
+            f"{where}: a {shape.family} predicts {objective} tokens, not the next one; it cannot {work}"
+        )
 
 
 def weights_of(shape: Shape) -> list[Weight]:

@@ -38,7 +38,14 @@ class BaseNet(nn.Module):
     For tensor parallelism, a module with column-parallel matrices takes their common input as its first argument, and
     ends in the row-parallel matrix. Modules with dropout have `tokens_part` (dropout of the residual stream) or
     `heads_part` (dropout of attention weights): which of several equal parts this rank has.
+
+    A family trained on masked tokens sets `few_labels`, and may write `head_input`, `head_bias` and `pair_logits`.
     """
+
+    few_labels = False
+    """True if few tokens of a sample have a label: the head is computed for those alone."""
+    has_pair_head = False
+    """True if `pair_logits` predicts a class for each packed sentence pair."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,6 +70,19 @@ class BaseNet(nn.Module):
     @property
     def head(self) -> Tensor:
         """The matrix [padded vocabulary, width] that turns hidden states into logits."""
+        raise NotImplementedError
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The head's bias [padded vocabulary], if it has one."""
+        return None
+
+    def head_input(self, x_ME: Tensor) -> Tensor:
+        """What the head multiplies: the hidden states, or what a family computes from them."""
+        return x_ME
+
+    def pair_logits(self, x_PE: Tensor) -> Tensor:
+        """The logits [pairs, classes], from the hidden states of each pair's first token."""
         raise NotImplementedError
 
     @property
@@ -93,14 +113,16 @@ class BaseNet(nn.Module):
         cache: Cache | None = None,
         documents_NT: Tensor | None = None,
         execution: Execution = EAGER,
+        types_NT: Tensor | None = None,
     ) -> Tensor:
         """Hidden states of every token, in the precision of the matmuls.
 
         `keys_N` turns dropout on; `cache` has the keys and values of earlier tokens; with `documents_NT`, attention
-        stays inside documents.
+        stays inside documents; `types_NT` are segments, for families whose `begin` takes them.
         """
         positions = None if cache is None else cache.positions_NT
-        x_NTE, context = execution.begin(self, ids_NT, keys_N, positions, documents_NT)
+        types = () if types_NT is None else (types_NT,)
+        x_NTE, context = execution.begin(self, ids_NT, keys_N, positions, documents_NT, *types)
         count = len(self.blocks)
         again = self.recompute if cache is None and torch.is_grad_enabled() else 0
         for start in range(0, count, again or count):
@@ -130,7 +152,7 @@ class BaseNet(nn.Module):
 
     def logits(self, x_NTE: Tensor) -> Tensor:
         """Logits of the real vocabulary; padding rows never reach a softmax."""
-        return F.linear(x_NTE, self.head)[..., : self.shape.vocab]
+        return F.linear(self.head_input(x_NTE), self.head, self.head_bias)[..., : self.shape.vocab]
 
 
 def new_embedding(rows: int, width: int) -> nn.Embedding:

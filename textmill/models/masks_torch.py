@@ -24,12 +24,27 @@ def document_mask(documents_NT: Tensor) -> Tensor:
     return (same_NTT & causal_mask(same_NTT.shape[1], same_NTT.device))[:, None]
 
 
+def two_way_mask(documents_NT: Tensor) -> Tensor:
+    """Each token attends to every token of its document, before and after it: [N, 1, T, T]."""
+    return (documents_NT[:, :, None] == documents_NT[:, None, :])[:, None]
+
+
 def document_block_mask(documents_NT: Tensor) -> BlockMask:
     """document_mask as a block mask: attention skips blocks that are fully masked."""
     N, T = documents_NT.shape
 
     def attends(n: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (documents_NT[n, query] == documents_NT[n, key])
+
+    return create_block_mask(attends, N, None, T, T, device=documents_NT.device)
+
+
+def two_way_block_mask(documents_NT: Tensor) -> BlockMask:
+    """two_way_mask as a block mask."""
+    N, T = documents_NT.shape
+
+    def attends(n: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return documents_NT[n, query] == documents_NT[n, key]
 
     return create_block_mask(attends, N, None, T, T, device=documents_NT.device)
 

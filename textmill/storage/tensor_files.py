@@ -61,6 +61,14 @@ def _encode_array(name: str, values: NDArray[np.float32], precision: Precision) 
 
 def read_tensors(path: Path) -> Iterator[Named]:
     """Every floating-point array of a safetensors file as fp32; fp32 arrays are memory-mapped, not copied."""
+    data, begin, entries = _read_header(path)
+    for (start, _), name, dtype, shape in entries:
+        if (values := _decode_array(data, begin + start, math.prod(shape), dtype)) is not None:
+            yield name, values.reshape(shape)
+
+
+def _read_header(path: Path) -> tuple[mmap.mmap, int, list[tuple[tuple[int, ...], str, str, tuple[int, ...]]]]:
+    """The mapped file, where its arrays begin, and (start and end, name, dtype, shape) of each, all checked."""
     try:
         with open(path, "rb") as stream:
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -87,9 +95,7 @@ def read_tensors(path: Path) -> Iterator[Named]:
             claim = f"'{name}' ({dtype} {list(shape)}) claims bytes {start:,} to {end:,}"
             raise TextmillError(f"{path}: {claim}, which does not fit its size or the file; the file is damaged")
         position = end
-    for (start, _), name, dtype, shape in entries:
-        if (values := _decode_array(data, 8 + length + start, math.prod(shape), dtype)) is not None:
-            yield name, values.reshape(shape)
+    return data, 8 + length, entries
 
 
 def _integers(numbers: list[int]) -> tuple[int, ...]:
@@ -108,18 +114,24 @@ def _decode_array(data: mmap.mmap, offset: int, count: int, dtype: str) -> NDArr
 
 def read_model(folder: Path) -> Iterator[Named]:
     """The weights of a model folder, in one safetensors file or in Hugging Face shards."""
+    for path in _model_files(folder):
+        yield from read_tensors(path)
+
+
+def read_model_names(folder: Path) -> list[str]:
+    """The names of the weights of a model folder, from its headers only."""
+    return [name for path in _model_files(folder) for _, name, _, _ in _read_header(path)[2]]
+
+
+def _model_files(folder: Path) -> list[Path]:
     shards = folder / SHARD_INDEX
     if (folder / "model.safetensors").is_file():
-        yield from read_tensors(folder / "model.safetensors")
-    elif shards.is_file():
-        for name in _shards_in(shards):
-            yield from read_tensors(folder / name)
-    else:
-        pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
-        found = (
-            f"found {', '.join(pickles[:3])}, which can run code when opened" if pickles else "no other weights either"
-        )
-        raise TextmillError(f"{folder}: no model.safetensors found, {found}; save the model as safetensors")
+        return [folder / "model.safetensors"]
+    if shards.is_file():
+        return [folder / name for name in _shards_in(shards)]
+    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
+    found = f"found {', '.join(pickles[:3])}, which can run code when opened" if pickles else "no other weights either"
+    raise TextmillError(f"{folder}: no model.safetensors found, {found}; save the model as safetensors")
 
 
 def _shards_in(path: Path) -> list[str]:

@@ -130,7 +130,7 @@ class Training:
             raise stop_error(stop_signal, self.run, done, self.first, saved)
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
-        values = {"loss": result.loss, **self.length.metrics_of(done), "grad_norm": result.norm}
+        values = {"loss": result.loss, **result.terms, **self.length.metrics_of(done), "grad_norm": result.norm}
         speed, skipped = {"tokens_per_second": tokens_per_second}, self.skipped_updates.metrics(result)
         self.trackers.log(done, values | speed | skipped)
         self.skipped_updates.check(done, result, self.trackers)

@@ -17,6 +17,7 @@ from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import resize_weights, select_layer_weights, select_layers
 from textmill.storage.tensor_files import Named, fingerprint_weights
+from textmill.tokens.batches.layout import objective_of
 from textmill.tokens.chat_checks import check_training_data
 from textmill.tokens.splits import Splits
 from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
@@ -28,6 +29,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     """The start of a new run."""
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, given)
+    _check_objective(config.train.layout, shape)
     if given is not None:
         warn(f"model.init_from: using {describe_given(given, str(config.model.init_from))}")
         transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
@@ -58,7 +60,19 @@ def check_start(config: RunConfig) -> None:
         shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
     else:
         shape = family.shape_of(config.model, vocab=1, end=0)
+    _check_objective(config.train.layout, shape)
     rules_of(shape, config.train, config.model.lora)
+
+
+def _check_objective(layout: str, shape: Shape) -> None:
+    """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
+    wanted, found = open_family(shape.family).OBJECTIVE, objective_of(layout)
+    if wanted != found:
+        others = "masked" if wanted == "masked" else "packed"
+        raise TextmillError(
+            f"train.layout: {layout} has labels for {found}, but a {shape.family} is trained for {wanted}; "
+            f"set train.layout={others}, or another model.family"
+        )
 
 
 def _add_adapters(start: Start, lora: LoraConfig, given: Checkpoint, config: RunConfig) -> Start:

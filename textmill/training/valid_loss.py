@@ -71,7 +71,12 @@ class Validation:
         sums = sum((self.engine.eval_step(batch) for batch in batches), Sums(0.0, 0, 0))
         if not sums.loss_tokens:
             return {}
-        return {"valid_loss": sums.loss / sums.loss_tokens, "valid_accuracy": sums.correct / sums.loss_tokens}
+        values = {}
+        for name, one in {"": sums, **{f"{name}_": other for name, other in sums.others.items()}}.items():
+            if one.loss_tokens:
+                values[f"valid_{name}loss"] = one.loss / one.loss_tokens
+                values[f"valid_{name}accuracy"] = one.correct / one.loss_tokens
+        return values
 
     def _batches(self) -> Iterator[Batch]:
         folder = self.config.folder_of("train") / INDEX_FOLDER

@@ -7,7 +7,7 @@ The state is `count`, and `m`, `v` and `momentum` by weight name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ class JaxStep:
     loss_tokens_value: Array
     scale: float | None = None
     note: str | None = None
+    term_values: dict[str, Array] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -45,6 +46,11 @@ class JaxStep:
     def loss(self) -> float:
         """The step's loss before the update."""
         return float(self.loss_value)
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Other terms of the objective."""
+        return {name: float(value) for name, value in self.term_values.items()}
 
     @property
     def norm(self) -> float:

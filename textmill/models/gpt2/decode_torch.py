@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from textmill.kernels.graph_capture_torch import capture_graph
 from textmill.kernels.transfer_torch import copy_to_device
+from textmill.models.activations import GELUS
 from textmill.models.decode_torch import PREFILL_TOKENS, NetSlots
-from textmill.models.gpt2.facts import GELUS
 from textmill.models.gpt2.net_torch import MLP, Net
 
 try:

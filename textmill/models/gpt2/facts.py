@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
+from textmill.models.activations import SAME_ACTIVATION
 from textmill.models.weights import Weight, count_flops, count_parameters
 from textmill.storage.files import read_json
 
@@ -22,13 +23,6 @@ NAME, OBJECTIVE, BATCH_FIELDS = "gpt2", "next_token", frozenset({"documents"})
 VOCAB_MULTIPLE = 128
 HEAD = "lm_head.weight"
 """The head; a tied one is the embedding."""
-SAME_ACTIVATION = {
-    "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "gelu": "gelu",
-    "gelu_python": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh",
-}  # fmt: skip
-"""Transformers' names of activations and ours."""
-GELUS = ("gelu_new", "gelu")
-"""Activations that fused kernels, fp8 and most other tools know."""
 DROPOUTS = {"embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout", "resid_pdrop": "residual_dropout"}
 """Dropout rates, by transformers' names and ours."""
 MUST_BE = {

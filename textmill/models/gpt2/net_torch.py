@@ -16,9 +16,10 @@ from textmill.kernels.fp8_torch import WIDTH_MULTIPLE, fp8_mlp
 from textmill.kernels.matmul_torch import add_linear, linear, use_tuned_matmul
 from textmill.kernels.norms_torch import norm_and_residual
 from textmill.kernels.qkv_torch import project_qkv
+from textmill.models.activations import GELUS
 from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
 from textmill.models.cache_torch import Cache
-from textmill.models.gpt2.facts import GELUS, Shape
+from textmill.models.gpt2.facts import Shape
 from textmill.models.lora_torch import apply_linear
 from textmill.models.masks_torch import (
     Mask,

@@ -10,6 +10,14 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 
+OBJECTIVES = {"masked": "masked"}
+"""What the labels of a layout are, by the name of the layout; of the others: next_token."""
+
+
+def objective_of(layout: str) -> str:
+    """What a net learns from the labels of a layout: next_token or masked."""
+    return OBJECTIVES.get(layout, "next_token")
+
 
 @dataclass(frozen=True)
 class SampleArrays:

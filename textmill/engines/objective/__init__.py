@@ -1,0 +1,1 @@
+"""What an engine minimises: where a batch has labels, and the losses of a net's heads there."""

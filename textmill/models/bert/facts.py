@@ -1,0 +1,242 @@
+"""BERT without a framework: its shape, its weights under transformers' names, its config.json.
+
+With LayerNorms after each residual sum (post, as in BERT) a checkpoint is transformers' `bert`; with LayerNorms before
+attention and MLP (pre, as in Megatron-LM) it is `megatron-bert`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.config import ModelConfig, shape_numbers
+from textmill.errors import TextmillError
+from textmill.models.activations import SAME_ACTIVATION
+from textmill.models.weights import Weight, count_flops, count_parameters
+from textmill.storage.files import read_json
+
+Array = NDArray[np.float32]
+
+NAME, OBJECTIVE, BATCH_FIELDS = "bert", "masked", frozenset({"documents", "types", "pair_labels"})
+VOCAB_MULTIPLE = 128
+PAIR_CLASSES = 2
+LABELLED = 0.15
+"""The fraction of tokens that get a label, and so logits, for the count of FLOPs."""
+MODEL_TYPES = {"post": "bert", "pre": "megatron-bert"}
+"""`model_type` of config.json by the place of the LayerNorms."""
+DROPOUTS = {"hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout"}
+"""Dropout rates, by transformers' names and ours."""
+MUST_BE = {
+    "position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+WHOLE_NUMBERS = {
+    "num_hidden_layers": "layers", "num_attention_heads": "heads", "hidden_size": "width", "intermediate_size": "inner",
+    "max_position_embeddings": "positions", "vocab_size": "vocab",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Every number that the net is built from."""
+
+    layers: int
+    heads: int
+    width: int
+    inner: int
+    positions: int
+    vocab: int
+    end: int
+    """The token after each segment, [SEP]."""
+    types: int = 2
+    """Segments that a position can belong to."""
+    norm: str = "post"
+    """Where the LayerNorms are: post or pre."""
+    pair_head: bool = True
+    """Whether a second head predicts a class for each sentence pair."""
+    deep_init: bool = False
+    """Whether the last matrix of each residual branch starts smaller, by the root of twice the layers."""
+    activation: str = "gelu"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    epsilon: float = 1e-12
+    family: str = NAME
+
+    def with_dropout(self, fraction: float) -> Shape:
+        """The same shape with this dropout rate everywhere."""
+        return replace(self, dropout=fraction, attention_dropout=fraction)
+
+    @property
+    def uses_dropout(self) -> bool:
+        """True if training uses dropout anywhere."""
+        return bool(self.dropout or self.attention_dropout)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding in memory: a multiple of 128, which makes matmuls faster."""
+        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters in a checkpoint."""
+        return count_parameters(weights_of(self))
+
+    def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
+        """FLOPs of the forward and backward pass for one token; the head is computed for labelled tokens only."""
+        weights = [weight for weight in weights_of(self) if not weight.name.startswith(("bert.pooler", "cls."))]
+        everything = count_flops(weights, self.layers, self.width, length, trained)
+        table = next(weight for weight in weights if weight.by_token)
+        unlabelled = count_flops([table], 0, 0, 0, [table] if trained is None or table in trained else [])
+        return everything - (1 - LABELLED) * unlabelled + LABELLED * 6 * self.width**2
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Attention heads and the MLP's inner width."""
+        return {"heads": self.heads, "inner": self.inner}
+
+
+def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
+    """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
+    if isinstance(config.shape, str):
+        path = Path(config.shape)
+        path = path / "config.json" if path.is_dir() else path
+        return replace(shape_of_hf(read_json(path), str(path)), vocab=vocab, end=end)
+    numbers = dict(shape_numbers(config))
+    if length and config.shape.positions is None:
+        numbers["positions"] = length
+    numbers.setdefault("inner", 4 * numbers["width"])
+    return Shape(vocab=vocab, end=end, attention_dropout=numbers["dropout"], **numbers)
+
+
+def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
+    """The shape of a transformers config.json; an unsupported setting is an error that names it."""
+    if not isinstance(hf, dict):
+        raise TextmillError(f"{where}: found a {type(hf).__name__}; it is not a BERT config.json")
+    for key, wanted in MUST_BE.items():
+        if hf.get(key, wanted) != wanted:
+            raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's BERT has {key}={wanted} only")
+    activation = hf.get("hidden_act", "gelu")
+    if not isinstance(activation, str) or activation not in SAME_ACTIVATION:
+        known = ", ".join(SAME_ACTIVATION)
+        raise TextmillError(f"{where}: hidden_act is {activation!r}; textmill knows {known}")
+    for key in (*WHOLE_NUMBERS, "type_vocab_size"):
+        if type(hf.get(key, 2 if key == "type_vocab_size" else None)) is not int or hf.get(key, 2) < 1:
+            raise TextmillError(
+                f"{where}: {key} is {hf.get(key)!r}; a BERT config.json has a whole number above 0 there"
+            )
+    for key in (*DROPOUTS, "layer_norm_eps"):
+        if not isinstance(value := hf.get(key, 0.1), int | float) or not 0 <= value < 1:
+            raise TextmillError(f"{where}: {key} is {value!r}; a BERT config.json has a number from 0 to 1 there")
+    if hf["hidden_size"] % hf["num_attention_heads"]:
+        raise TextmillError(
+            f"{where}: {hf['num_attention_heads']} heads do not divide the width {hf['hidden_size']}; "
+            "fix num_attention_heads or hidden_size"
+        )
+    end = hf.get("eos_token_id")
+    return Shape(
+        end=end if type(end) is int else 0, types=hf.get("type_vocab_size", 2), activation=SAME_ACTIVATION[activation],
+        norm=next((norm for norm, kind in MODEL_TYPES.items() if kind == hf.get("model_type")), "post"),
+        pair_head=not any("MaskedLM" in name for name in hf.get("architectures") or ()),
+        epsilon=hf.get("layer_norm_eps", 1e-12), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
+        **{ours: hf.get(key, 0.1) for key, ours in DROPOUTS.items()},
+    )  # fmt: skip
+
+
+def shape_with_weights(shape: Shape, names: Iterable[str]) -> Shape:
+    """The shape with the heads that a file with these weights has; config.json often names another class."""
+    return replace(shape, pair_head=any(name.endswith("seq_relationship.weight") for name in names))
+
+
+def hf_config_of(shape: Shape) -> dict[str, Any]:
+    """The config.json with which transformers opens the checkpoint."""
+    prefix, task = "MegatronBert" if shape.norm == "pre" else "Bert", "PreTraining" if shape.pair_head else "MaskedLM"
+    numbers = {key: getattr(shape, ours) for key, ours in (WHOLE_NUMBERS | DROPOUTS).items()}
+    return {
+        "architectures": [f"{prefix}For{task}"], "model_type": MODEL_TYPES[shape.norm], "dtype": "float32", **numbers,
+        "type_vocab_size": shape.types, "hidden_act": shape.activation, "layer_norm_eps": shape.epsilon,
+        "initializer_range": 0.02, "pad_token_id": None, "eos_token_id": shape.end, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+def weights_of(shape: Shape) -> list[Weight]:
+    """Every weight, under transformers' name."""
+    width, layers = shape.width, shape.layers
+    rows: Any = {"by_token": True, "padded_rows": shape.padded_vocab, "split": 0}
+    tables = [
+        Weight("bert.embeddings.word_embeddings.weight", (shape.vocab, width), 0.02, **rows),
+        Weight("bert.embeddings.position_embeddings.weight", (shape.positions, width), 0.02, by_position=True),
+        Weight("bert.embeddings.token_type_embeddings.weight", (shape.types, width), 0.02),
+    ]
+    weights = [replace(table, decay=True, depth=layers + 1) for table in tables]
+    if shape.norm == "post":
+        weights += [replace(one, depth=layers + 1) for one in _norm("bert.embeddings.LayerNorm", width)]
+    for layer in range(layers):
+        weights += [replace(weight, depth=layers - layer) for weight in _block(shape, layer)]
+    if shape.norm == "pre":
+        weights += _norm("bert.encoder.ln", width)
+    # Tensor-parallel ranks divide the vocabulary after the heads' other matrices, so each computes a part of their
+    # gradient.
+    heads = [*_linear("cls.predictions.transform.dense", width, width)]
+    heads += _norm("cls.predictions.transform.LayerNorm", width)
+    if shape.pair_head:
+        heads += [*_linear("bert.pooler.dense", width, width), *_linear("cls.seq_relationship", width, PAIR_CLASSES)]
+    weights += [replace(weight, partial_gradient=True) for weight in heads]
+    weights.append(Weight("cls.predictions.bias", (shape.vocab,), **rows))
+    return [replace(weight, parameter=weight.name.removeprefix("bert.")) for weight in weights]
+
+
+def _block(shape: Shape, layer: int) -> list[Weight]:
+    width, name = shape.width, f"bert.encoder.layer.{layer}"
+    residual = 0.02 / math.sqrt(2 * shape.layers) if shape.deep_init else 0.02
+    pre = shape.norm == "pre"
+    flags: Any = {"muon": True, "lora": True}
+    attention = [
+        *(_norm(f"{name}.attention.ln", width) if pre else []),
+        *(one for part in ("query", "key", "value")
+          for one in _linear(f"{name}.attention.self.{part}", width, width, split=0, **flags)),
+        *_linear(f"{name}.attention.output.dense", width, width, residual, split=1, **flags),
+        *([] if pre else _norm(f"{name}.attention.output.LayerNorm", width)),
+    ]  # fmt: skip
+    mlp = [
+        *(_norm(f"{name}.ln", width) if pre else []),
+        *_linear(f"{name}.intermediate.dense", width, shape.inner, split=0, **flags),
+        *_linear(f"{name}.output.dense", shape.inner, width, residual, split=1, **flags),
+        *([] if pre else _norm(f"{name}.output.LayerNorm", width)),
+    ]
+    return attention + mlp
+
+
+def _norm(name: str, width: int) -> list[Weight]:
+    return [Weight(f"{name}.weight", (width,), ones=True), Weight(f"{name}.bias", (width,))]
+
+
+def _linear(
+    name: str, inputs: int, outputs: int, std: float = 0.02, split: int | None = None, **flags: Any
+) -> list[Weight]:
+    # A row-parallel matrix's bias is added after the sum over ranks, so every rank has all of it.
+    bias = Weight(f"{name}.bias", (outputs,), split=0 if split == 0 else None)
+    return [Weight(f"{name}.weight", (outputs, inputs), std, decay=True, split=split, **flags), bias]
+
+
+def known_weights(named: Iterable[tuple[str, Array]]) -> Iterator[tuple[str, Array]]:
+    """Weights of any BERT file under transformers' names: adds a missing prefix, drops buffers and the tied head."""
+    for name, values in named:
+        if name.endswith("position_ids") or name.startswith("cls.predictions.decoder."):
+            continue
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        yield (name if name.startswith(("bert.", "cls.")) else f"bert.{name}"), values
+
+
+def small_shape(shape: Shape, tensor: int) -> dict[str, Any]:
+    """A tiny net of the same kind, with the larger of the two dropout rates."""
+    heads, head_width = 2 * tensor, 8
+    width = heads * head_width
+    return {
+        "layers": 2, "heads": heads, "width": width, "inner": 4 * width, "activation": shape.activation,
+        "norm": shape.norm, "pair_head": shape.pair_head, "dropout": max(shape.dropout, shape.attention_dropout),
+    }  # fmt: skip

@@ -1,0 +1,278 @@
+"""BERT's net in torch. Shapes in names: N samples, T tokens, E width, H heads, D head width, M tokens, P pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from textmill.errors import TextmillError
+from textmill.kernels.dropout_torch import drop
+from textmill.kernels.matmul_torch import linear
+from textmill.models.base_torch import BaseBlock, BaseNet, new_embedding
+from textmill.models.bert.facts import PAIR_CLASSES, Shape
+from textmill.models.cache_torch import Cache
+from textmill.models.lora_torch import apply_linear
+from textmill.models.masks_torch import Mask, document_starts, two_way_block_mask, two_way_mask, use_block_mask
+
+try:
+    from textmill.kernels.gelu_triton import bias_gelu
+except ImportError:  # Triton kernels cannot be built here
+    bias_gelu = None  # type: ignore[assignment]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "gelu_new": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu,
+    "tanh": torch.tanh,
+}  # fmt: skip
+
+
+class Embeddings(nn.Module):
+    """Word, position and segment embeddings; with a LayerNorm if the net has it after residual sums."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.word_embeddings = new_embedding(shape.padded_vocab, shape.width)
+        self.position_embeddings = new_embedding(shape.positions, shape.width)
+        self.token_type_embeddings = new_embedding(shape.types, shape.width)
+        self.LayerNorm = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "post" else None
+
+    def forward(self, ids_NT: Tensor, types_NT: Tensor, positions: Tensor) -> Tensor:
+        x_NTE: Tensor = self.word_embeddings(ids_NT) + self.token_type_embeddings(types_NT)
+        x_NTE = x_NTE + self.position_embeddings(positions)
+        return x_NTE if self.LayerNorm is None else self.LayerNorm(x_NTE)
+
+
+class SelfAttention(nn.Module):
+    """Attention in both directions, before its last matrix."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(shape.width, shape.width) for _ in range(3))
+        self.head_width, self.dropout = shape.width // shape.heads, shape.attention_dropout
+        self.heads_part = 0
+        """Which of several equal parts of the heads a tensor-parallel rank has."""
+
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, mask: Mask | None) -> Tensor:
+        """Attention's weighted values, heads joined."""
+        N, T, _ = x_NTE.shape
+        q_NHTD, k_NHTD, v_NHTD = (
+            apply_linear(part, x_NTE, keys_N).view(N, T, -1, self.head_width).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        if isinstance(mask, BlockMask):
+            y_NHTD = flex_attention(q_NHTD, k_NHTD, v_NHTD, block_mask=mask)
+        elif keys_N is not None and self.dropout:
+            y_NHTD = self._attention_weights(q_NHTD, k_NHTD, keys_N, mask) @ v_NHTD
+        else:
+            y_NHTD = F.scaled_dot_product_attention(q_NHTD, k_NHTD, v_NHTD, attn_mask=mask)
+        return y_NHTD.transpose(1, 2).reshape(N, T, -1)
+
+    def _attention_weights(self, q_NHTD: Tensor, k_NHTD: Tensor, keys_N: Tensor, mask_N1TT: Tensor | None) -> Tensor:
+        """Explicit attention weights, for dropout on them."""
+        scores = (q_NHTD @ k_NHTD.transpose(2, 3)) * self.head_width**-0.5
+        scores = scores if mask_N1TT is None else scores.masked_fill(~mask_N1TT, float("-inf"))
+        return drop(scores.softmax(-1, dtype=torch.float32), self.dropout, keys_N, 1, self.heads_part).to(q_NHTD.dtype)
+
+
+class Output(nn.Module):
+    """The last matrix of a residual branch, and the LayerNorm after its sum with the stream if the net has it there."""
+
+    def __init__(self, shape: Shape, inputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, shape.width)
+        self.LayerNorm = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "post" else None
+        self.dropout = shape.dropout
+        self.tokens_part = 0
+        """Which of several equal parts of the tokens a sequence-parallel rank has."""
+
+    def forward(self, y: Tensor, stream_NTE: Tensor, keys_N: Tensor | None, site: int) -> Tensor:
+        """The residual stream after the branch."""
+        y_NTE = drop(apply_linear(self.dense, y, keys_N), self.dropout, keys_N, site, self.tokens_part)
+        x_NTE = stream_NTE + y_NTE
+        return x_NTE if self.LayerNorm is None else _to_matmul_dtype(self.LayerNorm(x_NTE))
+
+
+class Attention(nn.Module):
+    """Attention with its residual sum."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self = SelfAttention(shape)
+        self.output = Output(shape, shape.width)
+        self.ln = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "pre" else None
+
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None, mask: Mask | None) -> Tensor:
+        y_NTE = x_NTE if self.ln is None else self.ln(x_NTE)
+        out: Tensor = self.output(self.self(y_NTE, keys_N, mask), x_NTE, keys_N, 2)
+        return out
+
+
+class Intermediate(nn.Module):
+    """The first matrix of the MLP and its activation."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.dense = nn.Linear(shape.width, shape.inner)
+        self.activation = shape.activation
+
+    def forward(self, x_NTE: Tensor, keys_N: Tensor | None) -> Tensor:
+        fused = bias_gelu is not None and x_NTE.is_cuda and torch.is_grad_enabled() and type(self.dense) is nn.Linear
+        if fused and self.activation in ("gelu", "gelu_new"):
+            x_NTF = linear(x_NTE, self.dense.weight, None)
+            y_MF: Tensor = bias_gelu(x_NTF.flatten(0, -2), self.dense.bias, self.activation == "gelu_new")
+            return y_MF.view(x_NTF.shape)
+        return ACTIVATIONS[self.activation](apply_linear(self.dense, x_NTE, keys_N))
+
+
+class Block(BaseBlock):
+    """Attention and MLP, each added to the residual stream."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention = Attention(shape)
+        self.ln = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "pre" else None
+        self.intermediate = Intermediate(shape)
+        self.output = Output(shape, shape.inner)
+
+    def compute(self, x_NTE: Tensor, keys_N: Tensor | None, cache: Cache | None, context: Mask | None) -> Tensor:
+        """The residual stream after this block; the context is the mask."""
+        if cache is not None:
+            raise TextmillError("model.family: bert attends in both directions, so it has no KV cache to decode with")
+        x_NTE = self.attention(x_NTE, keys_N, context)
+        y_NTE = x_NTE if self.ln is None else self.ln(x_NTE)
+        out: Tensor = self.output(self.intermediate(y_NTE, keys_N), x_NTE, keys_N, 3)
+        return out
+
+
+class Encoder(nn.Module):
+    """The blocks, and the last LayerNorm if the others are before attention and MLP."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.ln = nn.LayerNorm(shape.width, shape.epsilon) if shape.norm == "pre" else None
+
+
+class Transform(nn.Module):
+    """What is computed from hidden states before the masked tokens' head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.dense = nn.Linear(shape.width, shape.width)
+        self.LayerNorm = nn.LayerNorm(shape.width, shape.epsilon)
+        self.activation = ACTIVATIONS[shape.activation]
+
+    def forward(self, x_ME: Tensor) -> Tensor:
+        out: Tensor = self.LayerNorm(self.activation(self.dense(x_ME)))
+        return out
+
+
+class Predictions(nn.Module):
+    """The masked tokens' head; its matrix is the word embedding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(shape.padded_vocab))
+        self.transform = Transform(shape)
+
+
+class Heads(nn.Module):
+    """Both heads, under transformers' names."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.predictions = Predictions(shape)
+        if shape.pair_head:
+            self.seq_relationship = nn.Linear(shape.width, PAIR_CLASSES)
+
+
+class Pooler(nn.Module):
+    """What is computed from a pair's first token before the pairs' head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.dense = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x_PE: Tensor) -> Tensor:
+        return torch.tanh(self.dense(x_PE))
+
+
+def _to_matmul_dtype(x: Tensor) -> Tensor:
+    """The residual stream in the precision of the matmuls: half the memory traffic."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class Net(BaseNet):
+    """BERT, with learned positions, a tied head for masked tokens and a head for sentence pairs."""
+
+    shape: Shape
+    few_labels = True
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.embeddings, self.encoder, self.cls = Embeddings(shape), Encoder(shape), Heads(shape)
+        self.has_pair_head = shape.pair_head
+        if shape.pair_head:
+            self.pooler = Pooler(shape)
+        self.tokens_part = 0
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return self.encoder.layer
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The token embedding, with its padding rows."""
+        return self.embeddings.word_embeddings
+
+    @property
+    def head(self) -> Tensor:
+        """The embedding: the head is tied to it."""
+        return self.embeddings.word_embeddings.weight
+
+    @property
+    def head_bias(self) -> Tensor:
+        """One number for each token."""
+        return self.cls.predictions.bias
+
+    def head_input(self, x_ME: Tensor) -> Tensor:
+        """A matrix, the activation and a LayerNorm."""
+        return _to_matmul_dtype(self.cls.predictions.transform(x_ME))
+
+    def pair_logits(self, x_PE: Tensor) -> Tensor:
+        """The logits of both classes."""
+        out: Tensor = self.cls.seq_relationship(self.pooler(x_PE))
+        return out
+
+    def begin(
+        self,
+        ids_NT: Tensor,
+        keys_N: Tensor | None,
+        positions_NT: Tensor | None,
+        documents_NT: Tensor | None,
+        types_NT: Tensor | None = None,
+    ) -> tuple[Tensor, Mask | None]:
+        """The residual stream before the first block, and the mask; positions start at 0 in every document."""
+        positions = torch.arange(0, ids_NT.shape[1], device=ids_NT.device) if positions_NT is None else positions_NT
+        mask: Mask | None = None
+        if documents_NT is not None:
+            mask = self._mask(documents_NT, keys_N)
+            positions = positions - document_starts(documents_NT)
+        types_NT = torch.zeros_like(ids_NT) if types_NT is None else types_NT
+        x_NTE = _to_matmul_dtype(self.embeddings(ids_NT, types_NT, positions))
+        return drop(x_NTE, self.shape.dropout, keys_N, 0, self.tokens_part), mask
+
+    def end(self, x_NTE: Tensor) -> Tensor:
+        """The last LayerNorm, if there is one."""
+        return x_NTE if self.encoder.ln is None else _to_matmul_dtype(self.encoder.ln(x_NTE))
+
+    def _mask(self, documents_NT: Tensor, keys_N: Tensor | None) -> Mask:
+        """The mask inside documents; attention dropout and activation checkpointing need the explicit mask."""
+        explicit = self.recompute or (keys_N is not None and self.shape.attention_dropout)
+        blocks = not explicit and use_block_mask(documents_NT, self.shape.width // self.shape.heads)
+        return two_way_block_mask(documents_NT) if blocks else two_way_mask(documents_NT)
