@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support import engine_runs
-from tests.support.engine_runs import ENGINES, MYNET
+from tests.support.engine_runs import ENGINES, MYNET, engines_of
 from textmill.config import SIZES
 
 LONG = [pytest.param(f"{engine}-{family}", marks=pytest.mark.long)
-        for engine in ENGINES for family in SIZES if family != "gpt2"]  # fmt: skip
+        for family in SIZES for engine in engines_of(family) if family != "gpt2"]  # fmt: skip
 
 
 @pytest.fixture(params=[*ENGINES, "torch-mynet", *LONG])

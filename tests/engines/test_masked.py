@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.engine_runs import ENGINES, MAKE
+from tests.support.engine_runs import MAKE, engines_of
 from tests.support.masked_batches import LENGTHS, VOCAB, masked_batch
 from textmill.config import ModelConfig, RunConfig, ShapeConfig, TrainConfig
 from textmill.engines import Engine, open_engine
@@ -22,7 +22,9 @@ from textmill.tokens.batches.batch import IGNORED, Batch
 ROWS, LENGTH = len(LENGTHS), sum(LENGTHS[0])
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=() if kind == "torch" else pytest.mark.long) for kind in ENGINES])
+@pytest.fixture(
+    params=[pytest.param(kind, marks=() if kind == "torch" else pytest.mark.long) for kind in engines_of("bert")]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -19,6 +19,12 @@ ENGINES = sorted(
 )
 
 
+def engines_of(family: str) -> list[str]:
+    """Return the engines that have a net of a family in the package."""
+    folder = Path(__file__).parents[2] / "textmill" / "models" / family
+    return [kind for kind in ENGINES if kind != "jax" or (folder / "net_jax.py").is_file()]
+
+
 VOCAB, LENGTH, ROWS = 150, 24, 8
 
 
