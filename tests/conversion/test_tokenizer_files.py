@@ -90,7 +90,7 @@ def test_sentencepiece_files_in_sentencepiece(tmp_path: Path, settings: dict[str
     ]  # fmt: skip
     texts = many_texts() if not settings.get("byte_fallback", True) else [*many_texts(), "Значок ѫ 🙂🙂"]
     known = [text for text in texts if tokenizer.unknown not in tokenizer.encode(text)]
-    assert len(known) > 150
+    assert len(known) > 50
     for text in known:
         assert theirs.encode(text) == tokenizer.encode(text)
         assert theirs.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode(text))
