@@ -68,7 +68,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_odd_texts_get_a_plan_that_opens(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_texts_get_a_plan_that_opens(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests.support.machines import TWO_CORES
 
     monkeypatch.setattr("textmill.commands.new.probe_machine", lambda: TWO_CORES)
@@ -76,6 +78,8 @@ def test_odd_texts_get_a_plan_that_opens(kind: str, tmp_path: Path, monkeypatch:
     Path("a.txt").write_text(ODD[kind])
     assert main(["new", "mine", "--text", "a.txt", "--minutes", "0.5"]) == 0
     assert open_where("mine", []).config.train.minutes in (0.5, None)
+    few = kind in ("one document", "all duplicates", "two kilobytes", "one repeated line")
+    assert ("different documents of" in capsys.readouterr().err) == few
 
 
 def test_binary_files_get_one_message(

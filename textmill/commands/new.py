@@ -11,7 +11,7 @@ from pathlib import Path
 from textmill.config import CorpusConfig
 from textmill.corpus.inspection import inspect_records
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
-from textmill.errors import TextmillError
+from textmill.errors import TextmillError, warn
 from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
 from textmill.planning.plan import VOCABS, default_minutes, plan_for
@@ -19,6 +19,9 @@ from textmill.planning.probe_machine import probe_machine
 from textmill.planning.project_file import project_yaml
 from textmill.storage.files import write_text
 from textmill.where import PROJECT
+
+FEW_DOCUMENTS = 20
+"""Fewer different documents than this often leave the valid split empty."""
 
 
 def new(folder: str, text: str | Sequence[str], minutes: float | None = None) -> Path:
@@ -58,6 +61,11 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None) ->
     write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
     print(f"new: {len(sources)} files, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
+    if facts.different_documents < FEW_DOCUMENTS:
+        warn(
+            f"the text has about {facts.different_documents} different documents of {facts.documents:,}: probably too "
+            "few for valid and test splits, so that nobody can tell how good the model is; add text"
+        )
     if other_minutes:
         print(f"new: expected {other_minutes}")
     print(f"wrote {path}; next: textmill run {folder}")

@@ -32,6 +32,11 @@ class TextFacts:
         return self.bytes * self.train_fraction * (1 - self.duplicates)
 
     @property
+    def different_documents(self) -> int:
+        """Estimated number of documents, duplicates removed."""
+        return max(1, round(self.documents * (1 - self.duplicates)))
+
+    @property
     def document_bytes(self) -> float:
         """Mean bytes of a document."""
         return self.bytes / max(1, self.documents)
