@@ -71,7 +71,7 @@ def test_tables_name_keys_that_exist_and_do_not_overlap() -> None:
         ("--alpha_ce=5", "training from a teacher model"),
         ("--restart=1", "goes on from its newest checkpoint"),
         ("--load", "give the same command again"),
-        ("--use-tfrecords", "train.layout=features"),
+        ("--use-tfrecords", "train.layout=masked"),
         ("--nproc_per_node=2", "torchrun"),
         ("--lr=1", "write train.learning_rate=VALUE"),
     ],

@@ -236,7 +236,7 @@ def test_examples_are_training_data(project: RunConfig, tmp_path: Path) -> None:
     tree |= {
         "tokenizer": {"use": str(project.folder_of("tokenizer"))},
         "tokens": {"use": [str(files)], "folder": str(tmp_path / "tokens")},
-        "train": {"layout": "features", "length": 32, "batch": 4},
+        "train": {"layout": "masked", "length": 32, "batch": 4},
     }
     config = RunConfig.model_validate(tree)
     tokenize(config)
@@ -255,6 +255,9 @@ def test_examples_are_training_data(project: RunConfig, tmp_path: Path) -> None:
         assert batch.documents[number].tolist() == row["attention_mask"]
         assert batch.types[number].tolist() == row["token_type_ids"]
         assert batch.pair_labels[number].tolist() == [*row["next_sentence_label"], *[IGNORED] * 31]
+    other = RunConfig.model_validate({**tree, "train": {"layout": "features", "length": 32, "batch": 4}})
+    with pytest.raises(TextmillError, match=r"has masked examples; set train\.layout=masked"):
+        open_batches(other.train, open_splits(other), length=32, folder=None)
     assert sum(len(one.inputs) for one in valid_batches(config.train, splits, length=32)) > 0
 
 

@@ -119,7 +119,7 @@ ADVICE = {
     "deep_init": "not needed: the matrices that write to the residual stream start smaller with more layers",
     "load_best_model_at_end": "not needed: every command uses the best checkpoint, as train.best.metric defines it",
     "token_counts_dump": "use textmill show WHERE --counts FILE", "mlm": "use train.layout=masked",
-    "use_tfrecords": "name the files in tokens.use, with train.layout=features",
+    "use_tfrecords": "name the files in tokens.use, with train.layout=masked",
     "dump_checkpoint": "not available yet: a student from some layers of a teacher",
     "alpha_ce": _DISTILLATION, "alpha_clm": _DISTILLATION, "alpha_cos": _DISTILLATION, "alpha_mlm": _DISTILLATION,
     "alpha_mse": _DISTILLATION, "teacher_name": _DISTILLATION, "teacher_type": _DISTILLATION,

@@ -51,9 +51,9 @@ class TrainConfig(Section):
     on a small and a 124M net. Explicit settings override the preset."""
     layout: Literal["packed", "padded", "features", "chat", "masked"] = "packed"
     """packed: documents shuffled, joined and cut into windows of `train.length`; padded: one document per sample;
-    features: the rows written by `tokens.kind=features`, or existing ones (Parquet, TFRecord) named by `tokens.use`;
+    features: the rows written by `tokens.kind=features`, or existing ones named by `tokens.use`;
     chat: conversations of `corpus.chat`, with loss only on the assistant's messages;
-    masked: sentence pairs with masked tokens, for BERT."""
+    masked: sentence pairs with masked tokens, for BERT, or existing ones in TFRecord files named by `tokens.use`."""
     length: int | None = Field(None, ge=2)
     """Tokens in a sample; default: the model's longest context. If it is shorter than that of `model.size`, the model
     gets only this many positions."""

@@ -20,7 +20,15 @@ from textmill.storage.files import find_damage, hash_file, hash_json
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.batches.history import Source
 from textmill.tokens.store import TokenStore, open_store, store_paths, store_prefix
-from textmill.tokens.token_tables import Table, count_rows, find_table_files, is_dataset, named_files, open_tables
+from textmill.tokens.token_tables import (
+    Table,
+    count_rows,
+    find_table_files,
+    has_masked_rows,
+    is_dataset,
+    named_files,
+    open_tables,
+)
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_named, open_tokenizer
 
 SAMPLE_RANGES, SAMPLE_TOKENS = 64, 1 << 15
@@ -48,7 +56,7 @@ class WeightedStore:
     store: TokenStore
     weight: float
     features: FeatureRows | None = None
-    """Its feature rows, if `train.layout=features`."""
+    """Its ready-made rows, if `train.layout` uses them."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +242,11 @@ def _open_converted(config: RunConfig, number: int, path: Path, tokenizer: TextT
     files = _check_files(folder, manifest)
     stores: dict[str, TokenStore] = {split: open_store(converted_folder(config, number) / split) for split in SPLITS}
     fingerprint = hash_json([manifest["fingerprint"], manifest["made_from"], number])
-    if config.train.layout != "features":
+    if config.train.layout not in ("features", "masked"):
         return _SplitSource(stores, fingerprint, files=files)
     tables = open_tables(path, partial(split_borders, config.corpus.split))
+    if config.train.layout == "masked" and not all(map(has_masked_rows, tables.values())):
+        return _SplitSource(stores, fingerprint, files=files)
     return _SplitSource(stores, fingerprint, {split: FeatureRows(tables[split]) for split in SPLITS}, files)
 
 

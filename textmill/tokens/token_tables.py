@@ -210,10 +210,12 @@ def _has_examples(path: Path) -> bool:
     return path.is_file() and (TFRECORD.search(path.name) is not None or is_tfrecord(path))
 
 
-def column_names(path: Path) -> list[str]:
-    """The columns of a file."""
-    with _open_table(path) as (file, kind):
-        return list((file.schema_arrow if kind == "parquet" else file.schema).names)
+def has_masked_rows(table: Table) -> bool:
+    """Whether the rows are BERT's masked examples; true for a table without rows."""
+    for path in table.files[:1]:
+        with _open_table(path) as (file, kind):
+            return PAIR in (file.schema_arrow if kind == "parquet" else file.schema).names
+    return True
 
 
 def read_list_column(column: pa.Array, path: Path, name: str) -> ListColumn:

@@ -19,7 +19,7 @@ from textmill.tokens.features import count_feature_rows
 from textmill.tokens.mmap_advice import advise
 from textmill.tokens.splits import FeatureRows
 from textmill.tokens.store import TokenStore
-from textmill.tokens.token_tables import IDS, LABELS, MASK, PAIR, TYPES, ListColumn, Table, column_names
+from textmill.tokens.token_tables import IDS, LABELS, MASK, PAIR, TYPES, ListColumn, Table, has_masked_rows
 
 _ROWS_KEY = 4
 """Key of the shuffle of rows."""
@@ -82,7 +82,7 @@ def map_rows(table: Table, length: int, folder: Path | None) -> NDArray[np.int32
     The arrays are inputs and labels; for BERT also documents, types and pair labels. One process writes the cache file
     while the others wait.
     """
-    arrays = 5 if table.files and PAIR in column_names(table.files[0]) else 2
+    arrays = 5 if has_masked_rows(table) else 2
     shape = (table.count, arrays, length)
     if folder is None:
         return np.concatenate([*_blocks(table, length, arrays), np.empty((0, arrays, length), np.int32)])

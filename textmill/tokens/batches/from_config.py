@@ -19,6 +19,7 @@ from textmill.tokens.batches.packed import PackedLayout
 from textmill.tokens.batches.padded import PaddedLayout
 from textmill.tokens.batches.windows import window_batches
 from textmill.tokens.splits import Splits, WeightedStore
+from textmill.tokens.token_tables import has_masked_rows
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 
@@ -61,7 +62,7 @@ def valid_batches(train: TrainConfig, splits: Splits, *, length: int, folder: Pa
 
 def _has_samples(train: TrainConfig, one: WeightedStore) -> bool:
     """Whether the layout gets at least one sample from this store."""
-    if train.layout == "features":
+    if train.layout == "features" or one.features is not None:
         return one.features is None or bool(one.features.table.count)
     if train.layout == "masked":
         return has_spans(one.store, train.masked)
@@ -72,12 +73,14 @@ def _build_layout(
     train: TrainConfig, one: WeightedStore, tokenizer: TextTokenizer, length: int, seed: int | None, folder: Path | None
 ) -> Layout:
     store, vocab = one.store, tokenizer.vocab
-    if train.layout == "features":
+    if train.layout == "features" or one.features is not None:
         if one.features is None:
             raise TextmillError(
                 f"{store.prefix.parent}: has no feature rows, which train.layout=features needs; make them with "
                 f"tokens.kind=features, name Parquet files that have them in tokens.use, or set train.layout=packed"
             )
+        if train.layout == "features" and one.features.table.count and has_masked_rows(one.features.table):
+            raise TextmillError(f"{one.features.table.files[0].parent}: has masked examples; set train.layout=masked")
         return FeaturesLayout(one.features, store, length=length, seed=seed, vocab=vocab, folder=folder)
     if train.layout == "packed":
         return PackedLayout(
