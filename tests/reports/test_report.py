@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from textmill.reports.curves import draw_curve, reduce_points
 from textmill.reports.page import build_page, list_differences
 from textmill.reports.run_files import find_run, flatten, read_run
 from textmill.reports.svg import build_svg
-from textmill.reports.texts import describe_run
+from textmill.reports.texts import describe_progress, describe_run
 from textmill.track.notes import read_notes
 
 LOGGED = ("train.log_every=1", "train.evaluate_every=2", "train.save_every=2", "train.warmup=0")
@@ -48,6 +50,24 @@ def test_the_files_of_a_run(root: Path) -> None:
     speeds = dict(run.points("tokens_per_second"))
     assert run.seconds[0][1] == pytest.approx(run.tokens_after(1) / speeds[1])
     assert find_run(str(root / "first" / "step-0000006")).resolve() == root / "first"
+
+
+def test_epochs_bits_per_byte_and_time_left_are_in_the_files(root: Path) -> None:
+    run = read_run(root / "first")
+    counts = json.loads((root / "tokens" / "manifest.json").read_text())["splits"]
+    for bits, loss, split in (("bits_per_byte", "loss", "train"), ("valid_bits_per_byte", "valid_loss", "valid")):
+        nats = counts[split]["tokens"] / counts[split]["bytes"] * dict(run.points(loss))[6]
+        assert dict(run.points(bits))[6] == pytest.approx(nats / math.log(2))
+    epoch = dict(run.points("epoch"))[6]
+    assert epoch == pytest.approx(run.tokens_after(6) / counts["train"]["tokens"], rel=0.02)
+    assert f"epoch {epoch:.2f}, {dict(run.points('bits_per_byte'))[6]:.3f} bits/byte (train)" in describe_progress(run)
+    assert run.seconds_left == 0
+    first = replace(run, metrics=[line for line in run.metrics if line["step"] <= 3], valid_losses={})
+    speed = dict(run.points("tokens_per_second"))[3]
+    first.__dict__["planned_steps"] = 12
+    assert first.seconds_left == pytest.approx(run.tokens_after(6) / speed), "the newest checkpoint is of step 6"
+    by_epochs = replace(run, settings={**run.settings, "train.epochs": 3 * epoch, "train.minutes": None})
+    assert by_epochs.seconds_left == pytest.approx(2 * run.tokens_after(6) / run.points("tokens_per_second")[-1][1])
 
 
 def test_notes_keep_every_start_and_its_environment(root: Path) -> None:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from textmill.track.console import LiveConsole, PlainConsole, Throughput, format_time, new_console
+from textmill.track.console import LiveConsole, PlainConsole, Throughput, format_time, format_valid, new_console
 
 
 class Clock:
@@ -51,6 +51,17 @@ def test_a_valid_loss_gets_its_own_line() -> None:
         "step     1/1000  loss 2.0000  5 tok/s  left 0:00 at most",
         "step     1/1000  valid loss 3.0000",
     ]
+
+
+def test_epoch_and_bits_per_byte() -> None:
+    values = {"loss": 2.0, "bits_per_byte": 1.23456, "epoch": 0.126, "learning_rate": 1e-3, "tokens_per_second": 5.0}
+    assert throughput(Clock()).format_values(1, values)[:3] == [
+        "loss 2.0000 (1.235 bits/byte)",
+        "epoch 0.13",
+        "lr 1.0e-03",
+    ]
+    valid = {"valid_loss": 3.0, "valid_bits_per_byte": 1.5, "valid_accuracy": 0.25}
+    assert format_valid(valid) == "valid loss 3.0000  1.500 bits/byte  accuracy 25.0%"
 
 
 def test_mfu_only_for_known_chips() -> None:

@@ -115,6 +115,19 @@ class RunFiles:
             found.append((step, total))
         return found
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds of training until the end, at the speed of the last logged step; None if that is not known."""
+        speeds, epochs = self.points("tokens_per_second"), self.points("epoch")
+        done, wanted = self.tokens_after(self.last_step), self.settings.get("train.epochs")
+        if self.planned_steps:
+            left = self.tokens_after(self.planned_steps) - done
+        elif wanted and epochs and epochs[-1][1]:
+            left = int(done * max(0.0, wanted / epochs[-1][1] - 1))
+        else:
+            return None
+        return left / speeds[-1][1] if speeds and speeds[-1][1] > 0 else None
+
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """The results that `evaluate` saved, by step."""

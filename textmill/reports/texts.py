@@ -15,6 +15,7 @@ from textmill.storage.files import format_path
 from textmill.track.console import format_time
 
 CURVES = {"loss": "train loss", "valid_loss": "valid loss"}
+BITS = {"bits_per_byte": "train", "valid_bits_per_byte": "valid"}
 HEIGHT = 8
 
 
@@ -45,14 +46,21 @@ def describe_run(run: RunFiles) -> Iterator[str]:
 
 
 def describe_progress(run: RunFiles) -> str:
-    """Steps, tokens, time and throughput in one line."""
+    """Steps, tokens, epoch, bits per byte, time and throughput in one line."""
     planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
     parts = [f"step {run.last_step:,}{planned}"]
     if tokens := run.tokens_after(run.last_step):
         parts.append(f"{tokens:,} tokens")
+    if epochs := run.points("epoch"):
+        parts.append(f"epoch {epochs[-1][1]:.2f}")
+    for metric, title in BITS.items():
+        if points := run.points(metric):
+            parts.append(f"{points[-1][1]:.3f} bits/byte ({title})")
     if run.seconds:
         parts.append(f"{format_time(run.seconds[-1][1])} of training")
         parts.append(f"{run.points('tokens_per_second')[-1][1]:,.0f} tokens/s")
+    if run.seconds_left and not run.stopped:
+        parts.append(f"left {format_time(run.seconds_left)}")
     if run.best_step is not None:
         parts.append(f"best {run.best_rule.describe(run.best_values[run.best_step])} at step {run.best_step:,}")
     if run.stopped:

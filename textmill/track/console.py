@@ -67,10 +67,13 @@ class Throughput:
         return f"{step:>{len(str(self.steps))}}/{self.steps}"
 
     def format_values(self, step: int, values: Values) -> list[str]:
-        """Loss, learning rate, throughput, MFU and remaining time as short texts."""
+        """Loss, bits per byte, epoch, learning rate, throughput, MFU and remaining time as short texts."""
         texts = []
         if "loss" in values:
-            texts.append(f"loss {values['loss']:.4f}")
+            bits = f" ({values['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in values else ""
+            texts.append(f"loss {values['loss']:.4f}{bits}")
+        if "epoch" in values:
+            texts.append(f"epoch {values['epoch']:.2f}")
         if "learning_rate" in values:
             texts.append(f"lr {values['learning_rate']:.1e}")
         if (speed := self.speed(step, values)) is not None:
@@ -185,9 +188,10 @@ def new_console(throughput: Throughput, stream: TextIO) -> Console:
 
 
 def format_valid(values: Values) -> str:
-    """The loss on the valid split and the fraction of its tokens predicted correctly."""
+    """The loss on the valid split, in bits per byte too, and the fraction of its tokens predicted correctly."""
     accuracy = f"  accuracy {values['valid_accuracy']:.1%}" if "valid_accuracy" in values else ""
-    return f"valid loss {values['valid_loss']:.4f}{accuracy}"
+    bits = f"  {values['valid_bits_per_byte']:.3f} bits/byte" if "valid_bits_per_byte" in values else ""
+    return f"valid loss {values['valid_loss']:.4f}{bits}{accuracy}"
 
 
 def format_tasks(values: Values) -> list[str]:

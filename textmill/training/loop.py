@@ -131,8 +131,8 @@ class Training:
 
     def _log(self, done: int, result: Step, tokens_per_second: float) -> None:
         values = {"loss": result.loss, **result.terms, **self.length.metrics_of(done), "grad_norm": result.norm}
-        speed, skipped = {"tokens_per_second": tokens_per_second}, self.skipped_updates.metrics(result)
-        self.trackers.log(done, values | speed | skipped)
+        bits, skipped = self.validation.train_bits(result.loss), self.skipped_updates.metrics(result)
+        self.trackers.log(done, values | bits | {"tokens_per_second": tokens_per_second} | skipped)
         self.skipped_updates.check(done, result, self.trackers)
 
     def _change_length(self, length: RunLength) -> None:

@@ -51,9 +51,10 @@ class RunLength:
         return lr_at(step, self.train, (self.measured_at or 0) if self.known else UNKNOWN)
 
     def metrics_of(self, done: int) -> dict[str, float]:
-        """The learning rate of step number `done`, and its samples if not all steps have the same."""
+        """The learning rate of step number `done`, the epochs after it, and its samples if not all have the same."""
         sizes = {"batch": self.sizes.size_at(done - 1)} if len(self.sizes.phases) > 1 else {}
-        return {"learning_rate": self.lr_at(done - 1), **sizes}
+        epoch = self.samples_after(done) / self.epoch_samples
+        return {"learning_rate": self.lr_at(done - 1), "epoch": epoch, **sizes}
 
     def samples_after(self, done: int) -> int:
         """Samples seen after `done` steps."""

@@ -14,6 +14,7 @@ from textmill.tokens.batches.from_config import valid_batches
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers
 from textmill.training.best_step import open_best_step
+from textmill.training.bits_per_byte import bits_factor, train_bits_factor
 from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength
 from textmill.training.run_minutes import Costs
@@ -43,6 +44,11 @@ class Validation:
     def _intervals(self) -> set[int | Literal["epoch"]]:
         train = self.config.train
         return {train.evaluate_every, *([train.tasks_interval] if train.tasks else [])}
+
+    def train_bits(self, loss: float) -> dict[str, float]:
+        """A train loss in bits per byte, if that is known."""
+        factor = train_bits_factor(self.data, self.config.train)
+        return {"bits_per_byte": factor * loss} if factor else {}
 
     def measure(self, length: RunLength, done: int, trackers: Trackers) -> dict[str, float]:
         """Log and return the metrics that are due after `done` steps."""
@@ -76,6 +82,8 @@ class Validation:
             if one.loss_tokens:
                 values[f"valid_{name}loss"] = one.loss / one.loss_tokens
                 values[f"valid_{name}accuracy"] = one.correct / one.loss_tokens
+        if factor := bits_factor(self.data, "valid", self.config.train):
+            values["valid_bits_per_byte"] = factor * values["valid_loss"]
         return values
 
     def _batches(self) -> Iterator[Batch]:
