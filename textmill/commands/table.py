@@ -203,4 +203,8 @@ COMMANDS = {
         "textmill.commands.recipes:recipes", "list the recipes that come with textmill",
         arguments=(), opens="nothing", takes_settings=False, result_is_output=True,
     ),
+    "completion": Command(
+        "textmill.commands.completion:completion", "print a script that completes textmill's commands in bash or zsh",
+        arguments=("SHELL",), opens="nothing", takes_settings=False, result_is_output=True,
+    ),
 }  # fmt: skip

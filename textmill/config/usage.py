@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -74,6 +74,11 @@ class MegatronExport(Section):
     vocab_multiple: int = Field(128, ge=1)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size
     (Megatron's make-vocab-size-divisible-by)."""
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int | float) else value  # YAML reads 2.0 as a number
 
 
 class ExportConfig(Section):
