@@ -24,6 +24,7 @@ from textmill.config.model import is_family_file
 from textmill.config.paths import corpora_names, resolve_paths
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
+from textmill.storage.remote_folders import fetch, is_url
 from textmill.storage.stages import MANIFEST
 
 PROJECT = "textmill.yaml"
@@ -54,7 +55,7 @@ def recipe_names() -> list[str]:
 
 def open_where(where: str, settings: list[str]) -> Where:
     """The config of WHERE; `settings` (section.key=value) override its values."""
-    path = Path(where)
+    path = fetch(where) if is_url(where) else Path(where)
     if path.is_file():
         return _from_file(path, settings)
     if path.is_dir():

@@ -81,7 +81,7 @@ class ModelConfig(Section):
     With `model.init_from` only dropout and positions can be set; more positions are interpolated from the given ones,
     fewer keep the first ones."""
     init_from: str | None = source()
-    """Start from these weights (finetuning): a run, a checkpoint, a Hugging Face model folder or a hub name, or a
+    """Start from these weights (finetuning): a run, checkpoint, Hugging Face model folder, hub name or URL, or a
     model file that `textmill import` reads (GGUF, ckpt.pt ...); a LoRA adapter is merged into its base model."""
     init_layers: list[int] = []
     """Use only these blocks of `model.init_from`, counted from 0 and in this order, such as 0,2,4,7,9,11; a block may

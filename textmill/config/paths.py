@@ -55,7 +55,9 @@ def corpora_names(tree: Tree, base: Path) -> set[str]:
 
 
 def under(base: Path, value: str) -> str:
-    """The full path of a value; ~ and $NAME are expanded, unless a file has exactly this name."""
+    """The full path of a value; ~ and $NAME are expanded, unless a file has exactly this name; a URL stays."""
+    if "://" in value:
+        return value
     if "$" in value and not os.path.exists(base / value):
         value = os.path.expandvars(value)
         if unset := re.search(r"\$(\w+|\{[^}]*\})", value):

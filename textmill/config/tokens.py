@@ -53,7 +53,7 @@ class UsedTokens(Section):
 
     path: str
     """A prefix of .bin and .idx files, a folder that `textmill tokenize` wrote, a folder of `datasets.save_to_disk`,
-    or Parquet or TFRecord files (a file, folder or glob) with a column `input_ids`."""
+    or Parquet or TFRecord files (a file, folder or glob) with a column `input_ids`; or a URL of one of these."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Its fraction of the samples, relative to the weights of the other stores."""
 

@@ -85,7 +85,8 @@ class ExportConfig(Section):
     """Write a model for other tools; what is written is read back and compared before it appears."""
 
     folder: str | None = path()
-    """The folder to write."""
+    """The folder to write; a URL such as s3://BUCKET/NAME, or hf://OWNER/NAME for the Hugging Face hub (token in
+    HF_TOKEN)."""
     kind: Literal["hf", "gguf", "nanogpt", "megatron", "deepspeed", "onnx", "tokenizer"] = "hf"
     """The format: hf (transformers, vLLM, lm-eval: config.json, safetensors, tokenizer, model card); gguf (llama.cpp,
     Ollama; extra: textmill[export]); nanogpt (ckpt.pt); megatron (Megatron-LM); deepspeed; onnx (with past key

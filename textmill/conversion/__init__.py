@@ -14,22 +14,26 @@ from textmill.conversion.formats.hf import text_files
 from textmill.conversion.model import Hints, Model, collect_weights
 from textmill.conversion.model_card import write_card
 from textmill.conversion.reduced_vocabulary import reduce_model, reduce_shape
+from textmill.conversion.remote_export import export_to_url
 from textmill.conversion.tokenizer_files import export_tokenizer
 from textmill.errors import TextmillError
 from textmill.models import find_run_model, read_shape
 from textmill.storage.files import format_path, hash_json
+from textmill.storage.remote_folders import is_url
 from textmill.storage.stages import Force, Stage
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.vocabulary.reduction import reduce_vocabulary
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 
-def export(config: RunConfig, force: Force = "no", step: StepChoice | None = None) -> Path:
-    """Write the model of a run, or any model folder, into `export.folder`; return the folder."""
+def export(config: RunConfig, force: Force = "no", step: StepChoice | None = None) -> Path | str:
+    """Write the model of a run, or any model folder, into `export.folder`; return the folder or the URL."""
     if config.export.folder is None:
         raise TextmillError(
             "export.folder: is not set; name the folder to write: textmill export WHERE export.folder=OUT"
         )
+    if is_url(config.export.folder):
+        return export_to_url(config, force, lambda local, again: export(local, again, step))
     folder, precision = Path(config.export.folder), config.export.precision
     if config.export.kind == "tokenizer":
         return export_tokenizer(config, folder, force)

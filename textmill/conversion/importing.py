@@ -10,6 +10,7 @@ from textmill.conversion.formats import KINDS, find_kind, hf, open_format
 from textmill.conversion.model import Hints
 from textmill.errors import TextmillError, warn
 from textmill.storage.files import format_path, hash_file, hash_json
+from textmill.storage.remote_folders import fetch, is_url
 from textmill.storage.stages import Force, Stage
 
 
@@ -18,7 +19,7 @@ def import_model(
     vocab: int | None = None, heads: int | None = None, activation: str | None = None, force: Force = "no",
 ) -> Path:  # fmt: skip
     """Read a model file or folder of another tool, write it as a Hugging Face folder in fp32; return the folder."""
-    path, folder = Path(what), Path(out)
+    path, folder = fetch(what) if is_url(what) else Path(what), Path(out)
     if folder.resolve().is_relative_to(path.resolve()) and path.is_dir():
         raise TextmillError(f"{out}: is inside {what}, which is to be read; name a folder elsewhere")
     name = find_kind(path, kind)

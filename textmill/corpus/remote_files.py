@@ -6,29 +6,13 @@ from typing import Any
 
 from textmill.corpus.source import EXTENSIONS, Source, format_from_name
 from textmill.errors import TextmillError
-
-VERSION_FIELDS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "Content-MD5",
-    "LastModified",
-    "Last-Modified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-)
-"""Names that file systems use for a value that changes with the content; the first one present is used."""
-
-
-ADVICE = "check the address, the network and your access rights"
+from textmill.storage.remote_folders import ADVICE, first_line, open_filesystem, version_of
 
 
 def find_remote_sources(url: str, skipped: list[str]) -> list[Source]:
     """The files at a URL, matching a URL pattern, or in the folder at a URL; those that cannot be read are added to
     `skipped`."""
-    files, path = _open_filesystem(url)
+    files, path = open_filesystem(url, "corpus.sources: ")
     try:
         if any(character in path for character in "*["):  # in a URL a '?' starts the query
             found = files.glob(path)
@@ -39,7 +23,7 @@ def find_remote_sources(url: str, skipped: list[str]) -> list[Source]:
     except FileNotFoundError:
         found = []
     except Exception as error:  # each protocol raises its own exceptions
-        raise TextmillError(f"corpus.sources: {url}: cannot be reached ({_first_line(error)}); {ADVICE}") from None
+        raise TextmillError(f"corpus.sources: {url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
     if not found:
         raise TextmillError(f"corpus.sources: nothing at '{url}'; check the address")
     formats = {path_found: format_from_name(path_found.partition("?")[0]) for path_found in found}
@@ -58,34 +42,18 @@ def find_remote_sources(url: str, skipped: list[str]) -> list[Source]:
 
 def open_url(url: str) -> Any:
     """Open a binary file; whether it can seek depends on the protocol."""
-    files, path = _open_filesystem(url)
+    files, path = open_filesystem(url, "corpus.sources: ")
     try:
         return files.open(path, "rb")
     except Exception as error:
-        raise TextmillError(f"{url}: cannot be opened ({_first_line(error)}); {ADVICE}") from None
+        raise TextmillError(f"{url}: cannot be opened ({first_line(error)}); {ADVICE}") from None
 
 
 def remote_state(url: str) -> tuple[int, str]:
     """The size and fingerprint of a file, without reading it; 0 and '' if the server reports neither."""
-    files, path = _open_filesystem(url)
+    files, path = open_filesystem(url, "corpus.sources: ")
     try:
         info = files.info(path)
     except Exception as error:
-        raise TextmillError(f"{url}: cannot be reached ({_first_line(error)}); {ADVICE}") from None
-    return int(info.get("size") or 0), next((f"{name} {info[name]}" for name in VERSION_FIELDS if info.get(name)), "")
-
-
-def _open_filesystem(url: str) -> tuple[Any, str]:
-    try:
-        from fsspec.core import url_to_fs
-
-        files, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise TextmillError(
-            f"corpus.sources: {url}: protocol not available ({_first_line(error)}); install the package for it"
-        ) from None
-    return files, path
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TextmillError(f"{url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+    return int(info.get("size") or 0), version_of(info)

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 from textmill.errors import TextmillError
+from textmill.storage.remote_folders import fetch, first_line, is_url
 
+HUB_SCHEME = "hf://"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 MODEL_FILES = [
     "config.json",
@@ -20,8 +22,14 @@ MODEL_FILES = [
 ]
 
 
+MARKS = ("config.json", "adapter_config.json", "tokenizer.json", "vocab.json", "vocab.txt", "run.yaml")
+"""Files of which a folder behind a URL has at least one, if it has a model or a tokenizer."""
+
+
 def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
     """The local folder of a model; from the hub only the files in `patterns` are downloaded, never pickles."""
+    if is_url(name):
+        return _fetch_model(name, None if patterns is MODEL_FILES else patterns)
     if Path(name).is_dir():
         return Path(name)
     if Path(name).is_file():
@@ -39,7 +47,36 @@ def find_model_folder(name: str, patterns: list[str] = MODEL_FILES) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the client raises many types: offline, not found, gated
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TextmillError(
-            f"{name}: no such folder, and downloading it from the hub failed ({reason}); check the name and the network"
+            f"{name}: no such folder, and downloading it from the hub failed ({first_line(error)}); check the name and "
+            "the network"
+        ) from None
+
+
+def _fetch_model(url: str, patterns: list[str] | None) -> Path:
+    """The local copy of a model behind a URL, or of the files that `patterns` name."""
+    folder = fetch(url, patterns)
+    steps = sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
+    if folder.is_dir() and not steps and not any((folder / name).is_file() for name in MARKS):
+        raise TextmillError(f"{url}: not a model; its folder has no {', '.join(MARKS)}")
+    return folder
+
+
+def upload_model(folder: Path, name: str) -> None:
+    """Copy a folder to the hub in one commit; a new repository is private. The token is that of the environment."""
+    if not HUB_NAME.match(name) or "/" not in name:
+        raise TextmillError(f"export.folder: {HUB_SCHEME}{name} is no name of the hub; write {HUB_SCHEME}OWNER/NAME")
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise TextmillError(
+            f"{HUB_SCHEME}{name}: the hub needs huggingface_hub; run: pip install 'textmill[hf]'"
+        ) from None
+    try:
+        hub = HfApi()
+        hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from textmill")
+    except Exception as error:  # the client raises many types: no token, no right, offline
+        raise TextmillError(
+            f"{HUB_SCHEME}{name}: cannot be written ({first_line(error)}); check the name, and the token in HF_TOKEN"
         ) from None

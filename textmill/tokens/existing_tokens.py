@@ -17,7 +17,7 @@ from textmill.storage.files import format_path, hash_file, manifest_entry, read_
 from textmill.storage.progress import progress
 from textmill.storage.stages import MANIFEST, Force, Stage, open_manifest
 from textmill.tokens.batches.layout import check_ids
-from textmill.tokens.splits import converted_folder, existing_kind, split_borders, tokenizer_of
+from textmill.tokens.splits import converted_folder, existing_kind, split_borders, tokenizer_of, used_path
 from textmill.tokens.store import dtype_for, open_store, store_paths
 from textmill.tokens.store_writer import StoreWriter
 from textmill.tokens.token_tables import IDS, MASK, Table, named_files, open_tables, strip_padding
@@ -40,11 +40,8 @@ def tokenize_existing(config: RunConfig, force: Force = "no") -> Path:
             f"tokens.kind={config.tokens.kind}: its rows are cut from a corpus, but tokens.use names existing tokens; "
             "remove one of them"
         )
-    tables = {
-        number: Path(one.path)
-        for number, one in enumerate(config.tokens.use)
-        if existing_kind(Path(one.path)) == "table"
-    }
+    paths = {number: used_path(config, number) for number in range(len(config.tokens.use))}
+    tables = {number: path for number, path in paths.items() if existing_kind(path) == "table"}
     if not tables:
         print("tokenize: nothing to do: tokens.use names token stores, which are read in place")
         return folder

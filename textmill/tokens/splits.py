@@ -17,6 +17,7 @@ from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
 from textmill.storage.files import find_damage, hash_file, hash_json
+from textmill.storage.remote_folders import fetch, is_url
 from textmill.storage.stages import MANIFEST, open_manifest
 from textmill.tokens.batches.history import Source
 from textmill.tokens.store import TokenStore, open_store, store_paths, store_prefix
@@ -208,9 +209,15 @@ def converted_folder(config: RunConfig, number: int) -> Path:
     return folder if len(config.tokens.use) == 1 else folder / f"used-{number}"
 
 
+def used_path(config: RunConfig, number: int) -> Path:
+    """Where an entry of `tokens.use` is, or its local copy if it is a URL."""
+    named = config.tokens.use[number].path
+    return fetch(named) if is_url(named) else Path(named)
+
+
 def _open_existing(config: RunConfig, number: int, tokenizer: TextTokenizer) -> _SplitSource:
     """Open one entry of `tokens.use`; only a Megatron prefix is split here, the others have splits already."""
-    path, with_features = Path(config.tokens.use[number].path), config.train.layout == "features"
+    path, with_features = used_path(config, number), config.train.layout == "features"
     kind = existing_kind(path)
     if kind == "folder":
         return _open_folder(path, tokenizer, "the tokenizer of this run", with_features)

@@ -1,0 +1,173 @@
+"""Folders behind URLs (s3://, gs://, memory:// ...) with fsspec: read through a local cache, written file by file."""
+
+from __future__ import annotations
+
+import json
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from textmill.errors import TextmillError, warn
+from textmill.storage.files import create_folder, file_lock, hash_json, replace_folder
+
+VERSION_FIELDS = (
+    "ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "updated", "mtime",
+    "created",
+)  # fmt: skip
+"""Names that file systems use for a value that changes with the content; the first one present is used."""
+ADVICE = "check the address, the network and your access rights"
+OPTIMIZER = "optimizer*"
+"""Files of a checkpoint that only resuming needs: larger than the model, and not copied."""
+
+
+def is_url(text: str) -> bool:
+    """True for a URL, false for a path."""
+    return "://" in text
+
+
+def open_filesystem(url: str, setting: str = "") -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+
+        files, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise TextmillError(
+            f"{setting}{url}: protocol not available ({first_line(error)}); install the package for it"
+        ) from None
+    return files, path
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def version_of(info: dict[str, Any]) -> str:
+    """A value that changes with the content of a remote file; empty if the server reports none."""
+    return next((f"{name} {info[name]}" for name in VERSION_FIELDS if info.get(name)), "")
+
+
+def cache_folder() -> Path:
+    """The folder of local copies: textmill in $XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "textmill"
+
+
+def fetch(url: str, patterns: list[str] | None = None) -> Path:
+    """A local copy of the folder, the file or the prefix of files at a URL, without optimizer state.
+
+    With `patterns`, only of files with such names. A copy is named by the versions of its files, so that a changed
+    file makes a new copy. A file:// URL is its path.
+    """
+    files, path = open_filesystem(url)
+    if "file" in (files.protocol if isinstance(files.protocol, tuple) else (files.protocol,)):
+        return Path(path)
+    try:
+        root, listing = _list_files(files, path)
+    except TextmillError:
+        raise
+    except Exception as error:  # each protocol raises its own exceptions
+        raise TextmillError(f"{url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+    listing = {one: info for one, info in listing.items() if _is_wanted(one, patterns)}
+    if not listing:
+        raise TextmillError(f"{url}: nothing is there; {ADVICE}")
+    name = path.rstrip("/").rpartition("/")[2]
+    states = {one: (info.get("size"), version_of(info)) for one, info in listing.items()}
+    copy = cache_folder() / "copies" / hash_json([url, states])[:16] / name
+    target = copy if root == path.rstrip("/") else copy.parent
+    if not target.exists():
+        _copy(files, root, listing, target, url)
+    return copy
+
+
+def _list_files(files: Any, path: str) -> tuple[str, dict[str, Any]]:
+    """The folder that is listed, and its files by their names below it."""
+    if files.isdir(path):
+        root = path.rstrip("/")
+        found = files.find(path, detail=True)
+    else:
+        root = path.rpartition("/")[0]
+        found = {
+            one: info
+            for one, info in files.find(root, maxdepth=1, detail=True).items()
+            if one == path or one.startswith(path + ".")
+        }
+    names = {one: one.removeprefix(root).lstrip("/") for one in found}
+    return root, {names[one]: info for one, info in found.items()}
+
+
+def _is_wanted(name: str, patterns: list[str] | None) -> bool:
+    last = name.rpartition("/")[2]
+    return not fnmatch(last, OPTIMIZER) and (patterns is None or any(fnmatch(last, one) for one in patterns))
+
+
+def _copy(files: Any, root: str, listing: dict[str, Any], target: Path, url: str) -> None:
+    """Copy files into a folder that appears when it is complete; an interrupted copy goes on with the next file."""
+    part = target.with_name(target.name + ".part")
+    create_folder(part, "XDG_CACHE_HOME")
+    with file_lock(part.parent / f"{part.name}.lock", None):
+        if target.exists():
+            return  # another process has copied it meanwhile
+        size = sum(int(info.get("size") or 0) for info in listing.values())
+        warn(f"{url}: copying {len(listing)} files, {size / 1e6:,.1f} MB, to {target.parent}")
+        part.mkdir(exist_ok=True)
+        for name, info in listing.items():
+            local = part / name
+            if not local.resolve().is_relative_to(part.resolve()):
+                raise TextmillError(f"{url}: has the file name {name!r}, which leads out of its folder")
+            if local.is_file():
+                continue
+            local.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = local.with_name(local.name + ".tmp")
+            try:
+                files.get_file(f"{root}/{name}", str(unfinished))
+            except Exception as error:
+                raise TextmillError(f"{url}: {name} cannot be copied ({first_line(error)}); {ADVICE}") from None
+            if info.get("size") is not None and unfinished.stat().st_size != info["size"]:
+                raise TextmillError(f"{url}: {name} changed while it was copied; run the same command again")
+            os.replace(unfinished, local)
+        replace_folder(part, target)
+
+
+class RemoteFolder:
+    """A folder at a URL, to be written."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.files, self.path = open_filesystem(self.url)
+        self.files.invalidate_cache()
+
+    def names(self) -> list[str]:
+        """The files in the folder; none if it does not exist."""
+        try:
+            found = self.files.find(self.path)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise TextmillError(f"{self.url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+        return [one.removeprefix(self.path).lstrip("/") for one in found]
+
+    def read_json(self, name: str) -> Any:
+        """The content of a JSON file; None if it is not there or not readable."""
+        try:
+            return json.loads(self.files.cat_file(f"{self.path}/{name}"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def put(self, local: Path, name: str) -> None:
+        """Write a file."""
+        try:
+            self.files.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
+            self.files.put_file(str(local), f"{self.path}/{name}")
+        except Exception as error:
+            raise TextmillError(f"{self.url}: {name} cannot be written ({first_line(error)}); {ADVICE}") from None
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        try:
+            self.files.rm_file(f"{self.path}/{name}")
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise TextmillError(f"{self.url}: {name} cannot be removed ({first_line(error)}); {ADVICE}") from None
