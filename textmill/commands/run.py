@@ -10,9 +10,9 @@ from typing import Any
 
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import evaluate
+from textmill.commands.prepare import prepare
 from textmill.config import RunConfig
 from textmill.config.renamed import rename_settings
-from textmill.corpus.prepare import prepare
 from textmill.devices import open_device
 from textmill.evaluation import format_tables
 from textmill.generation import generate

@@ -119,7 +119,7 @@ COMMANDS = {
         sections=ALL, flags=(REBUILD,), timed=True,
     ),
     "prepare": Command(
-        "textmill.corpus.prepare:prepare", "turn text into clean documents",
+        "textmill.commands.prepare:prepare", "turn text into clean documents",
         sections=("corpus", "runner"), flags=(FORCE,),
     ),
     "fit-tokenizer": Command(

@@ -9,8 +9,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from textmill.commands.prepare import prepare
 from textmill.config import RunConfig
-from textmill.corpus.prepare import prepare
 from textmill.errors import TextmillError
 from textmill.planning.tuned_file import describe_outcome, table_head, table_row, write_tuned
 from textmill.planning.tuning import FOLDER, Tuning, refuse_several_processes

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from textmill.config.data import BeamRunner, CorpusConfig, LocalRunner, RunnerConfig
+from textmill.config.data import CorpusConfig
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
 from textmill.config.evaluation import EvaluateConfig, WikitextConfig
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
 from textmill.config.plan import PlanConfig
+from textmill.config.runners import BeamRunner, LocalRunner, RunnerConfig
 from textmill.config.section import Section, field_markers, path
 from textmill.config.serving import ServeConfig
 from textmill.config.sizes import SIZES

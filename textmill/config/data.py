@@ -1,4 +1,4 @@
-"""Sections for the corpus, and for the runner of data work."""
+"""The section for the corpus."""
 
 from __future__ import annotations
 
@@ -122,6 +122,19 @@ class CorpusConfig(Section):
     keep_dropped: bool = False
     """Also write dropped documents to `dropped-*.parquet`, with the rule and, for a duplicate, the document it
     repeats."""
+    decontaminate: list[str] = Field([], json_schema_extra={"evaluation_files": True})
+    """Evaluation data that training must not have seen: TASK:FILE as in `evaluate.tasks`, or files of text. Documents
+    that share a long n-gram of words with it are dropped."""
+    decontaminate_action: Literal["drop", "mark"] = "drop"
+    """drop documents that share an n-gram with `corpus.decontaminate`, or only mark them, in the column `meta`."""
+    decontaminate_words: int = Field(13, ge=2, le=64)
+    """Words in such an n-gram."""
+    decontaminate_min_words: int = Field(8, ge=2)
+    """An evaluation text of fewer words than an n-gram is one n-gram if it has at least this many, as in
+    Megatron-LM."""
+    decontaminate_common: int = Field(10, ge=0)
+    """An n-gram in this many documents or more is a common phrase and does not count, as in Megatron-LM; 0: all
+    count."""
     split: list[float] = [90, 5, 5]
     """Ratio of train, valid and test, such as `90,5,5` or `949,50,1`; a hash of the document decides its split."""
     source_splits: dict[str, Literal["train", "valid", "test"]] = {}
@@ -265,33 +278,3 @@ class CorpusConfig(Section):
                 f"corpus.split: found {value}; give one to three numbers, train's above 0, such as 90,5,5"
             )
         return value + [0.0] * (3 - len(value))
-
-
-class LocalRunner(Section):
-    """Run data work in processes of this machine."""
-
-    kind: Literal["local"] = changeable("local")
-    """local: a pool of processes on this machine."""
-    workers: int | Literal["auto"] = changeable("auto")
-    """Processes at a time; auto: one per core."""
-
-    @field_validator("workers")
-    @classmethod
-    def _check_workers(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise TextmillError(f"runner.workers: found {value}; give 1 or more, or auto")
-        return value
-
-
-class BeamRunner(Section):
-    """Run data work with Apache Beam, on this machine or on any engine that Beam supports."""
-
-    kind: Literal["beam"] = changeable("beam")
-    """beam: an Apache Beam pipeline (extra: textmill[beam])."""
-    options: list[str] = changeable([])
-    """Beam's own options, such as `--runner=FlinkRunner`; default: its direct runner, on this machine."""
-    shared_folder: str | None = path()
-    """A folder that every worker can reach, for their results; default: a temporary folder of this machine."""
-
-
-RunnerConfig = LocalRunner | BeamRunner

@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from textmill.config.evaluation import LM_EVAL, is_task_file
+from textmill.config.evaluation import LM_EVAL, is_task_file, task_names
 from textmill.config.keys import all_fields
 from textmill.config.load import Tree, read_yaml
 from textmill.config.section import field_markers
 from textmill.errors import TextmillError
 
 CORPORA = Path(__file__).parents[1] / "corpora"
+MARKERS = {"path", "source", "task_files", "evaluation_files"}
+"""The markers of fields that hold paths."""
 CORPORA_FILE = "corpora.yaml"
 """Where named corpora are declared, if the file is next to a config."""
 
@@ -30,11 +32,13 @@ def resolve_paths(tree: Tree, base: Path, names: set[str] | None = None) -> Tree
         markers, (section, _, leaf) = field_markers(field), key.partition(".")
         holder = resolved if not leaf else resolved.get(section)
         name = leaf or section
-        if not {"path", "source", "task_files"} & markers.keys() or not isinstance(holder, dict) or name not in holder:
+        if not MARKERS & markers.keys() or not isinstance(holder, dict) or name not in holder:
             continue
         value = holder[name]
         if markers.get("task_files"):
             holder[name] = [_resolve_task(base, item) for item in value] if isinstance(value, list) else value
+        elif markers.get("evaluation_files"):
+            holder[name] = [_resolve_evaluation(base, item) for item in value] if isinstance(value, list) else value
         elif isinstance(value, str):
             full = under(base, value)
             holder[name] = full if markers.get("path") or os.path.exists(full) else value
@@ -73,6 +77,12 @@ def _resolve_task(base: Path, task: Any) -> Any:
         return under(base, task)
     name, colon, file = task.partition(":")
     return f"{name}:{under(base, file)}" if colon and (name != LM_EVAL or "/" in file) else task
+
+
+def _resolve_evaluation(base: Path, item: Any) -> Any:
+    """An entry of `corpus.decontaminate` with a full path: as in `evaluate.tasks`, or a file."""
+    is_task = isinstance(item, str) and (is_task_file(item) or item.partition(":")[0] in (*task_names(), LM_EVAL))
+    return under(base, item) if isinstance(item, str) and not is_task else _resolve_task(base, item)
 
 
 def _resolve_item(base: Path, item: Any, names: set[str]) -> Any:

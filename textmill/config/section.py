@@ -40,6 +40,6 @@ def per_call(default: Any, **rules: Any) -> Any:
 
 
 def field_markers(field: FieldInfo) -> dict[str, Any]:
-    """The markers of a field: changeable, path, source, task_files, free_texts, per_call."""
+    """The markers of a field: changeable, path, source, task_files, evaluation_files, free_texts, per_call."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}

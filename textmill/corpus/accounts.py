@@ -66,6 +66,9 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
             else "",
         ),
     ]
+    for name, found in counts.get("contamination", {}).items():
+        note = f"documents share n-grams with {name}: {found['found']:,} of its {found['examples']:,} examples"
+        rows.append(("contaminated", found["documents"], note))
     for split, amounts in counts["by_split"].items():
         rows.append((split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))
     lines = [f"prepare: {format_path(folder)}"]

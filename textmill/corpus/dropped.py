@@ -26,7 +26,7 @@ REPEAT_DTYPE = np.dtype([
 """A dropped duplicate: its row, the chunk and row of the document that it repeats, and whether it is only similar."""
 NAMES_FILE = "names.json"
 """The name of the source of each chunk."""
-EXACT, NEAR = "duplicate", "near_duplicate"
+EXACT, NEAR, CONTAMINATED = "duplicate", "near_duplicate", "contaminated"
 
 
 def dropped_name(number: int) -> str:
@@ -48,8 +48,8 @@ def read_dropped(folder: Path, rule: str | None = None) -> Iterator[dict[str, An
                 yield from rows.to_pylist()
 
 
-def write_dropped(path: Path, work: Path, number: int, repeats: NDArray[Any]) -> None:
-    """Write the dropped documents of a chunk: those of filters, then duplicates in their order."""
+def write_dropped(path: Path, work: Path, number: int, repeats: NDArray[Any], contaminated: NDArray[np.int64]) -> None:
+    """Write the dropped documents of a chunk: those of filters, then duplicates, then contaminated ones."""
     names = read_json(work / NAMES_FILE)
     with new_shard(path, SCHEMA) as writer:
         with open_shard(work / f"{number:05d}.filtered") as filtered:
@@ -61,6 +61,12 @@ def write_dropped(path: Path, work: Path, number: int, repeats: NDArray[Any]) ->
                 writer.add(pa.table([*columns, pa.nulls(table.num_rows, pa.float32())], schema=SCHEMA))
         if len(repeats):
             _write_repeats(writer, work, number, repeats, names)
+        if len(contaminated):
+            texts = _take(work / f"{number:05d}.parquet", ["text", "id"], contaminated)
+            source, rule = (pa.array([one] * len(contaminated), pa.string()) for one in (names[number], CONTAMINATED))
+            empty = pa.nulls(len(contaminated), pa.string())
+            columns = [texts["text"], source, texts["id"], rule, empty, empty]
+            writer.add(pa.table([*columns, pa.nulls(len(contaminated), pa.float32())], schema=SCHEMA))
 
 
 def _write_repeats(writer: ShardWriter, work: Path, number: int, repeats: NDArray[Any], names: Sequence[str]) -> None:

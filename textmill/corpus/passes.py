@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from textmill.config import CorpusConfig
 from textmill.corpus.clean import Cleaner
 from textmill.corpus.conversations import turns_to_json
+from textmill.corpus.decontamination.evaluation_data import open_index
 from textmill.corpus.document import SPLITS, Document
 from textmill.corpus.dropped import FILTERED_SCHEMA, REPEAT_DTYPE, dropped_name, write_dropped
 from textmill.corpus.records import BadRecord, read_records
@@ -63,6 +64,10 @@ class ChunkTask:
         """The 16-byte digests of the cleaned documents, one row each."""
         return np.fromfile(self.path("digests"), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
+    def read_contaminated(self) -> NDArray[np.int64]:
+        """The rows of the cleaned documents that share n-grams with evaluation data."""
+        return np.fromfile(self.path("contaminated"), np.int64)
+
     def read_bad_records(self) -> Iterator[BadRecord]:
         """The bad records of this chunk, with the current name of the source."""
         with open(self.path("bad"), encoding="utf-8") as stream:
@@ -78,6 +83,8 @@ class DocumentBuffer:
     writer: ShardWriter
     digests: BinaryIO
     is_nfc: bool
+    find_hits: Callable[[list[str]], None] | None = None
+    """Records which texts share an n-gram with evaluation data."""
     texts: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     metas: list[str | None] = field(default_factory=list)
@@ -96,6 +103,8 @@ class DocumentBuffer:
             self.flush()
 
     def flush(self) -> None:
+        if self.find_hits is not None:
+            self.find_hits(self.texts)
         columns = [pa.array(column, pa.string()) for column in (self.texts, self.places, self.metas, self.messages)]
         self.writer.add(pa.table(columns, schema=CLEANED_SCHEMA))
         self.texts, self.places, self.metas, self.messages, self.buffered_characters = [], [], [], [], 0
@@ -112,7 +121,9 @@ def clean_chunk(task: ChunkTask) -> dict[str, Any]:
         bad, digests = (stack.enter_context(atomic_writer(task.path(kind))) for kind in ("bad", "digests"))
         shard = stack.enter_context(new_shard(task.path("parquet"), CLEANED_SCHEMA, "lz4"))
         filtered = stack.enter_context(_filtered_documents(task, cleaner))
-        buffer = DocumentBuffer(shard, digests, is_nfc=not {"unicode", "compatibility"}.isdisjoint(task.config.rules))
+        is_nfc = not {"unicode", "compatibility"}.isdisjoint(task.config.rules)
+        find_hits = stack.enter_context(_contaminated_documents(task)) if task.config.decontaminate else None
+        buffer = DocumentBuffer(shard, digests, is_nfc, find_hits)
         for record in read_records(task.chunk, task.config):
             records += 1
             if isinstance(record, BadRecord):
@@ -174,6 +185,21 @@ def _filtered_documents(task: ChunkTask, cleaner: Cleaner) -> Iterator[Callable[
         flush()
 
 
+@contextmanager
+def _contaminated_documents(task: ChunkTask) -> Iterator[Callable[[list[str]], None]]:
+    """A function that records the n-grams of evaluation data in the next texts: the row of each and the n-gram."""
+    index, rows = open_index(task.folder / "work"), 0
+    with atomic_writer(task.path("hits")) as stream:
+
+        def find(texts: list[str]) -> None:
+            nonlocal rows
+            found, keys = index.find(texts)
+            stream.write(np.stack([found + rows, keys], axis=1).tobytes())
+            rows += len(texts)
+
+        yield find
+
+
 def write_chunk(task: ChunkTask) -> dict[str, Any]:
     """Pass 2: write a chunk's kept documents; return the counts and the shard's checksum for each split."""
     if task.path("written.json").is_file():
@@ -192,6 +218,8 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
         for group in range(cleaned.num_row_groups):
             table = cleaned.read_row_group(group, use_threads=False)
             group_indexes = split_indexes[rows_read : rows_read + table.num_rows]
+            if task.config.decontaminate and task.config.decontaminate_action == "mark":
+                table = _mark(table, task.read_contaminated() - rows_read)
             rows_read += table.num_rows
             for split_index, split in present_splits:
                 part = table.filter(pa.array(group_indexes == split_index))
@@ -203,9 +231,19 @@ def write_chunk(task: ChunkTask) -> dict[str, Any]:
         splits[split]["file"] = {"name": name, **manifest_entry(task.folder / name)}
     if task.config.keep_dropped:
         repeats = np.fromfile(task.path("repeats"), REPEAT_DTYPE)
-        write_dropped(task.folder / dropped_name(task.chunk.number), task.folder / "work", task.chunk.number, repeats)
+        path, drops = task.folder / dropped_name(task.chunk.number), task.config.decontaminate_action == "drop"
+        contaminated = task.read_contaminated() if task.config.decontaminate and drops else np.zeros(0, np.int64)
+        write_dropped(path, task.folder / "work", task.chunk.number, repeats, contaminated)
     write_json(task.path("written.json"), splits)
     return splits
+
+
+def _mark(table: pa.Table, rows: NDArray[np.int64]) -> pa.Table:
+    """The table with a mark in the field `meta` of some rows."""
+    metas = table.column("meta").to_pylist()
+    for row in rows[(rows >= 0) & (rows < table.num_rows)].tolist():
+        metas[row] = json.dumps({**json.loads(metas[row] or "{}"), "contaminated": True}, ensure_ascii=False)
+    return table.set_column(table.schema.get_field_index("meta"), "meta", pa.array(metas, pa.string()))
 
 
 def _count(counts: dict[str, Any], texts: pa.ChunkedArray) -> None:

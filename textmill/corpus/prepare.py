@@ -18,6 +18,14 @@ import numpy as np
 from textmill.config import STAGE_FOLDERS, RunConfig
 from textmill.corpus.accounts import Counts, build_account, format_account
 from textmill.corpus.clean.cleaner import check_packages
+from textmill.corpus.decontamination.decisions import drop_contaminated
+from textmill.corpus.decontamination.evaluation_data import (
+    EvaluationData,
+    OpenData,
+    describe_data,
+    open_text_data,
+    write_index,
+)
 from textmill.corpus.dedup.decisions import decide_documents
 from textmill.corpus.dropped import NAMES_FILE, list_dropped_files
 from textmill.corpus.inspection import describe_layouts
@@ -48,16 +56,19 @@ SHOWN_BAD_RECORDS = 5
 """Bad records shown in the error when there are too many."""
 
 
-def prepare(config: RunConfig, force: Force = "no") -> Path:
-    """Build the corpus folder of this config; an existing, up-to-date folder is kept."""
+def prepare(config: RunConfig, force: Force = "no", open_data: OpenData = open_text_data) -> Path:
+    """Build the corpus folder of this config; an existing, up-to-date folder is kept.
+
+    `open_data` opens the files of `corpus.decontaminate`."""
     folder = config.folder_of("corpus")
     check_packages(config.corpus)
+    evaluation_data = [open_data(entry) for entry in config.corpus.decontaminate]
     runner = open_runner(config.runner)
     skipped: list[str] = []
     sources = _find_sources(config, skipped)
     inputs = _inspect_inputs(sources, folder, force)
     _check_conversation_formats(config, inputs)
-    stage = Stage("prepare", folder, _describe_inputs(config, inputs), config.to_yaml())
+    stage = Stage("prepare", folder, _describe_inputs(config, inputs, evaluation_data), config.to_yaml())
     if stage.is_done(force):
         print(f"prepare: done already: {format_path(folder)} ({open_manifest(folder)['documents']:,} documents)")
         return _export_to_mongo(config, folder, inputs)
@@ -65,7 +76,7 @@ def prepare(config: RunConfig, force: Force = "no") -> Path:
     for line in [*_describe_skipped(skipped), *describe_layouts(sources, config.corpus)]:
         print(f"prepare: {line}")
     with stage.unfinished_folder() as part, runner:
-        counts, files = _build(config, runner, [item.source for item in inputs], part, skipped)
+        counts, files = _build(config, runner, [item.source for item in inputs], part, skipped, evaluation_data)
         _check_unchanged(inputs)
         _remove_intermediate_files(part, files)
         manifest_fields = {"documents": counts["kept"], "mtimes": {item.name: item.mtime_ns for item in inputs}}
@@ -140,12 +151,17 @@ def _inspect_inputs(sources: list[Source], folder: Path, force: Force) -> list[_
     return sorted(inputs, key=lambda item: item.name)
 
 
-def _describe_inputs(config: RunConfig, inputs: Sequence[_Input]) -> dict[str, Any]:
+def _describe_inputs(
+    config: RunConfig, inputs: Sequence[_Input], evaluation_data: Sequence[EvaluationData]
+) -> dict[str, Any]:
     """The settings and input checksums that decide the result; the manifest records them."""
     settings = config.results("corpus")
     del settings["corpus.sources"]  # the files matter, not how they are written
     if config.corpus.dedup != "near":
         settings = {key: value for key, value in settings.items() if not key.startswith("corpus.dedup_")}
+    settings["corpus.decontaminate"] = describe_data(evaluation_data)
+    if not evaluation_data:
+        settings = {key: value for key, value in settings.items() if not key.startswith("corpus.decontaminate")}
     settings["corpus.rules"] = sorted(config.corpus.rules)  # rules always run in the same order
     checksums = {f"inputs.{item.name}": {"bytes": item.bytes, "sha256": item.sha256} for item in inputs}
     keys = {f"inputs.{item.name}.text_key": item.source.text_key for item in inputs if item.source.text_key}
@@ -169,24 +185,31 @@ def _describe_skipped(skipped: list[str]) -> list[str]:
 
 
 def _build(
-    config: RunConfig, runner: Runner, sources: list[Source], part: Path, skipped: list[str]
+    config: RunConfig,
+    runner: Runner,
+    sources: list[Source],
+    part: Path,
+    skipped: list[str],
+    evaluation_data: list[EvaluationData],
 ) -> tuple[Counts, dict[str, Any]]:
     """Run both passes and the deduplication between them; return the account and the checksum of every file."""
     (part / "work").mkdir(exist_ok=True)
     run = partial(_run, runner)
     declared = declared_splits([source.name for source in sources], config.corpus.source_splits)
     tasks = [ChunkTask(chunk, config.corpus, part) for chunk in split_into_chunks(sources, config.corpus.documents)]
+    index = write_index(evaluation_data, config.corpus, part / "work") if evaluation_data else None
     read = run(clean_chunk, tasks, "prepare: read and clean", "bytes")
     quarantine = write_bytes(part / "quarantine.jsonl", _quarantine_lines(tasks))
     _check_quarantine(tasks, read, config.corpus.max_unreadable, part)
     decisions = decide_documents(tasks, dict(zip(sources, declared, strict=True)), config.corpus, run)
+    contamination = drop_contaminated(tasks, decisions, evaluation_data, index, config.corpus) if index else {}
     for task, split_indexes in zip(tasks, decisions.splits, strict=True):
         write_bytes(task.path("sides"), [split_indexes.tobytes()])
     for task, repeats in zip(tasks, decisions.repeats, strict=False):  # empty without corpus.keep_dropped
         write_bytes(task.path("repeats"), [np.sort(repeats, order="row").tobytes()])
     write_json(part / "work" / NAMES_FILE, [task.chunk.source.name for task in tasks])
     written = run(write_chunk, tasks, "prepare: split and write", "bytes")
-    counts = {"skipped_files": skipped} | build_account(
+    counts = {"skipped_files": skipped, **({"contamination": contamination} if index else {})} | build_account(
         [task.chunk.source.name for task in tasks], read, decisions.dropped, written
     )
     if not counts["kept"]:

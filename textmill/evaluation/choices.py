@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from textmill.evaluation.statistics import proportion_interval
 from textmill.evaluation.task import Measured, Pair, Score, Scorer, TaskEntry
 
 LABELS = "ABCDEFGHIJ"
+PROMPT_LABELS = re.compile(r"\b(Question|Answer|질문|답변|문장\d?|긍부정):")
+"""What prompts add to the texts of the data."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +132,9 @@ def check_lengths(encoded: list[Pair], places: list[str], scorer: Scorer) -> int
             "their first tokens are left out"
         )
     return truncated
+
+
+def texts_of(item: Item) -> list[str]:
+    """The context of an item alone and with each candidate, without the labels of the prompt."""
+    texts = [text for context, continuation in item.pairs for text in (context, context + continuation)]
+    return [PROMPT_LABELS.sub(" ", text) for text in dict.fromkeys(texts)]

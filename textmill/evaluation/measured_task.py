@@ -18,6 +18,7 @@ from textmill.evaluation.checks import warn_if_untrained
 from textmill.evaluation.metrics import format_number
 from textmill.evaluation.published import published_values
 from textmill.evaluation.task import Measured, Result, Scorer, TaskEntry
+from textmill.evaluation.training_data import describe_training_data
 from textmill.storage.files import format_path
 from textmill.storage.progress import format_duration
 
@@ -34,7 +35,9 @@ class MeasuredTask:
         start = time.monotonic()
         measured = self.function(scorer, self._with_overrides(config), self.entry)
         warn_if_untrained(scorer, measured.token_loss)
-        card = {"task": self.entry.name, **measured.card, **model_card(scorer), "seconds": time.monotonic() - start}
+        training_data = describe_training_data(scorer, config, measured.card)
+        seconds = {"seconds": time.monotonic() - start}
+        card = {"task": self.entry.name, **measured.card, **training_data, **model_card(scorer), **seconds}
         intervals = {name: list(ends) for name, ends in measured.intervals.items()}
         result: Result = {**measured.metrics, "intervals": intervals, "card": card}
         if published := published_values(measured.card):

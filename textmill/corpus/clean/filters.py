@@ -56,12 +56,17 @@ def character_fractions(text: str) -> CharacterFractions:
     return CharacterFractions(symbols / max(total, 1), digits / max(total, 1))
 
 
+def unspaced_ranges() -> list[tuple[int, int]]:
+    """The first and last code points of scripts that are written without spaces."""
+    return [(ord(first), ord(last)) for first, last in re.findall("(.)-(.)", _UNSPACED)]
+
+
 @cache
 def _character_kinds() -> NDArray[np.uint8]:
     """A table from code point to kind: blank, digit, symbol, a word of its own, or other."""
     kinds = np.zeros(sys.maxunicode + 1, np.uint8)
-    for first, last in re.findall("(.)-(.)", _UNSPACED):
-        kinds[ord(first) : ord(last) + 1] = _OWN_WORD
+    for first, last in unspaced_ranges():
+        kinds[first : last + 1] = _OWN_WORD
     for code in range(_LAST_COUNTED):
         character = chr(code)
         category = unicodedata.category(character)

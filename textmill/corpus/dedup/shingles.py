@@ -16,7 +16,8 @@ Hashes = NDArray[np.uint64]
 SEGMENT_CHARACTERS = 1 << 20
 """A longer document is shingled in segments; the n-1 shingles across each boundary are left out."""
 
-_BASE = 0xD6E8FEB86659FD93
+BASE = np.uint64(0xD6E8FEB86659FD93)
+"""The factor of polynomial hashes."""
 
 
 def shingle(texts: Sequence[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[np.int64]]:
@@ -35,7 +36,7 @@ def shingle(texts: Sequence[str], unit: Unit, n: int) -> tuple[Hashes, NDArray[n
     is_inside = np.ones(len(units), dtype=np.bool_)
     for distance in range(1, n):
         is_inside[ends - distance] = False
-    return mix(_hash_windows(units, n)[is_inside[: len(units) - n + 1]]), lengths - (n - 1)
+    return mix(hash_windows(units, n)[is_inside[: len(units) - n + 1]]), lengths - (n - 1)
 
 
 def shingle_set(text: str, unit: Unit, n: int) -> Hashes:
@@ -118,14 +119,14 @@ def _pad(units: Hashes, lengths: NDArray[np.int64], n: int) -> tuple[Hashes, NDA
     return units, lengths + missing
 
 
-def _hash_windows(units: Hashes, n: int) -> Hashes:
+def hash_windows(units: Hashes, n: int) -> Hashes:
     """A polynomial hash of the n units that start at each position, built by doubling the window width."""
-    windows, width, base = units, 1, _BASE
+    windows, width, base = units, 1, int(BASE)
     for bit in bin(n)[3:]:
         # two adjacent windows give one of twice the width
         windows = windows[:-width] * np.uint64(base) + windows[width:]
         width, base = 2 * width, base * base % 2**64
         if bit == "1":
-            windows = windows[: len(units) - width] * np.uint64(_BASE) + units[width:]
-            width, base = width + 1, base * _BASE % 2**64
+            windows = windows[: len(units) - width] * BASE + units[width:]
+            width, base = width + 1, base * int(BASE) % 2**64
     return windows

@@ -19,12 +19,13 @@ from textmill.evaluation.task_files import read_task_file
 
 def open_tasks(entries: Sequence[str]) -> list[Task]:
     """The tasks of `evaluate.tasks`; which names exist is checked when the config is read."""
-    parsed = [_parse(entry) for entry in entries]
+    parsed = [parse_entry(entry) for entry in entries]
     labels = Counter(entry.label for entry in parsed)
     return [_open(_with_own_label(entry) if labels[entry.label] > 1 else entry) for entry in parsed]
 
 
-def _parse(entry: str) -> TaskEntry:
+def parse_entry(entry: str) -> TaskEntry:
+    """The task, label and file of one entry of `evaluate.tasks`."""
     if is_task_file(entry):
         return read_task_file(Path(entry))
     name, _, file = entry.partition(":")

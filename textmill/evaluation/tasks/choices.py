@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.choices import Item, choice_item, measure_choices
-from textmill.evaluation.data_files import Record, text_of
+from textmill.evaluation.choices import Item, ReadItem, choice_item, measure_choices, texts_of
+from textmill.evaluation.data_files import Record, open_data_file, read_items, text_of
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 from textmill.evaluation.task_files import fill_template, value_of
 
 
 def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     """Lines of {"context": ..., "choices": [...], "answer": 0}, or other fields with the templates of a task file."""
+    return measure_choices(scorer, config, entry, _reader(entry), "the likeliest continuation of the context")
+
+
+def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
+    """The texts of each question."""
+    read = _reader(entry)
+    for place, record in read_items(open_data_file(entry).path):
+        yield texts_of(read(record, place))
+
+
+def _reader(entry: TaskEntry) -> ReadItem:
     own = {key: value for key, value in entry.options.items() if key != "evaluate"}
 
     def read(record: Record, place: str) -> Item:
         return _from_template(record, place, own) if own else read_item(record, place)
 
-    return measure_choices(scorer, config, entry, read, "the likeliest continuation of the context")
+    return read
 
 
 def read_item(record: Record, place: str) -> Item:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -36,6 +37,12 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
         "interval": "95%, Wilson; of perplexities from the mean loss", "truncated_contexts": truncated,
     }  # fmt: skip
     return _measured(scores, sum(len(word.strip().encode()) for *_, word in texts), card)
+
+
+def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
+    """The texts, each an example."""
+    for place, record in read_items(open_data_file(entry, PUBLISHED).path):
+        yield [text_of(record, "text", place)]
 
 
 def _measured(scores: list[Score], octets: int, card: dict[str, object]) -> Measured:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from textmill.config import RunConfig
 from textmill.errors import TextmillError
-from textmill.evaluation.choices import Item, choice_item, measure_choices
+from textmill.evaluation.choices import Item, choice_item, measure_choices, texts_of
 from textmill.evaluation.data_files import Record, open_data_file, read_items, text_of
 from textmill.evaluation.task import Measured, Scorer, TaskEntry
 from textmill.storage.files import hash_file
@@ -33,6 +34,12 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     if labels is not None:
         measured.card["labels_sha256"] = hash_file(labels)
     return measured
+
+
+def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
+    """The texts of each question; their answers may be unknown."""
+    for place, record in read_items(open_data_file(entry).path):
+        yield texts_of(read_item({**record, "label": 0}, place))
 
 
 def _read_labels(path: Path) -> Path | None:

@@ -70,6 +70,12 @@ def measure(scorer: Scorer, config: RunConfig, entry: TaskEntry) -> Measured:
     return Measured(metrics, card, metric_intervals(interval, counts), metrics["loss"])
 
 
+def read_texts(entry: TaskEntry) -> Iterator[list[str]]:
+    """The articles, each an example."""
+    for article in split_articles(_read(open_data_file(entry))):
+        yield [detokenize(article)]
+
+
 def _read(data: DataFile) -> str:
     try:
         text = data.path.read_text(encoding="utf-8")

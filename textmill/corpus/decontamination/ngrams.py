@@ -1,0 +1,138 @@
+"""N-grams of words as 64-bit hashes, and an index that finds those of evaluation data in documents.
+
+A word is a run of letters, digits and underscores in lower case, as in Megatron-LM; in scripts without spaces (kana,
+Han) it is one character.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from textmill.corpus.clean.filters import Words, unspaced_ranges
+from textmill.corpus.dedup.shingles import BASE, hash_windows
+
+Hashes = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
+GROUP_CHARACTERS = 1 << 18
+"""Texts are hashed in groups of about this many characters, whose arrays fit into a CPU's cache."""
+MIN_BITS, MAX_BITS, SPARSE_BITS = 16, 27, 5
+"""A table of `NgramIndex` has 2 to the power of so many bytes: so many bits more than the number of its keys."""
+_LETTER, _OWN_WORD = 1, 2
+
+
+def word_hashes(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
+    """A hash of each word of all texts, in order, and the number of words of each text."""
+    lowered = [text.lower() for text in texts]
+    joined = "\n".join(lowered)
+    if joined.isascii():
+        codes: NDArray[np.uint8] | NDArray[np.uint32] = np.frombuffer(joined.encode(), np.uint8)
+        inside = _ascii_letters()[codes]
+        begins, ends = inside.copy(), inside.copy()
+        begins[1:] &= ~inside[:-1]
+        ends[:-1] &= ~inside[1:]
+    else:
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
+        kinds = _character_kinds()[codes]
+        inside, alone = kinds != 0, kinds == _OWN_WORD
+        begins, ends = inside.copy(), inside.copy()
+        begins[1:] &= ~inside[:-1] | alone[:-1] | alone[1:]
+        ends[:-1] &= ~inside[1:] | begins[1:]
+    starts = np.flatnonzero(begins)
+    words = Words(codes, starts, np.flatnonzero(ends) + 1 - starts)
+    bounds = np.cumsum([0, *(len(text) + 1 for text in lowered)])
+    return words.hashes(), np.diff(np.searchsorted(starts, bounds))
+
+
+@cache
+def _ascii_letters() -> NDArray[np.bool_]:
+    return np.array([chr(code).isalnum() or chr(code) == "_" for code in range(128)])
+
+
+@cache
+def _character_kinds() -> NDArray[np.uint8]:
+    """A table from code point to kind: a letter or digit, a word of its own, or other."""
+    kinds = np.fromiter((chr(code).isalnum() for code in range(sys.maxunicode + 1)), np.uint8, sys.maxunicode + 1)
+    kinds[ord("_")] = _LETTER
+    for first, last in unspaced_ranges():
+        kinds[first : last + 1] *= _OWN_WORD
+    return kinds
+
+
+def windows_of(hashes: Hashes, lengths: Sequence[int]) -> Iterator[tuple[int, Hashes]]:
+    """For each length, in ascending order: a hash of every run of so many words, also across the ends of texts."""
+    shortest = min(lengths, default=0)
+    windows = hash_windows(hashes, shortest) if shortest else hashes
+    for length in range(shortest, max(lengths, default=0) + 1):
+        if length > len(hashes):
+            return
+        if length > shortest:  # one word more
+            windows = windows[:-1] * BASE + hashes[length - 1 :]
+        if length in lengths:
+            yield length, windows
+
+
+def text_keys(texts: Sequence[str], n: int, least: int) -> Iterator[tuple[int, Hashes, Numbers]]:
+    """The keys of evaluation texts by their length in words, with the number of the text of each: all n-grams; a text
+    of fewer words, but at least `least`, is one key."""
+    hashes, counts = word_hashes(texts)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    for length, windows in windows_of(hashes, range(min(least, n), n + 1)):
+        own = owners[: len(windows)]
+        chosen = own == owners[length - 1 :]
+        if length < n:
+            chosen &= counts[own] == length
+        yield length, windows[chosen], own[chosen]
+
+
+@dataclass(frozen=True)
+class NgramIndex:
+    """The keys of evaluation data, sorted, and the length of each in words."""
+
+    keys: Hashes
+    lengths: NDArray[np.uint8]
+
+    @cached_property
+    def _tables(self) -> dict[int, tuple[int, NDArray[np.bool_]]]:
+        """By length: a number of bits, and whether any key starts with these bits; so most n-grams need no search."""
+        tables = {}
+        for length in np.unique(self.lengths).tolist():
+            keys = self.keys[self.lengths == length]
+            shift = 64 - min(MAX_BITS, max(MIN_BITS, len(keys).bit_length() + SPARSE_BITS))
+            table = np.zeros(1 << (64 - shift), np.bool_)
+            table[(keys >> np.uint64(shift)).view(np.int64)] = True
+            tables[length] = shift, table
+        return tables
+
+    def find(self, texts: Sequence[str]) -> tuple[Numbers, Numbers]:
+        """The pairs of a text and a key that it contains, without repeats: numbers of texts, numbers of keys."""
+        found = [np.zeros((0, 2), np.int64)]
+        for first, group in _groups(texts):
+            hashes, counts = word_hashes(group)
+            ends = np.cumsum(counts)
+            for length, windows in windows_of(hashes, list(self._tables)):
+                shift, table = self._tables[length]
+                likely = np.flatnonzero(table[(windows >> np.uint64(shift)).view(np.int64)])
+                places = np.minimum(np.searchsorted(self.keys, windows[likely]), len(self.keys) - 1)
+                owners = np.searchsorted(ends, likely, "right")
+                hit = (self.keys[places] == windows[likely]) & (likely + length <= ends[owners])
+                found.append(np.stack([owners[hit] + first, places[hit]], axis=1))
+        pairs = np.unique(np.concatenate(found), axis=0)
+        return pairs[:, 0], pairs[:, 1]
+
+
+def _groups(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
+    """The texts in groups of about GROUP_CHARACTERS, each with the number of its first text."""
+    start = characters = 0
+    for number, text in enumerate(texts):
+        characters += len(text)
+        if characters >= GROUP_CHARACTERS:
+            yield start, texts[start : number + 1]
+            start, characters = number + 1, 0
+    if start < len(texts):
+        yield start, texts[start:]
