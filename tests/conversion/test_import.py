@@ -82,6 +82,28 @@ def test_pickled_weights_of_transformers(tmp_path: Path, capsys: pytest.CaptureF
     assert not list(tmp_path.glob("three*"))
 
 
+def test_overlapping_and_wrong_headers_of_safetensors_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two weights that claim the same bytes, a gap, and a weight beyond the end of the file."""
+    source = write_folder(tmp_path / "source", korean_tokenizer())
+    data = (source / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, name = json.loads(data[8 : 8 + length]), "transformer.h.0.ln_1.bias"
+    size = header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+    for shift in (-size, size, 1 << 40):
+        offsets = [offset + shift for offset in header[name]["data_offsets"]]
+        text = json.dumps({**header, name: {**header[name], "data_offsets": offsets}}).encode()
+        folder = tmp_path / f"shifted{shift}"
+        shutil.copytree(source, folder)
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        for command in (["import", str(folder), str(tmp_path / "out")], ["generate", str(folder)]):
+            assert main(command) == 2
+            assert "which does not fit its size or the file; the file is damaged" in capsys.readouterr().err
+        assert main(["export", str(folder), f"export.folder={tmp_path / 'out'}"]) == 2
+        assert not list(tmp_path.glob("out*"))
+
+
 class Canary:
     """Creates a file when it is unpickled by a reader that trusts its input."""
 

@@ -14,32 +14,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from textmill.conversion.megatron_layout import flatten
 from textmill.conversion.safe_unpickle import read_pickle
 from textmill.errors import TextmillError
 
 Tree = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
-MODEL_STATES = "mp_rank_00_model_states.pt"
-OPTIM_STATES = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
+OPTIM_STATES = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
 
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint by DeepSpeed's names; fp32 master weights where they exist."""
-    folder = tagged_folder(checkpoint)
-    if any(folder.glob("*mp_rank_01*")):
-        raise TextmillError(
-            f"{folder}: was written with tensor parallelism; only checkpoints with mp_rank_00 alone can be read"
-        )
-    ranks = {path: found for path in folder.iterdir() if (found := OPTIM_STATES.search(path.name))}
-    parts = sorted(ranks, key=lambda path: int(ranks[path][1]))
-    model = folder / MODEL_STATES if (folder / MODEL_STATES).is_file() else folder / f"zero_pp_rank_0_{MODEL_STATES}"
+def states_name(tensor: int = 0) -> str:
+    """The file with the weights of a tensor-parallel rank."""
+    return f"mp_rank_{tensor:02d}_model_states.pt"
+
+
+def count_tensor_ranks(checkpoint: Path) -> int:
+    """The tensor-parallel size: that of the highest rank that has a file."""
+    names = [re.search(r"mp_rank_(\d+)_model_states\.pt$", path.name) for path in tagged_folder(checkpoint).iterdir()]
+    return 1 + max((int(found[1]) for found in names if found), default=0)
+
+
+def read_states(checkpoint: Path, tensor: int = 0) -> tuple[Tree, Path]:
+    """The file with the weights of a tensor-parallel rank, and where it is."""
+    folder, name = tagged_folder(checkpoint), states_name(tensor)
+    model = folder / name if (folder / name).is_file() else folder / f"zero_pp_rank_0_{name}"
     if not model.is_file():
-        raise TextmillError(f"{folder}: no {MODEL_STATES} found; name a folder that DeepSpeed's save_checkpoint wrote")
-    states = _tree(read_pickle(model), "its content", model)
+        raise TextmillError(f"{folder}: no {name} found; name a folder that DeepSpeed's save_checkpoint wrote")
+    return _tree(read_pickle(model), "its content", model), model
+
+
+def read_weights(checkpoint: Path, tensor: int = 0) -> dict[str, Tensor]:
+    """All weights of a tensor-parallel rank by DeepSpeed's names; fp32 master weights where they exist."""
+    folder = tagged_folder(checkpoint)
+    ranks = {path: found for path in folder.iterdir() if (found := OPTIM_STATES.search(path.name))}
+    own = [path for path, found in ranks.items() if int(found[2]) == tensor]
+    parts = sorted(own, key=lambda path: int(ranks[path][1]))
+    states, model = read_states(checkpoint, tensor)
     module = _tree({} if states.get("module") is None else states["module"], "module", model)
     weights = {
         name: value
-        for name, value in module.items()
+        for name, value in flatten(module).items()
         if isinstance(name, str) and isinstance(value, Tensor) and value.numel()
     }
     if not parts:

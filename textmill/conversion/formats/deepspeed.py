@@ -5,39 +5,70 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from textmill.config import ExportConfig
+from textmill.conversion.formats import megatron
 from textmill.conversion.formats.hf import read_hf_shape, text_files
 from textmill.conversion.model import Files, Hints, Model, collect_weights, require_family
 from textmill.conversion.torch_files import to_array, to_tensor, write_torch_file
-from textmill.conversion.zero_partitions import MODEL_STATES, read_weights, tagged_folder
+from textmill.conversion.zero_partitions import (
+    count_tensor_ranks,
+    read_states,
+    read_weights,
+    states_name,
+    tagged_folder,
+)
 from textmill.errors import TextmillError
 from textmill.storage.files import write_bytes, write_text
 from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+Module = tuple[dict[str, Any], dict[str, Any]]
+"""A rank's weights, and what its file has next to them."""
 TAG, LATEST = "global_step0", "latest"
 PREFIX = re.compile(r"^.*?(?=(transformer|lm_head)\.)")
 """What wrappers put before the name of a weight, such as module. or model."""
 
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
-    """Write what `engine.load_checkpoint(folder, load_module_only=True)` opens for transformers' GPT-2."""
+    """Write what `engine.load_checkpoint(folder, load_module_only=True)` opens for transformers' GPT-2.
+
+    With `export.megatron.tensor` above 1, for Megatron-DeepSpeed: the modules of Megatron, one file per rank.
+    """
     require_family(model.shape, "gpt2", "deepspeed")
-    module = {name: to_tensor(values, config.precision) for name, values in model.weights.items()}
-    module.setdefault("lm_head.weight", module["transformer.wte.weight"])
-    states: dict[str, object] = {
-        "module": module, "buffer_names": [], "param_shapes": None, "frozen_param_shapes": None,
-        "frozen_param_fragments": None, "shared_params": {}, "optimizer": None, "lr_scheduler": None,
-        "sparse_tensor_module_names": set(), "skipped_steps": 0, "global_steps": 0, "global_samples": 0,
-        "dp_world_size": 1, "mp_world_size": 1, "ds_config": {}, "ds_version": "0",
-    }  # fmt: skip
     (folder / TAG).mkdir(exist_ok=True)
-    files = {f"{TAG}/{MODEL_STATES}": write_torch_file(folder / TAG / MODEL_STATES, states)}
+    ranks = config.megatron.tensor
+    modules = [_module(model, config)] if ranks == 1 else _megatron_modules(model, config)
+    files = {}
+    for tensor, (module, more) in enumerate(modules):
+        states: dict[str, object] = {
+            "module": module, "buffer_names": [], "param_shapes": None, "frozen_param_shapes": None,
+            "frozen_param_fragments": None, "shared_params": {}, "optimizer": None, "lr_scheduler": None,
+            "sparse_tensor_module_names": set(), "skipped_steps": 0, "global_steps": 0, "global_samples": 0,
+            "dp_world_size": 1, "mp_world_size": ranks, "ds_config": {}, "ds_version": "0", **more,
+        }  # fmt: skip
+        files[f"{TAG}/{states_name(tensor)}"] = write_torch_file(folder / TAG / states_name(tensor), states)
     files[LATEST] = write_text(folder / LATEST, TAG)
     texts = text_files(model.shape, model.tokenizer, config.precision)
     return files | {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+
+
+def _module(model: Model, config: ExportConfig) -> Module:
+    module: dict[str, Any] = {name: to_tensor(values, config.precision) for name, values in model.weights.items()}
+    module.setdefault("lm_head.weight", module["transformer.wte.weight"])
+    return module, {}
+
+
+def _megatron_modules(model: Model, config: ExportConfig) -> Iterator[Module]:
+    """The modules of each tensor-parallel rank, and what Megatron saves next to them."""
+    megatron.check_parallel(model.shape, config)
+    if config.megatron.pipeline > 1:
+        raise TextmillError("export.megatron.pipeline: deepspeed is written for one pipeline stage; use megatron")
+    for tensor in range(config.megatron.tensor):
+        tree = megatron.rank_tree(model, config, tensor, 0)
+        yield tree.pop("model"), tree
 
 
 def matches(path: Path) -> bool:
@@ -48,6 +79,8 @@ def matches(path: Path) -> bool:
 def read(path: Path, hints: Hints) -> Model:
     """Read a checkpoint; its sizes are in a config.json, which DeepSpeed does not write."""
     tag = tagged_folder(path)
+    if (tensor := count_tensor_ranks(path)) > 1:
+        return _read_tensor_parallel(path, tensor, hints)
     config = hints.config or next((one for one in (path, tag, tag.parent) if (one / "config.json").is_file()), None)
     if config is None:
         raise TextmillError(
@@ -57,6 +90,16 @@ def read(path: Path, hints: Hints) -> Model:
     weights = collect_weights(shape, _named(path), str(path))
     folder = hints.tokenizer or (path if (path / "tokenizer.json").is_file() else None)
     return Model(shape, weights, open_tokenizer(folder) if folder else None)
+
+
+def _read_tensor_parallel(path: Path, count: int, hints: Hints) -> Model:
+    """Read what Megatron-DeepSpeed saved: Megatron's modules on each rank, without pipeline parallelism."""
+    states = {}
+    for tensor in range(count):
+        states[tensor, 0] = megatron.state_of({"model": read_weights(path, tensor)}, path)
+    first, _ = read_states(path)
+    args = megatron.plain_args(first.get("args"))
+    return megatron.join_ranks(path, path, states, (count, 1), args, first.get("checkpoint_version"), hints)
 
 
 def _named(path: Path) -> Iterator[Named]:

@@ -38,12 +38,30 @@ from textmill.storage.tensor_files import Named
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+States = dict[tuple[int, int], dict[str, Array]]
+"""The weights of each rank by Megatron's names."""
 FILE, TRACKER, RELEASE = "model_optim_rng.pt", "latest_checkpointed_iteration.txt", "release"
 
 
 def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     """Write a release checkpoint (weights only, iteration 0), which Megatron's `--load` opens, one file per rank."""
     shape, settings = model.shape, config.megatron
+    check_parallel(shape, config)
+    files = {}
+    for pipeline in range(settings.pipeline):
+        for tensor in range(settings.tensor):
+            rank = f"{RELEASE}/{rank_folder(tensor, pipeline, settings.pipeline)}"
+            (folder / rank).mkdir(parents=True, exist_ok=True)
+            tree = rank_tree(model, config, tensor, pipeline)
+            files[f"{rank}/{FILE}"] = write_torch_file(folder / rank / FILE, tree)
+    files[TRACKER] = write_text(folder / TRACKER, RELEASE)
+    texts = text_files(shape, model.tokenizer, config.precision)
+    return files | {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
+
+
+def check_parallel(shape: Any, config: ExportConfig) -> None:
+    """Refuse a model that Megatron does not have, or whose sizes the ranks do not divide."""
+    settings = config.megatron
     require_family(shape, "gpt2", "megatron")
     require_gelu(shape, "megatron")
     for name, size, parts in (
@@ -53,19 +71,10 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
         if size % parts:
             key = "pipeline" if name == "layers" else "tensor"
             raise TextmillError(f"export.megatron.{key}: {parts} does not divide the model's {size} {name}")
-    files = {}
-    for pipeline in range(settings.pipeline):
-        for tensor in range(settings.tensor):
-            rank = f"{RELEASE}/{rank_folder(tensor, pipeline, settings.pipeline)}"
-            (folder / rank).mkdir(parents=True, exist_ok=True)
-            tree = _rank_tree(model, config, tensor, pipeline)
-            files[f"{rank}/{FILE}"] = write_torch_file(folder / rank / FILE, tree)
-    files[TRACKER] = write_text(folder / TRACKER, RELEASE)
-    texts = text_files(shape, model.tokenizer, config.precision)
-    return files | {name: write_bytes(folder / name, [text.encode()]) for name, text in texts.items()}
 
 
-def _rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) -> dict[str, Any]:
+def rank_tree(model: Model, config: ExportConfig, tensor: int, pipeline: int) -> dict[str, Any]:
+    """What Megatron saves on one rank."""
     shape, settings = model.shape, config.megatron
     stage, modern = shape.layers // settings.pipeline, settings.version in ("2.0", "3.0")
     first, last = pipeline == 0, pipeline == settings.pipeline - 1
@@ -151,13 +160,20 @@ def read(path: Path, hints: Hints) -> Model:
     if not ranks:
         raise TextmillError(f"{folder}: has no mp_rank_NN/{FILE}; name a folder that Megatron saved")
     trees = {rank: read_tree(file) for rank, file in ranks.items()}
-    args = _plain_args(trees[min(trees)].get("args"))
+    args = plain_args(trees[min(trees)].get("args"))
     sizes = count_ranks(ranks, args, folder)
-    states = {rank: _state_of(tree, ranks[rank]) for rank, tree in trees.items()}
+    states = {rank: state_of(tree, ranks[rank]) for rank, tree in trees.items()}
+    return join_ranks(path, folder, states, sizes, args, trees[min(trees)].get("checkpoint_version"), hints)
+
+
+def join_ranks(
+    path: Path, folder: Path, states: States, sizes: tuple[int, int], args: dict[str, Any], version: Any, hints: Hints
+) -> Model:
+    """The model of all ranks' weights, by (tensor, pipeline)."""
     shape = _shape_of(path, args, states, sizes, hints)
     if shape.heads % sizes[0]:
         raise TextmillError(f"{folder}: {sizes[0]} tensor-parallel ranks do not divide {shape.heads} heads")
-    order = order_of(trees[min(trees)].get("checkpoint_version"), str(folder))
+    order = order_of(version, str(folder))
     weights = collect_weights(shape, _joined(states, sizes, shape, order, folder), str(folder), padded=True)
     where = hints.tokenizer or (path if (path / "tokenizer.json").is_file() else None)
     return Model(shape, weights, open_tokenizer(where) if where else None)
@@ -173,13 +189,13 @@ def _iteration_folder(path: Path) -> Path:
     return path / name
 
 
-def _plain_args(args: Any) -> dict[str, Any]:
+def plain_args(args: Any) -> dict[str, Any]:
     """Megatron's arguments; empty if the file has none, as the oldest do."""
     held = args if isinstance(args, dict) else getattr(args, "__dict__", {})
     return {name: value for name, value in held.items() if isinstance(value, int | float | str)}
 
 
-def _state_of(tree: dict[str, Any], path: Path) -> dict[str, Array]:
+def state_of(tree: dict[str, Any], path: Path) -> dict[str, Array]:
     """The weights of a rank by Megatron's names, without what different versions put around them."""
     if "model0" in tree:
         raise TextmillError(f"{path}: was saved with virtual pipeline stages, which are not read; save without them")
@@ -238,9 +254,7 @@ def _hf_config(args: dict[str, Any], hints: Hints, rows: int, positions: Array, 
     }  # fmt: skip
 
 
-def _joined(
-    states: dict[tuple[int, int], dict[str, Array]], sizes: tuple[int, int], shape: Any, order: Any, where: Path
-) -> Iterator[Named]:
+def _joined(states: States, sizes: tuple[int, int], shape: Any, order: Any, where: Path) -> Iterator[Named]:
     """Every weight under GPT-2's name, its parts joined and the layers of the pipeline stages counted through."""
     transposed = {weight.name: weight.transposed for weight in weights_of(shape)}
     before = 0
