@@ -30,7 +30,11 @@ QUICK = [
 ]
 
 
-SMALLER = {"gpt2-small": ["model.size=nano"]}
+SMALLER = {
+    "gpt2-small": ["model.size=nano"],
+    "bert-base": ["model.size=tiny", "tokenizer.vocab=2000"],
+    "bert-ko": ["model.size=tiny", "tokenizer.vocab=2000"],
+}
 """Settings for recipes that would take minutes without a GPU."""
 
 
@@ -63,7 +67,8 @@ def test_recipe(
     assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert f"All stages are done. The model is runs/{name}/run/step-0000002" in out
-    assert f"  textmill {'chat' if name == 'chat-ko' else 'generate'} runs/{name}" in out.partition("Next:")[2]
+    following = {"chat-ko": "chat", "bert-base": "train", "bert-ko": "train"}.get(name, "generate")
+    assert f"  textmill {following} runs/{name}" in out.partition("Next:")[2]
     if name == "chat-ko":
         _check_chat_template_is_used(folder / "runs" / name / "run")
     if name == "quickstart":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from textmill.config import MaskedConfig, TokenizerConfig, TrainConfig
 from textmill.errors import TextmillError
@@ -48,7 +49,7 @@ def test_punctuation_and_chinese_characters_are_words(kind: str) -> None:
     assert starts[tokenizer.encode(";")[0]]
 
 
-def test_special_tokens_of_each_kind() -> None:
+def test_special_tokens_of_each_kind(tmp_path: Path) -> None:
     wordpiece = masked_tokens_of(tokenizer_of("wordpiece"), MaskedConfig())
     named = [tokenizer_of("wordpiece").inner.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]")]
     assert [wordpiece.cls, wordpiece.sep, wordpiece.pad, wordpiece.rule.mask] == named
@@ -57,6 +58,10 @@ def test_special_tokens_of_each_kind() -> None:
     assert [unigram.cls, unigram.sep, unigram.pad, unigram.rule.mask] == [
         fitted.inner.token_to_id(name) for name in ("<s>", "</s>", "<pad>", "<mask>")
     ]
+    fitted.save(tmp_path)
+    opened = AutoTokenizer.from_pretrained(tmp_path)
+    assert opened("mill", "wheel")["input_ids"][0] == unigram.cls
+    assert opened("mill", "wheel")["input_ids"].count(unigram.sep) == 2
     with pytest.raises(TextmillError, match=r"no mask token.*tokenizer\.special_tokens=<mask>"):
         masked_tokens_of(tokenizer_of("unigram"), MaskedConfig())
 

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from textmill.config import CorpusConfig
+from textmill.config import SIZES, CorpusConfig
 from textmill.corpus.inspection import inspect_records
 from textmill.corpus.sources import bundled_corpora, find_sources, source_state
 from textmill.errors import TextmillError, warn
+from textmill.models import open_family
 from textmill.planning.forecast import LAW_PARAMETERS, describe, forecast
 from textmill.planning.inspect_text import inspect_text
+from textmill.planning.masked_plan import MIN_SECTION, limit_vocabs
 from textmill.planning.plan import VOCABS, default_minutes, plan_for
 from textmill.planning.probe_machine import probe_machine
 from textmill.planning.project_file import project_yaml
@@ -24,11 +26,14 @@ FEW_DOCUMENTS = 20
 """Fewer different documents than this often leave the valid split empty."""
 
 
-def new(folder: str, text: str | Sequence[str], minutes: float | None = None) -> Path:
+def new(folder: str, text: str | Sequence[str], minutes: float | None = None, family: str = "gpt2") -> Path:
     """Write FOLDER/textmill.yaml for the user's own text: files, folders, globs or shipped corpora; return its path.
 
     The settings are chosen so that `textmill run FOLDER` takes about `minutes`; default: until more does not help.
     """
+    if family not in SIZES:
+        raise TextmillError(f"--family: no family '{family}'; choose {' or '.join(SIZES)}")
+    masked = open_family(family).OBJECTIVE == "masked"
     path, entries = Path(folder) / PROJECT, [text] if isinstance(text, str) else list(text)
     if path.exists():
         raise TextmillError(f"{path}: exists already; edit it, or name another folder")
@@ -39,7 +44,10 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None) ->
     if not total:
         raise TextmillError(f"{', '.join(entries)}: {len(sources)} files, all empty; name files with text")
     records = inspect_records(sources, CorpusConfig())
-    section = max(200, min(4000, round(total / 30000) * 100)) if all(one.format == "text" for one in sources) else 0
+    shortest = MIN_SECTION if masked else 200
+    section = (
+        max(shortest, min(4000, round(total / 30000) * 100)) if all(one.format == "text" for one in sources) else 0
+    )
     corpus = CorpusConfig.model_validate(
         {
             "text_key": records.text_key or "text",
@@ -47,18 +55,22 @@ def new(folder: str, text: str | Sequence[str], minutes: float | None = None) ->
             **({"section_chars": section} if section else {}),
         }
     )
+    if masked and records.chat:
+        raise TextmillError(f"--family: the records are conversations, which a {family} does not learn; remove it")
     facts = replace(inspect_text(sources, corpus, VOCABS), section=section)
+    facts = limit_vocabs(facts) if masked else facts
     machine = probe_machine()
     minutes = minutes or default_minutes(facts, machine)
     plan = plan_for(facts, machine, minutes)
-    large = plan.parameters >= LAW_PARAMETERS
+    large = plan.parameters >= LAW_PARAMETERS and not masked
     other_minutes = describe(forecast(facts, machine, minutes)) if large else ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TextmillError(f"{folder}: cannot be created ({error.strerror}); name another folder") from None
     named = [_named(entry, folder) for entry in entries]
-    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes))
+    masked_family = family if masked else ""
+    write_text(path, project_yaml(folder, named, records, facts, machine, plan, other_minutes, masked_family))
     shape = f"{plan.layers} layers x {plan.width}, {plan.parameters / 1e6:.1f}M parameters, vocabulary {plan.vocab:,}"
     print(f"new: {len(sources)} files, {facts.bytes / 1e6:.1f} MB of text; {shape}, {plan.epochs:.2g} epochs")
     if facts.different_documents < FEW_DOCUMENTS:

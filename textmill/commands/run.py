@@ -17,7 +17,7 @@ from textmill.devices import open_device
 from textmill.evaluation import format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
-from textmill.models import read_shape
+from textmill.models import open_family, read_shape
 from textmill.planning.verdict import (
     RunFacts,
     State,
@@ -62,7 +62,11 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
     weights = [entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")]
     inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
     summary = _read_summary(folder, inputs)
-    if summary is None:
+    if open_family(read_shape(checkpoint).family).OBJECTIVE != "next_token":
+        _headline(5, "evaluate: done already: the valid loss of training is that of masked tokens")
+        _headline(6, "generate: not possible: the model predicts masked tokens, not the next one")
+        summary = {"measured": None, "texts": []}
+    elif summary is None:
         _headline(5, "evaluate")
         measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
         _headline(6, "generate")
@@ -137,7 +141,7 @@ def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> N
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers can open it). Next:")
     if config.train.layout == "chat":
         print(f"  textmill chat {root}")
-    else:
+    elif config.train.layout != "masked":
         print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")
     for line in _commands_for(config, state_of(facts), root):
         print(f"  {line}")

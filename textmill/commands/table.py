@@ -92,6 +92,7 @@ JSON = Flag("--json", "as_json", "print JSON instead of text")
 MINUTES = Flag(
     "--minutes", "minutes", "how long `textmill run` may take (default: until more does not help)", "minutes"
 )
+FAMILY = Flag("--family", "family", "gpt2: predicts the next token (default); bert: predicts masked tokens", "text")
 TUNE_MINUTES = Flag("--minutes", "minutes", "how long all trials together may take (default: 60)", "minutes")
 TUNE_AGAIN = Flag("--force", "force", "remove the finished trials and start again", value="yes")
 TEXT = Flag(
@@ -112,7 +113,7 @@ IMPORT_FLAGS = (
 COMMANDS = {
     "new": Command(
         "textmill.commands.new:new", "inspect your text and this machine, write a config to start from",
-        arguments=("DIR",), flags=(TEXT, MINUTES), opens="nothing", takes_settings=False,
+        arguments=("DIR",), flags=(TEXT, MINUTES, FAMILY), opens="nothing", takes_settings=False,
     ),
     "run": Command(
         "textmill.commands.run:run", "run all stages, skipping those that are done",

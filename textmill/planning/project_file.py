@@ -6,22 +6,24 @@ import json
 
 from textmill.corpus.inspection import RecordFacts
 from textmill.planning.facts import MachineFacts, TextFacts
+from textmill.planning.masked_plan import Row, masked_sections
 from textmill.planning.plan import MAX_EPOCHS, Plan
 
-Row = tuple[str, object, str]
-"""A key, its value, and its comment; a key without a value is a group, and the rows after it are indented by the
-caller."""
+STAGES = "prepare, fit-tokenizer, tokenize, train, evaluate, generate"
 
 
 def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: TextFacts, machine: MachineFacts,
-                 plan: Plan, other_minutes: str = "") -> str:  # fmt: skip
-    """The content of textmill.yaml; `other_minutes` says what more or fewer minutes would bring."""
+                 plan: Plan, other_minutes: str = "", masked: str = "") -> str:  # fmt: skip
+    """The content of textmill.yaml; `other_minutes` says what more or fewer minutes would bring.
+
+    `masked` is the family of a model that predicts masked tokens; empty: a GPT-2, which predicts the next one.
+    """
     scripts = ", ".join(f"{script} {share:.0%}" for script, share in text.scripts.items() if share >= 0.01)
     head = f"""\
 # Settings for {text.bytes / 1e6:.1f} MB of text ({scripts or "no letters"}) in about {text.documents:,} documents,
 # on {machine.name} ({machine.cores} CPU cores): {plan.parameters / 1e6:.1f}M parameters, {_minutes(plan)}.
 {f"# Expected {other_minutes}.{chr(10)}#" if other_minutes else "#"}
-#   textmill run {folder}        # all stages: prepare, fit-tokenizer, tokenize, train, evaluate, generate
+#   textmill run {folder}        # all stages: {"prepare, fit-tokenizer, tokenize, train" if masked else STAGES}
 #   textmill COMMAND --help      # every setting with its default
 #
 # Paths are relative to this file. Each stage writes a folder next to it: corpus, tokenizer, tokens, run.
@@ -29,7 +31,8 @@ def project_yaml(folder: str, sources: list[str], records: RecordFacts, text: Te
 # result is reported before anything is overwritten. docs/autopilot.md explains every choice.
 """
     lines = [head]
-    for section, rows in _sections(sources, records, text, plan).items():
+    sections = _sections(sources, records, text, plan)
+    for section, rows in (masked_sections(sections, text, plan, masked) if masked else sections).items():
         lines.append(f"{section}:")
         lines += [_line(*row) for row in rows]
         lines.append("")

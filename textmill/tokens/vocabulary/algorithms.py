@@ -142,9 +142,10 @@ def train_vocabulary(words: Mapping[str, int], config: TokenizerConfig) -> Token
     )
     inner = new_tokenizer(config, fitted)
     inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
-    if config.kind == "wordpiece" and {"[CLS]", "[SEP]"} <= set(tokens):
-        special = [(token, inner.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-        inner.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special)
+    cls, sep = ("[CLS]", "[SEP]") if config.kind == "wordpiece" else ("<s>", "</s>")
+    if {cls, sep} <= set(tokens) and (config.kind == "wordpiece" or "<mask>" in tokens):  # for a masked model
+        special = [(token, inner.token_to_id(token)) for token in (cls, sep)]
+        inner.post_processor = processors.TemplateProcessing(f"{cls} $A {sep}", f"{cls} $A {sep} $B:1 {sep}:1", special)
     return inner
 
 

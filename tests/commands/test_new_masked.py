@@ -1,0 +1,75 @@
+"""`textmill new --family bert`: the plan of a model that predicts masked tokens, and its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForPreTraining, AutoTokenizer
+
+from tests.support.machines import H200, TWO_CORES
+from textmill.cli import main
+from textmill.config import RunConfig
+from textmill.corpus.inspection import RecordFacts
+from textmill.planning.facts import MachineFacts, TextFacts
+from textmill.planning.masked_plan import limit_vocabs
+from textmill.planning.plan import plan_for
+from textmill.planning.project_file import project_yaml
+from textmill.where import open_where
+
+BYTES = {512: 2.1, 1024: 2.8, 2048: 3.3, 4096: 3.7, 8192: 4.0, 16384: 4.3, 32000: 4.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "least", "pairs"),
+    [
+        (TextFacts(10**6, 300, 0.0, BYTES, {"Latin": 1.0}), 2048, "next"),
+        (TextFacts(10**6, 300, 0.0, BYTES, {"Hangul": 0.9, "Latin": 0.1}), 8192, "next"),
+        (TextFacts(10**8, 10**6, 0.0, BYTES, {"Cjk": 1.0}), 8192, "none"),
+    ],
+)
+@pytest.mark.parametrize("machine", [TWO_CORES, H200], ids=["cpu", "gpu"])
+def test_the_config_accepts_the_plan(text: TextFacts, least: int, pairs: str, machine: MachineFacts) -> None:
+    facts = limit_vocabs(text)
+    assert min(facts.bytes_per_token) == least
+    written = project_yaml("x", ["a.txt"], RecordFacts(), facts, machine, plan_for(facts, machine, 5), masked="bert")
+    config = RunConfig.model_validate(yaml.safe_load(written) | {"corpus": {"sources": ["a.txt"]}})
+    assert config.model.family == "bert"
+    assert config.tokenizer.vocab >= least
+    assert (config.tokenizer.kind, config.tokens.level, config.train.layout) == ("wordpiece", "sentence", "masked")
+    assert config.train.masked.pairs == pairs
+    assert not config.tokens.append_end
+
+
+@pytest.mark.long
+def test_a_bert_from_three_files(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    assert main(["new", "mine", "--text", "texts", "--family", "bert", "--minutes", "1"]) == 0
+    config = open_where("mine", []).config
+    assert config.corpus.section_chars == 1000
+    quick = ["train.steps=2", "train.batch=4", "train.evaluate_batches=1", "train.warmup=0"]
+    assert main(["run", "mine", *quick]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "generate: not possible" in out
+    assert "All stages are done. The model is mine/run/step-0000002" in out
+    model = AutoModelForPreTraining.from_pretrained("mine/run/step-0000002")
+    assert type(model).__name__ == "BertForPreTraining"
+    tokenizer = AutoTokenizer.from_pretrained("mine/run/step-0000002")
+    ids = tokenizer("The mill", "turns")["input_ids"]
+    assert ids[0] == tokenizer.cls_token_id
+    assert ids.count(tokenizer.sep_token_id) == 2
+
+
+def test_mistakes_are_named(
+    tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny_texts.parent)
+    assert main(["new", "mine", "--text", "texts", "--family", "t5"]) == 2
+    assert "--family: no family 't5'; choose gpt2 or bert" in capsys.readouterr().err
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n' * 30, encoding="utf-8")
+    assert main(["new", "mine", "--text", "chat.jsonl", "--family", "bert"]) == 2
+    assert "conversations" in capsys.readouterr().err
+    assert not Path("mine").exists()
