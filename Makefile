@@ -43,7 +43,7 @@ bench: $(VENV)/dev ## run the quick benchmarks of bench/
 	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 docs: $(VENV)/docs ## build the documentation into site/
-	@$(BIN)/mkdocs build --strict --quiet --clean --site-dir site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean --site-dir site
 	@echo "open site/index.html"
 
 wheel: $(VENV)/dev ## build a wheel in dist/ and test it in an empty environment
@@ -86,6 +86,6 @@ $(VENV)/dev: $(VENV)/core
 	@touch $@
 
 $(VENV)/docs: $(VENV)/core
-	@echo "installing mkdocs into $(VENV) (once)"
+	@echo "installing mkdocs and its theme into $(VENV) (once)"
 	@$(BIN)/python $(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@

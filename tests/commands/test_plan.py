@@ -103,11 +103,20 @@ def test_data_parallel_gradients_are_sent_twice_around_the_ring() -> None:
     assert sent == {"data parallel: gradients": 2 * 3 * 4 * shape.parameters / 4}
 
 
+def test_memory_is_known_before_the_tokens(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "gpt2-small", "plan.gpu=A100"]
+    found = planned(arguments)
+    assert found["steps"] is None
+    assert found["hours"] is None
+    assert found["fits"]
+    assert main(arguments) == 0
+    assert "steps: not known before the text is tokenized; set plan.tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["plan.gpu=Z80", "train.steps=10"], "plan.gpu: 'Z80' is not known; give one of H200"),
-        (["train.warmup=0.1"], "train.epochs: the tokens are not known yet; run textmill tokenize first"),
         (
             ["plan.devices=3", "train.steps=10"],
             "engine.mesh: replicate=1 x shard=1 x tensor=2 needs 2 processes, found 3",

@@ -21,7 +21,11 @@ from textmill.cli import main
 from textmill.config import TokenizerConfig
 from textmill.tokens.vocabulary.tokenizer import fit
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "commands"),
+]
+"""The pages of commands repeat lines of these (tests/project/test_generated_pages.py)."""
 PROGRAM = [sys.executable, "-c", "import sys; from textmill.cli import main; sys.exit(main())"]
 NOT_RUN = {
     "--dropped near_duplicate": "the small text of the test has no near-duplicates",

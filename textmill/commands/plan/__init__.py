@@ -80,26 +80,29 @@ def _describe_fitting(one: Fitting) -> dict[str, Any]:
 
 
 def _describe_work(
-    config: RunConfig, shape: Shape, length: RunLength, target: Target, estimate: Estimate, fits: bool,
+    config: RunConfig, shape: Shape, length: RunLength | None, target: Target, estimate: Estimate, fits: bool,
     tokens: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
-    per_token = shape.flops_per_token(length.sample_length, trained_weights(config, shape))
-    step_tokens = config.train.batch * length.sample_length
+    sample = config.train.length or shape.positions
+    per_token = shape.flops_per_token(sample, trained_weights(config, shape))
+    step_tokens = config.train.batch * sample
     speed = _speed(config, shape, target, estimate, per_token * step_tokens, fits)
-    steps: int | None = length.steps if length.known else None
-    seconds = None if speed is None or steps is None else length.tokens_after(steps) / step_tokens * speed.step_seconds
+    steps = length.steps if length is not None and length.known else None
+    seconds = None
+    if speed is not None and length is not None and steps is not None:
+        seconds = length.tokens_after(steps) / step_tokens * speed.step_seconds
     if config.train.minutes is not None:
         seconds = 60.0 * config.train.minutes
         steps = max(1, int(seconds / speed.step_seconds)) if speed else None
-    total = length.tokens_after(steps) if steps is not None else None
+    total = length.tokens_after(steps) if length is not None and steps is not None else None
     hours = None if seconds is None else seconds / 3600
     price = config.plan.price
     return {
         "steps": steps, "tokens": total, "train_tokens": tokens,
         "epochs": total / tokens if total is not None and tokens else None,
         "flops_per_token": per_token, "flops": None if total is None else per_token * total,
-        "communication": communication_of(config, shape, estimate, length.sample_length),
+        "communication": communication_of(config, shape, estimate, sample),
         "step_seconds": speed.step_seconds if speed else None, "speed": speed.source if speed else None,
         "tokens_per_second": step_tokens / speed.step_seconds if speed else None, "hours": hours,
         "cost": None if hours is None or price is None else hours * target.devices * price,

@@ -69,17 +69,15 @@ def complete(config: RunConfig, data: Data) -> RunConfig:
     return fill_auto_preset(config)
 
 
-def run_length_of(config: RunConfig, shape: Shape, data: Data) -> RunLength:
-    """The length of the run; without tokens, an epoch is taken to have one step."""
+def run_length_of(config: RunConfig, shape: Shape, data: Data) -> RunLength | None:
+    """The length of the run; None if it is in epochs of tokens that are not known."""
     length = config.train.length or shape.positions
     if data.splits is not None and config.plan.tokens is None:
         return plan_run_length(
             config.train, open_batches(config.train, data.splits, length=length, folder=None), length
         )
     if data.tokens is None and config.train.unit == "epochs":
-        raise TextmillError(
-            "train.epochs: the tokens are not known yet; run textmill tokenize first, or set plan.tokens"
-        )
+        return None
     samples = max(1, (data.tokens or 1) // length)
     sizes = BatchSizes(config.train.batch, config.train.batch_rampup)
     batches: Any = SimpleNamespace(sizes=sizes, layouts=[SimpleNamespace(samples_per_epoch=samples)])

@@ -52,7 +52,10 @@ def _work_lines(found: dict[str, Any]) -> list[str]:
     lines = ["work"]
     tokens = "" if found["tokens"] is None else f", {found['tokens']:,} tokens"
     epochs = "" if found["epochs"] is None else f", {found['epochs']:.2f} epochs of {found['train_tokens']:,} tokens"
-    steps = "not known" if found["steps"] is None else f"{found['steps']:,}"
+    unknown = (
+        "not known before the text is tokenized; set plan.tokens" if found["train_tokens"] is None else "not known"
+    )
+    steps = unknown if found["steps"] is None else f"{found['steps']:,}"
     lines.append(f"  steps: {steps}{tokens}{epochs}")
     if found["flops"] is not None:
         lines.append(f"  operations: {found['flops']:.3g} FLOPs, {found['flops_per_token']:.3g} for a token")
