@@ -24,7 +24,7 @@ from textmill.tokens.batches.masked_tokens import MaskedTokens
 from textmill.tokens.batches.masking import MaskingRule, choose_tokens
 from textmill.tokens.batches.row_packing import pack_rows
 from textmill.tokens.batches.sentence_pairs import SentencePairs, truncate
-from textmill.tokens.batches.sentences import Sentences
+from textmill.tokens.batches.sentences import Sentences, search_sorted
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.store_writer import StoreWriter
 
@@ -330,6 +330,15 @@ def test_rows_are_packed_without_losing_items(lengths: list[int]) -> None:
     assert starts[-1] == len(lengths)
     assert used.max() <= 30
     assert len(used) <= math.ceil(11 / 9 * math.ceil(sum(lengths) / 30)) + 1, "best-fit decreasing's bound, from below"
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(0, 40), max_size=70), wanted=st.lists(st.integers(-3, 44), max_size=20))
+def test_searching_equals_that_of_numpy(values: list[int], wanted: list[int]) -> None:
+    ordered, targets = np.array(sorted(values), np.int64), np.array(wanted, np.int64)
+    unaligned = np.frombuffer(b"x" + ordered.tobytes(), np.uint8)[1:].view(np.int64)
+    for side in ("left", "right"):
+        assert search_sorted(unaligned, targets, side).tolist() == np.searchsorted(ordered, targets, side).tolist()  # type: ignore[arg-type]
 
 
 def test_documents_of_a_step_are_found(tmp_path: Path) -> None:

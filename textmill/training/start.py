@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from textmill.checkpoints.folders import Checkpoint
@@ -11,6 +12,7 @@ from textmill.config import RunConfig
 from textmill.models import Shape, open_family, read_shape
 from textmill.models.family_files import find_family_file
 from textmill.models.lora import normalized_targets
+from textmill.storage.files import hash_file
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.history import Source
 from textmill.tokens.splits import Splits
@@ -77,8 +79,10 @@ def shape_of_given(config: RunConfig, given: Checkpoint) -> Shape:
 
 
 def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_fingerprint: str | None) -> dict[str, Any]:
-    """All settings and inputs that decide the result; given weights count by their content, not by their path."""
+    """All settings and inputs that decide the result; given files count by their content, not by their path."""
     settings = config.results("train")
+    if config.train.masked.counts:
+        settings["train.masked.counts"] = hash_file(Path(config.train.masked.counts))
     settings["train.length"] = config.train.length or shape.positions
     model = {f"model.{name}": value for name, value in vars(shape).items()}
     if model.get("model.untied") is False:
