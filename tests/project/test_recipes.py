@@ -44,6 +44,13 @@ def _write_pairs(path: Path) -> None:
     path.write_text("Q,A,label\n" + "".join(f"{question},{answer},0\n" for question, answer in pairs), encoding="utf-8")
 
 
+def _write_exam(path: Path) -> None:
+    """Write a few questions in the format of the task choices."""
+    contexts = [f"The old mill beside the river has {number} wheels, and each of them" for number in range(9)]
+    questions = [{"context": context, "choices": ["turns", "grinds"], "answer": 0} for context in contexts]
+    path.write_text("".join(json.dumps(one) + "\n" for one in questions), encoding="utf-8")
+
+
 def _write_model(folder: Path, texts: Path) -> None:
     """Write a transformers model and its tokenizer."""
     folder.mkdir()
@@ -63,6 +70,7 @@ def test_recipe(
     shutil.copy(recipes_folder() / f"{name}.yaml", folder)
     monkeypatch.chdir(folder)
     _write_pairs(folder / "ChatbotData.csv")
+    _write_exam(folder / "exam.jsonl")
     _write_model(folder / "pretrained", tiny_texts)
     assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
@@ -71,6 +79,9 @@ def test_recipe(
     assert f"  textmill {following} runs/{name}" in out.partition("Next:")[2]
     if name == "chat-ko":
         _check_chat_template_is_used(folder / "runs" / name / "run")
+    if name == "evaluated":
+        assert "best checkpoint is step 2, choices/bits_per_byte" in out
+        assert "checked for this file: 0 documents dropped" in out
     if name == "quickstart":
         _check_run_has_no_settings_of_one_call(folder, capsys)
 

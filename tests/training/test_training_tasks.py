@@ -105,6 +105,10 @@ def test_early_stopping_ends_a_run_and_resumes_with_its_count(root: Path, capsys
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            ["train.best.metric=loss"],
+            r"train\.best\.metric: found 'loss'; give valid_loss, valid_acc",
+        ),
         (["train.tasks=lambada:nowhere.jsonl"], r"nowhere\.jsonl: no such file"),
         (["train.best.metric=choices/accurracy"], r"'choices/accurracy' is not measured; set train\.tasks"),
         (

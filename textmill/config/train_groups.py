@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from textmill.config.section import Section, changeable, source
 from textmill.errors import TextmillError
@@ -136,6 +136,16 @@ class BestConfig(Section):
     """Which value is the best one. auto: the highest of an accuracy (acc...), else the lowest."""
     patience: int | None = changeable(None, ge=1)
     """Early stopping: end the run after this many measurements of the metric without a better one; default: never."""
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if metric not in ("valid_loss", "valid_accuracy") and "/" not in metric:
+            raise TextmillError(
+                f"train.best.metric: found '{metric}'; give valid_loss, valid_accuracy or TASK/METRIC of train.tasks, "
+                "such as lambada/accuracy"
+            )
+        return metric
 
     @property
     def highest(self) -> bool:

@@ -67,7 +67,8 @@ def format_account(counts: Counts, folder: Path, ratios: Sequence[float]) -> lis
         ),
     ]
     for name, found in counts.get("contamination", {}).items():
-        note = f"documents share n-grams with {name}: {found['found']:,} of its {found['examples']:,} examples"
+        short = f", of which {found['too_short']:,} are too short to recognise" if found["too_short"] else ""
+        note = f"documents share n-grams with {name}: {found['found']:,} of its {found['examples']:,} examples{short}"
         rows.append(("contaminated", found["documents"], note))
     for split, amounts in counts["by_split"].items():
         rows.append((split, amounts["documents"], f"documents, {amounts['bytes'] / 1e6:,.2f} MB"))

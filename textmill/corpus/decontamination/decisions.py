@@ -48,8 +48,10 @@ def drop_contaminated(
             dropped[CONTAMINATED] = len(found)
     examples = np.histogram(np.unique(facts.example_of[is_rare & (occurrences > 0)]), bounds)[0]
     return {
-        one.name: {"examples": total, "found": int(hit), "documents": int(count)}
-        for one, total, hit, count in zip(data, facts.examples, examples, documents, strict=True)
+        one.name: {"examples": total, "too_short": short, "found": int(hit), "documents": int(count)}
+        for one, total, short, hit, count in zip(
+            data, facts.examples, facts.too_short, examples, documents, strict=True
+        )
     }
 
 

@@ -68,6 +68,8 @@ class IndexFacts:
 
     examples: list[int]
     """Examples of each entry."""
+    too_short: list[int]
+    """Those that are too short to be recognised."""
     example_of: Numbers
     """The example of each key, numbered over all entries."""
 
@@ -91,14 +93,17 @@ def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Pa
             examples += len(block)
         if not size:
             raise TextmillError(
-                f"corpus.decontaminate: {one.path}: no text has {least} words or more; is it the right file? Or lower "
-                "corpus.decontaminate_min_words"
+                f"corpus.decontaminate: {one.path}: no text has {least} words or more, so none can be recognised; "
+                "remove it, or lower corpus.decontaminate_min_words"
             )
         counts.append(examples)
     distinct, places = np.unique(np.concatenate(keys), return_index=True)
     write_bytes(folder / KEYS, [distinct.tobytes()])
     write_bytes(folder / LENGTHS, [np.concatenate(lengths)[places].tobytes()])
-    return IndexFacts(counts[1:], np.concatenate(owners)[places])
+    every = np.concatenate(owners)
+    recognised = np.histogram(np.unique(every), np.cumsum(counts))[0]
+    too_short = [count - int(long) for count, long in zip(counts[1:], recognised, strict=True)]
+    return IndexFacts(counts[1:], too_short, every[places])
 
 
 def open_index(folder: Path) -> NgramIndex:
