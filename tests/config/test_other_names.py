@@ -68,7 +68,7 @@ def test_tables_name_keys_that_exist_and_do_not_overlap() -> None:
 @pytest.mark.parametrize(
     ("option", "part"),
     [
-        ("--alpha_ce=5", "training from a teacher model"),
+        ("--alpha_ce=5", "write train.distil.kl=VALUE"),
         ("--restart=1", "goes on from its newest checkpoint"),
         ("--load", "give the same command again"),
         ("--use-tfrecords", "train.layout=masked"),

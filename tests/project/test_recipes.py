@@ -34,7 +34,11 @@ SMALLER = {
     "gpt2-small": ["model.size=nano"],
     "bert-base": ["model.size=tiny", "tokenizer.vocab=2000"],
     "bert-ko": ["model.size=tiny", "tokenizer.vocab=2000"],
-}
+    "distilgpt2": [
+        "tokenizer.use=pretrained", "model.init_from=pretrained", "model.init_layers=[0]",
+        "train.distil.teachers=[pretrained]",
+    ],
+}  # fmt: skip
 """Settings for recipes that would take minutes without a GPU."""
 
 

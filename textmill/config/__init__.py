@@ -9,6 +9,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from textmill.config.data import CorpusConfig
+from textmill.config.distillation import DistilConfig
 from textmill.config.engines import EngineConfig, JaxEngine, JaxMesh, TorchEngine
 from textmill.config.evaluation import EvaluateConfig, WikitextConfig
 from textmill.config.model import LoraConfig, ModelConfig, ShapeConfig, is_family_file
@@ -36,7 +37,8 @@ from textmill.config.vocabulary import TokenizerConfig
 from textmill.errors import TextmillError
 
 __all__ = [
-    "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "EngineConfig",
+    "SIZES", "AverageConfig", "BeamRunner", "ChatConfig", "CheckpointsConfig", "CorpusConfig", "DistilConfig",
+    "EngineConfig",
     "EvaluateConfig", "ExportConfig", "JaxEngine", "JaxMesh", "LocalRunner", "LoraConfig", "MaskedConfig",
     "ModelConfig", "MuonConfig", "PackedConfig", "PaddedConfig", "PlanConfig", "RangeTestConfig", "RunConfig",
     "RunnerConfig",

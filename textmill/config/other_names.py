@@ -97,11 +97,13 @@ OTHER_NAMES = {
     "eval_tokens": "train.evaluate_batches", "core_metric_every": "train.tasks_every",
     "core_metric_max_per_task": "train.tasks_sample", "device_type": "engine.device", "optim": "train.optimizer",
     "label_smoothing_factor": "train.label_smoothing", "adafactor": "train.optimizer",
+    "alpha_ce": "train.distil.kl", "alpha_clm": "train.distil.labels", "alpha_mlm": "train.distil.labels",
+    "alpha_mse": "train.distil.mse", "alpha_cos": "train.distil.cosine", "teacher_name": "train.distil.teachers",
+    "alpha_pkd": "train.distil.kl", "beta_pkd": "train.distil.hidden", "teacher_layers": "train.distil.teacher_layers",
     "whole_word_mask": "train.masked.whole_words", "do_whole_word_mask": "train.masked.whole_words",
 }  # fmt: skip
 
 _LAUNCHER = "not needed: start textmill with torchrun, srun or deepspeed, whose options these are"
-_DISTILLATION = "not available yet: training from a teacher model"
 _INSTALL = "not needed: make installs everything"
 # Options of those tools that have no key here, and what to do instead.
 ADVICE = {
@@ -129,9 +131,9 @@ ADVICE = {
     "load_best_model_at_end": "not needed: every command uses the best checkpoint, as train.best.metric defines it",
     "token_counts_dump": "use textmill show WHERE --counts FILE", "mlm": "use train.layout=masked",
     "use_tfrecords": "name the files in tokens.use, with train.layout=masked",
-    "dump_checkpoint": "not available yet: a student from some layers of a teacher",
-    "alpha_ce": _DISTILLATION, "alpha_clm": _DISTILLATION, "alpha_cos": _DISTILLATION, "alpha_mlm": _DISTILLATION,
-    "alpha_mse": _DISTILLATION, "teacher_name": _DISTILLATION, "teacher_type": _DISTILLATION,
+    "dump_checkpoint": "not needed: model.init_from=TEACHER with model.init_layers=0,2,4,7,9,11 starts a student from "
+    "these blocks",
+    "teacher_type": "not needed: the folders in train.distil.teachers say what they are",
     "local_rank": _LAUNCHER, "master_addr": _LAUNCHER, "master_port": _LAUNCHER, "nnodes": _LAUNCHER,
     "node_rank": _LAUNCHER, "nproc_per_node": _LAUNCHER, "num_gpus": _LAUNCHER, "deepspeed_mpi": _LAUNCHER,
     "distributed_backend": "not needed: nccl on GPUs, gloo on CPUs", "jobid": _LAUNCHER,

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from textmill.config.distillation import DistilConfig
 from textmill.config.evaluation import check_tasks
 from textmill.config.presets import TRAIN_PRESETS, TrainPresetName, fill_from_preset, omit_preset_values
 from textmill.config.section import Section, changeable, free_texts, path
@@ -122,6 +123,8 @@ class TrainConfig(Section):
     """Skipping updates when the loss spikes."""
     average: AverageConfig = AverageConfig()
     """Averaging the weights of the last steps."""
+    distil: DistilConfig = DistilConfig()
+    """Distillation from teacher models."""
     loss: Literal["token_mean", "sample_mean"] = "token_mean"
     """token_mean: mean over all loss tokens of the step; sample_mean: mean of each sample's mean."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)

@@ -185,9 +185,14 @@ def open_ranks(config: Any) -> Ranks:
 def open_engine(config: Any, shape: Shape, ranks: Ranks | None = None) -> Engine:
     """The engine of `engine.kind` on these processes; calls `new_engine` of engines/on_KIND.py.
 
-    A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True.
+    A module that supports the injected faults nan and flip of `textmill.storage.faults` has FAULTS = True, one that
+    supports teachers has TEACHERS = True.
     """
     module = _import_engine(config)
+    if config.train.distil.teachers and not getattr(module, "TEACHERS", False):
+        raise TextmillError(
+            f"train.distil: engine.kind={config.engine.kind} has no distillation; set engine.kind=torch"
+        )
     if (armed := faults.armed_actions("nan", "flip")) and not getattr(module, "FAULTS", False):
         raise TextmillError(
             f"{faults.VARIABLE}: only the torch engine supports {armed[0]}; remove it, or set engine.kind=torch"

@@ -72,8 +72,12 @@ class GradientInForward(torch.autograd.Function):
         compute_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
         ends: bool,
         bias_V: Tensor | None,
+        chunk: int | None = None,
     ) -> Tensor:
-        """The sum over chunks; `compute_chunk` gets rows and the head, and returns their loss and logit gradients."""
+        """The sum over chunks; `compute_chunk` gets rows and the head, and returns their loss and logit gradients.
+
+        `chunk` is the most tokens of a chunk, if it is not to be as large as usual.
+        """
         ctx.ends = ends
         head = head_VE.to(x_ME.dtype)
         grad_x = torch.empty_like(x_ME)
@@ -82,7 +86,7 @@ class GradientInForward(torch.autograd.Function):
         )
         grad_bias = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[9] else None
         total = torch.zeros((), device=x_ME.device)
-        for rows in token_chunks(x_ME, head):
+        for rows in token_chunks(x_ME, head, chunk):
             loss, grad_MV = compute_chunk(rows, head)
             total += loss
             matmul_into(grad_MV, head, grad_x[rows])
@@ -113,20 +117,20 @@ class _SummedLoss(GradientInForward):
         def compute_chunk(rows: slice, head: Tensor) -> tuple[Tensor, Tensor]:
             logits_MV = fp8_matmul(quantize_rows(x_ME[rows]), head8) if head8 else matmul(x_ME[rows], head.T)
             logits_MV = add_bias(logits_MV, bias_V)
-            losses_M = _loss_and_gradient(logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z)
+            losses_M = label_loss_and_gradient(logits_MV, labels_M[rows], weights_M[rows], vocab, smoothing, z)
             return (losses_M * weights_M[rows]).sum(), logits_MV
 
         return GradientInForward.compute(ctx, x_ME, head_VE, compute_chunk, ends, bias_V)
 
 
-def token_chunks(x_ME: Tensor, head_VE: Tensor) -> list[slice]:
+def token_chunks(x_ME: Tensor, head_VE: Tensor, most: int | None = None) -> list[slice]:
     """The rows of each chunk."""
-    rows = GPU_TOKENS if x_ME.is_cuda else max(1, CPU_LOGITS // len(head_VE))
+    rows = most or (GPU_TOKENS if x_ME.is_cuda else max(1, CPU_LOGITS // len(head_VE)))
     return [slice(start, start + rows) for start in range(0, len(x_ME), rows)]
 
 
-def _loss_and_gradient(
-    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float, z: float
+def label_loss_and_gradient(
+    logits_MV: Tensor, labels_M: Tensor, weights_M: Tensor, vocab: int, smoothing: float = 0.0, z: float = 0.0
 ) -> Tensor:
     """The loss of each row; overwrites the logits with the gradient of the weighted sum."""
     if logits_MV.is_cuda and (fused := load_kernels(KERNELS)) is not None:

@@ -22,8 +22,9 @@ from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
 from textmill.engines.checksum_torch import checksum_tensors
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
+from textmill.engines.distillation.teachers_torch import Teachers
 from textmill.engines.micro_batch_torch import micro_batch_of
-from textmill.engines.objective.heads_torch import PAIR_LOSS, join_sums, named_sums
+from textmill.engines.objective.heads_torch import join_sums, named_sums, split_reported, term_names
 from textmill.engines.objective.labels import count_pairs
 from textmill.engines.objective.loss_module_torch import LossModule
 from textmill.engines.objective.micro_batches_torch import micro_batches
@@ -44,6 +45,8 @@ from textmill.tokens.batches.batch import Batch
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Values of `engine.precision` by dtype."""
+TEACHERS = True
+"""This engine supports `train.distil`."""
 
 
 class OnDeepSpeed:
@@ -84,7 +87,8 @@ class OnDeepSpeed:
         keys_N = dropout_keys(self.train.seed, step, batch.samples).numpy() if dropout else None
         for group in self.adam.param_groups:
             group["lr"] = lr * group["rate"]
-        total = torch.zeros((2,) if self.net.has_pair_head else (), device=self.device)
+        names = term_names(self.net, self.train.distil)
+        total = torch.zeros((1 + len(names),) if names else (), device=self.device)
         given: Any = {"weights": token_weight, "keys": keys_N, "pair_weight": factor / max([1, *pairs])}
         for last, part in micro_batches(batch, self.net, self.micro_batch, self.device, **given):
             self.engine.set_gradient_accumulation_boundary(last)
@@ -94,7 +98,7 @@ class OnDeepSpeed:
                 total /= factor
                 if self.ranks.world > 1:
                     dist.all_reduce(total)
-                main = total[0] if self.net.has_pair_head else total
+                main, terms = split_reported(total, names, pairs)
                 spike = self.guard.is_spike(self.guard.state, main) if self.guard else None
                 # DeepSpeed skips an update only if the gradient is not finite.
                 loss = loss if spike is None else loss * torch.where(spike, torch.nan, 1.0)
@@ -107,7 +111,7 @@ class OnDeepSpeed:
         if self.guard:
             self.guard.state = self.guard.next_state(self.guard.state, main, spike, torch.isfinite(norm), step + 1)
         loss_scale = torch.tensor(scale) if self.precision == torch.float16 else None
-        return TorchStep(main, norm, tokens, loss_scale, terms={PAIR_LOSS: total[1]} if pairs else {})
+        return TorchStep(main, norm, tokens, loss_scale, terms=terms)
 
     def _clip(self) -> Tensor:
         """The gradient norm, without ZeRO; makes Adam clip by it, and skip the update if it is not finite."""
@@ -245,7 +249,8 @@ def new_engine(config: RunConfig, shape: Shape, ranks: Ranks) -> OnDeepSpeed:
         else:
             net = new_net(shape, device, config.model.lora)
         net.recompute = section.recompute
-        module = LossModule(net, config.train, precision, mixed=section.zero == 0)
+        teachers = Teachers(config.train, shape, device, precision) if config.train.distil.teachers else None
+        module = LossModule(net, config.train, precision, section.zero == 0, teachers)
         adam = _build_adam(net, config.train)
         engine, *_ = deepspeed.initialize(model=module, optimizer=adam, config=ds_config)
     if section.zero == 3:

@@ -16,9 +16,10 @@ from textmill.engines import Named, NameFilter, Ranks, Sums, all_names
 from textmill.engines.checksum_torch import checksum_tensors, flip_bit
 from textmill.engines.compile_torch import CompileMonitor, decide_compile
 from textmill.engines.cuda_graphs_torch import GraphedPass
+from textmill.engines.distillation.teachers_torch import Teachers
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
-from textmill.engines.objective.heads_torch import PAIR_LOSS, HeadStates, join_sums, named_sums
+from textmill.engines.objective.heads_torch import HeadStates, join_sums, named_sums, split_reported, term_names
 from textmill.engines.objective.labels import count_pairs
 from textmill.engines.objective.micro_batches_torch import MicroBatch, micro_batches
 from textmill.engines.optimizers.average_torch import RAW, Average
@@ -47,6 +48,8 @@ from textmill.tokens.batches.batch import Batch
 
 FAULTS = True
 """This engine supports the injected faults nan and flip."""
+TEACHERS = True
+"""This engine supports `train.distil`."""
 
 
 class OnTorch:
@@ -61,6 +64,8 @@ class OnTorch:
         self.net, self.train, self.parallel, self.ranks, self.first = net, train, parallel, ranks, ranks.first
         self.micro_batch, self.precision = micro_batch, precision
         self.device = next(parameter.device for _, parameter in net.named_parameters())
+        self.teachers = Teachers(train, net.shape, self.device, precision) if train.distil.teachers else None
+        self.terms = term_names(net, train.distil)
         self.execution = compiled_execution() if compiled else EAGER
         self.optimizer = Optimizer(net, train, parallel, compiled=compiled and requested)
         parallel.sum_gradients(self.optimizer.parameters)
@@ -106,7 +111,7 @@ class OnTorch:
             else None
         )
         scale = self.scaler.scale if self.scaler else None
-        total = torch.zeros((2,) if self.net.has_pair_head else (), device=self.device)
+        total = torch.zeros((1 + len(self.terms),) if self.terms else (), device=self.device)
         given: Any = {"weights": token_weight, "keys": keys_N, "pair_weight": 1 / max([1, *pairs])}
         for last, part in micro_batches(batch, self.net, self.micro_batch, self.device, **given):
             # The scale is part of the weights: the head's gradient is computed in fp16 with the loss itself.
@@ -115,7 +120,7 @@ class OnTorch:
                 total += self._try_pass(monitor, *part)
         total = self.parallel.sum_loss(total)
         total = total if scale is None else total / scale
-        loss, terms = (total[0], {PAIR_LOSS: total[1]} if pairs else {}) if self.net.has_pair_head else (total, {})
+        loss, terms = split_reported(total, self.terms, pairs)
         spike = self.guard.is_spike(self.guard.state, loss) if self.guard else None
         norm = self.optimizer.step(lr, scale, spike)
         self.average.update(step)
@@ -145,7 +150,8 @@ class OnTorch:
         """Forward and backward of a micro-batch: returns its losses and accumulates gradients."""
         with attention_order(self.device):  # backward too, since activation checkpointing runs attention there
             with autocast(self.device, self.precision):
-                heads = HeadStates(self.net, MicroBatch(*tensors), self.precision, self.execution)  # type: ignore[arg-type]
+                part = MicroBatch(*tensors)  # type: ignore[arg-type]
+                heads = HeadStates(self.net, part, self.precision, self.execution, self.teachers)
             loss, reported = heads.training_loss(self.train, self.parallel.tensor, ends=True)
             loss.backward()  # type: ignore[no-untyped-call]
         return reported

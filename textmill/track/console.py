@@ -67,11 +67,14 @@ class Throughput:
         return f"{step:>{len(str(self.steps))}}/{self.steps}"
 
     def format_values(self, step: int, values: Values) -> list[str]:
-        """Loss, bits per byte, epoch, learning rate, throughput, MFU and remaining time as short texts."""
+        """Loss and its terms, bits per byte, epoch, learning rate, throughput, MFU and time left as short texts."""
         texts = []
         if "loss" in values:
             bits = f" ({values['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in values else ""
             texts.append(f"loss {values['loss']:.4f}{bits}")
+        for name in values:
+            if name == "pair_loss" or name.startswith("distil_"):
+                texts.append(f"{name.removeprefix('distil_').replace('_', ' ')} {values[name]:.4f}")
         if "epoch" in values:
             texts.append(f"epoch {values['epoch']:.2f}")
         if "learning_rate" in values:

@@ -23,6 +23,7 @@ from textmill.tokens.splits import Splits
 from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
 from textmill.track import check_trackers
 from textmill.training.start import Start, choose_shape, describe_inputs
+from textmill.training.teachers import check_teachers
 
 
 def start_new_run(config: RunConfig, data: Splits) -> Start:
@@ -54,6 +55,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
 def check_start(config: RunConfig) -> None:
     """Check before the first stage what training would reject after hours: missing models, trackers and weights."""
     check_trackers(config.track)
+    check_teachers(config)
     family = open_family(config.model.family)
     if config.model.init_from:
         shape = read_shape(open_model(config.model.init_from).folder)

@@ -30,6 +30,7 @@ from textmill.training.best_step import BestStep
 from textmill.training.changing import describe_changes
 from textmill.training.run_length import RunLength
 from textmill.training.start import Start
+from textmill.training.teachers import teacher_flops
 
 SAMPLES_FILE = "samples.jsonl"
 REPLACED_METRICS = "metrics.replaced.jsonl"
@@ -93,7 +94,8 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
         steps=run_length.steps if run_length.known else None,
         start=start.step,
         tokens=run_length.tokens_after,
-        flops_per_token=start.shape.flops_per_token(run_length.sample_length, trained),
+        flops_per_token=start.shape.flops_per_token(run_length.sample_length, trained)
+        + teacher_flops(config, run_length.sample_length),
         peak_flops=facts["peak_flops"],
         settings=config.model_dump(mode="json"),
     )

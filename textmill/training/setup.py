@@ -24,6 +24,7 @@ from textmill.training.resuming import choose_start
 from textmill.training.run_folder import INDEX_FOLDER
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import Start
+from textmill.training.teachers import check_teachers
 
 BYTES_PER_ID = 16
 """Inputs and labels of a batch, in 8 bytes each."""
@@ -40,6 +41,7 @@ def prepare_run(
     """Open the data, choose what to start from, and compute the length of the run."""
     faults.break_process("start")
     data = open_splits(config)
+    check_teachers(config, data.tokenizer)
     start = replace(choose_start(config, data, force, step, change), sources=data.sources)
     length = config.train.length or start.shape.positions
     _check_batch_memory(config.train, length)

@@ -16,6 +16,7 @@ from textmill.storage.files import hash_file
 from textmill.storage.tensor_files import Named
 from textmill.tokens.batches.history import Source
 from textmill.tokens.splits import Splits
+from textmill.training.teachers import fingerprint_teachers
 
 FAMILY_SHA256 = "model.family_sha256"
 """The checksum of the user's own family file, among the inputs of a run."""
@@ -99,6 +100,8 @@ def describe_inputs(config: RunConfig, data: Splits, shape: Shape, weights_finge
         "tokens": data.fingerprint,
         "tokenizer": data.tokenizer.fingerprint,
     }
+    if config.train.distil.teachers:
+        settings["train.distil.teachers"] = fingerprint_teachers(config)
     if (file := find_family_file(shape.family)) is not None:
         inputs[FAMILY_SHA256] = file.sha256
     return {**settings, **model, **inputs}

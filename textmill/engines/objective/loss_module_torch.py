@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from textmill.config import TrainConfig
 from textmill.devices import autocast
+from textmill.engines.distillation.teachers_torch import Teachers
 from textmill.engines.objective.heads_torch import HeadStates
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.engines.shared_torch import attention_order
@@ -19,16 +20,21 @@ from textmill.models.base_torch import BaseNet
 class LossModule(nn.Module):
     """Net and loss as one module: ZeRO-3 gathers weights by module, and both use the head's."""
 
-    def __init__(self, net: BaseNet, train: TrainConfig, precision: torch.dtype, mixed: bool) -> None:
+    def __init__(
+        self, net: BaseNet, train: TrainConfig, precision: torch.dtype, mixed: bool, teachers: Teachers | None = None
+    ) -> None:
         super().__init__()
         self.net, self.train_config, self.precision, self.mixed = net, train, precision, mixed
+        self.teachers = teachers
 
     def forward(self, *tensors: Tensor | None) -> Any:
         """The loss of a `MicroBatch` and what to report of it; without token weights, its sums."""
         part = MicroBatch(*tensors)  # type: ignore[arg-type]
         device = part.inputs.device
         with autocast(device, self.precision) if self.mixed else nullcontext(), attention_order(device):
-            heads = HeadStates(self.net, part, self.precision)
+            heads = HeadStates(
+                self.net, part, self.precision, teachers=self.teachers if part.weights is not None else None
+            )
         if part.weights is None:
             return heads.sums()
         return heads.training_loss(self.train_config, None, ends=False)

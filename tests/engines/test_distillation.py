@@ -1,0 +1,194 @@
+"""Terms of distillation and their gradients equal straight torch; engines give the same, and refuse what cannot be."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, rows_of, started
+from tests.support.weights import noisy_weights
+from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig
+from textmill.engines.distillation.teachers_torch import matched_layers
+from textmill.engines.distillation.terms_torch import Prediction, distillation_loss
+from textmill.errors import TextmillError
+from textmill.models import open_family
+from textmill.storage.tensor_files import encode_safetensors
+from textmill.tokens.batches.batch import IGNORED
+
+TOKENS, WIDTH, WORDS, ROWS = 37, 16, 50, 64
+
+
+def reference(
+    student: Tensor, teachers: list[Tensor], labels: Tensor, weights: Tensor, distil: DistilConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Straight torch: the loss and its terms, from all logits at once."""
+    heat = distil.temperature
+    target = torch.stack([(one / heat).softmax(1) for one in teachers]).mean(0)
+    own = (student / heat).softmax(1)
+    mixed = (target + own) / 2
+    divergence = {
+        "forward": F.kl_div(own.log(), target, reduction="none").sum(1),
+        "reverse": F.kl_div(target.log(), own, reduction="none").sum(1),
+        "jensen_shannon": (
+            F.kl_div(mixed.log(), target, reduction="none") + F.kl_div(mixed.log(), own, reduction="none")
+        ).sum(1) / 2,
+    }[distil.divergence]  # fmt: skip
+    terms = {
+        "labels": F.cross_entropy(student, labels, ignore_index=IGNORED, reduction="none"),
+        "kl": divergence * heat**2,
+        "mse": (student - torch.stack(teachers).mean(0)).square().sum(1),
+    }
+    sums = {name: (values * weights).sum() for name, values in terms.items()}
+    return torch.stack([getattr(distil, name) * one for name, one in sums.items()]).sum(), sums
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jensen_shannon"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_terms_and_gradients(divergence: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("textmill.engines.losses_torch.CPU_LOGITS", 5 * ROWS)  # chunks of five tokens
+    distil = DistilConfig(teachers=["x"], kl=0.7, labels=0.4, mse=0.01, divergence=divergence, temperature=1.7)
+    torch.manual_seed(1)
+    x, head, bias = torch.randn(TOKENS, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS)
+    labels = torch.randint(0, WORDS, (TOKENS,))
+    labels[::4] = IGNORED
+    weights = torch.rand(TOKENS).where(labels != IGNORED, 0)
+    # The teachers have other widths and other paddings.
+    teachers = [
+        Prediction(torch.randn(TOKENS, 8 + one), torch.randn(WORDS + 7 * one, 8 + one), torch.randn(WORDS + 7 * one))
+        for one in range(count)
+    ]
+    doubles = [one.double().requires_grad_() for one in (x, head, bias)]
+    logits = (doubles[0] @ doubles[1].T + doubles[2])[:, :WORDS]
+    given = [
+        (one.x_ME.double() @ one.head_VE.double().T + one.bias_V.double())[:, :WORDS]  # type: ignore[union-attr]
+        for one in teachers
+    ]
+    wanted, terms = reference(logits, given, labels, weights.double(), distil)
+    wanted.backward()  # type: ignore[no-untyped-call]
+
+    singles, report = [one.clone().requires_grad_() for one in (x, head, bias)], torch.zeros(3)
+    loss = distillation_loss(
+        singles[0], singles[1], labels, weights, WORDS, teachers, TrainConfig(distil=distil), report, bias_V=singles[2]
+    )
+    (loss * 1).backward()  # type: ignore[no-untyped-call]
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
+    assert report.tolist() == pytest.approx([float(one) for one in terms.values()], rel=1e-6)
+    for single, double in zip(singles, doubles, strict=True):
+        assert single.grad is not None
+        assert double.grad is not None
+        torch.testing.assert_close(single.grad.double(), double.grad, rtol=1e-5, atol=1e-6)
+
+
+def write_teacher(folder: Path, layers: int = 3, width: int = 32, vocab: int = VOCAB) -> str:
+    family = open_family("gpt2")
+    sizes = ShapeConfig(layers=layers, heads=2, width=width, positions=LENGTH + 8)
+    shape = family.shape_of(ModelConfig(size="nano", shape=sizes), vocab=vocab, end=0)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(family.hf_config_of(shape)))
+    (folder / "model.safetensors").write_bytes(b"".join(encode_safetensors(noisy_weights(shape))))
+    return str(folder)
+
+
+def distilling(kind: str, teachers: list[str], **settings: Any) -> RunConfig:
+    return config_of(kind, micro_batch=2, distil=DistilConfig(teachers=teachers, **settings))
+
+
+@pytest.mark.parametrize("kind", ["torch", "deepspeed"])
+def test_a_step_equals_transformers(kind: str, tmp_path: Path) -> None:
+    """Loss, terms and gradient norm of a step on unequal micro-batches; teachers and student by transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    names = [write_teacher(tmp_path / "a"), write_teacher(tmp_path / "b", layers=4)]
+    config = distilling(kind, names, kl=0.6, labels=0.3, cosine=0.8, mse=0.001, hidden=0.2)
+    engine, batch = started(config), batch_of(0)
+    family = open_family("gpt2")
+    shape = family.shape_of(config.model, vocab=VOCAB, end=0)
+    student = GPT2LMHeadModel(GPT2Config(**family.hf_config_of(shape))).eval()
+    student.load_state_dict({name: torch.from_numpy(values) for name, values in engine.weights()}, strict=False)
+    student.tie_weights()
+    ids, labels = torch.from_numpy(batch.inputs).long(), torch.from_numpy(batch.labels).long().flatten()
+    rows = labels != IGNORED
+    weights = torch.full((int(rows.sum()),), 1 / int(rows.sum()))
+
+    def read(model: Any) -> tuple[Tensor, list[Tensor]]:
+        before_norm: list[Tensor] = []
+        handle = model.transformer.ln_f.register_forward_hook(lambda module, given, out: before_norm.append(given[0]))
+        out = model(ids, output_hidden_states=True)
+        handle.remove()
+        states = [*out.hidden_states[1:-1], before_norm[0], out.hidden_states[-1]]
+        return out.logits.flatten(0, 1)[rows], [one.flatten(0, 1)[rows] for one in states]
+
+    logits, states = read(student)
+    with torch.no_grad():
+        given = [read(GPT2LMHeadModel.from_pretrained(name).eval()) for name in names]
+    distil = config.train.distil
+    loss, terms = reference(logits, [one for one, _ in given], labels[rows], weights, distil)
+    cosine = torch.stack([1 - F.cosine_similarity(states[-1], other[-1]) for _, other in given]).mean()
+    pairs = [(0, 0, 1), (0, 1, 2), (1, 0, 1), (1, 1, 3)]  # teacher, block of the student, block of the teacher
+    hidden = torch.stack([(states[own] - given[who][1][block]).square().mean() for who, own, block in pairs]).mean()
+    loss = loss + 0.8 * cosine + 0.2 * hidden
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = math.sqrt(sum(float(one.grad.double().square().sum()) for one in student.parameters()))
+
+    step = engine.train_step(batch, 0, 0.0)
+    assert step.loss == pytest.approx(float(terms["labels"]), rel=1e-5)
+    found = {"distil_kl": terms["kl"], "distil_mse": terms["mse"], "distil_cosine": cosine, "distil_hidden": hidden}
+    assert step.terms == pytest.approx({name: float(value) for name, value in found.items()}, rel=1e-5)
+    assert step.norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_student_comes_to_predict_as_its_teacher(tmp_path: Path) -> None:
+    config = distilling("torch", [write_teacher(tmp_path / "a")], kl=1.0, labels=0.0)
+    engine, batch = started(config), batch_of(0, unequal=False)
+    found = [engine.train_step(batch, step, 1e-2).terms["distil_kl"] for step in range(30)]
+    assert found[-1] < found[0] / 4
+
+
+def test_valid_loss_has_no_teacher(tmp_path: Path) -> None:
+    engine, plain = (
+        started(distilling("torch", [write_teacher(tmp_path / "a")])),
+        started(config_of("torch", micro_batch=2)),
+    )
+    batch = rows_of(batch_of(3), slice(0, 6))
+    assert engine.eval_step(batch) == plain.eval_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "message"),
+    [
+        ({"vocab": VOCAB + 1}, {}, r"predicts 151 tokens, the model 150; both need the same tokenizer"),
+        ({"width": 16}, {"cosine": 1.0}, r"has width 16, the model 32, and train.distil.cosine"),
+        ({}, {"hidden": 1.0, "student_layers": [5]}, r"train.distil.student_layers: there is no block 5"),
+    ],
+)
+def test_teachers_that_do_not_fit(
+    sizes: dict[str, int], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TextmillError, match=message):
+        started(distilling("torch", [write_teacher(tmp_path / "a", **sizes)], **settings))
+
+
+def test_an_engine_without_teachers_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TextmillError, match=r"engine.kind=jax has no distillation; set engine.kind=torch"):
+        started(distilling("jax", [write_teacher(tmp_path / "a")]))
+
+
+def test_matched_layers() -> None:
+    distil = DistilConfig(teachers=["x"], hidden=1.0)
+    assert matched_layers(distil, 6, 12) == ([0, 1, 2, 3, 4, 5], [1, 3, 5, 7, 9, 11])
+    assert matched_layers(distil, 2, 2) == ([0, 1], [0, 1])
+    assert matched_layers(distil, 4, 2) == ([0, 1, 2, 3], [0, 0, 1, 1])
+
+
+def test_settings_without_a_term_are_refused() -> None:
+    with pytest.raises(TextmillError, match=r"no term uses them"):
+        DistilConfig(teachers=["x"], kl=0.0)
+    with pytest.raises(TextmillError, match=r"teacher_layers: has 1 blocks"):
+        DistilConfig(teachers=["x"], hidden=1.0, teacher_layers=[1])

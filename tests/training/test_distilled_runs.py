@@ -1,0 +1,87 @@
+"""A run with teachers: resumed bitwise, equal on two processes, and refused with teachers that do not belong to it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.kill_train import hash_checkpoint, read_metrics, train_arguments
+from tests.support.model_folders import korean_tokenizer, write_folder
+from tests.support.small_runs import config_for
+from tests.support.together import run_together
+from textmill.checkpoints.folders import open_model
+from textmill.errors import TextmillError
+from textmill.training.loop import train
+from textmill.training.new_run import check_start
+from textmill.training.teachers import teacher_flops
+
+EVERY = [
+    "train.log_every=1",
+    "train.save_every=3",
+    "train.evaluate_every=6",
+    "train.schedule=constant",
+    "train.warmup=0",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, tokenized: Path) -> Path:
+    folder = Path(shutil.copytree(tokenized, tmp_path_factory.mktemp("distil") / "root"))
+    train(config_for(folder, folder / "teacher", 6, *EVERY))
+    return folder
+
+
+def terms(root: Path, *teachers: str) -> list[str]:
+    names = ",".join(teachers or [str(root / "teacher")])
+    return [*EVERY, f"train.distil.teachers=[{names}]", "train.distil.cosine=0.5", "train.seed=7"]
+
+
+def test_a_resumed_run_is_bitwise_the_same(root: Path) -> None:
+    train(config_for(root, root / "whole", 6, *terms(root)))
+    train(config_for(root, root / "parts", 3, *terms(root)))
+    train(config_for(root, root / "parts", 6, *terms(root)))
+    assert hash_checkpoint(root / "parts", 6) == hash_checkpoint(root / "whole", 6)
+    last = [line for line in read_metrics(root / "whole") if "loss" in line][-1]
+    assert {"distil_kl", "distil_cosine"} < last.keys()
+    assert last["distil_kl"] > 0
+
+
+@pytest.mark.long
+def test_two_processes_equal_one(root: Path) -> None:
+    train(config_for(root, root / "alone", 6, *terms(root)))
+    for name, mesh in (("two", []), ("shards", ["engine.mesh.shard=2"])):
+        words = train_arguments(root, root / name, 6)
+        assert run_together([sys.executable, "-m", "textmill", *words, *terms(root), *mesh], 2) == "ok"
+        for one, other in zip(read_metrics(root / name), read_metrics(root / "alone"), strict=True):
+            assert one == {key: pytest.approx(value, rel=2e-5) for key, value in other.items()}
+
+
+def test_another_teacher_is_another_run(root: Path) -> None:
+    train(config_for(root, root / "first", 3, *terms(root)))
+    other = Path(shutil.copytree(open_model(str(root / "teacher")).folder, root / "other"))
+    train(config_for(root, root / "first", 6, *terms(root, str(other))))  # the same weights elsewhere
+    shutil.rmtree(other)
+    train(config_for(root, root / "second", 3, *EVERY))
+    with pytest.raises(TextmillError, match=r"other settings or inputs: train.distil.teachers was"):
+        train(config_for(root, root / "first", 9, *terms(root, str(root / "second"))))
+
+
+def test_teachers_of_other_tokenizers_and_engines_are_refused(root: Path, tmp_path: Path) -> None:
+    stranger = write_folder(tmp_path / "stranger", korean_tokenizer())
+    with pytest.raises(TextmillError, match=r"stranger has another tokenizer than this run"):
+        train(config_for(root, root / "none", 3, *terms(root, str(stranger))))
+    with pytest.raises(TextmillError, match=r"does not work with engine.mesh.tensor=2"):
+        check_start(config_for(root, root / "none", 3, *terms(root), "engine.mesh.tensor=2"))
+    with pytest.raises(TextmillError, match=r"no such|not found|is not"):
+        check_start(config_for(root, root / "none", 3, *terms(root, str(tmp_path / "nothing"))))
+    assert not (root / "none").exists()
+
+
+def test_the_teachers_forward_pass_counts(root: Path) -> None:
+    config = config_for(root, root / "none", 3, *terms(root, str(root / "teacher"), str(root / "teacher")))
+    one = teacher_flops(config_for(root, root / "none", 3, *terms(root)), 64)
+    assert teacher_flops(config, 64) == pytest.approx(2 * one)
+    assert one > 0

@@ -1,0 +1,1 @@
+"""Distillation: teachers, and the terms of the loss that compare a net with them."""

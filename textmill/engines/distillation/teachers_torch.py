@@ -1,0 +1,118 @@
+"""Teachers: frozen nets whose predictions and hidden states are targets of training.
+
+Shapes in names: M tokens, E width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from textmill.checkpoints.folders import open_model
+from textmill.config import DistilConfig, TrainConfig
+from textmill.devices import autocast
+from textmill.engines.distillation.terms_torch import Prediction
+from textmill.engines.objective.micro_batches_torch import MicroBatch
+from textmill.errors import TextmillError
+from textmill.models import Shape
+from textmill.models.base_torch import BaseNet
+from textmill.models.nets_torch import open_net
+
+
+class Targets(NamedTuple):
+    """What one teacher says of a micro-batch's labelled tokens."""
+
+    prediction: Prediction
+    states_ME: Tensor
+    """Its last hidden states."""
+    hidden: list[Tensor]
+    """Its hidden states after the blocks of `train.distil.teacher_layers`, [M, E] each."""
+
+
+class Teachers:
+    """The teachers of a run on one device."""
+
+    def __init__(self, train: TrainConfig, shape: Shape, device: torch.device, precision: torch.dtype) -> None:
+        self.distil, self.precision = train.distil, precision
+        self.nets = [open_net(open_model(name).folder, device) for name in train.distil.teachers]
+        for name, net in zip(train.distil.teachers, self.nets, strict=True):
+            net.requires_grad_(False)
+            _check_teacher(name, net.shape, shape, train)
+        layers = [len(net.blocks) for net in self.nets]
+        self.layers = [matched_layers(self.distil, shape.layers, count)[1] for count in layers]
+        self.student_layers = matched_layers(self.distil, shape.layers, layers[0])[0]
+
+    @torch.no_grad()
+    def read(self, part: MicroBatch) -> list[Targets]:
+        """The targets of a micro-batch."""
+        return [self._read(net, part, layers) for net, layers in zip(self.nets, self.layers, strict=True)]
+
+    def _read(self, net: BaseNet, part: MicroBatch, layers: Sequence[int]) -> Targets:
+        with autocast(part.inputs.device, self.precision), collect_blocks(net, layers) as hidden:
+            states_NTE = net(part.inputs, documents_NT=part.documents, types_NT=part.types)
+            states_ME = take_labelled(states_NTE.to(self.precision), part)
+            x_ME = net.head_input(states_ME).to(self.precision)
+        return Targets(
+            Prediction(x_ME, net.head, net.head_bias), states_ME, [take_labelled(one, part) for one in hidden]
+        )
+
+
+def take_labelled(states_NTE: Tensor, part: MicroBatch) -> Tensor:
+    """The hidden states as [M, E]: of all tokens, or of those that the micro-batch has labels for."""
+    states_ME = states_NTE.flatten(0, 1)
+    return states_ME if part.positions is None else states_ME.index_select(0, part.positions.flatten())
+
+
+@contextmanager
+def collect_blocks(net: BaseNet, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+    """A list that gets the hidden states after these blocks while the net runs."""
+    found: dict[int, Tensor] = {}
+    ordered: list[Tensor] = []
+    keep = [partial(_keep, found, layer) for layer in dict.fromkeys(layers)]
+    handles = [net.blocks[hook.args[1]].register_forward_hook(hook) for hook in keep]
+    try:
+        yield ordered
+    finally:
+        for handle in handles:
+            handle.remove()
+        ordered += [found[layer] for layer in layers if layer in found]
+
+
+def _keep(found: dict[int, Tensor], layer: int, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+    found[layer] = out
+
+
+def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[list[int], list[int]]:
+    """The blocks of the model and of a teacher that `train.distil.hidden` compares."""
+    if not distil.hidden:
+        return [], []
+    own = distil.student_layers or list(range(student))
+    given = distil.teacher_layers or [max(0, round((layer + 1) * teacher / student) - 1) for layer in own]
+    for key, layers, count in (("student_layers", own, student), ("teacher_layers", given, teacher)):
+        if wrong := [layer for layer in layers if not 0 <= layer < count]:
+            raise TextmillError(f"train.distil.{key}: there is no block {wrong[0]}; give numbers from 0 to {count - 1}")
+    return own, given
+
+
+def _check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
+    """Refuse a teacher that cannot teach this model."""
+    where, length = f"train.distil.teachers: {name}", train.length or student.positions
+    if teacher.vocab != student.vocab:
+        raise TextmillError(
+            f"{where}: predicts {teacher.vocab:,} tokens, the model {student.vocab:,}; both need the same tokenizer"
+        )
+    if teacher.positions < length:
+        raise TextmillError(
+            f"{where}: has {teacher.positions:,} positions, samples have {length:,} tokens; lower train.length"
+        )
+    needs = [term for term in ("cosine", "hidden") if getattr(train.distil, term)]
+    if needs and teacher.width != student.width:
+        raise TextmillError(
+            f"{where}: has width {teacher.width}, the model {student.width}, and train.distil.{needs[0]} compares "
+            f"hidden states; set train.distil.{needs[0]}=0"
+        )

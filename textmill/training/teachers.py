@@ -1,0 +1,45 @@
+"""The teachers of `train.distil` before the first step: whether they fit the run, what they cost, what they are."""
+
+from __future__ import annotations
+
+from textmill.checkpoints.folders import open_model
+from textmill.config import RunConfig, TorchEngine
+from textmill.errors import TextmillError
+from textmill.models import read_shape
+from textmill.storage.tensor_files import fingerprint_weights
+from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
+
+
+def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) -> None:
+    """Refuse engines that cannot distil, teachers that do not exist, and those with another tokenizer."""
+    names = config.train.distil.teachers
+    if not names:
+        return
+    engine = config.engine
+    if isinstance(engine, TorchEngine) and engine.mesh.tensor > 1:
+        raise TextmillError(
+            f"train.distil: does not work with engine.mesh.tensor={engine.mesh.tensor}; set it to 1, and use "
+            "engine.mesh.shard for models that are too large for one device"
+        )
+    if config.train.distil.hidden and engine.recompute:
+        raise TextmillError(
+            f"train.distil.hidden: does not work with engine.recompute={engine.recompute}; set one of them to 0"
+        )
+    for name in names:
+        folder = open_model(name).tokenizer
+        if tokenizer is not None and open_tokenizer(folder).fingerprint != tokenizer.fingerprint:
+            raise TextmillError(
+                f"train.distil.teachers: {name} has another tokenizer than this run, so that its predictions mean "
+                f"other tokens; tokenize with the teacher's: tokenizer.use={folder}"
+            )
+
+
+def fingerprint_teachers(config: RunConfig) -> list[str]:
+    """A fingerprint of each teacher's weights."""
+    return [fingerprint_weights(open_model(name).folder) for name in config.train.distil.teachers]
+
+
+def teacher_flops(config: RunConfig, length: int) -> float:
+    """FLOPs of the teachers for one token: a forward pass, which is a third of a step."""
+    shapes = (read_shape(open_model(name).folder) for name in config.train.distil.teachers)
+    return sum(shape.flops_per_token(length) / 3 for shape in shapes)
