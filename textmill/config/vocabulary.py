@@ -19,7 +19,7 @@ class TokenizerConfig(Section):
     """Folder of the tokenizer; default: `tokenizer` under `folder`."""
     use: str | None = source()
     """Use this tokenizer and fit none: a folder, file or hub name with tokenizer.json, GPT-2's two files,
-    a BERT vocab.txt or a sentencepiece .model."""
+    a vocab.txt of BERT or Yuan, or a sentencepiece .model."""
     kind: Literal["bpe", "wordpiece", "unigram"] = "bpe"
     """bpe: byte-level BPE as in GPT-2, for any text; wordpiece: as in BERT; unigram: as in sentencepiece."""
     fit_on: Literal["corpus", "sources"] = "corpus"

@@ -1,4 +1,4 @@
-"""Opens tokenizer files of others: tokenizer.json, GPT-2's two files, a BERT vocab.txt, a sentencepiece .model."""
+"""Opens tokenizer files of others: tokenizer.json, GPT-2's two files, a vocab.txt, a sentencepiece .model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from textmill.errors import TextmillError
 from textmill.storage.files import read_json
+from textmill.tokens.vocabulary.encdec_vocabulary import is_encdec, open_encdec
 from textmill.tokens.vocabulary.sentencepiece_model import open_sentencepiece
 
 END = "<|endoftext|>"
@@ -104,7 +105,10 @@ def _open_bert(path: Path, lowercase: bool | None) -> Opened:
         tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise TextmillError(f"{path}: not UTF-8 ({error}); a vocab.txt has one token per line") from None
-    vocab = {token.removesuffix("\r"): number for number, token in enumerate(tokens)}
+    tokens = [token.removesuffix("\r") for token in tokens]
+    if is_encdec(tokens):
+        return open_encdec(tokens)
+    vocab = {token: number for number, token in enumerate(tokens)}
     missing = [token for token in ("[UNK]", "[CLS]", "[SEP]") if token not in vocab]
     if missing:
         raise TextmillError(
