@@ -21,6 +21,7 @@ from textmill.processes.command_time import CommandTime
 from textmill.storage.files import read_json, remove_folder, write_json
 from textmill.storage.stages import list_changes, open_manifest
 from textmill.tokens.splits import Splits
+from textmill.training.bits_per_byte import EVERY_TOKEN
 from textmill.training.loop import train
 
 FOLDER, TRIALS_FILE = "tune", "trials.json"
@@ -125,7 +126,7 @@ class Tuning:
         return "bits per byte" if self._valid_counts() else "nats per token"
 
     def _valid_counts(self) -> dict[str, int] | None:
-        if self.config.tokens.use or self.config.train.layout == "chat":
+        if self.config.tokens.use or self.config.train.layout not in EVERY_TOKEN:
             return None
         counts: dict[str, int] = open_manifest(self.config.folder_of("tokens"), "tokenize")["splits"]["valid"]
         return counts if counts.get("bytes") else None
