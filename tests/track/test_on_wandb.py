@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from textmill.config import TrackConfig, WandbConfig
+from textmill.track.run_id import read_or_create_id
 
 pytest.importorskip("wandb")
 
@@ -30,13 +31,10 @@ def records_of(path: Path) -> Iterator[bytes]:
 
 
 def test_the_id_stays_at_resume_and_changes_for_a_new_run(tmp_path: Path) -> None:
-    from textmill.track.on_wandb import read_or_create_id
-
-    folder = tmp_path / "koşu 1"
-    first = read_or_create_id(folder, 0)
+    first = read_or_create_id(tmp_path, "koşu 1", 0)
     assert first.startswith("ko-u-1-")
-    assert read_or_create_id(folder, 40) == first
-    assert read_or_create_id(folder, 0) != first
+    assert read_or_create_id(tmp_path, "koşu 1", 40) == first
+    assert read_or_create_id(tmp_path, "koşu 1", 0) != first
 
 
 def test_an_offline_run_is_written_next_to_the_checkpoints(
@@ -47,14 +45,15 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
     )  # W&B prints an advertisement if it sees it, and another test may have loaded it
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from textmill.track.on_wandb import new_tracker, read_or_create_id
+    from textmill.track.on_wandb import new_tracker
 
-    tracker = new_tracker(TrackConfig(wandb=WandbConfig(project="mill")), tmp_path, 0, {"train.batch": 8})
+    wandb = WandbConfig(project="mill", entity="millers", group="stones", tags=["first", "small"])
+    tracker = new_tracker(TrackConfig(wandb=wandb), tmp_path, 0, {"train.batch": 8})
     for step in (1, 2):
         tracker.log(step, {"loss": 3.0 / step})
     tracker.close()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert read_or_create_id(tmp_path, 2) in file.name
+    assert read_or_create_id(tmp_path / "wandb", tmp_path.name, 2) in file.name
     records = [Record.FromString(record) for record in records_of(file)]
     logged = [
         {(item.key or ".".join(item.nested_key)): item.value_json for item in record.history.item}
@@ -62,5 +61,6 @@ def test_an_offline_run_is_written_next_to_the_checkpoints(
         if record.WhichOneof("record_type") == "history"
     ]
     assert [float(values["loss"]) for values in logged] == [3.0, 1.5]
-    assert next(record.run.project for record in records if record.WhichOneof("record_type") == "run") == "mill"
+    run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    assert (run.project, run.entity, run.run_group, list(run.tags)) == ("mill", "millers", "stones", ["first", "small"])
     assert capfd.readouterr() == ("", "")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.kill_train import train_arguments
+from textmill.cli import main
 from textmill.config import TrackConfig
 from textmill.errors import TextmillError
 from textmill.track import Trackers, open_trackers
@@ -129,3 +132,27 @@ def test_a_broken_package_is_a_warning(
     trackers.log(1, {"loss": 1.0})
     trackers.close()
     assert capsys.readouterr().err.count("wandb is switched off: RuntimeError: built for another machine") == 1
+
+
+def test_trackers_get_environment_and_fingerprints(
+    tokenized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Silent:
+        def log(self, step: int, values: dict[str, float]) -> None: ...
+        def mark(self, step: int, text: str) -> None: ...
+        def close(self) -> None: ...
+
+    def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[str, Any]) -> Silent:
+        given.append(settings)
+        return Silent()
+
+    monkeypatch.setattr("textmill.track.on_tensorboard.new_tracker", new_tracker)
+    arguments = [*train_arguments(tokenized, tmp_path / "run", 1), "train.warmup=0", "train.evaluate_batches=1"]
+    assert main([*arguments, "track.kinds=tensorboard"]) == 0
+    assert given[0]["environment"]["python"] == sys.version.split()[0]
+    progress = json.loads((tmp_path / "run" / "step-0000001" / "progress.json").read_text())
+    assert given[0]["fingerprints"]["tokens"] == progress["made_from"]["tokens"]
+    assert given[0]["fingerprints"]["tokenizer"] == progress["made_from"]["tokenizer"]
+    assert given[0]["train"]["steps"] == 1

@@ -112,16 +112,37 @@ class WandbConfig(Section):
 
     project: str = changeable("textmill")
     """Project on W&B."""
+    entity: str | None = changeable(None)
+    """User or team on W&B; default: that of your login."""
     name: str | None = changeable(None)
     """Name of the run on W&B; default: the run folder's name."""
+    group: str | None = changeable(None)
+    """A group of runs on W&B, such as the trials of one question."""
+    tags: list[str] = changeable([])
+    """Tags of the run on W&B."""
     offline: bool = changeable(True)
     """Write to the run folder and send nothing; `wandb sync` sends it later."""
+
+
+class TrackioConfig(Section):
+    """Settings of `track.kinds=trackio`."""
+
+    project: str = changeable("textmill")
+    """Project in Trackio."""
+    name: str | None = changeable(None)
+    """Name of the run in Trackio; default: the run folder's name."""
+    group: str | None = changeable(None)
+    """A group of runs in Trackio."""
+    space: str | None = changeable(None)
+    """Send the metrics to this Hugging Face Space (USER/NAME); default: they stay on this machine."""
 
 
 class TrackConfig(Section):
     """Where training metrics are sent, in addition to the console and metrics.jsonl."""
 
-    kinds: list[Literal["tensorboard", "wandb"]] = changeable([])
-    """tensorboard, wandb (extra: textmill[track])."""
+    kinds: list[Literal["tensorboard", "wandb", "trackio"]] = changeable([])
+    """tensorboard, wandb, trackio (extra: textmill[track])."""
     wandb: WandbConfig = changeable(WandbConfig())
     """Settings of Weights & Biases."""
+    trackio: TrackioConfig = changeable(TrackioConfig())
+    """Settings of Trackio."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 import wandb
 
 from textmill.config import TrackConfig
-from textmill.storage.files import write_text
-
-ID_FILE = "id.txt"
+from textmill.track.run_id import read_or_create_id
 
 
 class WeightsAndBiases:
@@ -24,6 +21,9 @@ class WeightsAndBiases:
     def __init__(self, config: TrackConfig, folder: Path, run_id: str, settings: dict[str, Any]) -> None:
         self._run = wandb.init(
             project=config.wandb.project,
+            entity=config.wandb.entity,
+            group=config.wandb.group,
+            tags=config.wandb.tags or None,
             name=config.wandb.name or folder.name,
             id=run_id,
             dir=str(folder),
@@ -49,19 +49,7 @@ class WeightsAndBiases:
         wandb.teardown()
 
 
-def read_or_create_id(folder: Path, start: int) -> str:
-    """The id of the W&B run: saved in the run folder, so a resumed run has the same, a new run a new one."""
-    id_file = folder / "wandb" / ID_FILE
-    if start > 0 and id_file.is_file() and (known := id_file.read_text(encoding="utf-8").strip()):
-        return known
-    name = "".join(char if char.isascii() and char.isalnum() else "-" for char in folder.name).strip("-")
-    new_id = f"{name[:40] or 'run'}-{secrets.token_hex(4)}"
-    id_file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(id_file, new_id + "\n")
-    return new_id
-
-
 def new_tracker(config: TrackConfig, folder: Path, start: int, settings: dict[str, Any]) -> WeightsAndBiases:
     """A W&B run under wandb/ in the run folder; upload it later with `wandb sync FOLDER/wandb/offline-run-*`."""
     folder = folder.resolve()
-    return WeightsAndBiases(config, folder, read_or_create_id(folder, start), settings)
+    return WeightsAndBiases(config, folder, read_or_create_id(folder / "wandb", folder.name, start), settings)

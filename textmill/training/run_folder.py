@@ -26,6 +26,7 @@ from textmill.storage.stages import RUN_YAML, add_yaml_checksum
 from textmill.tokens.splits import Splits
 from textmill.track import Trackers, open_trackers
 from textmill.track.jsonl import METRICS_FILE, truncate_after
+from textmill.track.notes import environment
 from textmill.training.best_step import BestStep
 from textmill.training.changing import describe_changes
 from textmill.training.run_length import RunLength
@@ -97,7 +98,7 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
         flops_per_token=start.shape.flops_per_token(run_length.sample_length, trained)
         + teacher_flops(config, run_length.sample_length),
         peak_flops=facts["peak_flops"],
-        settings=config.model_dump(mode="json"),
+        settings=config.model_dump(mode="json") | {"environment": environment(), "fingerprints": _fingerprints(start)},
     )
     for line in start.new_changes:
         warn(f"changed since step {start.step}: {line}")
@@ -107,6 +108,11 @@ def open_run_folder(config: RunConfig, run_length: RunLength, start: Start, fact
     trackers.note(f"train: {describe_engine(facts)}; {action}")
     trackers.note(f"train: {run_length.describe()}")
     return trackers
+
+
+def _fingerprints(start: Start) -> dict[str, Any]:
+    """What identifies the inputs of a run: its tokens, tokenizer and first weights."""
+    return {key: start.made_from.get(key) for key in ("tokens", "tokenizer", "model.init_from")}
 
 
 def describe_engine(facts: dict[str, Any]) -> str:
