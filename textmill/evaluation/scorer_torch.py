@@ -50,6 +50,7 @@ def new_scorer(
     checkpoint: Checkpoint, net: BaseNet, tokenizer: TextTokenizer, config: RunConfig, share: Share = ALL_BATCHES
 ) -> TorchScorer:
     """A scorer of a net that is already loaded."""
+    check_next_token(net.shape, checkpoint.folder, "score a text token by token")
     dtype = torch_dtype(config.engine.precision, net.head.device)
     return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, config.evaluate.batch, dtype, share))
 
