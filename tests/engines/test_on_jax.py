@@ -177,7 +177,9 @@ def test_a_loss_in_chunks_equals_the_full_loss() -> None:
     picked = np.take_along_axis(scores, np.where(labelled, labels, 0)[..., None], -1)[..., 0]
     wanted = np.where(labelled, spread - 0.8 * picked - 0.2 * scores.mean(-1) + 0.01 * spread**2, 0)
     for tokens in (1000, 12, 4):
-        loss = jax.jit(lambda x, head, tokens=tokens: summed_loss(x, head, labels, shares, 100, tokens, 0.2, 0.01))
+        loss = jax.jit(
+            lambda x, head, tokens=tokens: summed_loss(x, head, labels, shares, None, 100, tokens, 0.2, 0.01)
+        )
         assert float(loss(x, head)) == pytest.approx((wanted * shares).sum(), rel=1e-6)
         slope_x, slope_head = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, head)
         bump = jnp.zeros_like(x).at[0, 0, 3].set(1e-2)

@@ -37,19 +37,20 @@ def chunk_tokens(platform: str, vocab: int) -> int:
     return max(1, CPU_LOGITS // vocab) if platform == "cpu" else GPU_TOKENS
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def summed_loss(
     x_NTE: Array,
     head_VE: Array,
     labels_NT: Array,
     weights_NT: Array,
+    bias_V: Array | None,
     vocab: int,
     tokens: int,
     smoothing: float = 0.0,
     z: float = 0.0,
 ) -> Array:
     """The weighted sum of the labelled tokens' losses, in chunks of `tokens`; head rows from `vocab` on are padding."""
-    return _forward(x_NTE, head_VE, labels_NT, weights_NT, vocab, tokens, smoothing, z)[0]
+    return _forward(x_NTE, head_VE, labels_NT, weights_NT, bias_V, vocab, tokens, smoothing, z)[0]
 
 
 def _forward(
@@ -57,41 +58,53 @@ def _forward(
     head_VE: Array,
     labels_NT: Array,
     weights_NT: Array,
+    bias_V: Array | None,
     vocab: int,
     tokens: int,
     smoothing: float,
     z: float,
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
     head = head_VE.astype(x_NTE.dtype)
 
-    def compute(sums: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+    def compute(sums: tuple[Any, ...], chunk: tuple[Array, ...]) -> tuple[tuple[Any, ...], Array]:
         x, labels, weights = chunk
-        losses, grad_NTV = _loss_and_gradient(jnp.einsum("nte,ve->ntv", x, head), labels, weights, vocab, smoothing, z)
+        logits_NTV = add_bias(jnp.einsum("nte,ve->ntv", x, head), bias_V)
+        losses, grad_NTV = _loss_and_gradient(logits_NTV, labels, weights, vocab, smoothing, z)
         grad_head = jnp.einsum("ntv,nte->ve", grad_NTV, x, preferred_element_type=head_VE.dtype)
-        return (sums[0] + (losses * weights).sum(), sums[1] + grad_head), jnp.einsum("ntv,ve->nte", grad_NTV, head)
+        grad_bias = None if bias_V is None else sums[2] + grad_NTV.sum((0, 1), dtype=bias_V.dtype)
+        total = sums[0] + (losses * weights).sum()
+        return (total, sums[1] + grad_head, grad_bias), jnp.einsum("ntv,ve->nte", grad_NTV, head)
 
-    zeros = (jnp.zeros(()), jnp.zeros_like(head_VE))
-    (loss, grad_head), grad_x = _by_chunks(compute, zeros, (x_NTE, labels_NT, weights_NT), tokens)
-    return loss, (grad_x, grad_head)
+    zeros = (jnp.zeros(()), jnp.zeros_like(head_VE), None if bias_V is None else jnp.zeros_like(bias_V))
+    (loss, grad_head, grad_bias), grad_x = _by_chunks(compute, zeros, (x_NTE, labels_NT, weights_NT), tokens)
+    return loss, (grad_x, grad_head, grad_bias)
+
+
+def add_bias(logits_NTV: Array, bias_V: Array | None) -> Array:
+    """Add the head's bias, if it has one."""
+    return logits_NTV if bias_V is None else logits_NTV + bias_V.astype(logits_NTV.dtype)
 
 
 def _backward(
-    vocab: int, tokens: int, smoothing: float, z: float, gradients: tuple[Array, Array], gradient: Array
+    vocab: int, tokens: int, smoothing: float, z: float, gradients: tuple[Array, Array, Array | None], gradient: Array
 ) -> tuple[Array | None, ...]:
-    grad_x, grad_head = gradients
-    return (grad_x * gradient).astype(grad_x.dtype), grad_head * gradient, None, None
+    grad_x, grad_head, grad_bias = gradients
+    bias = None if grad_bias is None else grad_bias * gradient
+    return (grad_x * gradient).astype(grad_x.dtype), grad_head * gradient, None, None, bias
 
 
 summed_loss.defvjp(_forward, _backward)
 
 
-def loss_and_correct(x_NTE: Array, head_VE: Array, labels_NT: Array, vocab: int, tokens: int) -> tuple[Array, Array]:
+def loss_and_correct(
+    x_NTE: Array, head_VE: Array, labels_NT: Array, vocab: int, tokens: int, bias_V: Array | None = None
+) -> tuple[Array, Array]:
     """For each sample: the sum of its labelled tokens' losses, and how many labels have the highest logit."""
     head = head_VE.astype(x_NTE.dtype)
 
     def compute(sums: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], None]:
         x, labels = chunk
-        logits = jnp.einsum("nte,ve->ntv", x, head).astype(jnp.float32)
+        logits = add_bias(jnp.einsum("nte,ve->ntv", x, head), bias_V).astype(jnp.float32)
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab, logits, -jnp.inf)
         losses = jax.nn.logsumexp(logits, axis=-1) - _label_logits(logits, labels)
         labelled, correct = labels != IGNORED, logits.argmax(-1) == labels

@@ -24,8 +24,8 @@ from textmill.engines.checksum_torch import checksum_tensors
 from textmill.engines.deepspeed_config import build_json, explain_errors, fill_unset, read_user_config
 from textmill.engines.distillation.teachers_torch import Teachers
 from textmill.engines.micro_batch_torch import micro_batch_of
-from textmill.engines.objective.heads_torch import join_sums, named_sums, split_reported, term_names
-from textmill.engines.objective.labels import count_pairs
+from textmill.engines.objective.heads_torch import join_sums, split_reported, term_names
+from textmill.engines.objective.labels import count_pairs, named_sums
 from textmill.engines.objective.loss_module_torch import LossModule
 from textmill.engines.objective.micro_batches_torch import micro_batches
 from textmill.engines.optimizers.adam_torch import MOMENTS, groups_of

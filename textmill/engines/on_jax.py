@@ -14,6 +14,7 @@ from textmill.config import JaxEngine, RunConfig, TrainConfig
 from textmill.counters import sample_keys
 from textmill.devices import peak_flops_by_name
 from textmill.engines import Named, NameFilter, Ranks, Sums, all_names, format_compile_time
+from textmill.engines.objective.labels import PAIR_LOSS, count_pairs, label_arrays, named_sums
 from textmill.engines.shared_torch import check_fields, part_of
 from textmill.engines.spikes import State, new_guard
 from textmill.errors import TextmillError
@@ -31,10 +32,11 @@ try:
 except ImportError:
     raise TextmillError("engine.kind=jax needs jax and optax; run: pip install 'textmill[jax]'") from None
 
-from textmill.engines.losses_jax import chunk_tokens, loss_and_correct, summed_loss, token_weights
+from textmill.engines.losses_jax import chunk_tokens, token_weights
 from textmill.engines.mesh_jax import Shardings, open_mesh
 from textmill.engines.meshes import check_batch
 from textmill.engines.micro_batch_jax import largest_micro_batch
+from textmill.engines.objective.heads_jax import Heads
 from textmill.engines.optimizers.step_jax import JaxStep, Optimizer
 from textmill.engines.ranks_jax import open_devices, open_ranks
 
@@ -67,7 +69,8 @@ class OnJax:
         gathered = shardings.gathered if divided else None
         self.options = replace(options, gathered=gathered, by_sample=shardings.by_sample)
         self.device = shardings.mesh.devices.flat[0]
-        self.chunk = chunk_tokens(self.device.platform, shape.padded_vocab) * shardings.data_devices
+        chunk = chunk_tokens(self.device.platform, shape.padded_vocab) * shardings.data_devices
+        self.heads = Heads(self.net, shape, self.options, chunk)
         self.known = {weight.name: weight for weight in weights_with_adapters(shape, options.lora)}
         precision = jnp.float32 if self.device.platform == "cpu" else jnp.bfloat16
         self.optimizer = Optimizer(shape, train, options.lora, precision)
@@ -93,13 +96,14 @@ class OnJax:
         new = (shapes := str(jax.tree.map(jnp.shape, parts))) not in self.compiled_shapes
         self.compiled_shapes.add(shapes)
         spikes = self.guard.state if self.guard else None
-        self.params, self.state, spikes, loss, norm, tokens = self.step(
+        self.params, self.state, spikes, losses, norm, tokens = self.step(
             self.params, self.state, parts, np.float32(lr), spikes, np.int32(step + 1)
         )
         if self.guard and spikes:
             self.guard.state = spikes
         note = format_compile_time(time.perf_counter() - start) if new else None
-        return JaxStep(loss, norm, tokens, note=note)
+        loss, terms = (losses[0], {PAIR_LOSS: losses[1]}) if self.heads.has_pairs else (losses, {})
+        return JaxStep(loss, norm, tokens, note=note, term_values=terms if batch.pair_labels is not None else {})
 
     def eval_step(self, batch: Batch) -> Sums:
         """Loss of a batch by micro-batches, without dropout."""
@@ -108,8 +112,8 @@ class OnJax:
             self.evaluate(self.params, {name: values[number] for name, values in parts.items()})
             for number in range(len(parts["labels"]))
         ]
-        loss, correct = sum(float(loss) for loss, _ in sums), sum(int(count) for _, count in sums)
-        return Sums(loss, int((batch.labels != IGNORED).sum()), correct)
+        totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
+        return named_sums(totals, int((batch.labels != IGNORED).sum()), count_pairs(batch))
 
     def weights(self, wanted: NameFilter = all_names) -> Iterator[Named]:
         """Host copies of the weights; with LoRA, of the adapters only."""
@@ -184,14 +188,18 @@ class OnJax:
         """An optimizer step: gradient accumulation over micro-batches, clipping, and the update or a skip."""
         token_weight, tokens = token_weights(parts["labels"], self.train.loss)
         parts = {**parts, "weights": token_weight}
+        if self.heads.has_pairs:
+            parts["pair_weights"], _ = token_weights(parts["pair_labels"], "token_mean")
         narrow = self.net.cast_matrices(weights, self.options.precision)
         trained = {name: narrow[name] for name in self.optimizer.trained}
-        gradient = partial(jax.value_and_grad(self._loss), trained, narrow)
+        gradient = partial(jax.value_and_grad(self._loss, has_aux=True), trained, narrow)
         if len(token_weight) == 1:
-            loss, grads = gradient({name: values[0] for name, values in parts.items()})
+            (_, losses), grads = gradient({name: values[0] for name, values in parts.items()})
         else:
-            zeros = jnp.zeros(()), {name: jnp.zeros_like(weights[name]) for name in trained}
-            loss, grads = jax.lax.scan(partial(_accumulate, gradient), zeros, parts)[0]
+            first = jnp.zeros((2,) if self.heads.has_pairs else ())
+            zeros = first, {name: jnp.zeros_like(weights[name]) for name in trained}
+            losses, grads = jax.lax.scan(partial(_accumulate, gradient), zeros, parts)[0]
+        loss = losses[0] if self.heads.has_pairs else losses
         grads = {
             name: jax.lax.with_sharding_constraint(grad, self.shardings.stored(name, grad.shape))
             for name, grad in grads.items()
@@ -200,30 +208,19 @@ class OnJax:
         weights, state, norm = self.optimizer.step(weights, state, grads, lr, spike)
         if self.guard and spikes:
             spikes = self.guard.next_state(spikes, loss, spike, jnp.isfinite(norm), number)
-        spikes, loss, norm, tokens = jax.lax.with_sharding_constraint(
-            (spikes, loss, norm, tokens), self.shardings.replicated()
+        spikes, losses, norm, tokens = jax.lax.with_sharding_constraint(
+            (spikes, losses, norm, tokens), self.shardings.replicated()
         )
-        return weights, state, spikes, loss, norm, tokens
+        return weights, state, spikes, losses, norm, tokens
 
-    def _loss(self, trained: Arrays, others: Arrays, part: Arrays) -> Array:
-        """The loss of a micro-batch as a function of the trained weights."""
-        weights = {**others, **trained}
-        keys, documents = part.get("keys"), part.get("documents")
-        x_NTE = self.net.states(weights, self.shape, self.options, part["inputs"], keys, documents)
-        labels, token_weight, added = part["labels"], part["weights"], (self.train.label_smoothing, self.train.z_loss)
-        return summed_loss(x_NTE, self._head(weights), labels, token_weight, self.shape.vocab, self.chunk, *added)
+    def _loss(self, trained: Arrays, others: Arrays, part: Arrays) -> tuple[Array, Array]:
+        """The loss of a micro-batch as a function of the trained weights, and the losses to report."""
+        return self.heads.training_loss({**others, **trained}, part, self.train)
 
-    def _evaluate(self, weights: Arrays, part: Arrays) -> tuple[Array, Array]:
-        """The summed loss of a micro-batch, and how many predictions are correct."""
-        narrow = self.net.cast_matrices(weights, self.options.precision)
-        x_NTE = self.net.states(narrow, self.shape, self.options, part["inputs"], None, part.get("documents"))
-        losses, correct = loss_and_correct(x_NTE, self._head(weights), part["labels"], self.shape.vocab, self.chunk)
-        sums = losses.sum(), correct.sum()
+    def _evaluate(self, weights: Arrays, part: Arrays) -> list[Array]:
+        """The sums of a micro-batch."""
+        sums = self.heads.sums(weights, part)
         return jax.lax.with_sharding_constraint(sums, self.shardings.replicated())  # type: ignore[no-any-return]
-
-    def _head(self, weights: Arrays) -> Array:
-        name = self.net.head_name(self.shape)
-        return weights[name] if self.options.gathered is None else self.options.gathered(name, weights[name])
 
     def _micro_batches(self, batch: Batch, keys_N: Any) -> Arrays:
         """A batch on the devices as [micro-batches, samples, ...]; the last is padded with rows without labels."""
@@ -231,16 +228,16 @@ class OnJax:
         local_devices = self.shardings.data_devices // self.ranks.world
         rows = local_devices * min(self.micro_batch, -(-len(batch.inputs) // local_devices))
         padding = -len(batch.inputs) % rows
-        fills = {"inputs": 0, "labels": IGNORED, "keys": 0, "documents": 0}
-        arrays = {"inputs": batch.inputs, "labels": batch.labels, "keys": keys_N, "documents": batch.documents}
+        arrays: dict[str, Any] = {"inputs": batch.inputs, "keys": keys_N}
+        arrays |= {"documents": batch.documents, "types": batch.types}
+        arrays |= label_arrays(batch, self.heads.few_labels, self.heads.has_pairs, self.ranks)
         sharding = self.shardings.micro_batches()
-        return {
-            name: jax.make_array_from_process_local_data(
-                sharding, _pad_rows(values, padding, fills[name]).reshape(-1, rows, *values.shape[1:])
-            )
-            for name, values in arrays.items()
-            if values is not None
-        }
+
+        def place(name: str, values: Any) -> Array:
+            padded = _pad_rows(values, padding, IGNORED if name.endswith("labels") else 0)
+            return jax.make_array_from_process_local_data(sharding, padded.reshape(-1, rows, *values.shape[1:]))
+
+        return {name: place(name, values) for name, values in arrays.items() if values is not None}
 
     def _host_copies(self, arrays: Arrays, prefix: str, wanted: NameFilter) -> Iterator[Named]:
         for name in [name for name in self.known if name in arrays]:
@@ -255,8 +252,8 @@ class OnJax:
 
 def _accumulate(gradient: Any, sums: tuple[Array, Arrays], part: Arrays) -> tuple[tuple[Array, Arrays], None]:
     """Add the loss and gradients of one micro-batch, in the weights' own precision."""
-    loss, grads = gradient(part)
-    return (sums[0] + loss, jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums[1], grads)), None
+    (_, losses), grads = gradient(part)
+    return (sums[0] + losses, jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums[1], grads)), None
 
 
 def _pad_rows(values: Any, count: int, value: int) -> Any:

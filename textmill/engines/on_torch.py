@@ -19,8 +19,8 @@ from textmill.engines.cuda_graphs_torch import GraphedPass
 from textmill.engines.distillation.teachers_torch import Teachers
 from textmill.engines.meshes import mesh_of
 from textmill.engines.micro_batch_torch import largest_micro_batch
-from textmill.engines.objective.heads_torch import HeadStates, join_sums, named_sums, split_reported, term_names
-from textmill.engines.objective.labels import count_pairs
+from textmill.engines.objective.heads_torch import HeadStates, join_sums, split_reported, term_names
+from textmill.engines.objective.labels import count_pairs, named_sums
 from textmill.engines.objective.micro_batches_torch import MicroBatch, micro_batches
 from textmill.engines.optimizers.average_torch import RAW, Average
 from textmill.engines.optimizers.loss_scale_torch import LossScaler

@@ -101,7 +101,8 @@ def check_next_token(shape: Shape, where: object, work: str) -> None:
     objective = open_family(shape.family).OBJECTIVE
     if objective != "next_token":
         raise TextmillError(
-            f"{where}: a {shape.family} predicts {objective} tokens, not the next one; it cannot {work}"
+            f"{where}: a {shape.family} predicts {objective} tokens, not the next one, so it cannot {work}; "
+            f"use: textmill fill {where} sample.prompt='a text with [MASK]'"
         )
 
 

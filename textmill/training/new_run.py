@@ -10,14 +10,14 @@ import numpy as np
 
 from textmill.checkpoints.adapters import is_adapter
 from textmill.checkpoints.folders import Checkpoint, describe_given, open_model
-from textmill.config import LoraConfig, RunConfig
+from textmill.config import LoraConfig, RunConfig, TrainConfig
 from textmill.errors import TextmillError, warn
 from textmill.models import Shape, initial_weights, known_weights, open_family, read_shape
 from textmill.models.lora import initial_adapters
 from textmill.models.parameter_groups import rules_of
 from textmill.models.resizing import resize_weights, select_layer_weights, select_layers
 from textmill.storage.tensor_files import Named, fingerprint_weights
-from textmill.tokens.batches.layout import objective_of
+from textmill.tokens.batches.layout import objectives_of
 from textmill.tokens.chat_checks import check_training_data
 from textmill.tokens.splits import Splits
 from textmill.tokens.vocabulary.transfer import VocabularyTransfer, transfer_vocabulary
@@ -30,7 +30,7 @@ def start_new_run(config: RunConfig, data: Splits) -> Start:
     """The start of a new run."""
     given = open_model(config.model.init_from) if config.model.init_from else None
     shape = choose_shape(config, data, given)
-    _check_objective(config.train.layout, shape)
+    _check_objective(config.train, shape)
     if given is not None:
         warn(f"model.init_from: using {describe_given(given, str(config.model.init_from))}")
         transfer = transfer_vocabulary(given.tokenizer, data.tokenizer, shape.vocab)
@@ -62,18 +62,24 @@ def check_start(config: RunConfig) -> None:
         shape = select_layers(shape, config.model.init_layers) if config.model.init_layers else shape
     else:
         shape = family.shape_of(config.model, vocab=1, end=0)
-    _check_objective(config.train.layout, shape)
+    _check_objective(config.train, shape)
     rules_of(shape, config.train, config.model.lora)
 
 
-def _check_objective(layout: str, shape: Shape) -> None:
+def _check_objective(train: TrainConfig, shape: Shape) -> None:
     """Refuse a layout whose labels are not what the family predicts: a net that sees both sides would copy them."""
-    wanted, found = open_family(shape.family).OBJECTIVE, objective_of(layout)
-    if wanted != found:
-        others = "masked" if wanted == "masked" else "packed"
+    layout, pairs = train.layout, train.masked.pairs
+    wanted, found = open_family(shape.family).OBJECTIVE, objectives_of(layout)
+    if wanted not in found:
+        right = "masked" if wanted == "masked" else "packed"
         raise TextmillError(
-            f"train.layout: {layout} has labels for {found}, but a {shape.family} is trained for {wanted}; "
-            f"set train.layout={others}, or another model.family"
+            f"train.layout: {layout} has labels for {found[0]}, but a {shape.family} is trained for {wanted}; "
+            f"set train.layout={right}, or another model.family"
+        )
+    if layout == "masked" and pairs != "none" and not getattr(shape, "pair_head", False):
+        raise TextmillError(
+            f"train.masked.pairs: {pairs} needs a pair head, which this model does not have; "
+            "set train.masked.pairs=none, or model.shape.pair_head=true for a new model"
         )
 
 

@@ -12,19 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from textmill.config import DistilConfig, TrainConfig
-from textmill.engines import Sums
 from textmill.engines.distillation.teachers_torch import Teachers, collect_blocks, take_labelled
 from textmill.engines.distillation.terms_torch import cosine_loss, distillation_loss, hidden_loss
 from textmill.engines.losses_tensor_parallel_torch import tensor_parallel_loss, tensor_parallel_loss_and_correct
 from textmill.engines.losses_torch import loss_and_correct, summed_loss
+from textmill.engines.objective.labels import PAIR_LOSS
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.engines.tensor_parallel_torch import TensorParallel
 from textmill.models.base_torch import BaseNet
 from textmill.models.execution_torch import EAGER, Execution
 from textmill.tokens.batches.batch import IGNORED
-
-PAIR, PAIR_LOSS = "pair", "pair_loss"
-"""The name of the pair head in evaluations, and of its loss in the log of training."""
 
 
 class HeadStates:
@@ -126,9 +123,3 @@ def split_reported(total: Tensor, names: Sequence[str], pairs: Sequence[int]) ->
 def join_sums(parts: list[list[Tensor]]) -> list[float]:
     """The `sums` of all micro-batches together, in fp64 on the host: not every device has fp64."""
     return [float(torch.stack(values).cpu().double().sum()) for values in zip(*parts, strict=True)]
-
-
-def named_sums(totals: list[float], tokens: int, pairs: list[int]) -> Sums:
-    """The result of an evaluation from totals over all ranks; pairs are left out if the batch has no labels of them."""
-    others = {PAIR: Sums(totals[2], pairs[0], round(totals[3]))} if pairs else {}
-    return Sums(totals[0], tokens, round(totals[1]), others)

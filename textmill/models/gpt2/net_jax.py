@@ -5,8 +5,6 @@ Shapes in names: N samples, T tokens, E width, H heads, D head width, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,13 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from textmill.checkpoints.adapters import LORA_A, LORA_B
-from textmill.config import LoraConfig
+from textmill.checkpoints.adapters import LORA_B
 from textmill.kernels.dropout_jax import drop
+from textmill.models.base_jax import NetOptions as NetOptions
+from textmill.models.base_jax import Weights, document_starts, linear, matmul, narrow, norm
 from textmill.models.gpt2.facts import HEAD, Shape
-from textmill.models.lora import dropout_sites
-
-Weights = dict[str, Array]
 
 EMBEDDING = "transformer.wte.weight"
 
@@ -28,24 +24,6 @@ EMBEDDING = "transformer.wte.weight"
 def head_name(shape: Shape) -> str:
     """The matrix that turns hidden states into logits, with its padding rows: the embedding if the head is tied."""
     return HEAD if shape.untied else EMBEDDING
-
-
-@dataclass(frozen=True)
-class NetOptions:
-    """How the net is computed; except for adapters and rounding, the result does not depend on it."""
-
-    precision: jnp.dtype
-    """The dtype of the matmuls and of the residual stream."""
-    recompute: int = 0
-    """Activation checkpointing: this many blocks at a time are recomputed in the backward pass; 0: none."""
-    fused: bool = False
-    """Use cuDNN's attention kernels."""
-    lora: LoraConfig | None = None
-    """The settings of the LoRA adapters, if there are any."""
-    gathered: Callable[[str, Array], Array] | None = None
-    """Gathers a weight of which each device has a shard (FSDP); None: weights are not sharded."""
-    by_sample: Callable[[Array], Array] = lambda x: x
-    """Shards an array [samples, ...] so that each device has different samples."""
 
 
 def cast_matrices(weights: Weights, precision: jnp.dtype) -> Weights:
@@ -69,7 +47,7 @@ def states(
     mask_N1TT = None
     if documents_NT is not None:
         mask_N1TT = _document_mask(documents_NT)
-        positions = positions - _document_starts(documents_NT)
+        positions = positions - document_starts(documents_NT)
     table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
     embedded = table[ids_NT] + weights["transformer.wpe.weight"][positions]
     x_NTE = options.by_sample(drop(embedded.astype(options.precision), shape.embedding_dropout, keys_N, 0))
@@ -78,7 +56,7 @@ def states(
         blocks = partial(_blocks, layers, shape, options)
         # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
         x_NTE = (jax.checkpoint(blocks) if options.recompute else blocks)(weights, x_NTE, keys_N, mask_N1TT)
-    return _norm(weights, "transformer.ln_f", shape, x_NTE)
+    return norm(weights, "transformer.ln_f", shape, x_NTE)
 
 
 def _blocks(
@@ -92,59 +70,11 @@ def _blocks(
 ) -> Array:
     for layer in layers:
         h, dropout = f"transformer.h.{layer}", shape.residual_dropout
-        y_NTE = _attention(weights, layer, shape, options, _norm(weights, f"{h}.ln_1", shape, x_NTE), keys_N, mask_N1TT)
+        y_NTE = _attention(weights, layer, shape, options, norm(weights, f"{h}.ln_1", shape, x_NTE), keys_N, mask_N1TT)
         x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 2))
-        y_NTE = _mlp(weights, f"{h}.mlp", shape, options, _norm(weights, f"{h}.ln_2", shape, x_NTE), keys_N)
+        y_NTE = _mlp(weights, f"{h}.mlp", shape, options, norm(weights, f"{h}.ln_2", shape, x_NTE), keys_N)
         x_NTE = options.by_sample(x_NTE + drop(y_NTE, dropout, keys_N, 3 * layer + 3))
     return x_NTE
-
-
-def _norm(weights: Weights, name: str, shape: Shape, x_NTE: Array) -> Array:
-    # Only the input is kept for the backward pass: recomputing the rest is faster than reading it from memory.
-    normed: Array = jax.checkpoint(partial(_normed, shape.epsilon))(
-        x_NTE, weights[f"{name}.weight"], weights[f"{name}.bias"]
-    )
-    return normed
-
-
-def _normed(epsilon: float, x: Array, scale: Array, shift: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
-    return (wide * scale + shift).astype(x.dtype)
-
-
-def _linear(
-    weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None
-) -> Array:
-    """A linear layer (its matrix is outputs x inputs), with its adapter if it has one."""
-    work = partial(jnp.einsum, "nti,oi->nto")
-    y_NTE = _matmul(weights, f"{name}.weight", options, work, x_NTE) + weights[f"{name}.bias"]
-    narrow_NTR = _narrow(weights, name, shape, options, x_NTE, keys_N)
-    return y_NTE if narrow_NTR is None else y_NTE + _matmul(weights, name + LORA_B, options, work, narrow_NTR)
-
-
-def _narrow(
-    weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None
-) -> Array | None:
-    """The input of an adapter's second matrix: scale dropout(x) A; None if the layer has no adapter."""
-    if options.lora is None or name + LORA_A not in weights:
-        return None
-    seen_NTE = drop(x_NTE, options.lora.dropout, keys_N, dropout_sites(shape)[name])
-    return _matmul(weights, name + LORA_A, options, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (
-        options.lora.alpha / options.lora.rank
-    )
-
-
-def _matmul(
-    weights: Weights, name: str, options: NetOptions, work: Callable[[Array, Array], Array], x_NTE: Array
-) -> Array:
-    """A matmul with a weight; a sharded weight is gathered for it, and again in the backward pass, instead of kept."""
-    if options.gathered is None:
-        return work(x_NTE, weights[name])
-    gather = partial(options.gathered, name)
-    out: Array = jax.checkpoint(lambda x, weight: work(x, gather(weight)))(x_NTE, weights[name])
-    return out
 
 
 def _attention(
@@ -158,17 +88,17 @@ def _attention(
 ) -> Array:
     name, (N, T, E), H = f"transformer.h.{layer}.attn", x_NTE.shape, shape.heads
     bias_H3D = weights[f"{name}.c_attn.bias"].reshape(H, 3, -1)
-    narrow_NTR = _narrow(weights, f"{name}.c_attn", shape, options, x_NTE, keys_N)
+    narrow_NTR = narrow(weights, f"{name}.c_attn", shape, options, x_NTE, keys_N)
 
     def part(which: int, x_NTE: Array, weight: Array) -> Array:
         return jnp.einsum("nte,hde->nthd", x_NTE, weight.reshape(H, 3, -1, x_NTE.shape[-1])[:, which])
 
     def projected(which: int) -> Array:
-        y_NTHD = _matmul(weights, f"{name}.c_attn.weight", options, partial(part, which), x_NTE) + bias_H3D[:, which]
+        y_NTHD = matmul(weights, f"{name}.c_attn.weight", options, partial(part, which), x_NTE) + bias_H3D[:, which]
         return (
             y_NTHD
             if narrow_NTR is None
-            else y_NTHD + _matmul(weights, f"{name}.c_attn{LORA_B}", options, partial(part, which), narrow_NTR)
+            else y_NTHD + matmul(weights, f"{name}.c_attn{LORA_B}", options, partial(part, which), narrow_NTR)
         )
 
     # Three matmuls give contiguous queries, keys and values, as the attention kernels need them.
@@ -181,7 +111,7 @@ def _attention(
         y_NTHD = jax.nn.dot_product_attention(
             q, k, v, mask=mask_N1TT, is_causal=mask_N1TT is None, implementation=kernel
         )
-    return _linear(weights, f"{name}.c_proj", shape, options, y_NTHD.reshape(N, T, E), keys_N)
+    return linear(weights, f"{name}.c_proj", shape, options, y_NTHD.reshape(N, T, E), keys_N)
 
 
 def _attention_with_dropout(
@@ -199,8 +129,8 @@ def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: 
     gelu = partial(jax.nn.gelu, approximate=shape.activation == "gelu_new")
     others: Any = {"relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh}
     activate = jax.checkpoint(others.get(shape.activation, gelu))
-    inner = activate(_linear(weights, f"{name}.c_fc", shape, options, x_NTE, keys_N))
-    return _linear(weights, f"{name}.c_proj", shape, options, inner, keys_N)
+    inner = activate(linear(weights, f"{name}.c_fc", shape, options, x_NTE, keys_N))
+    return linear(weights, f"{name}.c_proj", shape, options, inner, keys_N)
 
 
 def _causal(length: int) -> Array:
@@ -212,9 +142,3 @@ def _document_mask(documents_NT: Array) -> Array:
     """Which tokens each one attends to when attention stays inside its document."""
     same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
     return (same_NTT & _causal(same_NTT.shape[1]))[:, None]
-
-
-def _document_starts(documents_NT: Array) -> Array:
-    """The position at which each token's document starts."""
-    new_NT = jnp.pad(documents_NT[:, 1:] != documents_NT[:, :-1], ((0, 0), (1, 0)))
-    return jax.lax.cummax(jnp.where(new_NT, jnp.arange(new_NT.shape[1]), 0), axis=1)

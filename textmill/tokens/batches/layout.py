@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 
-OBJECTIVES = {"masked": "masked"}
-"""What the labels of a layout are, by the name of the layout; of the others: next_token."""
+OBJECTIVES = {"masked": ("masked",), "features": ("next_token", "masked")}
+"""What a net can learn from the labels of a layout, by its name; from the others: next_token."""
 
 
-def objective_of(layout: str) -> str:
-    """What a net learns from the labels of a layout: next_token or masked."""
-    return OBJECTIVES.get(layout, "next_token")
+def objectives_of(layout: str) -> tuple[str, ...]:
+    """What a net can learn from the labels of a layout: next_token, masked, or either, as its rows have them."""
+    return OBJECTIVES.get(layout, ("next_token",))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,94 @@
+"""What JAX nets share: their options, linear layers with adapters, LayerNorms, packed documents.
+
+Weights are a flat dict of arrays under checkpoint names, in memory layout. Shapes in names: N samples, T tokens, E
+width, R rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from textmill.checkpoints.adapters import LORA_A, LORA_B
+from textmill.config import LoraConfig
+from textmill.kernels.dropout_jax import drop
+from textmill.models.lora import dropout_sites
+
+Weights = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class NetOptions:
+    """How the net is computed; except for adapters and rounding, the result does not depend on it."""
+
+    precision: jnp.dtype
+    """The dtype of the matmuls and of the residual stream."""
+    recompute: int = 0
+    """Activation checkpointing: this many blocks at a time are recomputed in the backward pass; 0: none."""
+    fused: bool = False
+    """Use cuDNN's attention kernels."""
+    lora: LoraConfig | None = None
+    """The settings of the LoRA adapters, if there are any."""
+    gathered: Callable[[str, Array], Array] | None = None
+    """Gathers a weight of which each device has a shard (FSDP); None: weights are not sharded."""
+    by_sample: Callable[[Array], Array] = lambda x: x
+    """Shards an array [samples, ...] so that each device has different samples."""
+
+
+def norm(weights: Weights, name: str, shape: Any, x_NTE: Array) -> Array:
+    """A LayerNorm, computed in fp32."""
+    # Only the input is kept for the backward pass: recomputing the rest is faster than reading it from memory.
+    normed: Array = jax.checkpoint(partial(_normed, shape.epsilon))(
+        x_NTE, weights[f"{name}.weight"], weights[f"{name}.bias"]
+    )
+    return normed
+
+
+def _normed(epsilon: float, x: Array, scale: Array, shift: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
+    return (wide * scale + shift).astype(x.dtype)
+
+
+def linear(weights: Weights, name: str, shape: Any, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:
+    """A linear layer (its matrix is outputs x inputs), with its adapter if it has one."""
+    work = partial(jnp.einsum, "nti,oi->nto")
+    y_NTE = matmul(weights, f"{name}.weight", options, work, x_NTE) + weights[f"{name}.bias"]
+    narrow_NTR = narrow(weights, name, shape, options, x_NTE, keys_N)
+    return y_NTE if narrow_NTR is None else y_NTE + matmul(weights, name + LORA_B, options, work, narrow_NTR)
+
+
+def narrow(
+    weights: Weights, name: str, shape: Any, options: NetOptions, x_NTE: Array, keys_N: Array | None
+) -> Array | None:
+    """The input of an adapter's second matrix: scale dropout(x) A; None if the layer has no adapter."""
+    if options.lora is None or name + LORA_A not in weights:
+        return None
+    seen_NTE = drop(x_NTE, options.lora.dropout, keys_N, dropout_sites(shape)[name])
+    return matmul(weights, name + LORA_A, options, partial(jnp.einsum, "nti,ri->ntr"), seen_NTE) * (
+        options.lora.alpha / options.lora.rank
+    )
+
+
+def matmul(
+    weights: Weights, name: str, options: NetOptions, work: Callable[[Array, Array], Array], x_NTE: Array
+) -> Array:
+    """A matmul with a weight; a sharded weight is gathered for it, and again in the backward pass, instead of kept."""
+    if options.gathered is None:
+        return work(x_NTE, weights[name])
+    gather = partial(options.gathered, name)
+    out: Array = jax.checkpoint(lambda x, weight: work(x, gather(weight)))(x_NTE, weights[name])
+    return out
+
+
+def document_starts(documents_NT: Array) -> Array:
+    """The position at which each token's document starts."""
+    new_NT = jnp.pad(documents_NT[:, 1:] != documents_NT[:, :-1], ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(new_NT, jnp.arange(new_NT.shape[1]), 0), axis=1)

@@ -1,0 +1,147 @@
+"""BERT's net in JAX: a flat dict of arrays under checkpoint names, in memory layout.
+
+Shapes in names: N samples, T tokens, K or P some of them, E width, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from textmill.kernels.dropout_jax import drop
+from textmill.models.base_jax import NetOptions as NetOptions
+from textmill.models.base_jax import Weights, document_starts, linear, norm
+from textmill.models.bert.facts import Shape
+
+EMBEDDING = "bert.embeddings.word_embeddings.weight"
+HEAD_BIAS = "cls.predictions.bias"
+"""The head's bias, one number for each token."""
+FEW_LABELS = True
+"""The head is computed for labelled tokens alone."""
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False), "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh,
+}  # fmt: skip
+
+
+def head_name(shape: Shape) -> str:
+    """The matrix that turns hidden states into logits, with its padding rows: the embedding."""
+    return EMBEDDING
+
+
+def has_pair_head(shape: Shape) -> bool:
+    """Whether `pair_logits` predicts a class for each packed sentence pair."""
+    return shape.pair_head
+
+
+def cast_matrices(weights: Weights, precision: jnp.dtype) -> Weights:
+    """The weights with matrices cast to the matmuls' precision, once per step; LayerNorms and embeddings stay fp32."""
+    return {
+        name: values.astype(precision) if ".dense." in name or ".attention.self." in name else values
+        for name, values in weights.items()
+    }
+
+
+def states(
+    weights: Weights,
+    shape: Shape,
+    options: NetOptions,
+    ids_NT: Array,
+    keys_N: Array | None = None,
+    documents_NT: Array | None = None,
+    types_NT: Array | None = None,
+) -> Array:
+    """Hidden states of every token [N, T, E]; `keys_N` turns dropout on, attention stays inside documents if given."""
+    positions, mask_N1TT = jnp.arange(ids_NT.shape[1]), None
+    if documents_NT is not None:
+        mask_N1TT = (documents_NT[:, :, None] == documents_NT[:, None, :])[:, None]
+        positions = positions - document_starts(documents_NT)
+    table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
+    types = weights["bert.embeddings.token_type_embeddings.weight"]
+    embedded = table[ids_NT] + (types[0] if types_NT is None else types[types_NT])
+    embedded = embedded + weights["bert.embeddings.position_embeddings.weight"][positions]
+    if shape.norm == "post":
+        embedded = norm(weights, "bert.embeddings.LayerNorm", shape, embedded)
+    x_NTE = options.by_sample(drop(embedded.astype(options.precision), shape.dropout, keys_N, 0))
+    for start in range(0, shape.layers, options.recompute or shape.layers):
+        layers = range(start, min(shape.layers, start + (options.recompute or shape.layers)))
+        blocks = partial(_blocks, layers, shape, options)
+        # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
+        x_NTE = (jax.checkpoint(blocks) if options.recompute else blocks)(weights, x_NTE, keys_N, mask_N1TT)
+    return norm(weights, "bert.encoder.ln", shape, x_NTE) if shape.norm == "pre" else x_NTE
+
+
+def head_input(weights: Weights, shape: Shape, options: NetOptions, x_NKE: Array) -> Array:
+    """What the head multiplies: a matrix, the activation and a LayerNorm."""
+    name = "cls.predictions.transform"
+    y_NKE = ACTIVATIONS[shape.activation](linear(weights, f"{name}.dense", shape, options, x_NKE, None))
+    return norm(weights, f"{name}.LayerNorm", shape, y_NKE)
+
+
+def pair_logits(weights: Weights, shape: Shape, options: NetOptions, x_NPE: Array) -> Array:
+    """The logits [N, P, 2], from the hidden states of each pair's first token."""
+    pooled_NPE = jnp.tanh(linear(weights, "bert.pooler.dense", shape, options, x_NPE, None))
+    return linear(weights, "cls.seq_relationship", shape, options, pooled_NPE, None)
+
+
+def _blocks(
+    layers: range,
+    shape: Shape,
+    options: NetOptions,
+    weights: Weights,
+    x_NTE: Array,
+    keys_N: Array | None,
+    mask_N1TT: Array | None,
+) -> Array:
+    pre = shape.norm == "pre"
+    for layer in layers:
+        h = f"bert.encoder.layer.{layer}"
+        y_NTE = norm(weights, f"{h}.attention.ln", shape, x_NTE) if pre else x_NTE
+        y_NTE = _attention(weights, layer, shape, options, y_NTE, keys_N, mask_N1TT)
+        x_NTE = _add(weights, f"{h}.attention.output", 3 * layer + 2, shape, options, x_NTE, y_NTE, keys_N)
+        y_NTE = norm(weights, f"{h}.ln", shape, x_NTE) if pre else x_NTE
+        activate = jax.checkpoint(ACTIVATIONS[shape.activation])
+        y_NTF = activate(linear(weights, f"{h}.intermediate.dense", shape, options, y_NTE, keys_N))
+        x_NTE = _add(weights, f"{h}.output", 3 * layer + 3, shape, options, x_NTE, y_NTF, keys_N)
+    return x_NTE
+
+
+def _add(
+    weights: Weights, name: str, site: int, shape: Shape, options: NetOptions, x_NTE: Array, y: Array,
+    keys_N: Array | None,
+) -> Array:  # fmt: skip
+    """The residual stream after a branch: its last matrix, the sum, and the LayerNorm if the net has it there."""
+    y_NTE = drop(linear(weights, f"{name}.dense", shape, options, y, keys_N), shape.dropout, keys_N, site)
+    x_NTE = options.by_sample(x_NTE + y_NTE)
+    return norm(weights, f"{name}.LayerNorm", shape, x_NTE) if shape.norm == "post" else x_NTE
+
+
+def _attention(
+    weights: Weights,
+    layer: int,
+    shape: Shape,
+    options: NetOptions,
+    x_NTE: Array,
+    keys_N: Array | None,
+    mask_N1TT: Array | None,
+) -> Array:
+    """Attention in both directions, before its last matrix."""
+    name, (N, T, E) = f"bert.encoder.layer.{layer}.attention.self", x_NTE.shape
+    q, k, v = (
+        linear(weights, f"{name}.{part}", shape, options, x_NTE, keys_N).reshape(N, T, shape.heads, -1)
+        for part in ("query", "key", "value")
+    )
+    if keys_N is not None and shape.attention_dropout:
+        scores_NHTT = jnp.einsum("nthd,nshd->nhts", q, k) * q.shape[-1] ** -0.5
+        scores_NHTT = scores_NHTT if mask_N1TT is None else jnp.where(mask_N1TT, scores_NHTT, -jnp.inf)
+        chances = jax.nn.softmax(scores_NHTT.astype(jnp.float32))
+        weights_NHTT = drop(chances, shape.attention_dropout, keys_N, 3 * layer + 1).astype(q.dtype)
+        return jnp.einsum("nhts,nshd->nthd", weights_NHTT, v).reshape(N, T, E)
+    fused = options.fused and (mask_N1TT is None or T % 2 == 0)
+    kernel = "cudnn" if fused else "xla"
+    y_NTHD = jax.nn.dot_product_attention(q, k, v, mask=mask_N1TT, implementation=kernel)
+    return y_NTHD.reshape(N, T, E)
