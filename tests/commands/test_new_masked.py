@@ -53,7 +53,7 @@ def test_a_bert_from_three_files(
     quick = ["train.steps=2", "train.batch=4", "train.evaluate_batches=1", "train.warmup=0"]
     assert main(["run", "mine", *quick]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
-    assert "generate: not possible" in out
+    assert "fill: no sample.prompt" in out
     assert "All stages are done. The model is mine/run/step-0000002" in out
     model = AutoModelForPreTraining.from_pretrained("mine/run/step-0000002")
     assert type(model).__name__ == "BertForPreTraining"

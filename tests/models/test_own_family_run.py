@@ -81,7 +81,10 @@ def test_a_family_with_another_objective_does_not_generate(
 ) -> None:
     monkeypatch.setattr(open_family(str(project / "mynet.py")), "OBJECTIVE", "masked")
     assert main(["generate", str(project / "run"), f"model.family={project / 'mynet.py'}", *GENERATE]) == 2
-    assert "predicts masked tokens, not the next one; it cannot generate text" in capsys.readouterr().err
+    assert (
+        "predicts masked tokens, not the next one, so it cannot generate text; use: textmill fill"
+        in capsys.readouterr().err
+    )
 
 
 def test_evaluate_export_and_bare_models(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

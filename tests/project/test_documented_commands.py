@@ -63,7 +63,7 @@ TOKENIZE_QUICKSTART = ["prepare quickstart", "fit-tokenizer quickstart", "tokeni
 MINE = ["new mine --text texts/*.txt", "prepare mine", "fit-tokenizer mine"]
 SETUP = {
     "batches": ["prepare my.yaml", "fit-tokenizer my.yaml", "tokenize my.yaml"],
-    "bert": ["prepare bert.yaml", "fit-tokenizer bert.yaml"],
+    "bert": ["run bert.yaml folder=runs/bert-base", "prepare bert.yaml", "fit-tokenizer bert.yaml"],
     "chat": ["run ko.yaml"],
     "engines": ["run mine.yaml", "prepare run.yaml", "fit-tokenizer run.yaml", "tokenize run.yaml"],
     "evaluate": ["run quickstart"],
@@ -120,6 +120,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.yaml").write_text(config, encoding="utf-8")
     masked = "corpus: {sources: ['texts/*.txt'], sentences: split}\ntokenizer: {kind: wordpiece, vocab: 300}\n"
     masked += "tokens: {level: sentence, append_end: false}\ntrain: {layout: masked, length: 32}\n"
+    masked += "model: {family: bert, size: tiny}\n"
     (folder / "bert.yaml").write_text(masked, encoding="utf-8")
     pairs = [f"{number}시에 뭐 해?,{number}시에는 물레방아를 돌려요.,0\n" for number in range(60)]
     (folder / "ChatbotData.csv").write_text("Q,A,label\n" + "".join(pairs), encoding="utf-8")

@@ -17,7 +17,8 @@ from textmill.devices import open_device
 from textmill.evaluation import format_tables
 from textmill.generation import generate
 from textmill.generation.chat_answers import answer
-from textmill.models import open_family, read_shape
+from textmill.generation.fill import fill
+from textmill.models import Shape, open_family, read_shape
 from textmill.planning.verdict import (
     RunFacts,
     State,
@@ -62,20 +63,8 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
     weights = [entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")]
     inputs = {"step": checkpoint.name, "weights": weights, **config.results("evaluate", "sample")}
     summary = _read_summary(folder, inputs)
-    if open_family(read_shape(checkpoint).family).OBJECTIVE != "next_token":
-        _headline(5, "evaluate: done already: the valid loss of training is that of masked tokens")
-        _headline(6, "generate: not possible: the model predicts masked tokens, not the next one")
-        summary = {"measured": None, "texts": []}
-    elif summary is None:
-        _headline(5, "evaluate")
-        measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
-        _headline(6, "generate")
-        chat = config.train.layout == "chat"
-        texts = (
-            answer(config)
-            if chat
-            else [(config.sample.prompt or "") + text for text in generate(_without_prompt(config))]
-        )
+    if summary is None:
+        measured, texts = _use_model(config, read_shape(checkpoint))
         summary = {"asked": inputs, "measured": measured, "texts": texts}
         write_json(folder / SUMMARY, summary)
     else:
@@ -87,6 +76,20 @@ def run(config: RunConfig, force: Force = "no", *, command: CommandTime | None =
         print(line)
     _print_next_steps(config, checkpoint, facts)
     return folder
+
+
+def _use_model(config: RunConfig, shape: Shape) -> tuple[dict[str, Any] | None, list[str]]:
+    """Evaluate the model and let it write; a model for masked tokens fills the masks of `sample.prompt`."""
+    if open_family(shape.family).OBJECTIVE == "masked":
+        _headline(5, "evaluate: the valid loss and accuracy above are those of masked tokens")
+        _headline(6, "fill" if config.sample.prompt else "fill: no sample.prompt")
+        return None, fill(config) if config.sample.prompt else []
+    _headline(5, "evaluate")
+    measured = evaluate(config) if _has_tokens(config, config.evaluate.split) else None
+    _headline(6, "generate")
+    if config.train.layout == "chat":
+        return measured, answer(config)
+    return measured, [(config.sample.prompt or "") + text for text in generate(_without_prompt(config))]
 
 
 def _not_needed(config: RunConfig, command: str) -> str | None:
@@ -139,7 +142,9 @@ def _print_summary(config: RunConfig, summary: dict[str, Any]) -> None:
 def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> None:
     root = shlex.quote(format_path(Path(config.folder)))
     print(f"\nAll stages are done. The model is {format_path(checkpoint)} (transformers can open it). Next:")
-    if config.train.layout == "chat":
+    if open_family(config.model.family).OBJECTIVE == "masked":
+        print(f"  textmill fill {root} sample.prompt='a text with [MASK]'")
+    elif config.train.layout == "chat":
         print(f"  textmill chat {root}")
     elif config.train.layout != "masked":
         print(f"  textmill generate {root} sample.prompt={shlex.quote('Once more')} sample.count=3")

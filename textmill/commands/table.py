@@ -160,6 +160,10 @@ COMMANDS = {
         "textmill.generation:generate", "continue a text",
         sections=("sample", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
     ),
+    "fill": Command(
+        "textmill.generation.fill:fill", "fill in the masked tokens of a text with a model such as BERT",
+        sections=("sample", "engine"), flags=(STEP, JSON), opens="model", result_is_output=True,
+    ),
     "chat": Command(
         "textmill.generation.chat:chat", "chat with a model that was finetuned for it",
         sections=("sample", "engine"), flags=(STEP,), opens="model", result_is_output=True,

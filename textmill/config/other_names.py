@@ -129,7 +129,7 @@ ADVICE = {
     "enable_bos": "not needed: textmill's documents end with an end-of-text token and have no other marker",
     "enable_padding": "use train.layout=padded",
     "fp32_embedding": "not needed: weights and their updates are in fp32 in every precision",
-    "deep_init": "not needed: the matrices that write to the residual stream start smaller with more layers",
+    "deep_init": "not needed for gpt2, whose residual branches always start smaller; bert: model.shape.deep_init=true",
     "load_best_model_at_end": "not needed: every command uses the best checkpoint, as train.best.metric defines it",
     "token_counts_dump": "use textmill show WHERE --counts FILE", "mlm": "use train.layout=masked",
     "use_tfrecords": "name the files in tokens.use, with train.layout=masked",

@@ -20,7 +20,7 @@ from textmill.evaluation.share import ALL_BATCHES, Numbered, Share
 from textmill.evaluation.task import Pair, Score, StoreLoss
 from textmill.evaluation.token_losses_torch import token_log_likelihoods
 from textmill.evaluation.tree_attention_torch import TreeAttention
-from textmill.models import check_next_token, read_shape
+from textmill.models import check_next_token
 from textmill.models.base_torch import BaseNet
 from textmill.models.nets_torch import open_net
 from textmill.storage.progress import progress
@@ -41,7 +41,6 @@ ENCODED_TEXTS = 4096
 def open_scorer(checkpoint: Checkpoint, engine: EngineConfig, batch: int) -> TorchScorer:
     """Load a checkpoint to score with it; `batch` windows of the model's length are read at a time."""
     tokenizer, device = open_tokenizer(checkpoint.tokenizer), open_device(engine.device)
-    check_next_token(read_shape(checkpoint.folder), checkpoint.folder, "score a text token by token")
     net = open_net(checkpoint.folder, device)
     return check_tokenizer(TorchScorer(checkpoint, net, tokenizer, batch, torch_dtype(engine.precision, device)))
 
@@ -56,8 +55,10 @@ def new_scorer(
 
 
 def check_tokenizer(scorer: TorchScorer) -> TorchScorer:
-    """Refuse a scorer whose tokenizer has more entries than the model, warn if it looks like another model's."""
+    """Refuse a model for other tokens than the next, or one with fewer entries than its tokenizer; warn if that looks
+    like another model's."""
     tokenizer, shape = scorer.tokenizer, scorer.net.shape
+    check_next_token(shape, scorer.checkpoint.folder, "score a text token by token")
     if tokenizer.vocab > shape.vocab:
         raise TextmillError(
             f"{scorer.checkpoint.folder}: its tokenizer has {tokenizer.vocab:,} entries, its embedding "

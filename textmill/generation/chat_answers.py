@@ -11,7 +11,7 @@ from textmill.checkpoints.folders import Checkpoint, StepChoice
 from textmill.config import RunConfig, SampleConfig
 from textmill.errors import TextmillError
 from textmill.generation.requests import Request
-from textmill.models import find_run_model
+from textmill.models import check_next_token, find_run_model, read_shape
 from textmill.tokens.chat_template import ChatTemplate, open_template
 from textmill.tokens.splits import Splits, open_splits
 
@@ -27,6 +27,7 @@ def open_chat_model(config: RunConfig, step: StepChoice | None) -> tuple[Checkpo
     checkpoint = find_run_model(config, step)
     template = open_template(checkpoint.tokenizer)
     if template is None:
+        check_next_token(read_shape(checkpoint.folder), checkpoint.folder, "chat")
         raise TextmillError(f"{checkpoint.folder}: this model was not finetuned for chat; use textmill generate")
     return checkpoint, template
 

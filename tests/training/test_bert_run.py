@@ -1,0 +1,144 @@
+"""A BERT on the command line: run, resume, transformers, fill, and what a masked model cannot do."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.model_folders import korean_tokenizer, write_folder
+from textmill.cli import main
+from textmill.storage.tensor_files import read_model
+
+YAML = """
+folder: .
+corpus: {sources: [text.txt], sentences: split, split: "80,20,0", documents: block}
+tokenizer: {kind: wordpiece, vocab: 260}
+tokens: {level: sentence, append_end: false}
+model: {family: bert, size: tiny, shape: {width: 32, dropout: 0.1}}
+train: {layout: masked, length: 32, batch: 8, steps: 4, save_every: 2, evaluate_every: 2, log_every: 1,
+        schedule: constant, warmup: 0}
+engine: {device: cpu}
+"""
+WORDS = "the a king queen sees hears loves fears old young wise foolish man woman castle garden".split()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps on a few sentences."""
+    folder = tmp_path_factory.mktemp("bert")
+    dice = np.random.default_rng(1)
+    documents = [" ".join(" ".join(dice.choice(WORDS, 6)).capitalize() + "." for _ in range(4)) for _ in range(60)]
+    (folder / "text.txt").write_text("\n\n".join(documents))
+    (folder / "bert.yaml").write_text(YAML)
+    assert main(["run", str(folder / "bert.yaml")]) == 0
+    return folder
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_both_losses_are_logged(project: Path) -> None:
+    lines = metrics(project / "run")
+    steps = [line for line in lines if "loss" in line]
+    assert all(0.3 < line["pair_loss"] < 1.5 for line in steps)
+    assert steps[0]["loss"] == pytest.approx(np.log(117), rel=0.1)
+    valid = [line for line in lines if "valid_loss" in line]
+    assert [line["step"] for line in valid] == [2, 4]
+    assert valid[-1].keys() >= {"valid_accuracy", "valid_pair_loss", "valid_pair_accuracy"}
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(project: Path) -> None:
+    again = project / "again"
+    for steps in (2, 4):
+        assert main(["train", str(project / "bert.yaml"), f"train.folder={again}", f"train.steps={steps}"]) == 0
+    wanted = dict(read_model(project / "run" / "step-0000004"))
+    for name, values in read_model(again / "step-0000004"):
+        assert np.array_equal(values, wanted[name]), name
+    assert [line.get("loss") for line in metrics(again)] == [line.get("loss") for line in metrics(project / "run")]
+
+
+def test_fill_gives_the_tokens_of_transformers(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    folder = project / "run" / "step-0000004"
+    prompts = ["The [MASK] king loves the [MASK] woman.", "A wise [MASK]."]
+    (project / "prompts.txt").write_text("\n".join(prompts))
+    words = ["fill", str(folder), "sample.top_k=3", "engine.device=cpu"]
+    capsys.readouterr()
+    assert main([*words, f"sample.prompts_file={project / 'prompts.txt'}", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    theirs, tokenizer = AutoModelForMaskedLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    for one, prompt in zip(found, prompts, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            chances = theirs(ids).logits.softmax(-1)[0, ids[0] == tokenizer.mask_token_id]
+        assert len(one["masks"]) == prompt.count("[MASK]")
+        for choices, row in zip(one["masks"], chances, strict=True):
+            best = row.topk(3)
+            assert [choice["id"] for choice in choices] == best.indices.tolist()
+            assert [choice["probability"] for choice in choices] == pytest.approx(best.values.tolist(), rel=1e-4)
+        assert one["text"] == prompt.replace("[MASK]", one["masks"][0][0]["token"].removeprefix("##"), 1).replace(
+            "[MASK]", one["masks"][-1][0]["token"].removeprefix("##")
+        )
+    assert main([*words, f"sample.prompt={prompts[1]}"]) == 0
+    text, choices = capsys.readouterr().out.splitlines()
+    assert text == found[1]["text"]
+    assert choices.count("%") == 3
+
+
+def test_piped_lines_are_filled(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "lines").write_text("The [MASK] king.\nA [MASK] sees.\n")
+    with (tmp_path / "lines").open() as lines:
+        monkeypatch.setattr("sys.stdin", lines)
+        assert main(["fill", str(project / "run"), "engine.device=cpu"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 4
+    assert out[0].startswith("The ")
+    assert out[2].startswith("A ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fill", "sample.prompt=no mask"], "'no mask' has no [MASK]; write it where a token is missing"),
+        (["fill", "sample.prompt=" + "[MASK] king " * 40], "has 82 tokens, the model reads 32; shorten it"),
+        (["generate", "sample.prompt=x"], "so it cannot generate text; use: textmill fill"),
+        (["chat"], "so it cannot chat; use: textmill fill"),
+        (["evaluate"], "so it cannot score a text token by token; use: textmill fill"),
+        (["train", "--force", "train.layout=packed"], "train.layout: packed has labels for next_token, but a bert"),
+        (
+            ["train", "--force", "train.masked.pairs=order", "model.shape.pair_head=false"],
+            "train.masked.pairs: order needs a pair head",
+        ),
+        (
+            ["train", "--force", "model.family=gpt2", "model.size=nano", "model.shape.heads=2"],
+            "trained for next_token",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(
+    words: list[str], message: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    where = project / "bert.yaml" if words[0] == "train" else project / "run"
+    other = [f"train.folder={tmp_path / 'other'}"] if words[0] == "train" else []
+    capsys.readouterr()
+    assert main([words[0], str(where), *words[1:], *other, "engine.device=cpu"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert message in lines[-1]
+
+
+def test_fill_refuses_a_model_for_the_next_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "model", korean_tokenizer())
+    assert main(["fill", str(folder), "sample.prompt=a [MASK]", "engine.device=cpu"]) == 2
+    assert "use: textmill generate" in capsys.readouterr().err
