@@ -174,6 +174,7 @@ def _become(words: list[str], env: dict[str, str], folder: str, session: bool) -
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*([] if safe else [first]), *paths, *(path for path in sys.path[1:] if path not in paths)]
     importlib.invalidate_caches()
+    sys.modules.pop("sitecustomize", None)  # the template may have imported the system's own
     site.execsitecustomize()  # type: ignore[attr-defined]
     sys.argv = words[words[0] == "-m" :]
     if words[0] == "-m":
