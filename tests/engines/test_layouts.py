@@ -110,7 +110,7 @@ def test_evaluation_sums_over_every_part(layout: str, folder: Path, alone: Measu
 def test_a_process_holds_only_its_shard(layout: str, folder: Path, alone: Measured) -> None:
     mesh, whole = LAYOUTS[layout], alone[0]["parameters"]
     held = json.loads((folder / f"{layout}.json").read_text())["parameters"]
-    assert whole / 8 < held <= 1.05 * whole / (mesh.get("shard", 1) * mesh.get("tensor", 1)), (
+    assert whole / 8 < held <= 1.1 * whole / (mesh.get("shard", 1) * mesh.get("tensor", 1)), (
         "few weights are replicated in a tensor-parallel group"
     )
 
