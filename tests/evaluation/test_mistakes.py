@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BertConfig, BertForMaskedLM
 
 from textmill.cli import main
 from textmill.config import RunConfig, TokenizerConfig
@@ -61,17 +62,30 @@ def enlarge_the_tokenizer(project: Path) -> None:
     fit(iter([[f"{number} words of another text" for number in range(900)]]), TokenizerConfig(vocab=700)).save(model)
 
 
+def use_a_bert(project: Path) -> None:
+    write_quiz(project, GOOD)
+    tokenizer = fit(iter([["another text"]]), TokenizerConfig(vocab=260))
+    small = BertConfig(
+        vocab_size=tokenizer.vocab, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=24,
+    )  # fmt: skip
+    BertForMaskedLM(small).save_pretrained(project / "model")
+    tokenizer.save(project / "model")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (flip_a_byte, "the file is damaged or was edited; get it again"),
         (empty_a_choice, "quiz.jsonl:2: choice 2 of 2 is empty; give every choice a text"),
         (lengthen_a_choice, "tokens; the model scores from 1 to 24"),
+        (use_a_bert, "a bert predicts masked tokens, not the next one; it cannot score a text token by token"),
         (enlarge_the_tokenizer, "rows; use the tokenizer that the model was trained with"),
     ],
 )
 def test_one_line_and_no_file(project: Path, make: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     make(project)
+    capsys.readouterr()
     before = sorted(project.rglob("*"))
     where = project / "model" if (project / "model").exists() else project / "run.yaml"
     assert evaluate(project, where) == 2

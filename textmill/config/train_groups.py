@@ -130,7 +130,7 @@ class BestConfig(Section):
     """Which checkpoint is the best one, and when a run ends early because there is no better one."""
 
     metric: str = changeable("valid_loss")
-    """The metric of metrics.jsonl that chooses the best checkpoint: valid_loss, valid_accuracy, or one of
+    """The metric of metrics.jsonl that chooses the best checkpoint: valid_loss, valid_accuracy ..., or one of
     `train.tasks`, such as lambada/accuracy."""
     direction: Literal["auto", "lowest", "highest"] = changeable("auto")
     """Which value is the best one. auto: the highest of an accuracy (acc...), else the lowest."""
@@ -140,10 +140,10 @@ class BestConfig(Section):
     @field_validator("metric")
     @classmethod
     def _check_metric(cls, metric: str) -> str:
-        if metric not in ("valid_loss", "valid_accuracy") and "/" not in metric:
+        if not metric.startswith("valid_") and "/" not in metric:
             raise TextmillError(
-                f"train.best.metric: found '{metric}'; give valid_loss, valid_accuracy or TASK/METRIC of train.tasks, "
-                "such as lambada/accuracy"
+                f"train.best.metric: found '{metric}'; give valid_loss, another valid_... of metrics.jsonl, or "
+                "TASK/METRIC of train.tasks, such as lambada/accuracy"
             )
         return metric
 
