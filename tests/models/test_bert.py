@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.weights import noisy_weights
-from textmill.config import SIZES, ModelConfig, ShapeConfig
+from textmill.config import SIZES, LoraConfig, ModelConfig, ShapeConfig
 from textmill.errors import TextmillError
 from textmill.models import initial_weights, open_family, read_shape
 from textmill.models.base_torch import BaseNet
 from textmill.models.bert.facts import Shape
+from textmill.models.lora import adapter_weights, peft_config_of
 from textmill.models.nets_torch import fill, new_net, open_net
 
 CPU = torch.device("cpu")
@@ -215,3 +216,31 @@ def test_unsupported_configs_are_refused(tmp_path: Path) -> None:
             family.shape_of_hf({**hf, key: value}, "config.json")
     with pytest.raises(TextmillError, match=r"model\.shape\.norm: the family gpt2 does not have it"):
         open_family("gpt2").shape_of(ModelConfig(size="nano", shape=ShapeConfig(norm="pre")), vocab=90, end=0)
+
+
+def test_flops_count_the_head_for_labelled_tokens() -> None:
+    """Of base with 512 tokens: 6 for each weight of the blocks, 12 for attention, the heads at 15% of the tokens."""
+    shape, width, layers = shape_of("base", {}, 30522), 768, 12
+    blocks, attention = layers * 12 * width**2, layers * width * 512
+    wanted = 6 * blocks + 12 * attention + 0.15 * 6 * (30522 * width + width**2)
+    assert shape.flops_per_token(512) == pytest.approx(wanted, rel=2e-3), "norms and biases are few"
+    adapters = adapter_weights(shape, LoraConfig(rank=8))
+    without = wanted - 2 * blocks - 0.15 * 2 * 30522 * width + 6 * sum(one.size for one in adapters)
+    assert shape.flops_per_token(512, iter(adapters)) == pytest.approx(without, rel=2e-3)
+
+
+def test_an_adapter_opens_in_peft(tmp_path: Path) -> None:
+    """Names are complete, since matrices outside of the blocks have the same last names."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    shape = shape_of("tiny", {"layers": 2, "width": 32, "positions": 16}, 90)
+    theirs, lora = theirs_of(shape), LoraConfig(rank=4)
+    config = peft.LoraConfig(**peft_config_of(shape, lora, "base"))
+    adapted = peft.get_peft_model(theirs, config)
+    names = {name for name, _ in adapted.named_parameters() if ".lora_A." in name}
+    wanted = {
+        f"base_model.model.{one.stem.removesuffix('.lora_A')}"
+        for one in adapter_weights(shape, lora)
+        if ".lora_A" in one.name
+    }
+    assert {name.partition(".lora_A.")[0] for name in names} == wanted
+    assert len(names) == 2 * 6

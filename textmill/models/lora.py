@@ -116,9 +116,10 @@ def peft_config_of(shape: Shape, lora: LoraConfig, base: str) -> dict[str, Any]:
     targets = target_weights(shape, lora)
     names = [weight.parameter.removesuffix(".weight") for weight in targets]
     ends = sorted({name.rpartition(".")[2] for name in names})
-    alike = [weight for weight in _matrices(shape) if weight.stem.rpartition(".")[2] in ends]
+    alike = [one for one in weights_of(shape) if len(one.shape) == 2 and one.stem.rpartition(".")[2] in ends]
+    causal = open_family(shape.family).OBJECTIVE == "next_token"
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None, "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none",
         "fan_in_fan_out": any(weight.transposed for weight in targets), "inference_mode": True,
         "init_lora_weights": True, "target_modules": ends if len(alike) == len(names) else names,

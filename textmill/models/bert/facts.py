@@ -26,6 +26,8 @@ Array = NDArray[np.float32]
 NAME, OBJECTIVE, BATCH_FIELDS = "bert", "masked", frozenset({"documents", "types", "pair_labels"})
 VOCAB_MULTIPLE = 128
 PAIR_CLASSES = 2
+HEADS = ("bert.pooler", "cls.")
+"""How the names of weights start that are multiplied with labelled tokens only."""
 LABELLED = 0.15
 """The fraction of tokens that get a label, and so logits, for the count of FLOPs."""
 MODEL_TYPES = {"post": "bert", "pre": "megatron-bert"}
@@ -89,11 +91,14 @@ class Shape:
 
     def flops_per_token(self, length: int, trained: Iterable[Weight] | None = None) -> float:
         """FLOPs of the forward and backward pass for one token; the head is computed for labelled tokens only."""
-        weights = [weight for weight in weights_of(self) if not weight.name.startswith(("bert.pooler", "cls."))]
-        everything = count_flops(weights, self.layers, self.width, length, trained)
-        table = next(weight for weight in weights if weight.by_token)
-        unlabelled = count_flops([table], 0, 0, 0, [table] if trained is None or table in trained else [])
-        return everything - (1 - LABELLED) * unlabelled + LABELLED * 6 * self.width**2
+        every = weights_of(self)
+        trained = every if trained is None else list(trained)
+        weights, rest = ([one for one in some if not one.name.startswith(HEADS)] for some in (every, trained))
+        table = weights[0]
+        flops = count_flops(weights, self.layers, self.width, length, rest or trained)
+        # The matrix before the head, and the head, which count_flops counts for every token.
+        head = table.size * (4.0 + 2.0 * any(one.name == table.name for one in trained))
+        return flops - (1 - LABELLED) * head + LABELLED * 6 * self.width**2
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Attention heads and the MLP's inner width."""
