@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +31,12 @@ def config_of(tree: dict[str, Any], folder: Path) -> RunConfig:
     return build_config({"folder": str(folder), **tree})
 
 
-def test_a_folder_that_cannot_be_written() -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     found = machine.check_folder(Path("/proc"))
     assert found.level == BAD
     assert "/proc: cannot be written" in found.found
     assert "folder=PATH" in found.fix
+    assert machine.check_folder(tmp_path).level == GOOD, "the fix works"
 
 
 def test_a_folder_that_does_not_exist_yet_is_judged_by_its_parent(tmp_path: Path) -> None:
@@ -76,7 +79,8 @@ def test_few_open_files() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert found.level == ADVICE
-    assert "ulimit -n" in found.fix
+    assert found.fix == f"ulimit -n {before[1]}"
+    assert int(found.fix.split()[-1]) >= machine.MIN_FILES, "the fix is enough"
 
 
 @pytest.mark.parametrize(("shift", "level"), [(-1e9, BAD), (3600.0, ADVICE), (0.0, GOOD)])
@@ -126,11 +130,72 @@ def test_a_mongodb_server_that_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_a_missing_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
+    def refuse(_: object) -> list[str]:
         raise TextmillError("track.kinds: 'wandb' needs wandb")
 
     monkeypatch.setattr(inputs, "check_trackers", refuse)
     assert inputs.check_trackers_work(config_of({"track": {"kinds": ["wandb"]}}, tmp_path)).level == BAD
+
+
+def test_a_tracker_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package is there, but cannot be imported."""
+    broken = tmp_path / "packages" / "wandb"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libwandb.so: wrong ELF class')\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb" or name.endswith("on_wandb")]:
+        monkeypatch.delitem(sys.modules, name)
+    found = inputs.check_trackers_work(config_of({"track": {"kinds": ["wandb"]}}, tmp_path))
+    assert found.level == ADVICE
+    assert "wandb" in found.found
+    assert "wrong ELF class" in found.found
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read every file")
+def test_a_source_that_may_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("some text")
+    (tmp_path / "secret.txt").chmod(0)
+    found = inputs.check_sources(config_of({"corpus": {"sources": [str(tmp_path / "secret.txt")]}}, tmp_path / "out"))
+    assert found.level == BAD
+    assert "secret.txt" in found.found
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "text"),
+    [
+        ("cuda||4.85|4.85", GOOD, "gives torch's numbers"),
+        ("cpu||4.85|4.85", GOOD, "no GPU was found"),
+        ("cuda|C compiler (install gcc)|4.85|4.85", ADVICE, "slower fallbacks"),
+        ("cuda||4.85|nan", BAD, "4.85 on the CPU"),
+        ("cuda||4.85|4.95", BAD, "4.95 on the GPU"),
+        ("", BAD, "it printed nothing"),
+    ],
+)
+def test_what_a_kernel_computed(line: str, level: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "run_python", lambda _: jobs.Done(0, line))
+    found = jobs.check_kernel()
+    assert (found.level, text in found.found) == (level, True)
+
+
+@pytest.mark.long
+def test_a_kernel_that_cannot_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jobs.check_kernel().level == GOOD
+    monkeypatch.setenv("TEXTMILL_FAULT", "fail@kernel")
+    found = jobs.check_kernel()
+    assert found.level == BAD
+    assert "no kernel image is available" in found.found
+    assert "engine.device=cpu" in found.fix
+
+
+@pytest.mark.long
+def test_processes_that_cannot_connect(tmp_path: Path, tokenized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = shutil.copytree(tokenized, tmp_path / "scratch")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    found = jobs.check_processes(scratch)
+    assert found.level == BAD
+    assert "connect to localhost" in found.fix
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert jobs.check_processes(scratch).level == GOOD, "the fix works"
 
 
 def test_a_check_that_fails_itself_is_a_finding() -> None:

@@ -8,6 +8,7 @@
     spike@step:5:1     rank 1 gets random labels in step 5, which gives a loss spike
     nan@step:5:1       one gradient of rank 1 is NaN in step 5 (torch engine only)
     flip@step:5:1      one bit of a weight flips on rank 1 before step 5 (torch engine only)
+    fail@kernel        the kernel that `textmill doctor` runs cannot be launched
 
 Separate several faults by commas. Steps count from 0. The default rank is 0. Without the variable nothing is checked.
 """
@@ -29,6 +30,7 @@ VARIABLE = "TEXTMILL_FAULT"
 PATTERN = re.compile(
     r"(?P<disk>kill|full|slow)@disk:(?P<number>\d+)|(?P<start>kill|stop|hang)@start(?::(?P<first>\d+))?"
     r"|(?P<step>kill|stop|hang|spike|nan|flip)@step:(?P<at>\d+)(?::(?P<rank>\d+))?"
+    r"|(?P<kernel>fail)@kernel"
 )
 SLOW_SECONDS = 0.1
 
@@ -38,9 +40,9 @@ class Fault:
     """One fault to inject."""
 
     action: str
-    """kill, full, slow, stop, hang, spike, nan or flip."""
+    """kill, full, slow, stop, hang, spike, nan, flip or fail."""
     place: str
-    """disk, start or step."""
+    """disk, start, step or kernel."""
     number: int
     """Which disk access or which step."""
     rank: int
@@ -54,7 +56,7 @@ def parse(text: str) -> list[Fault]:
             raise TextmillError(
                 f"{VARIABLE}: found '{part}'; write for example kill@disk:7 or nan@step:5:1 (step 5, rank 1)"
             )
-        place = next(name for name in ("disk", "start", "step") if match[name])
+        place = next(name for name in ("disk", "start", "step", "kernel") if match[name])
         number, rank = match["number"] or match["at"] or 0, match["rank"] or match["first"] or 0
         faults.append(Fault(match[place], place, int(number), int(rank)))
     return faults
@@ -103,6 +105,12 @@ def is_due(action: str, step: int | Literal["start"]) -> bool:
         return False
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     return (Fault(action, "start", 0, rank) if step == "start" else Fault(action, "step", step, rank)) in _armed
+
+
+def break_kernel() -> None:
+    """Called before a kernel is launched: fail as CUDA does if such a fault is armed."""
+    if any(fault.place == "kernel" for fault in _armed):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
 
 def armed_actions(*actions: str) -> list[str]:

@@ -140,10 +140,9 @@ def open_trackers(
     return trackers
 
 
-def check_trackers(config: TrackConfig) -> None:
-    """Raise an error for a tracker whose package is not installed."""
-    for kind in config.kinds:
-        _import_tracker(kind)
+def check_trackers(config: TrackConfig) -> list[str]:
+    """Raise an error for a tracker whose package is not installed; return those whose package is broken."""
+    return [kind for kind in config.kinds if _import_tracker(kind) is None]
 
 
 def _open_json_lines(folder: Path, start: int) -> Tracker:

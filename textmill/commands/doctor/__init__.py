@@ -11,7 +11,7 @@ from pathlib import Path
 
 from textmill.commands.doctor.findings import BAD, GOOD, Finding
 from textmill.commands.doctor.inputs import check_runner, check_sources, check_trackers_work
-from textmill.commands.doctor.jobs import check_compile, check_processes, check_training
+from textmill.commands.doctor.jobs import check_compile, check_kernel, check_processes, check_training
 from textmill.commands.doctor.machine import check_clock, check_folder, check_limits, check_memory, check_shared_memory
 from textmill.commands.doctor.software import check_extras, check_versions
 from textmill.config import RunConfig
@@ -66,7 +66,8 @@ def list_checks(folder: Path, scratch: Path, config: RunConfig | None) -> list[C
             lambda: check_runner(config, scratch),
         ]
     device = config.engine.device if config else "auto"
-    return [*checks, lambda: check_training(scratch, device), lambda: check_processes(scratch), check_compile]
+    jobs: list[Check] = [lambda: check_training(scratch, device), lambda: check_processes(scratch)]
+    return [*checks, check_kernel, *jobs, check_compile]
 
 
 def run_check(check: Check) -> list[Finding]:

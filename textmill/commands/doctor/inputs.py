@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from textmill.commands.doctor.findings import ADVICE, BAD, GOOD, Finding
@@ -44,10 +46,15 @@ def check_sources(config: RunConfig) -> Finding:
 
 def check_trackers_work(config: RunConfig) -> Finding:
     """Whether the packages of the trackers are there."""
+    warning = io.StringIO()
     try:
-        check_trackers(config.track)
+        with redirect_stderr(warning):
+            broken = check_trackers(config.track)
     except TextmillError as error:
         return Finding("trackers", BAD, str(error), "install it, or remove it from track.kinds")
+    if broken:
+        fix = f"install it again, or remove it from track.kinds: pip install --force-reinstall {' '.join(broken)}"
+        return Finding("trackers", ADVICE, " ".join(warning.getvalue().split()), fix)
     return Finding("trackers", GOOD, ", ".join(["metrics.jsonl", *config.track.kinds]))
 
 

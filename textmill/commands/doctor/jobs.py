@@ -25,6 +25,20 @@ from textmill.cli import main
 sys.exit(any(main([command, *sys.argv[1:]]) for command in ("prepare", "fit-tokenizer", "tokenize")))
 """
 COMPILE = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(4)).sum().item())"
+KERNEL = """
+import torch
+from textmill.engines.losses_torch import summed_loss
+from textmill.kernels.availability import missing_requirement
+from textmill.storage import faults
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+values = torch.randn(64, 32), torch.randn(128, 32), torch.arange(64), torch.full((64,), 1 / 64)
+faults.break_kernel()
+losses = [summed_loss(*(value.to(place) for value in values), 120).item() for place in ("cpu", device)]
+print(device, missing_requirement(), *losses, sep="|")
+"""
+"""The loss of random logits, by torch on the CPU and by our kernel on a GPU."""
+MAX_KERNEL_DIFFERENCE = 1e-3
 MAX_DIFFERENCE = 1e-5
 """Relative difference of losses between one and two processes."""
 
@@ -106,6 +120,24 @@ def check_processes(scratch: Path) -> Finding:
             "two processes", BAD, f"their losses differ from one process by {worst:.1e}", "run: textmill verify"
         )
     return Finding("two processes", GOOD, f"exchanged gradients over gloo, losses within {worst:.0e} of one process")
+
+
+def check_kernel() -> Finding:
+    """One of our kernels on the GPU, compared with torch on the CPU."""
+    done = run_python(["-c", KERNEL])
+    parts = done.last_line.split("|")
+    if done.returncode or len(parts) != 4:
+        fix = "compare the driver with torch's CUDA (nvidia-smi), or train with engine.device=cpu"
+        return Finding("kernel", BAD, f"one of textmill's kernels failed: {done.last_line}", fix)
+    device, missing, expected, found = parts
+    if not abs(float(found) - float(expected)) <= MAX_KERNEL_DIFFERENCE * abs(float(expected)):  # or not a number
+        fix = "the GPU computes wrong numbers: update its driver, or use another GPU (CUDA_VISIBLE_DEVICES)"
+        return Finding("kernel", BAD, f"a loss is {found} on the GPU and {expected} on the CPU", fix)
+    if device == "cpu":
+        return Finding("kernel", GOOD, "no GPU was found, so torch's own operations are used")
+    if missing:
+        return Finding("kernel", ADVICE, f"slower fallbacks are used: no {missing}", f"install it: {missing}")
+    return Finding("kernel", GOOD, "one of textmill's kernels gives torch's numbers")
 
 
 def check_compile() -> Finding:
