@@ -55,6 +55,7 @@ def test_two_ranks_compute_our_logits_and_come_back_bit_for_bit(source: Path, tm
     assert all(np.array_equal(values, after[name]) for name, values in before.items())
 
 
+@pytest.mark.long
 def test_master_weights_of_zero_are_used(source: Path, tmp_path: Path) -> None:
     """Each tensor-parallel rank with two data-parallel ranks, which have halves of its fp32 master weights."""
     out = exported(source)
@@ -79,6 +80,7 @@ def test_master_weights_of_zero_are_used(source: Path, tmp_path: Path) -> None:
     assert all(np.array_equal(values, after[name]) for name, values in before.items())
 
 
+@pytest.mark.long
 def test_wrong_files_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export = ["export", str(source), f"export.folder={tmp_path / 'three'}", "export.kind=deepspeed"]
     assert main([*export, "export.megatron.tensor=3"]) == 2

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.model_folders import TEXT
@@ -16,6 +17,7 @@ TRAIN = ["train.steps=4", "train.warmup=0", "train.batch=2", "train.length=16", 
 MODEL = ["model.size=nano", "model.shape.layers=1", "model.shape.heads=2", "model.shape.width=16"]
 
 
+@pytest.mark.long
 def test_a_run_with_its_data_curve_and_scores(tmp_path: Path) -> None:
     (tmp_path / "mill.txt").write_text("\n\n".join(f"{number}. {text}" for number in range(60) for text in TEXT))
     (tmp_path / "my.yaml").write_text(

@@ -94,6 +94,7 @@ def test_models_are_read_from_a_url(tmp_path: Path, memory: Any, capsys: pytest.
     assert fetch(f"file://{source}") == source
 
 
+@pytest.mark.long
 def test_training_from_remote_tokens_and_weights(
     tmp_path: Path, memory: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from textmill.conversion.compare import TEXTS
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, fit, open_tokenizer
 from textmill.where import PACKAGE
 
+MORE_UNIGRAM: list[dict[str, Any]] = [{"split_digits": True}, {"byte_fallback": False, "character_coverage": 1.0}]
 TRICKY = [
     "", " ", "  two  spaces ", "tab\there\nnewline\n\n", "emoji 🙂👩‍👩‍👧", "<s> </s> <unk> <0x41> x", "a\u00a0b\u3000c",
     "▁under ▁▁", "x" * 300, " lead", "한글 각 1483", "İstanbul ıİ", "don't, 12,345!", "ＡＢＣ　ｶｷ",
@@ -47,7 +48,7 @@ def exported(tmp_path: Path, **settings: Any) -> tuple[TextTokenizer, Path]:
     return tokenizer, tmp_path / "out"
 
 
-@pytest.mark.parametrize("lowercase", [False, True])
+@pytest.mark.parametrize("lowercase", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_vocab_txt_in_transformers_and_tokenizers(tmp_path: Path, lowercase: bool) -> None:
     tokenizer, out = exported(tmp_path, kind="wordpiece", lowercase=lowercase, split_cjk=not lowercase)
     assert {path.name for path in out.iterdir()} == {"vocab.txt", "tokenizer_config.json", "manifest.json"}
@@ -63,7 +64,7 @@ def test_vocab_txt_in_transformers_and_tokenizers(tmp_path: Path, lowercase: boo
     assert theirs("mill").input_ids == [theirs.cls_token_id, *tokenizer.encode("mill"), theirs.sep_token_id]
 
 
-@pytest.mark.parametrize("settings", [{}, {"chat": "default"}])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.long), {"chat": "default"}])
 def test_gpt2_files_in_transformers_and_tokenizers(tmp_path: Path, settings: dict[str, Any]) -> None:
     tokenizer, out = exported(tmp_path, kind="bpe", **settings)
     theirs, auto = GPT2Tokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(out)
@@ -77,7 +78,7 @@ def test_gpt2_files_in_transformers_and_tokenizers(tmp_path: Path, settings: dic
         assert theirs("<|user|>").input_ids == [tokenizer.inner.token_to_id("<|user|>")]
 
 
-@pytest.mark.parametrize("settings", [{}, {"split_digits": True}, {"byte_fallback": False, "character_coverage": 1.0}])
+@pytest.mark.parametrize("settings", [{}, *(pytest.param(one, marks=pytest.mark.long) for one in MORE_UNIGRAM)])
 def test_sentencepiece_files_in_sentencepiece(tmp_path: Path, settings: dict[str, Any]) -> None:
     tokenizer, out = exported(tmp_path, kind="unigram", **settings)
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
@@ -96,7 +97,7 @@ def test_sentencepiece_files_in_sentencepiece(tmp_path: Path, settings: dict[str
         assert theirs.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode(text))
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("kind", [pytest.param("unigram", marks=pytest.mark.long), "bpe"])
 def test_a_sentencepiece_model_comes_back(tmp_path: Path, kind: str) -> None:
     rules: dict[str, Any] = {"model_type": kind, "vocab_size": 1100, "character_coverage": 1.0, "byte_fallback": True}
     prefix = tmp_path / "theirs"
@@ -126,6 +127,7 @@ def test_what_the_files_cannot_hold_is_refused(tmp_path: Path, capsys: pytest.Ca
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_of_a_tokenizer_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(TEXTS * 9), encoding="utf-8")
     (tmp_path / "my.yaml").write_text("corpus: {sources: [text.txt], dedup: none}\ntokenizer: {vocab: 400}\n")

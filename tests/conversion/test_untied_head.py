@@ -17,6 +17,7 @@ from textmill.conversion.formats import onnx
 from textmill.conversion.model import Hints
 from textmill.storage.tensor_files import read_model
 
+MORE_KINDS = ["hf", "deepspeed", "onnx", "megatron"]
 IDS = torch.from_numpy(np.random.default_rng(2).integers(0, 300, (2, 16)))
 
 
@@ -33,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(folder, korean_tokenizer(), layers=2, heads=2, width=32, positions=20, untied=True)
 
 
-@pytest.mark.parametrize("kind", ["hf", "gguf", "deepspeed", "onnx", "megatron"])
+@pytest.mark.parametrize("kind", ["gguf", *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE_KINDS)])
 def test_every_format_that_can_hold_it(kind: str, source: Path, tmp_path: Path) -> None:
     out, more = tmp_path / "out", ["export.megatron.tensor=2", "export.megatron.pipeline=2"]
     export = ["export", str(source), f"export.folder={out}", f"export.kind={kind}"]

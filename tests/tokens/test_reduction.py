@@ -34,7 +34,7 @@ def used_in(tokenizer: TextTokenizer, texts: list[str]) -> Any:
     return used
 
 
-@pytest.mark.parametrize("settings", KINDS)
+@pytest.mark.parametrize("settings", [*KINDS[:2], *(pytest.param(one, marks=pytest.mark.long) for one in KINDS[2:])])
 def test_text_of_kept_tokens_is_encoded_as_before(settings: dict[str, Any]) -> None:
     text = lines()
     tokenizer = fit(iter([text]), TokenizerConfig(vocab=1800, **settings))
