@@ -79,6 +79,19 @@ def test_megatron_on_512_gpus(planned: Any) -> None:
     assert found["cost"] == pytest.approx(found["hours"] * 512 * 2)
 
 
+def test_bert(planned: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("bert") / "bert.yaml"
+    file.write_text(
+        "tokenizer: {kind: wordpiece, vocab: 30522}\nmodel: {family: bert, size: large}\n"
+        "train: {layout: masked, length: 512, batch: 256, steps: 1000}\n"
+    )
+    found = planned(["plan", str(file), "plan.gpu=V100", "plan.devices=64"])
+    assert sum(found["parameters"].values()) == 336_226_108, "as published, with both heads"
+    assert found["memory"]["cache_per_text"] == 0
+    smaller = ["model.size=tiny", "train.batch=2", "train.length=16", "plan.probe_steps=2"]
+    assert planned(["plan", str(file), *smaller])["speed"].startswith("timed here")
+
+
 def test_a_run_that_fits_here_is_timed(tokenized: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = train_arguments(tokenized, tmp_path / "run", 30)
     capsys.readouterr()

@@ -158,5 +158,7 @@ def communication_of(config: RunConfig, shape: Shape, estimate: Estimate, length
 
 
 def cache_bytes(shape: Shape, itemsize: int) -> int:
-    """Bytes of the KV cache of one text of the longest context, without grouped-query attention."""
+    """Bytes of the KV cache of one text of the longest context, without grouped-query attention; 0 without one."""
+    if open_family(shape.family).OBJECTIVE != "next_token":
+        return 0
     return 2 * shape.layers * shape.width * shape.positions * itemsize

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from textmill.commands.plan.target import Target
 from textmill.config import RunConfig
 from textmill.engines import Engine, open_engine
 from textmill.engines.memory.estimate import Estimate
-from textmill.models import Shape, initial_weights
+from textmill.models import Shape, initial_weights, open_family
 from textmill.models.lora import initial_adapters
-from textmill.tokens.batches.batch import Batch
+from textmill.tokens.batches.batch import IGNORED, Batch
 
 MAX_SECONDS = 60.0
 """A probe ends after this, even if it has done fewer steps."""
@@ -80,10 +81,18 @@ def _fastest(engine: Engine, shape: Shape, config: RunConfig, rows: int, steps: 
     return min(found)
 
 
+def _labels(ids: NDArray[np.int32], shape: Shape, config: RunConfig, step: int) -> NDArray[np.int32]:
+    """A label for every token, or for as many as a masked language model predicts."""
+    if open_family(shape.family).OBJECTIVE == "next_token":
+        return ids
+    predicted = np.random.default_rng(step).random(ids.shape) < config.train.masked.probability
+    return np.where(predicted, ids, np.int32(IGNORED))
+
+
 def _step(engine: Engine, shape: Shape, config: RunConfig, rows: int, step: int) -> float:
     length = config.train.length or shape.positions
     ids = np.random.default_rng(step).integers(0, shape.vocab, (rows, length + 1)).astype(np.int32)
-    batch = Batch(ids[:, :-1], ids[:, 1:], np.arange(rows))
+    batch = Batch(ids[:, :-1], _labels(ids[:, 1:], shape, config, step), np.arange(rows))
     began = time.perf_counter()
     _ = engine.train_step(batch, step, 1e-4).loss
     return time.perf_counter() - began

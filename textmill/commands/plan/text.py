@@ -37,7 +37,8 @@ def _memory_lines(found: dict[str, Any]) -> list[str]:
     lines.append(f"  {'fits into' if found['fits'] else 'DOES NOT FIT into'} the {usable}")
     if memory["host"]:
         lines.append(f"  offloaded to the machine's memory, for each device: {memory['host'] / GB:,.1f} GB")
-    lines.append(f"  in generation, KV cache of one text: {format_bytes(memory['cache_per_text'])}")
+    if memory["cache_per_text"]:
+        lines.append(f"  in generation, KV cache of one text: {format_bytes(memory['cache_per_text'])}")
     if not found["fits"]:
         near = found["settings_that_fit"]
         lines.append("  nearest settings that fit:" if near else "  no setting was found that fits; use more devices")
