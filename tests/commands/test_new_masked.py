@@ -55,6 +55,7 @@ def test_a_bert_from_three_files(
     out = capsys.readouterr().out
     assert "fill: no sample.prompt" in out
     assert "All stages are done. The model is mine/run/step-0000002" in out
+    assert "--family bert" in out.partition("Next:")[2], "what to try next is of the same family"
     model = AutoModelForPreTraining.from_pretrained("mine/run/step-0000002")
     assert type(model).__name__ == "BertForPreTraining"
     tokenizer = AutoTokenizer.from_pretrained("mine/run/step-0000002")

@@ -11,7 +11,7 @@ from typing import Any
 from textmill.checkpoints.folders import list_checkpoints, rank_checkpoints
 from textmill.commands.evaluate import evaluate
 from textmill.commands.prepare import prepare
-from textmill.config import RunConfig
+from textmill.config import SIZES, ModelConfig, RunConfig
 from textmill.config.renamed import rename_settings
 from textmill.devices import open_device
 from textmill.evaluation import format_tables
@@ -154,20 +154,22 @@ def _print_next_steps(config: RunConfig, checkpoint: Path, facts: RunFacts) -> N
 
 def _commands_for(config: RunConfig, state: State, root: str) -> list[str]:
     """Commands that would make the model better."""
-    train = config.train
+    train, name = config.train, config.model.family
+    family = f" --family {name}" if name in SIZES and name != ModelConfig().family else ""
     if state == "overfitting":
         again = shlex.quote(format_path(config.folder_of("train")) + "-2")
         decay = f"train.weight_decay={max(0.1, 2 * train.weight_decay):g}"
         return [f"textmill run {root} {decay} train.folder={again}", f"textmill tune {root} --minutes 60"]
     if state == "limited by the text":
-        return [f"textmill tune {root} --minutes 60", "textmill new larger --text 'more texts/*.txt'"]
+        return [f"textmill tune {root} --minutes 60", f"textmill new larger --text 'more texts/*.txt'{family}"]
     if train.minutes is None:
         return [
             f"textmill train {root} train.{train.unit}={2 * getattr(train, train.unit)}",
-            "textmill new mine --text 'texts/*.txt' && textmill run mine",
+            f"textmill new mine --text 'texts/*.txt'{family} && textmill run mine",
         ]
     sources = " ".join(f"--text {shlex.quote(_short(source))}" for source in config.corpus.sources[:3])
-    return [f"textmill new longer {sources} --minutes {4 * train.minutes:g}", f"textmill tune {root} --minutes 60"]
+    longer = f"textmill new longer {sources}{family} --minutes {4 * train.minutes:g}"
+    return [longer, f"textmill tune {root} --minutes 60"]
 
 
 def _short(source: str) -> str:
