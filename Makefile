@@ -44,7 +44,7 @@ bench: $(VENV)/dev ## run the quick benchmarks of bench/
 
 docs: $(VENV)/docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean --site-dir site
-	@echo "open site/index.html"
+	@echo "open site/index.html; search needs a server: $(BIN)/python -m http.server --directory site"
 
 wheel: $(VENV)/dev ## build a wheel in dist/ and test it in an empty environment
 	@rm -rf dist
