@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.model_folders import TEXT, korean_tokenizer, write_folder
 from textmill.cli import main
+from textmill.tokens.vocabulary import reduction
 
 USED = [*TEXT[:1], "The mill stands."]
 
@@ -58,3 +60,20 @@ def test_tokens_of_another_tokenizer_are_refused(source: Path, capsys: pytest.Ca
     assert main([*export, "export.vocab_used_in=nowhere"]) == 2
     assert "nowhere: no tokens found; name a folder written by textmill tokenize" in capsys.readouterr().err
     assert not (source.parent / "out").exists()
+
+
+def test_a_tokenizer_that_splits_the_text_differently_is_not_written(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reduce = reduction._MODELS["BPE"]
+
+    def without_last_merges(model: dict[str, Any], wanted: set[str]) -> set[str]:
+        kept = reduce(model, wanted)
+        model["merges"] = model["merges"][: len(model["merges"]) // 2]
+        return kept
+
+    monkeypatch.setitem(reduction._MODELS, "BPE", without_last_merges)
+    tokens, out = source.parent / "mine" / "tokens", source.parent / "out"
+    assert main(["export", str(source), f"export.folder={out}", f"export.vocab_used_in={tokens}"]) == 2
+    assert "the reduced vocabulary would split its text differently" in capsys.readouterr().err
+    assert not out.exists()

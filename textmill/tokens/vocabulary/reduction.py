@@ -23,6 +23,8 @@ from textmill.tokens.vocabulary.tokenizer import TextTokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 Tree = dict[str, Any]
+CHECKED_TOKENS = 20_000
+"""Tokens of each store whose text is encoded with both tokenizers."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Reduction:
 
 def reduce_vocabulary(tokenizer: TextTokenizer, where: str) -> Reduction:
     """Keep the tokens of the token stores in `where`, those they are merged from, bytes and special tokens."""
-    used = np.zeros(tokenizer.vocab, bool)
-    for store in _open_stores(where, tokenizer):
+    used, stores = np.zeros(tokenizer.vocab, bool), _open_stores(where, tokenizer)
+    for store in stores:
         for start in range(0, store.tokens, BLOCK):
             ids = np.unique(np.asarray(store.ids[start : start + BLOCK], np.int64))
             if len(ids) and not 0 <= ids[0] <= ids[-1] < len(used):
@@ -48,7 +50,21 @@ def reduce_vocabulary(tokenizer: TextTokenizer, where: str) -> Reduction:
             used[ids] = True
     if not used.any():
         raise TextmillError(f"{where}: has no tokens, so that none would be kept; name a folder with text")
-    return keep_tokens(tokenizer, used)
+    reduction = keep_tokens(tokenizer, used)
+    for store in stores:
+        _check_encoding(tokenizer, reduction, np.asarray(store.ids[:CHECKED_TOKENS]).tolist(), where)
+    return reduction
+
+
+def _check_encoding(tokenizer: TextTokenizer, reduction: Reduction, ids: list[int], where: str) -> None:
+    """Raise unless a text of kept tokens gets the same tokens from both tokenizers."""
+    text = tokenizer.inner.decode(ids, skip_special_tokens=True)
+    before = tokenizer.encode(text)
+    if (
+        set(before) <= set(reduction.kept.tolist())
+        and before != reduction.kept[reduction.tokenizer.encode(text)].tolist()
+    ):
+        raise TextmillError(f"{where}: the reduced vocabulary would split its text differently; keep all tokens")
 
 
 def _open_stores(where: str, tokenizer: TextTokenizer) -> list[TokenStore]:
