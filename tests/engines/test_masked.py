@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +17,7 @@ import torch.nn.functional as F
 
 from tests.support.engine_runs import MAKE, engines_of
 from tests.support.masked_batches import LENGTHS, VOCAB, masked_batch
-from textmill.config import ModelConfig, RunConfig, ShapeConfig, TrainConfig
+from textmill.config import JaxMesh, ModelConfig, RunConfig, ShapeConfig, TrainConfig
 from textmill.engines import Engine, open_engine
 from textmill.engines.objective.labels import labelled_positions
 from textmill.errors import TextmillError
@@ -148,6 +153,33 @@ def test_without_pairs(kind: str) -> None:
     assert len(list(with_head.weights())) == len(list(without.weights())) + 4
     with pytest.raises(TextmillError, match=r"no pair head; set model\.shape\.pair_head=true"):
         without.train_step(masked_batch(0), 1, 1e-2)
+
+
+MESHES = ({"shard": 4}, {"shard": 2, "tensor": 2})
+
+
+@pytest.mark.long
+def test_jax_meshes_match_torch() -> None:
+    """In a process of its own, since the number of devices is settled once."""
+    pytest.importorskip("jax", reason="needs the extra jax")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2])}
+    child = [sys.executable, "-c", "from tests.engines import test_masked; test_masked.on_four_devices()"]
+    done = subprocess.run(child, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    wanted = steps_of(started(config_of("torch", micro_batch=2, heads=4, dropout=0.1)), range(3))
+    for mesh, steps in zip(MESHES, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        for found, expected in zip(steps, wanted, strict=True):
+            assert found == pytest.approx(expected, rel=2e-6), mesh
+
+
+def on_four_devices() -> None:
+    """What the test above starts."""
+    config, found = config_of("jax", micro_batch=2, heads=4, dropout=0.1), []
+    for sizes in MESHES:
+        engine = config.engine.model_copy(update={"mesh": JaxMesh(**sizes)})
+        found.append(steps_of(started(config.model_copy(update={"engine": engine})), range(3)))
+    print(json.dumps(found))
 
 
 def test_few_positions_reach_the_head() -> None:
