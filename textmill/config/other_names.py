@@ -135,6 +135,7 @@ ADVICE = {
     "use_tfrecords": "name the files in tokens.use, with train.layout=masked",
     "dump_checkpoint": "not needed: model.init_from=TEACHER with model.init_layers=0,2,4,7,9,11 starts a student from "
     "these blocks",
+    "temperature": "use sample.temperature to generate, train.distil.temperature to distil",
     "teacher_type": "not needed: the folders in train.distil.teachers say what they are",
     "local_rank": _LAUNCHER, "master_addr": _LAUNCHER, "master_port": _LAUNCHER, "nnodes": _LAUNCHER,
     "node_rank": _LAUNCHER, "nproc_per_node": _LAUNCHER, "num_gpus": _LAUNCHER, "deepspeed_mpi": _LAUNCHER,
