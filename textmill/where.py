@@ -55,11 +55,13 @@ def recipe_names() -> list[str]:
 
 def open_where(where: str, settings: list[str]) -> Where:
     """The config of WHERE; `settings` (section.key=value) override its values."""
-    path = fetch(where) if is_url(where) else Path(where)
+    if is_url(where):
+        return _from_copy(fetch(where), where, settings)
+    path = Path(where)
     if path.is_file():
         return _from_file(path, settings)
     if path.is_dir():
-        return _from_folder(path, settings)
+        return _from_project(path, settings)
     if where in recipe_names():
         return _from_file(recipes_folder() / f"{where}.yaml", settings)
     near = difflib.get_close_matches(
@@ -115,9 +117,18 @@ def _refuse_recorded_code(over: Any, below: Any, file: Path | None) -> None:
         )
 
 
+def _from_copy(copy: Path, url: str, settings: list[str]) -> Where:
+    """The config of a model that was copied from a URL; a YAML file there is not the user's own, and may name code."""
+    if copy.is_file():
+        raise TextmillError(f"{url}: is a file; name the URL of a run, a checkpoint or a model folder")
+    return _from_folder(copy, settings)
+
+
+def _from_project(folder: Path, settings: list[str]) -> Where:
+    return _from_file(folder / PROJECT, settings) if (folder / PROJECT).is_file() else _from_folder(folder, settings)
+
+
 def _from_folder(folder: Path, settings: list[str]) -> Where:
-    if (folder / PROJECT).is_file():
-        return _from_file(folder / PROJECT, settings)
     folder = folder.resolve()
     if (folder / "progress.json").is_file():
         return _from_checkpoint(folder, settings)

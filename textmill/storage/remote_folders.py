@@ -13,7 +13,7 @@ from textmill.storage.files import create_folder, file_lock, hash_json, replace_
 
 VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "updated", "mtime",
-    "created",
+    "created", "xet_hash", "blob_id", "sha", "modify", "modificationTime",
 )  # fmt: skip
 """Names that file systems use for a value that changes with the content; the first one present is used."""
 ADVICE = "check the address, the network and your access rights"
@@ -26,15 +26,26 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
+def public_url(url: str) -> str:
+    """A URL for messages: without its query, which may be a signature."""
+    return url.partition("?")[0]
+
+
 def open_filesystem(url: str, setting: str = "") -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
+    scheme, _, rest = url.partition("://")
+    if ":" in (user := rest.partition("/")[0].rpartition("@")[0]):
+        raise TextmillError(
+            f"{setting}{scheme}://{user.partition(':')[0]}:...: has a password, which would be recorded; "
+            "give it in the environment or in the configuration of the protocol's package"
+        )
     try:
         from fsspec.core import url_to_fs
 
         files, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise TextmillError(
-            f"{setting}{url}: protocol not available ({first_line(error)}); install the package for it"
+            f"{setting}{public_url(url)}: protocol not available ({first_line(error)}); install the package for it"
         ) from None
     return files, path
 
@@ -61,6 +72,7 @@ def fetch(url: str, patterns: list[str] | None = None) -> Path:
     file makes a new copy. A file:// URL is its path.
     """
     files, path = open_filesystem(url)
+    shown = public_url(url)
     if "file" in (files.protocol if isinstance(files.protocol, tuple) else (files.protocol,)):
         return Path(path)
     try:
@@ -68,17 +80,27 @@ def fetch(url: str, patterns: list[str] | None = None) -> Path:
     except TextmillError:
         raise
     except Exception as error:  # each protocol raises its own exceptions
-        raise TextmillError(f"{url}: cannot be reached ({first_line(error)}); {ADVICE}") from None
+        raise TextmillError(f"{shown}: cannot be reached ({type(error).__name__}); {ADVICE}") from None
     listing = {one: info for one, info in listing.items() if _is_wanted(one, patterns)}
     if not listing:
-        raise TextmillError(f"{url}: nothing is there; {ADVICE}")
+        raise TextmillError(f"{shown}: nothing is there; {ADVICE}")
     name = path.rstrip("/").rpartition("/")[2]
+    listing = {one: info if version_of(info) else _ask(files, f"{root}/{one}", info) for one, info in listing.items()}
     states = {one: (info.get("size"), version_of(info)) for one, info in listing.items()}
+    known = all(version for _, version in states.values())
     copy = cache_folder() / "copies" / hash_json([url, states])[:16] / name
     target = copy if root == path.rstrip("/") else copy.parent
-    if not target.exists():
-        _copy(files, root, listing, target, url)
+    if not known or not target.exists():
+        _copy(files, root, listing, target, shown, again=not known)
     return copy
+
+
+def _ask(files: Any, path: str, info: dict[str, Any]) -> dict[str, Any]:
+    """What the server says of one file, where its listing has no version."""
+    try:
+        return {**info, **files.info(path)}
+    except Exception:  # each protocol raises its own exceptions; without a version the file is copied again
+        return info
 
 
 def _list_files(files: Any, path: str) -> tuple[str, dict[str, Any]]:
@@ -102,12 +124,15 @@ def _is_wanted(name: str, patterns: list[str] | None) -> bool:
     return not fnmatch(last, OPTIMIZER) and (patterns is None or any(fnmatch(last, one) for one in patterns))
 
 
-def _copy(files: Any, root: str, listing: dict[str, Any], target: Path, url: str) -> None:
-    """Copy files into a folder that appears when it is complete; an interrupted copy goes on with the next file."""
+def _copy(files: Any, root: str, listing: dict[str, Any], target: Path, url: str, *, again: bool) -> None:
+    """Copy files into a folder that appears when it is complete; an interrupted copy goes on with the next file.
+
+    `again` replaces an earlier copy, of which nothing says whether it is still the same.
+    """
     part = target.with_name(target.name + ".part")
     create_folder(part, "XDG_CACHE_HOME")
     with file_lock(part.parent / f"{part.name}.lock", None):
-        if target.exists():
+        if target.exists() and not again:
             return  # another process has copied it meanwhile
         size = sum(int(info.get("size") or 0) for info in listing.values())
         warn(f"{url}: copying {len(listing)} files, {size / 1e6:,.1f} MB, to {target.parent}")
@@ -116,7 +141,7 @@ def _copy(files: Any, root: str, listing: dict[str, Any], target: Path, url: str
             local = part / name
             if not local.resolve().is_relative_to(part.resolve()):
                 raise TextmillError(f"{url}: has the file name {name!r}, which leads out of its folder")
-            if local.is_file():
+            if local.is_file() and not again:
                 continue
             local.parent.mkdir(parents=True, exist_ok=True)
             unfinished = local.with_name(local.name + ".tmp")
