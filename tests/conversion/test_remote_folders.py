@@ -136,9 +136,43 @@ def test_an_export_to_the_hub_is_one_commit(
         assert io.BytesIO(files["model.safetensors"]).read(8) == (source / "model.safetensors").read_bytes()[:8]
         output = capsys.readouterr()
         assert TOKEN not in output.out + output.err
+        assert export(source, "hf://me/mill") == 2
+        assert "hf://me/mill: exists already; name another one, or add --force" in capsys.readouterr().err
+        assert len(hub.commits) == 1
+        assert export(source, "hf://me/mill", "--force") == 0, capsys.readouterr().err
+        assert len(hub.commits) == 2
         monkeypatch.setenv("HF_TOKEN", "another")
         assert export(source, "hf://me/mill") == 2
         assert "hf://me/mill: cannot be written (" in capsys.readouterr().err
         assert export(source, "hf://mill") == 2
         assert "write hf://OWNER/NAME" in capsys.readouterr().err
-        assert len(hub.commits) == 1
+        assert len(hub.commits) == 2
+
+
+def test_a_yaml_file_at_a_url_runs_no_code(tmp_path: Path, memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_folder(tmp_path / "source", korean_tokenizer())
+    memory.put(str(source), "/mill/model", recursive=True)
+    memory.pipe("/mill/model/evil.py", f"open({str(tmp_path / 'ran')!r}, 'w')".encode())
+    memory.pipe("/mill/model/textmill.yaml", b"model: {family: ./evil.py}")
+    assert main(["export", "memory://mill/model", f"export.folder={tmp_path / 'out'}"]) == 0, capsys.readouterr().err
+    assert main(["export", "memory://mill/model/textmill.yaml", f"export.folder={tmp_path / 'two'}"]) == 2
+    assert "name the URL of a run, a checkpoint or a model folder" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_files_without_a_version_are_copied_again(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_folders, "version_of", lambda info: "")
+    for content in (b"one", b"two"):
+        memory.pipe("/mill/folder/a.txt", content)
+        assert (fetch("memory://mill/folder") / "a.txt").read_bytes() == content
+
+
+def test_what_a_hub_says_of_a_file_is_its_version() -> None:
+    assert remote_folders.version_of({"name": "a", "size": 3, "blob_id": "1f"}) == "blob_id 1f"
+
+
+def test_a_password_in_a_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "ftp://user:secret@host/model"]) == 2
+    message = capsys.readouterr().err
+    assert "has a password" in message
+    assert "secret" not in message

@@ -41,6 +41,9 @@ def fake_hub() -> Iterator[Hub]:
             self.wfile.write(body)
 
         def do_GET(self) -> None:
+            if "/tree/" in self.path:
+                self.answer([])
+                return
             self.answer({"id": "me/mill", "sha": COMMIT, "private": True, "tags": [], "downloads": 0, "siblings": []})
 
         def do_POST(self) -> None:
@@ -48,8 +51,9 @@ def fake_hub() -> Iterator[Hub]:
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 self.answer({"error": "no valid token"}, 401)
             elif self.path == "/api/repos/create":
+                status = 409 if hub.created else 200
                 hub.created.append(json.loads(body))
-                self.answer({"url": f"{hub.url}/me/mill", "id": "me/mill"})
+                self.answer({"url": f"{hub.url}/me/mill", "id": "me/mill"}, status)
             elif self.path == "/api/validate-yaml":
                 self.answer({"errors": [], "warnings": []})
             elif "/preupload/" in self.path:

@@ -28,7 +28,7 @@ def export_to_url(config: RunConfig, force: Force, export: Callable[[RunConfig, 
         try:
             copied = True
             if url.startswith(HUB_SCHEME):
-                upload_model(local, url.removeprefix(HUB_SCHEME))
+                upload_model(local, url.removeprefix(HUB_SCHEME), replace=force != "no")
             else:
                 copied = _copy(local, RemoteFolder(url), force)
         except TextmillError:
@@ -63,7 +63,9 @@ def _copy(local: Path, remote: RemoteFolder, force: Force) -> bool:
         remote.remove(MANIFEST)
     for name in manifest["files"]:
         remote.put(local / name, name)
-    for name in set(names) - manifest["files"].keys() - {MANIFEST, UNFINISHED}:
+    # Of what is there, only files of the export before are removed: folders below may be exports of their own.
+    old = before.get("files") if ours and isinstance(before, dict) else None
+    for name in set(names) & set(old or {}) - manifest["files"].keys():
         remote.remove(name)
     remote.put(local / MANIFEST, MANIFEST)
     remote.remove(UNFINISHED)

@@ -9,6 +9,10 @@ from textmill.errors import TextmillError
 from textmill.storage.remote_folders import fetch, first_line, is_url
 
 HUB_SCHEME = "hf://"
+CONFLICT = 409
+"""The HTTP status of a repository that exists already."""
+OLD_FILES = ["*.safetensors", "*.safetensors.index.json", "*.gguf", "*.onnx", "*.pt", "*.bin"]
+"""Weights of an earlier export that a new one replaces."""
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 MODEL_FILES = [
     "config.json",
@@ -62,8 +66,11 @@ def _fetch_model(url: str, patterns: list[str] | None) -> Path:
     return folder
 
 
-def upload_model(folder: Path, name: str) -> None:
-    """Copy a folder to the hub in one commit; a new repository is private. The token is that of the environment."""
+def upload_model(folder: Path, name: str, *, replace: bool) -> None:
+    """Copy a folder to the hub in one commit; a new repository is private. The token is that of the environment.
+
+    An existing repository is written to only with `replace`; its weights are removed in the same commit.
+    """
     if not HUB_NAME.match(name) or "/" not in name:
         raise TextmillError(f"export.folder: {HUB_SCHEME}{name} is no name of the hub; write {HUB_SCHEME}OWNER/NAME")
     try:
@@ -74,9 +81,15 @@ def upload_model(folder: Path, name: str) -> None:
         ) from None
     try:
         hub = HfApi()
-        hub.create_repo(name, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Export from textmill")
+        hub.create_repo(name, private=True, exist_ok=replace)
+        hub.upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Export from textmill", delete_patterns=OLD_FILES
+        )
     except Exception as error:  # the client raises many types: no token, no right, offline
+        if getattr(getattr(error, "response", None), "status_code", None) == CONFLICT:
+            raise TextmillError(
+                f"{HUB_SCHEME}{name}: exists already; name another one, or add --force to write a commit into it"
+            ) from None
         raise TextmillError(
             f"{HUB_SCHEME}{name}: cannot be written ({first_line(error)}); check the name, and the token in HF_TOKEN"
         ) from None
