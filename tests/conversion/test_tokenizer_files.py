@@ -12,7 +12,7 @@ import sentencepiece
 from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
 from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer
 
-from tests.support.model_folders import write_folder
+from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.config import TokenizerConfig
 from textmill.conversion.compare import TEXTS
@@ -138,3 +138,19 @@ def test_of_a_tokenizer_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(json.loads((tmp_path / "out" / "vocab.json").read_text("utf-8"))) == 400
     assert main([*export, "export.kind=tokenizer"]) == 0
     assert "export: done already" in capsys.readouterr().out
+
+
+def test_of_a_model_folder_inside_a_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model's own tokenizer is written, not the one that the current folder happens to have."""
+    other = fit(iter([["a text of other words"] * 9]), TokenizerConfig(vocab=262))
+    (tmp_path / "tokenizer").mkdir()
+    other.save(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "manifest.json").write_text("{}")
+    write_folder(tmp_path / "model", tokenizer := korean_tokenizer())
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "model", "export.kind=tokenizer", "export.folder=out"]) == 0, capsys.readouterr().err
+    assert open_tokenizer(tmp_path / "out").vocab == tokenizer.vocab != other.vocab
+    assert main(["export", "model", "export.kind=tokenizer", "export.folder=two", "export.precision=bf16"]) == 2
+    assert "export.precision: a tokenizer has none" in capsys.readouterr().err

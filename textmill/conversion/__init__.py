@@ -36,7 +36,7 @@ def export(config: RunConfig, force: Force = "no", step: StepChoice | None = Non
         return export_to_url(config, force, lambda local, again: export(local, again, step))
     folder, precision = Path(config.export.folder), config.export.precision
     if config.export.kind == "tokenizer":
-        return export_tokenizer(config, folder, force)
+        return export_tokenizer(config, folder, force, step)
     writer = open_format(config.export.kind)
     if precision not in writer.PRECISIONS:
         raise TextmillError(

@@ -9,13 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from textmill.config import RunConfig
+from textmill.checkpoints.folders import StepChoice
+from textmill.config import ExportConfig, RunConfig
 from textmill.conversion.compare import check_tokenizer
 from textmill.conversion.model import Files
 from textmill.errors import TextmillError
 from textmill.models import find_run_model
 from textmill.storage.files import format_path, write_bytes
 from textmill.storage.stages import MANIFEST, Force, Stage
+from textmill.tokens.vocabulary.reduction import reduce_vocabulary
 from textmill.tokens.vocabulary.sentencepiece_writer import is_sentencepiece, sentencepiece_files
 from textmill.tokens.vocabulary.token_bytes import is_byte_level
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
@@ -24,11 +26,20 @@ WORDPIECE_TOKENS = ("[UNK]", "[CLS]", "[SEP]")
 Tree = dict[str, Any]
 
 
-def export_tokenizer(config: RunConfig, folder: Path, force: Force) -> Path:
-    """Write the tokenizer of a config: the one in its tokenizer folder, else that of its model."""
+def export_tokenizer(config: RunConfig, folder: Path, force: Force, step: StepChoice | None = None) -> Path:
+    """Write the tokenizer of a config: that of its model, or the fitted one if there is no model yet."""
+    if config.export.precision != ExportConfig().precision:
+        raise TextmillError(f"export.precision: a tokenizer has none, found {config.export.precision}; remove it")
     fitted = config.folder_of("tokenizer")
-    where = fitted if (fitted / MANIFEST).is_file() else find_run_model(config).tokenizer
+    try:
+        where = find_run_model(config, step).tokenizer
+    except TextmillError:
+        if not (fitted / MANIFEST).is_file():
+            raise
+        where = fitted
     tokenizer = open_tokenizer(where)
+    if config.export.vocab_used_in:
+        tokenizer = reduce_vocabulary(tokenizer, config.export.vocab_used_in).tokenizer
     stage = Stage("export", folder, {"export.kind": config.export.kind, "tokenizer": tokenizer.fingerprint}, None)
     if stage.is_done(force):
         print(f"export: done already: {format_path(folder)}")

@@ -40,6 +40,8 @@ def write(model: Model, folder: Path, config: ExportConfig) -> Files:
     require_family(model.shape, "gpt2", "deepspeed")
     (folder / TAG).mkdir(exist_ok=True)
     ranks = config.megatron.tensor
+    if config.megatron.pipeline > 1:
+        raise TextmillError("export.megatron.pipeline: deepspeed is written for one pipeline stage; use megatron")
     modules = [_module(model, config)] if ranks == 1 else _megatron_modules(model, config)
     files = {}
     for tensor, (module, more) in enumerate(modules):
@@ -64,8 +66,6 @@ def _module(model: Model, config: ExportConfig) -> Module:
 def _megatron_modules(model: Model, config: ExportConfig) -> Iterator[Module]:
     """The modules of each tensor-parallel rank, and what Megatron saves next to them."""
     megatron.check_parallel(model.shape, config)
-    if config.megatron.pipeline > 1:
-        raise TextmillError("export.megatron.pipeline: deepspeed is written for one pipeline stage; use megatron")
     for tensor in range(config.megatron.tensor):
         tree = megatron.rank_tree(model, config, tensor, 0)
         yield tree.pop("model"), tree
