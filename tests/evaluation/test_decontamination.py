@@ -19,7 +19,8 @@ from textmill.config import EvaluateConfig, RunConfig
 from textmill.corpus.decontamination.ngrams import NgramIndex, word_hashes
 from textmill.corpus.dropped import read_dropped
 from textmill.errors import TextmillError
-from textmill.storage.files import read_json
+from textmill.evaluation.training_data import describe_corpus
+from textmill.storage.files import hash_file, read_json
 
 SECRET = "The miller who lives beside the old stone bridge sold his last sack of flour to a stranger today"
 SHORT = "Seven tall towers stand above a silent village"
@@ -173,20 +174,46 @@ def test_mistakes_end_prepare_and_leave_nothing(tmp_path: Path, entry: str, mess
     assert not (tmp_path / "corpus").exists()
 
 
-def test_the_card_says_whether_the_corpus_was_checked(life: Path, config: RunConfig, tmp_path: Path) -> None:
-    """The corpus of the model's project is checked for one of two files."""
+def test_the_card_says_whether_the_corpus_was_checked(config: RunConfig, tmp_path: Path) -> None:
+    """The corpus that the model was trained on is checked for one of two files."""
     names = ("checked", "other")
     files = [write_lines(tmp_path / f"{name}.jsonl", [{"text": f"{SECRET} {name}"}]) for name in names]
-    corpus = config_of(tmp_path, [HARMLESS, SECRET], [f"lambada:{files[0]}"])
     tasks = EvaluateConfig(tasks=[f"lambada:{file}" for file in files], batch=4)
-    config = config.model_copy(update={"evaluate": tasks})
-    result = evaluate(config)
+    result = evaluate(config.model_copy(update={"evaluate": tasks}))
     unknown = "unknown: there is no corpus next to the model"
     assert [result[f"lambada-{name}"]["card"]["training_data"] for name in names] == [unknown] * 2
-    moved = corpus.corpus.model_copy(update={"folder": str(tmp_path / "corpus")})
-    prepare(corpus.model_copy(update={"corpus": moved}))
-    result = evaluate(config.model_copy(update={"corpus": moved}))
-    assert [result[f"lambada-{name}"]["card"]["training_data"] for name in names] == [
+    corpus = config_of(tmp_path, [HARMLESS, SECRET], [f"lambada:{files[0]}"])
+    trained_on = read_json(prepare(corpus) / "manifest.json")["fingerprint"]
+    tokens = corpus.folder_of("tokens")
+    tokens.mkdir()
+    (tokens / "manifest.json").write_text(json.dumps({"fingerprint": "ids", "made_from": {"corpus": trained_on}}))
+    sums = [hash_file(file) for file in files]
+    assert [describe_corpus(corpus, one, {"made_from": {"tokens": "ids"}}) for one in sums] == [
         "checked for this file: 1 document dropped",
         "not checked for this file: corpus.decontaminate does not name it",
     ]
+    again = "unknown: corpus or tokens were made again after training"
+    assert describe_corpus(corpus, sums[0], {"made_from": {"tokens": "others"}}) == again
+    (tokens / "manifest.json").write_text(json.dumps({"fingerprint": "ids", "made_from": {"corpus": "another"}}))
+    assert describe_corpus(corpus, sums[0], {"made_from": {"tokens": "ids"}}) == again
+
+
+def test_counts_of_files_with_the_same_examples_and_the_same_name(tmp_path: Path) -> None:
+    """Every file and every example that shares an n-gram counts, not only the first."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "test.jsonl", [{"text": SECRET}, {"text": f"{SECRET} and then he slept"}])
+    entries = [f"lambada:{tmp_path / name / 'test.jsonl'}" for name in ("one", "two")]
+    folder = prepare(config_of(tmp_path, [HARMLESS, SECRET], entries))
+    found = read_json(folder / "account.json")["contamination"]
+    each = {"examples": 2, "too_short": 0, "found": 2, "documents": 1}
+    assert found == {"test.jsonl (1)": each, "test.jsonl (2)": each}
+
+
+def test_another_way_to_read_the_same_file_is_another_corpus(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [{"text": SECRET}])
+    config = config_of(tmp_path, [HARMLESS, SECRET], [f"lambada:{data}"])
+    prepare(config)
+    other = config.model_copy(update={"corpus": config.corpus.model_copy(update={"decontaminate": [str(data)]})})
+    with pytest.raises(TextmillError, match=r"corpus\.decontaminate was"):
+        prepare(other)

@@ -13,6 +13,7 @@ from textmill.evaluation.choices import ReadItem, texts_of
 from textmill.evaluation.data_files import open_data_file, read_items
 from textmill.evaluation.task import TaskEntry
 from textmill.evaluation.tasks import parse_entry
+from textmill.storage.files import hash_json
 
 
 def open_evaluation_data(entry: str) -> EvaluationData:
@@ -27,7 +28,8 @@ def open_evaluation_data(entry: str) -> EvaluationData:
         raise TextmillError(
             f"corpus.decontaminate: '{entry}' names no file of examples; name TASK:FILE, or a file of text"
         )
-    return EvaluationData(path, lambda: _read(module, task))
+    kind = f"{task.name} {hash_json(dict(task.options))[:16]}" if task.options else task.name
+    return EvaluationData(path, lambda: _read(module, task), kind)
 
 
 def _read(module: Any, task: TaskEntry) -> Iterator[Sequence[str]]:

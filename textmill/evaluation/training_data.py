@@ -11,6 +11,7 @@ from textmill.storage.files import read_json
 from textmill.storage.stages import MANIFEST
 
 UNKNOWN = "unknown: there is no corpus next to the model"
+REBUILT = "unknown: corpus or tokens were made again after training"
 
 
 def describe_training_data(scorer: Scorer, config: RunConfig, card: dict[str, Any]) -> dict[str, str]:
@@ -19,17 +20,23 @@ def describe_training_data(scorer: Scorer, config: RunConfig, card: dict[str, An
         return {}
     run = config.folder_of("train")
     is_own = scorer.checkpoint.folder.parent.resolve() == run.resolve() and not config.tokens.use
-    return {"training_data": _describe(config, card["sha256"]) if is_own else UNKNOWN}
+    progress = scorer.checkpoint.progress
+    return {"training_data": describe_corpus(config, card["sha256"], progress) if is_own else UNKNOWN}
 
 
-def _describe(config: RunConfig, sha256: str) -> str:
-    folder = config.folder_of("corpus")
+def describe_corpus(config: RunConfig, sha256: str, progress: dict[str, Any]) -> str:
+    """Whether the corpus was checked for a file, if it is the one of a checkpoint's `progress`."""
+    folder, tokens = config.folder_of("corpus"), config.folder_of("tokens") / MANIFEST
     try:
+        made = read_json(tokens) if tokens.is_file() else {}
+        trained_on = progress["made_from"]["tokens"] == made["fingerprint"] and made["made_from"]["corpus"]
         manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
         checked = {one["sha256"]: one["file"] for one in manifest["made_from"].get("corpus.decontaminate", [])}
         account = read_json(folder / "account.json").get("contamination", {}) if sha256 in checked else {}
     except (TextmillError, KeyError, TypeError, AttributeError):
         return UNKNOWN
+    if trained_on != manifest.get("fingerprint"):
+        return REBUILT
     if sha256 not in checked:
         return "not checked for this file: corpus.decontaminate does not name it"
     found = account.get(checked[sha256], {})

@@ -29,6 +29,8 @@ class EvaluationData:
     path: Path
     read: Callable[[], Iterable[Sequence[str]]]
     """The texts of each example."""
+    kind: str = "text"
+    """How the file is read: the task, with a hash of its settings."""
 
     @property
     def name(self) -> str:
@@ -58,8 +60,20 @@ def _read_documents(path: Path) -> Iterator[Sequence[str]]:
 
 
 def describe_data(data: Sequence[EvaluationData]) -> list[dict[str, str]]:
-    """Name and checksum of each file, for the manifest: other data is another corpus."""
-    return [{"file": one.name, "sha256": hash_file(one.path)} for one in data]
+    """Name, checksum and kind of each file, for the manifest: other data is another corpus."""
+    names = names_of(data)
+    return [
+        {"file": name, "sha256": hash_file(one.path), "kind": one.kind} for name, one in zip(names, data, strict=True)
+    ]
+
+
+def names_of(data: Sequence[EvaluationData]) -> list[str]:
+    """The file names; equal ones are numbered."""
+    names = [one.name for one in data]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
+        for number, name in enumerate(names)
+    ]
 
 
 @dataclass(frozen=True)
@@ -70,8 +84,10 @@ class IndexFacts:
     """Examples of each entry."""
     too_short: list[int]
     """Those that are too short to be recognised."""
-    example_of: Numbers
-    """The example of each key, numbered over all entries."""
+    keys: int
+    """Distinct n-grams."""
+    owners: Numbers
+    """[pairs, 2]: an n-gram and an example that has it, numbered over all entries; sorted."""
 
 
 def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Path) -> IndexFacts:
@@ -97,13 +113,14 @@ def write_index(data: Sequence[EvaluationData], config: CorpusConfig, folder: Pa
                 "remove it, or lower corpus.decontaminate_min_words"
             )
         counts.append(examples)
-    distinct, places = np.unique(np.concatenate(keys), return_index=True)
+    distinct, places, numbers = np.unique(np.concatenate(keys), return_index=True, return_inverse=True)
     write_bytes(folder / KEYS, [distinct.tobytes()])
     write_bytes(folder / LENGTHS, [np.concatenate(lengths)[places].tobytes()])
     every = np.concatenate(owners)
     recognised = np.histogram(np.unique(every), np.cumsum(counts))[0]
     too_short = [count - int(long) for count, long in zip(counts[1:], recognised, strict=True)]
-    return IndexFacts(counts[1:], too_short, every[places])
+    pairs = np.unique(np.stack([numbers, every], axis=1), axis=0)
+    return IndexFacts(counts[1:], too_short, len(distinct), pairs)
 
 
 def open_index(folder: Path) -> NgramIndex:
