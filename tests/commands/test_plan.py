@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from bench.kill_train import train_arguments
+from tests.support.model_folders import korean_tokenizer, write_folder
 from textmill.cli import main
 from textmill.commands.plan.amounts import communication_of
 from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.config.engines import MeshConfig
 from textmill.engines.memory.estimate import Device, Estimator
 from textmill.models import open_family
+from textmill.storage.tensor_files import read_model
 
 YUAN = [
     "plan", "gpt2-small", "train.optimizer=adamw", "train.batch=512", "train.length=2048", "tokenizer.vocab=53228",
@@ -145,3 +147,16 @@ def test_mistakes(
     first = ["plan", "gpt2-small", "engine.mesh.tensor=2", "plan.memory_gb=16"]
     assert main([*first, *settings]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_given_tokenizer_and_teachers_count(planned: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = write_folder(tmp_path_factory.mktemp("given") / "teacher", korean_tokenizer())
+    plain = ["plan", "gpt2-small", "plan.gpu=A100", "plan.tokens=1000000", f"tokenizer.use={folder}"]
+    found = planned(plain)
+    fitted = planned(plain[:-1])
+    fewer = 768 * (32_000 - korean_tokenizer().vocab)
+    assert sum(fitted["parameters"].values()) - sum(found["parameters"].values()) == fewer
+    taught = planned([*plain, f"train.distil.teachers=[{folder}]"])
+    weights = 4 * sum(values.size for _, values in read_model(folder))
+    assert taught["memory"]["buffers"] - found["memory"]["buffers"] >= weights
+    assert taught["flops_per_token"] > found["flops_per_token"]

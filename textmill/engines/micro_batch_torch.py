@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
+from textmill.engines.distillation.sizes import teacher_bytes
 from textmill.engines.memory.parts import ACTIVATION_BYTES, State, sample_activations
 from textmill.engines.memory.state_torch import count_state
 from textmill.engines.meshes import Mesh, check_batch
@@ -63,6 +65,7 @@ def largest_micro_batch(
     per_channel = ACTIVATION_BYTES[compiled and requested]
     sample = sample_activations(shape, length, per_channel, precision.itemsize, mesh, config.engine.recompute)
     state = count_state(net, train, parallel)
+    state = replace(state, buffers=state.buffers + teacher_bytes(train, on_gpu=True))
     return largest_on_gpu(samples, state, sample, torch.cuda.get_device_properties(device).total_memory)
 
 

@@ -28,6 +28,7 @@ from textmill.config import RunConfig
 from textmill.engines.memory.estimate import Estimate, Estimator
 from textmill.models import Shape
 from textmill.training.run_length import RunLength
+from textmill.training.teachers import teacher_flops
 
 
 def plan(config: RunConfig, as_json: bool = False) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def _describe_work(
 ) -> dict[str, Any]:  # fmt: skip
     """Steps, tokens, operations, time and cost; with `train.minutes` the steps follow from the time."""
     sample = config.train.length or shape.positions
-    per_token = shape.flops_per_token(sample, trained_weights(config, shape))
+    per_token = shape.flops_per_token(sample, trained_weights(config, shape)) + teacher_flops(config, sample)
     step_tokens = config.train.batch * sample
     speed = _speed(config, shape, target, estimate, per_token * step_tokens, fits)
     steps = length.steps if length is not None and length.known else None

@@ -19,7 +19,7 @@ from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.from_config import open_batches
 from textmill.tokens.splits import Splits, open_splits
 from textmill.tokens.store import dtype_for
-from textmill.tokens.vocabulary.tokenizer import open_tokenizer
+from textmill.tokens.vocabulary.tokenizer import open_named, open_tokenizer
 from textmill.training.auto_preset import fill_auto_preset
 from textmill.training.run_length import RunLength, plan_run_length
 from textmill.training.start import choose_shape, shape_of_given
@@ -44,6 +44,9 @@ def open_data(config: RunConfig) -> Data:
         return Data(splits.tokenizer.vocab, splits.tokenizer.end, splits, tokens)
     if (config.folder_of("tokenizer") / MANIFEST).is_file():
         tokenizer = open_tokenizer(config.folder_of("tokenizer"))
+        return Data(tokenizer.vocab, tokenizer.end, None, config.plan.tokens)
+    if config.tokenizer.use:
+        tokenizer = open_named(config.tokenizer.use, config.tokenizer.end_token, config.tokenizer.lowercase)
         return Data(tokenizer.vocab, tokenizer.end, None, config.plan.tokens)
     return Data(config.tokenizer.vocab, 0, None, config.plan.tokens)
 

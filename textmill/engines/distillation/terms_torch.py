@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from textmill.config import DistilConfig, TrainConfig
+from textmill.engines.distillation.sizes import CHUNK_LOGITS
 from textmill.engines.losses_torch import GradientInForward, add_bias, label_loss_and_gradient
 from textmill.kernels.matmul_torch import matmul
-
-CHUNK_LOGITS = 1 << 26
-"""Logits of a chunk on a GPU; several matrices of this size exist in fp32."""
 
 
 class Prediction(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from textmill.config import JaxEngine, RunConfig, TorchEngine
+from textmill.engines.distillation.sizes import teacher_bytes
 from textmill.engines.losses_torch import CPU_LOGITS, GPU_TOKENS
 from textmill.engines.memory.parts import ACTIVATION_BYTES, JAX_ACTIVATION_BYTES, Memory, State, sample_activations
 from textmill.engines.meshes import Mesh, check_batch, mesh_of
@@ -61,6 +62,7 @@ class Estimator:
         name = device.precision if engine.precision == "auto" else engine.precision
         itemsize, length = DTYPES[name].itemsize, config.train.length or self.shape.positions
         state = self._state(config, mesh, itemsize, exact)
+        state = replace(state, buffers=state.buffers + teacher_bytes(config.train, on_gpu=device.on_gpu))
         sample = self._sample_bytes(config, mesh, device, name, length)
         micro = self._micro_batch(config, mesh, device, state, sample, length)
         rows = -(-self.shape.padded_vocab // mesh.tensor)

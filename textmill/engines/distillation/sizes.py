@@ -1,0 +1,20 @@
+"""What the teachers of a run take of each device."""
+
+from __future__ import annotations
+
+from textmill.checkpoints.folders import open_model
+from textmill.config import TrainConfig
+from textmill.models import read_shape
+
+CHUNK_LOGITS = 1 << 26
+"""Logits of a chunk of the loss on a GPU; several matrices of this size exist in fp32."""
+MATRICES, PER_TEACHER = 8, 3
+"""Matrices of that size that may exist at once, and more for each teacher: an upper bound from the formulas."""
+
+
+def teacher_bytes(train: TrainConfig, *, on_gpu: bool) -> int:
+    """Bytes of the teachers' weights, and of the chunk of the loss on a GPU; 0 without teachers."""
+    names = train.distil.teachers
+    weights = sum(4 * read_shape(open_model(name).folder).parameters for name in names)
+    chunk = 4 * CHUNK_LOGITS * (MATRICES + PER_TEACHER * len(names)) if names and on_gpu else 0
+    return weights + chunk
