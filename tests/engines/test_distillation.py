@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from textmill.engines.distillation.teachers_torch import matched_layers
 from textmill.engines.distillation.terms_torch import Prediction, distillation_loss
 from textmill.errors import TextmillError
 from textmill.models import open_family
-from textmill.storage.tensor_files import encode_safetensors
+from textmill.storage.tensor_files import encode_safetensors, read_model
 from textmill.tokens.batches.batch import IGNORED
 
 TOKENS, WIDTH, WORDS, ROWS = 37, 16, 50, 64
@@ -151,6 +152,16 @@ def test_the_student_comes_to_predict_as_its_teacher(tmp_path: Path) -> None:
     assert found[-1] < found[0] / 4
 
 
+def test_padding_rows_of_a_teacher_are_left_out(tmp_path: Path) -> None:
+    plain, padded = (write_teacher(tmp_path / str(vocab), vocab=vocab) for vocab in (VOCAB, VOCAB + 10))
+    weights = dict(read_model(Path(plain)))
+    wide = {name: values if name != "transformer.wte.weight" else np.concatenate([values, 9 + values[:10]])
+            for name, values in weights.items()}  # fmt: skip
+    (Path(padded) / "model.safetensors").write_bytes(b"".join(encode_safetensors(wide.items())))
+    found = [started(distilling("torch", [name])).train_step(batch_of(0), 0, 0.0).terms for name in (plain, padded)]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_valid_loss_has_no_teacher(tmp_path: Path) -> None:
     engine, plain = (
         started(distilling("torch", [write_teacher(tmp_path / "a")])),
@@ -163,7 +174,7 @@ def test_valid_loss_has_no_teacher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "settings", "message"),
     [
-        ({"vocab": VOCAB + 1}, {}, r"predicts 151 tokens, the model 150; both need the same tokenizer"),
+        ({"vocab": VOCAB - 1}, {}, r"predicts 149 tokens, the model 150; both need the same tokenizer"),
         ({"width": 16}, {"cosine": 1.0}, r"has width 16, the model 32, and train.distil.cosine"),
         ({}, {"hidden": 1.0, "student_layers": [5]}, r"train.distil.student_layers: there is no block 5"),
     ],
@@ -192,3 +203,7 @@ def test_settings_without_a_term_are_refused() -> None:
         DistilConfig(teachers=["x"], kl=0.0)
     with pytest.raises(TextmillError, match=r"teacher_layers: has 1 blocks"):
         DistilConfig(teachers=["x"], hidden=1.0, teacher_layers=[1])
+    with pytest.raises(TextmillError, match=r"train.distil.temperature: there are no teachers"):
+        DistilConfig(temperature=5.0)
+    with pytest.raises(TextmillError, match=r"only train.distil.hidden uses layers"):
+        DistilConfig(teachers=["x"], student_layers=[1])

@@ -17,6 +17,7 @@ from textmill.errors import TextmillError
 from textmill.training.loop import train
 from textmill.training.new_run import check_start
 from textmill.training.teachers import teacher_flops
+from textmill.where import open_where
 
 EVERY = [
     "train.log_every=1",
@@ -73,6 +74,9 @@ def test_teachers_of_other_tokenizers_and_engines_are_refused(root: Path, tmp_pa
     stranger = write_folder(tmp_path / "stranger", korean_tokenizer())
     with pytest.raises(TextmillError, match=r"stranger has another tokenizer than this run"):
         train(config_for(root, root / "none", 3, *terms(root, str(stranger))))
+    bert = ["model.family=bert", "model.size=tiny", "train.layout=masked"]
+    with pytest.raises(TextmillError, match=r"teacher is a gpt2, which predicts next_token, and the model masked"):
+        check_start(open_where("own-text", [*bert, f"train.distil.teachers=[{root / 'teacher'}]"]).config)
     with pytest.raises(TextmillError, match=r"does not work with engine.mesh.tensor=2"):
         check_start(config_for(root, root / "none", 3, *terms(root), "engine.mesh.tensor=2"))
     with pytest.raises(TextmillError, match=r"no such|not found|is not"):

@@ -52,6 +52,11 @@ class DistilConfig(Section):
             raise TextmillError(
                 "train.distil.teachers: no term uses them; set train.distil.kl, mse, cosine or hidden above 0"
             )
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if changed and not self.teachers:
+            raise TextmillError(f"train.distil.{changed[0]}: there are no teachers; set train.distil.teachers")
+        if (self.student_layers or self.teacher_layers) and not self.hidden:
+            raise TextmillError("train.distil.student_layers: only train.distil.hidden uses layers; set it above 0")
         if self.teacher_layers and len(self.teacher_layers) != len(self.student_layers):
             raise TextmillError(
                 f"train.distil.teacher_layers: has {len(self.teacher_layers)} blocks, train.distil.student_layers "

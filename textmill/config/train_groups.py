@@ -126,6 +126,10 @@ class AverageConfig(Section):
         return self.memory * epoch_steps if in_epochs and self.memory else self.memory
 
 
+VALID_METRICS = ("valid_loss", "valid_accuracy", "valid_bits_per_byte", "valid_pair_loss", "valid_pair_accuracy")
+"""What is measured on the valid split; the last two with labels of sentence pairs."""
+
+
 class BestConfig(Section):
     """Which checkpoint is the best one, and when a run ends early because there is no better one."""
 
@@ -140,10 +144,10 @@ class BestConfig(Section):
     @field_validator("metric")
     @classmethod
     def _check_metric(cls, metric: str) -> str:
-        if not metric.startswith("valid_") and "/" not in metric:
+        if metric not in VALID_METRICS and "/" not in metric:
             raise TextmillError(
-                f"train.best.metric: found '{metric}'; give valid_loss, another valid_... of metrics.jsonl, or "
-                "TASK/METRIC of train.tasks, such as lambada/accuracy"
+                f"train.best.metric: found '{metric}'; give {', '.join(VALID_METRICS)}, or TASK/METRIC of train.tasks, "
+                "such as lambada/accuracy"
             )
         return metric
 

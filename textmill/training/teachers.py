@@ -5,7 +5,7 @@ from __future__ import annotations
 from textmill.checkpoints.folders import open_model
 from textmill.config import RunConfig, TorchEngine
 from textmill.errors import TextmillError
-from textmill.models import read_shape
+from textmill.models import open_family, read_shape
 from textmill.storage.tensor_files import fingerprint_weights
 from textmill.tokens.vocabulary.tokenizer import TextTokenizer, open_tokenizer
 
@@ -25,7 +25,15 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
         raise TextmillError(
             f"train.distil.hidden: does not work with engine.recompute={engine.recompute}; set one of them to 0"
         )
+    given = read_shape(open_model(config.model.init_from).folder) if config.model.init_from else None
+    own = open_family(given.family if given else config.model.family).OBJECTIVE
     for name in names:
+        teacher = read_shape(open_model(name).folder)
+        if (theirs := open_family(teacher.family).OBJECTIVE) != own:
+            raise TextmillError(
+                f"train.distil.teachers: {name} is a {teacher.family}, which predicts {theirs}, and the model {own}; "
+                "name a teacher of the same kind"
+            )
         folder = open_model(name).tokenizer
         if tokenizer is not None and open_tokenizer(folder).fingerprint != tokenizer.fingerprint:
             raise TextmillError(

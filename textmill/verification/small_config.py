@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from textmill.checkpoints.folders import open_model
-from textmill.config import LoraConfig, RunConfig, ShapeConfig
+from textmill.config import DistilConfig, LoraConfig, RunConfig, ShapeConfig
 from textmill.config.engines import DeepSpeedEngine, TorchEngine
 from textmill.engines.deepspeed_config import fill_unset, read_user_config
 from textmill.engines.meshes import mesh_of
@@ -159,6 +159,7 @@ def _shrink(config: RunConfig, full: Shape, precision: str, batch: int, tensor: 
         "samples": None,
         "tokens": None,
         "freeze": frozen,
+        "distil": DistilConfig(),  # teachers have another vocabulary than the small net
     }
     engine = {
         "device": "cpu",

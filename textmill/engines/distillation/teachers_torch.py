@@ -102,7 +102,7 @@ def matched_layers(distil: DistilConfig, student: int, teacher: int) -> tuple[li
 def _check_teacher(name: str, teacher: Shape, student: Shape, train: TrainConfig) -> None:
     """Refuse a teacher that cannot teach this model."""
     where, length = f"train.distil.teachers: {name}", train.length or student.positions
-    if teacher.vocab != student.vocab:
+    if teacher.vocab < student.vocab:  # rows that it has beyond these are padding
         raise TextmillError(
             f"{where}: predicts {teacher.vocab:,} tokens, the model {student.vocab:,}; both need the same tokenizer"
         )
