@@ -255,6 +255,9 @@ def test_examples_are_training_data(project: RunConfig, tmp_path: Path) -> None:
         assert batch.documents[number].tolist() == row["attention_mask"]
         assert batch.types[number].tolist() == row["token_type_ids"]
         assert batch.pair_labels[number].tolist() == [*row["next_sentence_label"], *[IGNORED] * 31]
+    masked = {"layout": "masked", "length": 32, "batch": 4, "masked": {"pairs": "none"}}
+    alone = RunConfig.model_validate({**tree, "train": masked}).train
+    assert open_batches(alone, splits, length=32, folder=tmp_path).batch_at(1).pair_labels is None
     other = RunConfig.model_validate({**tree, "train": {"layout": "features", "length": 32, "batch": 4}})
     with pytest.raises(TextmillError, match=r"has masked examples; set train\.layout=masked"):
         open_batches(other.train, open_splits(other), length=32, folder=None)
@@ -267,3 +270,14 @@ def test_a_length_is_needed(project: RunConfig, tmp_path: Path) -> None:
     tree["tokens"]["folder"] = str(tmp_path / "tokens")
     with pytest.raises(TextmillError, match=r"train\.length: is not set"):
         tokenize(RunConfig.model_validate(tree))
+
+
+@pytest.mark.parametrize(("types", "pairs", "wrong"), [(2, 0, "token_type_ids"), (0, 2, "next_sentence_label")])
+def test_numbers_that_are_no_class_are_refused(types: int, pairs: int, wrong: str, tmp_path: Path) -> None:
+    from textmill.tokens.batches.features import _check_classes
+
+    rows = np.zeros((3, 4), np.int64)
+    _check_classes(rows, rows + IGNORED, tmp_path, 7)
+    with pytest.raises(TextmillError, match=rf"row 8: '{wrong}' has a number other than 0 and 1; make the file again"):
+        _check_classes(rows + types * (np.arange(3) == 1)[:, None], rows + pairs * (np.arange(3) == 1)[:, None],
+                       tmp_path, 7)  # fmt: skip

@@ -65,7 +65,7 @@ def _names_by_depth(shape: Shape) -> dict[int, list[str]]:
 
 def _by_token(values: Array, vocab: int, kept: Mapping[int, int] | None, new: Mapping[int, Sequence[int]]) -> Array:
     """A vector for every token; an unused id gets the mean of all vectors."""
-    found = np.tile(values.mean(axis=0, dtype=np.float64).astype(np.float32), (vocab, 1))
+    found = np.tile(values.mean(axis=0, dtype=np.float64).astype(np.float32), (vocab, *[1] * (values.ndim - 1)))
     if kept is None:
         found[: len(values)] = values
     else:

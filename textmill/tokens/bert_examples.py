@@ -27,6 +27,7 @@ from textmill.tokens.example_messages import (
 )
 from textmill.tokens.tfrecord import read_records
 
+AGAIN = "make the file again, or remove it from tokens.use"
 KINDS = {
     "input_ids": INTEGERS, "input_mask": INTEGERS, "segment_ids": INTEGERS, "masked_lm_positions": INTEGERS,
     "masked_lm_ids": INTEGERS, "masked_lm_weights": FLOATS, "next_sentence_labels": INTEGERS,
@@ -79,7 +80,7 @@ def _split(path: Path, number: int, data: bytes) -> dict[str, Feature]:
     try:
         found = split_example(data)
     except BrokenMessage as error:
-        raise TextmillError(f"{path}: record {number:,} is not a tf.train.Example: {error}") from None
+        raise TextmillError(f"{path}: record {number:,} is not a tf.train.Example: {error}; {AGAIN}") from None
     if unknown := [name for name in found if name not in KINDS]:
         raise TextmillError(
             f"{path}: record {number:,} has the unknown feature '{unknown[0]}'; "
@@ -127,13 +128,17 @@ def _to_batch(path: Path, first: int, columns: dict[str, NDArray[Any]]) -> pa.Re
     expected = {"input_mask": length, "segment_ids": length, "masked_lm_ids": predicted, "masked_lm_weights": predicted}
     for name, width in {**expected, "next_sentence_labels": 1}.items():
         if widths[name] != width:
-            raise TextmillError(f"{path}: record {first:,}: feature '{name}' has {widths[name]} values, not {width}")
+            raise TextmillError(
+                f"{path}: record {first:,}: feature '{name}' has {widths[name]} values, not {width}; {AGAIN}"
+            )
     labels = np.full((count, length), IGNORED, np.int64)
     rows, places = np.nonzero(columns["masked_lm_weights"] > 0)
     positions = columns["masked_lm_positions"][rows, places]
     if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= length):
         wrong = int(rows[(positions < 0) | (positions >= length)][0])
-        raise TextmillError(f"{path}: record {first + wrong:,} predicts a token outside of its {length} positions")
+        raise TextmillError(
+            f"{path}: record {first + wrong:,} predicts a token outside of its {length} positions; {AGAIN}"
+        )
     labels[rows, positions] = columns["masked_lm_ids"][rows, places]
     arrays = [ids, columns["input_mask"], columns["segment_ids"], labels, columns["next_sentence_labels"]]
     return pa.RecordBatch.from_arrays([_list_array(values) for values in arrays], schema=SCHEMA)

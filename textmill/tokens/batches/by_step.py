@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
-from textmill.tokens.batches.batch import Batch
+from textmill.tokens.batches.batch import IGNORED, Batch
 from textmill.tokens.batches.batch_sizes import BatchSizes
 from textmill.tokens.batches.blend import Blend
 from textmill.tokens.batches.history import BlendRange
@@ -103,6 +103,10 @@ def _merge(found: list[tuple[NDArray[np.int64], SampleArrays]]) -> SampleArrays:
     """Put the samples of all stores back into the order of the batch."""
     order = np.argsort(np.concatenate([rows for rows, _ in found]))
     columns = {name: [getattr(arrays, name) for _, arrays in found] for name in SampleArrays.__dataclass_fields__}
+    if any(one is not None for one in columns["pair_labels"]):  # other stores have no pairs
+        no_pairs = [np.full_like(arrays.labels, IGNORED) for _, arrays in found]
+        given = zip(columns["pair_labels"], no_pairs, strict=True)
+        columns["pair_labels"] = [none if one is None else one for one, none in given]
     return SampleArrays(
         **{name: np.concatenate(values)[order] for name, values in columns.items() if values[0] is not None}
     )

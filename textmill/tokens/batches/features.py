@@ -30,10 +30,10 @@ class FeaturesLayout:
 
     def __init__(
         self, features: FeatureRows, store: TokenStore, *, length: int, seed: int | None, vocab: int | None = None,
-        folder: Path | None = None,
+        folder: Path | None = None, pairs: bool = True,
     ) -> None:  # fmt: skip
         self.features, self.store, self.length = features, store, length
-        self.seed, self.vocab, self.folder = seed, vocab, folder
+        self.seed, self.vocab, self.folder, self.pairs = seed, vocab, folder, pairs
         self.samples_per_epoch = features.table.count
         if not self.samples_per_epoch:
             raise TextmillError(
@@ -46,6 +46,8 @@ class FeaturesLayout:
         """The rows with these numbers."""
         rows = np.asarray(self.row_array[self._positions(samples)])
         inputs, labels, *masked = (rows[:, number] for number in range(rows.shape[1]))
+        if masked and not self.pairs:
+            del masked[-1]
         check_ids(inputs.ravel(), self.vocab, self.features.table.files[0].parent)
         check_ids(labels[labels != IGNORED], self.vocab, self.features.table.files[0].parent)
         return SampleArrays(inputs, labels, *masked)
@@ -110,7 +112,19 @@ def _blocks(table: Table, length: int, arrays: int) -> Iterator[NDArray[np.int32
         pairs = np.full_like(inputs, IGNORED)
         pairs[:, :1] = _as_matrix(columns[PAIR], 1, path)
         types = _as_matrix(columns[TYPES], length, path)
+        pairs = np.where(pairs < 0, np.int64(IGNORED), pairs)
+        _check_classes(types, pairs, path, table.first + first)
         yield np.stack([inputs, labels, mask, types, pairs], axis=1).astype(np.int32)
+
+
+def _check_classes(types: NDArray[np.int64], pairs: NDArray[np.int64], where: Path, first: int) -> None:
+    """Raise an error for segments other than 0 and 1, and for labels of pairs other than these and none."""
+    for name, values, least in ((TYPES, types, 0), (PAIR, pairs, IGNORED)):
+        if wrong := np.flatnonzero(((values < least) | (values > 1)).any(1)).tolist():
+            raise TextmillError(
+                f"{where}: row {first + wrong[0]:,}: '{name}' has a number other than 0 and 1; make the file again, or "
+                "remove it from tokens.use"
+            )
 
 
 def _as_matrix(column: ListColumn, length: int, where: Path) -> NDArray[np.int64]:

@@ -81,7 +81,8 @@ def _build_layout(
             )
         if train.layout == "features" and one.features.table.count and has_masked_rows(one.features.table):
             raise TextmillError(f"{one.features.table.files[0].parent}: has masked examples; set train.layout=masked")
-        return FeaturesLayout(one.features, store, length=length, seed=seed, vocab=vocab, folder=folder)
+        pairs = train.masked.pairs != "none"
+        return FeaturesLayout(one.features, store, length=length, seed=seed, vocab=vocab, folder=folder, pairs=pairs)
     if train.layout == "packed":
         return PackedLayout(
             store, length=length, seed=seed, isolate_documents=train.packed.isolate_documents,

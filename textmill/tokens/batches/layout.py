@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from textmill.errors import TextmillError
 
-OBJECTIVES = {"masked": ("masked",), "features": ("next_token", "masked")}
+OBJECTIVES = {"masked": ("masked",)}
 """What a net can learn from the labels of a layout, by its name; from the others: next_token."""
 
 
 def objectives_of(layout: str) -> tuple[str, ...]:
-    """What a net can learn from the labels of a layout: next_token, masked, or either, as its rows have them."""
+    """What a net can learn from the labels of a layout: next_token or masked."""
     return OBJECTIVES.get(layout, ("next_token",))
 
 
