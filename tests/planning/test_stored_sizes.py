@@ -41,3 +41,9 @@ def test_damaged_files_state_nothing(tmp_path: Path) -> None:
         path.write_bytes(damaged[: -dice.randrange(1, 30)] if dice.random() < 0.3 else damaged)
         found = content_size(str(path))
         assert found is None or found >= 0
+
+
+def test_several_streams_in_one_file_state_nothing(tmp_path: Path) -> None:
+    """Their last index is that of the last stream only."""
+    (tmp_path / "a.xz").write_bytes(lzma.compress(DATA, preset=0) + lzma.compress(b"the end", preset=0))
+    assert content_size(str(tmp_path / "a.xz")) is None

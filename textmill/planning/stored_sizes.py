@@ -25,7 +25,7 @@ def content_size(address: str) -> int | None:
 
 
 def _xz_size(path: Path, size: int) -> int | None:
-    """The sum over the blocks of the last stream, from the index before its footer."""
+    """The sum over all blocks, from the index before the footer; header and footer have the same size."""
     words, magic = XZ_FOOTER.unpack(_read_end(path, size, XZ_FOOTER.size))
     length = (words + 1) * 4
     if magic != b"YZ" or length > size:
@@ -36,7 +36,9 @@ def _xz_size(path: Path, size: int) -> int | None:
     for _ in range(2 * min(count, length)):
         number, position = _read_number(index, position)
         numbers.append(number)
-    return sum(numbers[1::2])
+    blocks = sum(-(-stored // 4) * 4 for stored in numbers[::2])
+    # Of several streams in one file, this index is only that of the last one.
+    return sum(numbers[1::2]) if 2 * XZ_FOOTER.size + blocks + length == size else None
 
 
 def _read_number(data: bytes, position: int) -> tuple[int, int]:
