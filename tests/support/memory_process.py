@@ -32,7 +32,7 @@ def held_bytes(engine: Any) -> dict[str, int]:
         update(*arguments)
 
     optimizer.adam.step = counted
-    stepped(engine, range(1))
+    stepped(engine, range(1), "gpt2")
     local = [engine.parallel.local(parameter) for parameter in engine.net.parameters()]
     seen["weights"] = sum(part.nbytes for part in local)
     seen["optimizer"] = sum(values.nbytes for state in optimizer.adam.state.values() for values in state.values())
