@@ -107,7 +107,7 @@ def test_early_stopping_ends_a_run_and_resumes_with_its_count(root: Path, capsys
     [
         (
             ["train.best.metric=loss"],
-            r"train\.best\.metric: found 'loss'; give valid_loss, another valid_",
+            r"train\.best\.metric: found 'loss'; give valid_loss, valid_accuracy",
         ),
         (["train.tasks=lambada:nowhere.jsonl"], r"nowhere\.jsonl: no such file"),
         (["train.best.metric=choices/accurracy"], r"'choices/accurracy' is not measured; set train\.tasks"),
