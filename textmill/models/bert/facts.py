@@ -9,22 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
-from textmill.errors import TextmillError
-from textmill.models.activations import SAME_ACTIVATION
+from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
 from textmill.models.weights import Weight, count_flops, count_parameters
-from textmill.storage.files import read_json
 
 Array = NDArray[np.float32]
 
 NAME, OBJECTIVE, BATCH_FIELDS = "bert", "masked", frozenset({"documents", "types", "pair_labels"})
-VOCAB_MULTIPLE = 128
 PAIR_CLASSES = 2
 HEADS = ("bert.pooler", "cls.")
 """How the names of weights start that are multiplied with labelled tokens only."""
@@ -81,8 +77,8 @@ class Shape:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding in memory: a multiple of 128, which makes matmuls faster."""
-        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        """Rows of the embedding in memory."""
+        return pad_vocab(self.vocab)
 
     @property
     def parameters(self) -> int:
@@ -108,9 +104,7 @@ class Shape:
 def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
     """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
     if isinstance(config.shape, str):
-        path = Path(config.shape)
-        path = path / "config.json" if path.is_dir() else path
-        return replace(shape_of_hf(read_json(path), str(path)), vocab=vocab, end=end)
+        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, end=end)
     numbers = dict(shape_numbers(config))
     if length and config.shape.positions is None:
         numbers["positions"] = length
@@ -120,31 +114,13 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
-    if not isinstance(hf, dict):
-        raise TextmillError(f"{where}: found a {type(hf).__name__}; it is not a BERT config.json")
-    for key, wanted in MUST_BE.items():
-        if hf.get(key, wanted) != wanted:
-            raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's BERT has {key}={wanted} only")
-    activation = hf.get("hidden_act", "gelu")
-    if not isinstance(activation, str) or activation not in SAME_ACTIVATION:
-        known = ", ".join(SAME_ACTIVATION)
-        raise TextmillError(f"{where}: hidden_act is {activation!r}; textmill knows {known}")
-    for key in (*WHOLE_NUMBERS, "type_vocab_size"):
-        if type(hf.get(key, 2 if key == "type_vocab_size" else None)) is not int or hf.get(key, 2) < 1:
-            raise TextmillError(
-                f"{where}: {key} is {hf.get(key)!r}; a BERT config.json has a whole number above 0 there"
-            )
-    for key in (*DROPOUTS, "layer_norm_eps"):
-        if not isinstance(value := hf.get(key, 0.1), int | float) or not 0 <= value < 1:
-            raise TextmillError(f"{where}: {key} is {value!r}; a BERT config.json has a number from 0 to 1 there")
-    if hf["hidden_size"] % hf["num_attention_heads"]:
-        raise TextmillError(
-            f"{where}: {hf['num_attention_heads']} heads do not divide the width {hf['hidden_size']}; "
-            "fix num_attention_heads or hidden_size"
-        )
+    config = open_hf_config(hf, where, "BERT")
+    numbers = {**dict.fromkeys(WHOLE_NUMBERS), "type_vocab_size": 2}
+    config.check(MUST_BE, numbers, (*DROPOUTS, "layer_norm_eps"), "num_attention_heads", "hidden_size")
     end = hf.get("eos_token_id")
     return Shape(
-        end=end if type(end) is int else 0, types=hf.get("type_vocab_size", 2), activation=SAME_ACTIVATION[activation],
+        end=end if type(end) is int else 0, types=hf.get("type_vocab_size", 2),
+        activation=config.activation("hidden_act", "gelu"),
         norm=next((norm for norm, kind in MODEL_TYPES.items() if kind == hf.get("model_type")), "post"),
         pair_head=not any("MaskedLM" in name for name in hf.get("architectures") or ()),
         epsilon=hf.get("layer_norm_eps", 1e-12), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,12 @@ from numpy.typing import NDArray
 
 from textmill.config import ModelConfig, shape_numbers
 from textmill.errors import TextmillError
-from textmill.models.activations import SAME_ACTIVATION
+from textmill.models.hf_config import open_hf_config, pad_vocab, read_config_file
 from textmill.models.weights import Weight, count_flops, count_parameters
-from textmill.storage.files import read_json
 
 Array = NDArray[np.float32]
 
 NAME, OBJECTIVE, BATCH_FIELDS = "gpt2", "next_token", frozenset({"documents"})
-VOCAB_MULTIPLE = 128
 HEAD = "lm_head.weight"
 """The head; a tied one is the embedding."""
 DROPOUTS = {"embd_pdrop": "embedding_dropout", "attn_pdrop": "attention_dropout", "resid_pdrop": "residual_dropout"}
@@ -29,6 +26,7 @@ MUST_BE = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }  # fmt: skip
+WHOLE_NUMBERS = dict.fromkeys(("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"))
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class Shape:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding in memory: a multiple of 128, which makes matmuls faster."""
-        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        """Rows of the embedding in memory."""
+        return pad_vocab(self.vocab)
 
     @property
     def parameters(self) -> int:
@@ -83,10 +81,7 @@ class Shape:
 def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = None) -> Shape:
     """The shape that the `model` section describes; `length` limits positions unless `model.shape.positions` is set."""
     if isinstance(config.shape, str):
-        path = Path(config.shape)
-        path = path / "config.json" if path.is_dir() else path
-        numbers = vars(shape_of_hf(read_json(path), str(path))) | {"vocab": vocab, "end": end}
-        return Shape(**numbers)
+        return replace(shape_of_hf(*read_config_file(config.shape)), vocab=vocab, end=end)
     numbers = dict(shape_numbers(config))
     dropout = numbers.pop("dropout")
     if length and config.shape.positions is None:
@@ -99,35 +94,16 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     """The shape of a transformers config.json; an unsupported setting is an error that names it."""
-    if not isinstance(hf, dict):
-        raise TextmillError(f"{where}: found a {type(hf).__name__}; it is not a GPT-2 config.json")
-    for key, wanted in MUST_BE.items():
-        if hf.get(key, wanted) != wanted:
-            raise TextmillError(f"{where}: {key} is {hf[key]}; textmill's GPT-2 has {key}={wanted} only")
-    activation = hf.get("activation_function", "gelu_new")
-    if not isinstance(activation, str) or activation not in SAME_ACTIVATION:
-        known = ", ".join(SAME_ACTIVATION)
-        raise TextmillError(f"{where}: activation_function is {activation!r}; textmill knows {known}")
-    for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"):
-        if type(hf.get(key)) is not int or hf[key] < 1:
-            raise TextmillError(
-                f"{where}: {key} is {hf.get(key)!r}; a GPT-2 config.json has a whole number above 0 there"
-            )
-    for key in (*DROPOUTS, "layer_norm_epsilon"):
-        if not isinstance(value := hf.get(key, 0.1), int | float) or not 0 <= value < 1:
-            raise TextmillError(f"{where}: {key} is {value!r}; a GPT-2 config.json has a number from 0 to 1 there")
+    config = open_hf_config(hf, where, "GPT-2")
+    config.check(MUST_BE, WHOLE_NUMBERS, (*DROPOUTS, "layer_norm_epsilon"), "n_head", "n_embd")
     if hf.get("n_inner") is not None and (type(hf["n_inner"]) is not int or hf["n_inner"] < 1):
         raise TextmillError(
             f"{where}: n_inner is {hf['n_inner']!r}; a GPT-2 config.json has a whole number above 0 there, or null"
         )
-    if hf["n_embd"] % hf["n_head"]:
-        raise TextmillError(
-            f"{where}: {hf['n_head']} heads do not divide the width {hf['n_embd']}; fix n_head or n_embd"
-        )
     return Shape(
         layers=hf["n_layer"], heads=hf["n_head"], width=hf["n_embd"], inner=hf.get("n_inner") or 4 * hf["n_embd"],
         positions=hf["n_positions"], vocab=hf["vocab_size"], end=_end_of(hf, where),
-        activation=SAME_ACTIVATION[activation], epsilon=hf.get("layer_norm_epsilon", 1e-5),
+        activation=config.activation("activation_function", "gelu_new"), epsilon=hf.get("layer_norm_epsilon", 1e-5),
         untied=not hf.get("tie_word_embeddings", True),
         **{name: hf.get(key, 0.1) for key, name in DROPOUTS.items()},
     )  # fmt: skip
