@@ -21,6 +21,10 @@ from textmill.kernels.dropout_jax import drop
 from textmill.models.lora import dropout_sites
 
 Weights = dict[str, Array]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False), "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,3 +96,46 @@ def document_starts(documents_NT: Array) -> Array:
     """The position at which each token's document starts."""
     new_NT = jnp.pad(documents_NT[:, 1:] != documents_NT[:, :-1], ((0, 0), (1, 0)))
     return jax.lax.cummax(jnp.where(new_NT, jnp.arange(new_NT.shape[1]), 0), axis=1)
+
+
+def run_blocks(
+    blocks: Callable[..., Array],
+    shape: Any,
+    options: NetOptions,
+    weights: Weights,
+    x_NTE: Array,
+    *context: Array | None,
+) -> Array:
+    """The residual stream after all blocks, some at a time with activation checkpointing.
+
+    `blocks` gets the numbers of the layers, shape, options, weights, the residual stream and the context.
+    """
+    step = options.recompute or shape.layers
+    for start in range(0, shape.layers, step):
+        some = partial(blocks, range(start, min(shape.layers, start + step)), shape, options)
+        # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
+        x_NTE = (jax.checkpoint(some) if options.recompute else some)(weights, x_NTE, *context)
+    return x_NTE
+
+
+def attention(
+    q: Array, k: Array, v: Array, dropout: float, options: NetOptions, keys_N: Array | None, site: int,
+    mask_N1TT: Array | None, *, causal: bool,
+) -> Array:  # fmt: skip
+    """Attention [N, T, H, D] of queries to keys where the mask allows it; without a mask to all, or to earlier ones."""
+    causal = causal and mask_N1TT is None
+    if keys_N is not None and dropout:
+        # Attention weights are written out, for dropout on them.
+        scores_NHTT = jnp.einsum("nthd,nshd->nhts", q, k) * q.shape[-1] ** -0.5
+        mask = causal_mask(scores_NHTT.shape[-1]) if causal else mask_N1TT
+        scores_NHTT = scores_NHTT if mask is None else jnp.where(mask, scores_NHTT, -jnp.inf)
+        weights_NHTT = drop(jax.nn.softmax(scores_NHTT.astype(jnp.float32)), dropout, keys_N, site).astype(q.dtype)
+        return jnp.einsum("nhts,nshd->nthd", weights_NHTT, v)
+    fused = options.fused and (mask_N1TT is None or q.shape[1] % 2 == 0)
+    kernel = "cudnn" if fused else "xla"
+    return jax.nn.dot_product_attention(q, k, v, mask=mask_N1TT, is_causal=causal, implementation=kernel)
+
+
+def causal_mask(length: int) -> Array:
+    """Each token attends to itself and to those before it."""
+    return jnp.tril(jnp.ones((length, length), bool))

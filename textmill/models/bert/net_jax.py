@@ -5,16 +5,13 @@ Shapes in names: N samples, T tokens, K or P some of them, E width, H heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from textmill.kernels.dropout_jax import drop
+from textmill.models.base_jax import ACTIVATIONS, Weights, attention, document_starts, linear, norm, run_blocks
 from textmill.models.base_jax import NetOptions as NetOptions
-from textmill.models.base_jax import Weights, document_starts, linear, norm
 from textmill.models.bert.facts import Shape
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
@@ -22,10 +19,6 @@ HEAD_BIAS = "cls.predictions.bias"
 """The head's bias, one number for each token."""
 FEW_LABELS = True
 """The head is computed for labelled tokens alone."""
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False), "gelu_new": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh,
-}  # fmt: skip
 
 
 def head_name(shape: Shape) -> str:
@@ -67,11 +60,7 @@ def states(
     if shape.norm == "post":
         embedded = norm(weights, "bert.embeddings.LayerNorm", shape, embedded)
     x_NTE = options.by_sample(drop(embedded.astype(options.precision), shape.dropout, keys_N, 0))
-    for start in range(0, shape.layers, options.recompute or shape.layers):
-        layers = range(start, min(shape.layers, start + (options.recompute or shape.layers)))
-        blocks = partial(_blocks, layers, shape, options)
-        # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
-        x_NTE = (jax.checkpoint(blocks) if options.recompute else blocks)(weights, x_NTE, keys_N, mask_N1TT)
+    x_NTE = run_blocks(_blocks, shape, options, weights, x_NTE, keys_N, mask_N1TT)
     return norm(weights, "bert.encoder.ln", shape, x_NTE) if shape.norm == "pre" else x_NTE
 
 
@@ -135,13 +124,5 @@ def _attention(
         linear(weights, f"{name}.{part}", shape, options, x_NTE, keys_N).reshape(N, T, shape.heads, -1)
         for part in ("query", "key", "value")
     )
-    if keys_N is not None and shape.attention_dropout:
-        scores_NHTT = jnp.einsum("nthd,nshd->nhts", q, k) * q.shape[-1] ** -0.5
-        scores_NHTT = scores_NHTT if mask_N1TT is None else jnp.where(mask_N1TT, scores_NHTT, -jnp.inf)
-        chances = jax.nn.softmax(scores_NHTT.astype(jnp.float32))
-        weights_NHTT = drop(chances, shape.attention_dropout, keys_N, 3 * layer + 1).astype(q.dtype)
-        return jnp.einsum("nhts,nshd->nthd", weights_NHTT, v).reshape(N, T, E)
-    fused = options.fused and (mask_N1TT is None or T % 2 == 0)
-    kernel = "cudnn" if fused else "xla"
-    y_NTHD = jax.nn.dot_product_attention(q, k, v, mask=mask_N1TT, implementation=kernel)
-    return y_NTHD.reshape(N, T, E)
+    dropout, site = shape.attention_dropout, 3 * layer + 1
+    return attention(q, k, v, dropout, options, keys_N, site, mask_N1TT, causal=False).reshape(N, T, E)

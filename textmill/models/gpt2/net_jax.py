@@ -6,7 +6,6 @@ Shapes in names: N samples, T tokens, E width, H heads, D head width, V vocabula
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,19 @@ from jax import Array
 
 from textmill.checkpoints.adapters import LORA_B
 from textmill.kernels.dropout_jax import drop
+from textmill.models.base_jax import (
+    ACTIVATIONS,
+    Weights,
+    attention,
+    causal_mask,
+    document_starts,
+    linear,
+    matmul,
+    narrow,
+    norm,
+    run_blocks,
+)
 from textmill.models.base_jax import NetOptions as NetOptions
-from textmill.models.base_jax import Weights, document_starts, linear, matmul, narrow, norm
 from textmill.models.gpt2.facts import HEAD, Shape
 
 EMBEDDING = "transformer.wte.weight"
@@ -51,11 +61,7 @@ def states(
     table = weights[EMBEDDING] if options.gathered is None else options.gathered(EMBEDDING, weights[EMBEDDING])
     embedded = table[ids_NT] + weights["transformer.wpe.weight"][positions]
     x_NTE = options.by_sample(drop(embedded.astype(options.precision), shape.embedding_dropout, keys_N, 0))
-    for start in range(0, shape.layers, options.recompute or shape.layers):
-        layers = range(start, min(shape.layers, start + (options.recompute or shape.layers)))
-        blocks = partial(_blocks, layers, shape, options)
-        # Dropout is a hash of positions, so that no random state needs to be kept and replayed.
-        x_NTE = (jax.checkpoint(blocks) if options.recompute else blocks)(weights, x_NTE, keys_N, mask_N1TT)
+    x_NTE = run_blocks(_blocks, shape, options, weights, x_NTE, keys_N, mask_N1TT)
     return norm(weights, "transformer.ln_f", shape, x_NTE)
 
 
@@ -103,42 +109,18 @@ def _attention(
 
     # Three matmuls give contiguous queries, keys and values, as the attention kernels need them.
     q, k, v = map(projected, range(3))
-    if keys_N is not None and shape.attention_dropout:
-        y_NTHD = _attention_with_dropout(q, k, v, shape.attention_dropout, keys_N, 3 * layer + 1, mask_N1TT)
-    else:
-        fused = options.fused and (mask_N1TT is None or T % 2 == 0)
-        kernel = "cudnn" if fused else "xla"
-        y_NTHD = jax.nn.dot_product_attention(
-            q, k, v, mask=mask_N1TT, is_causal=mask_N1TT is None, implementation=kernel
-        )
+    dropout, site = shape.attention_dropout, 3 * layer + 1
+    y_NTHD = attention(q, k, v, dropout, options, keys_N, site, mask_N1TT, causal=True)
     return linear(weights, f"{name}.c_proj", shape, options, y_NTHD.reshape(N, T, E), keys_N)
 
 
-def _attention_with_dropout(
-    q: Array, k: Array, v: Array, dropout: float, keys_N: Array, site: int, mask_N1TT: Array | None
-) -> Array:
-    """Attention weights written out, for dropout on them."""
-    scores_NHTT = jnp.einsum("nthd,nshd->nhts", q, k) * q.shape[-1] ** -0.5
-    mask = _causal(scores_NHTT.shape[-1]) if mask_N1TT is None else mask_N1TT
-    scores_NHTT = jnp.where(mask, scores_NHTT, -jnp.inf).astype(jnp.float32)
-    weights_NHTT = drop(jax.nn.softmax(scores_NHTT), dropout, keys_N, site).astype(q.dtype)
-    return jnp.einsum("nhts,nshd->nthd", weights_NHTT, v)
-
-
 def _mlp(weights: Weights, name: str, shape: Shape, options: NetOptions, x_NTE: Array, keys_N: Array | None) -> Array:
-    gelu = partial(jax.nn.gelu, approximate=shape.activation == "gelu_new")
-    others: Any = {"relu": jax.nn.relu, "silu": jax.nn.silu, "tanh": jnp.tanh}
-    activate = jax.checkpoint(others.get(shape.activation, gelu))
+    activate = jax.checkpoint(ACTIVATIONS[shape.activation])
     inner = activate(linear(weights, f"{name}.c_fc", shape, options, x_NTE, keys_N))
     return linear(weights, f"{name}.c_proj", shape, options, inner, keys_N)
-
-
-def _causal(length: int) -> Array:
-    """Each token attends to itself and to those before it."""
-    return jnp.tril(jnp.ones((length, length), bool))
 
 
 def _document_mask(documents_NT: Array) -> Array:
     """Which tokens each one attends to when attention stays inside its document."""
     same_NTT = documents_NT[:, :, None] == documents_NT[:, None, :]
-    return (same_NTT & _causal(same_NTT.shape[1]))[:, None]
+    return (same_NTT & causal_mask(same_NTT.shape[1]))[:, None]
