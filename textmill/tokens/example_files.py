@@ -11,12 +11,11 @@ import numpy as np
 from textmill.config import MaskedConfig, RunConfig
 from textmill.corpus.document import SPLITS
 from textmill.errors import TextmillError
-from textmill.runners import open_runner
-from textmill.storage.files import atomic_writer, manifest_entry, remove_folder
-from textmill.storage.progress import progress
+from textmill.storage.files import atomic_writer, remove_folder
 from textmill.tokens.batches.masked import MaskedLayout, has_spans
 from textmill.tokens.batches.masked_tokens import masked_tokens_of
 from textmill.tokens.bert_examples import to_examples
+from textmill.tokens.split_files import make_file_folder, write_split_files
 from textmill.tokens.store import open_store
 from textmill.tokens.tfrecord import count_records, write_records
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
@@ -62,18 +61,12 @@ def write_examples(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]
     """If `tokens.kind=tfrecord`, write the examples of every split; return length and checksum of each file."""
     if config.tokens.kind != "tfrecord":
         return {}
-    (folder / FOLDER).mkdir(exist_ok=True)
-    for left in (folder / FOLDER).glob("*.tmp-*"):  # left by a run that was killed
-        left.unlink()
+    make_file_folder(folder / FOLDER)
     tasks = [task for split in SPLITS for task in _plan_files(config, folder, split)]
-    rows = 0
-    with progress("tokenize: examples", total=len(tasks), unit="files") as bar:
-        for count in open_runner(config.runner).map(write_file, tasks):
-            rows += count
-            bar.advance(1)
+    rows, files = write_split_files(config, tasks, write_file, "examples")
     print(f"tokenize: {rows:,} examples of {config.train.length} tokens in {len(tasks)} files of {FOLDER}/")
     remove_folder(folder / INDEX)
-    return {f"{FOLDER}/{task.path.name}": manifest_entry(task.path) for task in tasks}
+    return files
 
 
 def _plan_files(config: RunConfig, folder: Path, split: str) -> list[ExampleFile]:

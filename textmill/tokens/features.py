@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from textmill.config import RunConfig
 from textmill.config.tokens import FeaturesConfig
 from textmill.corpus.document import SPLITS
-from textmill.runners import open_runner
-from textmill.storage.files import atomic_writer, manifest_entry
-from textmill.storage.progress import progress
+from textmill.storage.files import atomic_writer
 from textmill.tokens.batches.layout import gather_ranges
+from textmill.tokens.split_files import make_file_folder, write_split_files
 from textmill.tokens.store import TokenStore, open_store
 from textmill.tokens.vocabulary.tokenizer import open_tokenizer
 
@@ -105,18 +104,12 @@ def write_features(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]
     """If `tokens.kind=features`, write the rows of every split in `folder`; return length and checksum of each file."""
     if config.tokens.kind != "features":
         return {}
-    (folder / FOLDER).mkdir(exist_ok=True)
-    for left in (folder / FOLDER).glob("*.tmp-*"):  # left by a run that was killed
-        left.unlink()
+    make_file_folder(folder / FOLDER)
     special = open_tokenizer(config.folder_of("tokenizer")).end
     tasks = [task for split in SPLITS for task in _plan_files(config, folder, split, special)]
-    rows = 0
-    with progress("tokenize: features", total=len(tasks), unit="files") as bar:
-        for count in open_runner(config.runner).map(write_file, tasks):
-            rows += count
-            bar.advance(1)
+    rows, files = write_split_files(config, tasks, write_file, "features")
     print(f"tokenize: {rows:,} rows of {config.tokens.features.max_length} tokens in {len(tasks)} files of {FOLDER}/")
-    return {f"{FOLDER}/{task.path.name}": manifest_entry(task.path) for task in tasks}
+    return files
 
 
 def _plan_files(config: RunConfig, folder: Path, split: str, special: int) -> list[FeatureFile]:
