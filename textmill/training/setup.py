@@ -9,6 +9,7 @@ from dataclasses import replace
 from textmill.checkpoints.folders import StepChoice
 from textmill.config import RunConfig, TrainConfig
 from textmill.engines import Engine, open_engine
+from textmill.engines.distillation.folders import resolve_teachers
 from textmill.errors import TextmillError
 from textmill.processes.ranks import Ranks, report_each
 from textmill.storage import faults
@@ -31,8 +32,9 @@ BYTES_PER_ID = 16
 
 
 def complete_config(config: RunConfig, force: Force, ranks: Ranks) -> RunConfig:
-    """The config with an imported model in place of its name, and with the values of `train.preset=auto`."""
-    return fill_auto_preset(use_imported_model(config, write=ranks.first), force, ranks.world)
+    """The config with folders in place of an imported model and of teachers, and with what `train.preset=auto` sets."""
+    config = resolve_teachers(use_imported_model(config, write=ranks.first))
+    return fill_auto_preset(config, force, ranks.world)
 
 
 def prepare_run(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from textmill.checkpoints.adapters import tokenizer_folder
 from textmill.checkpoints.folders import open_model
 from textmill.config import RunConfig, TorchEngine
+from textmill.engines.distillation.folders import teacher_folder
 from textmill.errors import TextmillError
 from textmill.models import open_family, read_shape
 from textmill.storage.tensor_files import fingerprint_weights
@@ -28,13 +30,13 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
     given = read_shape(open_model(config.model.init_from).folder) if config.model.init_from else None
     own = open_family(given.family if given else config.model.family).OBJECTIVE
     for name in names:
-        teacher = read_shape(open_model(name).folder)
+        found = teacher_folder(name)
+        teacher, folder = read_shape(found), tokenizer_folder(found)
         if (theirs := open_family(teacher.family).OBJECTIVE) != own:
             raise TextmillError(
                 f"train.distil.teachers: {name} is a {teacher.family}, which predicts {theirs}, and the model {own}; "
                 "name a teacher of the same kind"
             )
-        folder = open_model(name).tokenizer
         if tokenizer is not None and open_tokenizer(folder).fingerprint != tokenizer.fingerprint:
             raise TextmillError(
                 f"train.distil.teachers: {name} has another tokenizer than this run, so that its predictions mean "
@@ -44,10 +46,10 @@ def check_teachers(config: RunConfig, tokenizer: TextTokenizer | None = None) ->
 
 def fingerprint_teachers(config: RunConfig) -> list[str]:
     """A fingerprint of each teacher's weights."""
-    return [fingerprint_weights(open_model(name).folder) for name in config.train.distil.teachers]
+    return [fingerprint_weights(teacher_folder(name)) for name in config.train.distil.teachers]
 
 
 def teacher_flops(config: RunConfig, length: int) -> float:
     """FLOPs of the teachers for one token: a forward pass, which is a third of a step."""
-    shapes = (read_shape(open_model(name).folder) for name in config.train.distil.teachers)
+    shapes = (read_shape(teacher_folder(name)) for name in config.train.distil.teachers)
     return sum(shape.flops_per_token(length) / 3 for shape in shapes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from textmill.checkpoints.folders import open_model
 from textmill.config import TrainConfig
+from textmill.engines.distillation.folders import teacher_folder
 from textmill.models import read_shape
 
 CHUNK_LOGITS = 1 << 26
@@ -15,6 +15,6 @@ MATRICES, PER_TEACHER = 8, 3
 def teacher_bytes(train: TrainConfig, *, on_gpu: bool) -> int:
     """Bytes of the teachers' weights, and of the chunk of the loss on a GPU; 0 without teachers."""
     names = train.distil.teachers
-    weights = sum(4 * read_shape(open_model(name).folder).parameters for name in names)
+    weights = sum(4 * read_shape(teacher_folder(name)).parameters for name in names)
     chunk = 4 * CHUNK_LOGITS * (MATRICES + PER_TEACHER * len(names)) if names and on_gpu else 0
     return weights + chunk

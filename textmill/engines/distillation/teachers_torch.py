@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from textmill.checkpoints.folders import open_model
 from textmill.config import DistilConfig, TrainConfig
 from textmill.devices import autocast
+from textmill.engines.distillation.folders import teacher_folder
 from textmill.engines.distillation.terms_torch import Prediction
 from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.errors import TextmillError
@@ -39,7 +39,7 @@ class Teachers:
 
     def __init__(self, train: TrainConfig, shape: Shape, device: torch.device, precision: torch.dtype) -> None:
         self.distil, self.precision = train.distil, precision
-        self.nets = [open_net(open_model(name).folder, device) for name in train.distil.teachers]
+        self.nets = [open_net(teacher_folder(name), device) for name in train.distil.teachers]
         for name, net in zip(train.distil.teachers, self.nets, strict=True):
             net.requires_grad_(False)
             _check_teacher(name, net.shape, shape, train)
