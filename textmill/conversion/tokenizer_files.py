@@ -47,7 +47,7 @@ def export_tokenizer(config: RunConfig, folder: Path, force: Force, step: StepCh
     with stage.unfinished_folder() as part:
         try:
             files = _write(tokenizer, part)
-            # Between two words sentencepiece joins unknown characters that our splitting keeps apart.
+            # Between two words sentencepiece joins unknown characters that our splitting separates.
             joins = "tokenizer.model" in files
             figures = check_tokenizer(tokenizer, open_tokenizer(part), str(folder), joins_unknown=joins)
         except TextmillError:
