@@ -1,12 +1,14 @@
-"""Tokens/s of the torch engine and of transformers' GPT-2, both compiled, on one GPU in one run; memory, first step.
+"""Tokens/s of the torch engine and of transformers' model, both compiled, on one GPU in one run; memory, first step.
 
-    python bench/train_gpu.py [SIZE:BATCH ...] [precision=bf16] [document_tokens=0] [length=1024] [steps=30]
-                              [optimizer=adamw] [compare=1] [kernels=0] [compile=1]
+    python bench/train_gpu.py [SIZE:BATCH ...] [family=gpt2] [precision=bf16] [document_tokens=0] [length=1024]
+                              [steps=30] [optimizer=adamw] [dropout=0] [compare=1] [kernels=0] [compile=1]
 
 The default sizes are small:64 and medium:32; large:16 and xl:8 (1.5B) work too. The transformers model is
-GPT2LMHeadModel under torch.compile with autocast, fused AdamW and clipping, on the same random tokens. The last column
-is a line's rate divided by the rates of textmill in the lines before it. MFU counts 6N + 12LHQT operations per token.
+GPT2LMHeadModel, or the family's class, under torch.compile with autocast, fused AdamW and clipping, on the same random
+tokens. The last column is a line's rate divided by the rates of textmill in the lines before it. MFU counts
+6N + 12LHQT operations per token, BERT's head for labelled tokens only.
 
+family           gpt2, or bert: base:256 family=bert length=128; 15% of the tokens have labels, one pair per sample
 precision        fp32, bf16, fp16, fp8 (transformers has no fp8 and uses bf16); bf16,fp8 measures one after the other
 document_tokens  mean document length of our packed samples, with documents isolated from each other; 0: one document
                  per sample; 0,300 measures both
@@ -33,21 +35,39 @@ from textmill.config import ModelConfig, RunConfig, TorchEngine, TrainConfig
 from textmill.devices import open_device, peak_flops_of, torch_dtype
 from textmill.engines import open_engine
 from textmill.models import initial_weights, open_family
-from textmill.tokens.batches.batch import Batch
+from textmill.tokens.batches.batch import IGNORED, Batch
 
 OPTIONS: dict[str, Any] = {
-    "precision": "bf16", "document_tokens": "0", "length": 1024, "steps": 30, "optimizer": "adamw", "compare": 1,
-    "kernels": 0, "compile": 1,
+    "family": "gpt2", "precision": "bf16", "document_tokens": "0", "length": 1024, "steps": 30, "optimizer": "adamw",
+    "dropout": 0.0, "compare": 1, "kernels": 0, "compile": 1,
 }  # fmt: skip
+VOCABS = {"bert": 30522}
+LABELLED, PAIR_CLASSES = 0.15, 2
 
 
 def open_engine_step(shape: Any, size: str, batch: int, options: dict[str, Any]) -> Callable[[int], Any]:
     """Return a step of the torch engine."""
     train = TrainConfig(batch=batch, length=options["length"], learning_rate=1e-4, optimizer=options["optimizer"])
     engine = TorchEngine(compile=bool(options["compile"]), micro_batch=batch, precision=options["precision"])
-    opened = open_engine(RunConfig(model=ModelConfig(size=size), train=train, engine=engine), shape)
+    model = ModelConfig(family=options["family"], size=size)
+    opened = open_engine(RunConfig(model=model, train=train, engine=engine), shape)
     opened.load(initial_weights(shape, 1), [], 0, "start")
-    return new_step(opened, pack_documents(random_batch(batch, options["length"]), int(options["document_tokens"])))
+    return new_step(opened, pack_documents(make_batch(batch, options), int(options["document_tokens"])))
+
+
+def make_batch(rows: int, options: dict[str, Any]) -> Batch:
+    """Return random tokens; for a masked model with labels at some of them, two segments and the class of the pair."""
+    length, vocab = options["length"], VOCABS.get(options["family"], VOCAB)
+    batch = random_batch(rows, length)
+    inputs, labels = batch.inputs % vocab, batch.labels % vocab
+    if open_family(options["family"]).OBJECTIVE != "masked":
+        return replace(batch, inputs=inputs, labels=labels)
+    dice = np.random.default_rng(1)
+    labels = np.where(dice.random(labels.shape) < LABELLED, labels, IGNORED).astype(np.int32)
+    types = np.repeat(np.arange(length, dtype=np.int32)[None] * 2 // length, rows, 0)
+    pairs = np.full_like(labels, IGNORED)
+    pairs[:, 0] = dice.integers(0, PAIR_CLASSES, rows)
+    return replace(batch, inputs=inputs, labels=labels, types=types, pair_labels=pairs)
 
 
 def pack_documents(batch: Batch, tokens: int) -> Batch:
@@ -60,18 +80,25 @@ def pack_documents(batch: Batch, tokens: int) -> Batch:
 
 def open_transformers_step(shape: Any, batch: int, options: dict[str, Any]) -> Callable[[int], Any]:
     """Return a step of transformers' model in a plain loop."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    import transformers
 
     device = open_device("auto")
     precision = torch_dtype(options["precision"], device)
-    net = GPT2LMHeadModel(GPT2Config(**open_family("gpt2").hf_config_of(shape))).to(device).train()
+    known = open_family(options["family"]).hf_config_of(shape)
+    config = transformers.AutoConfig.for_model(**known)
+    net = getattr(transformers, known["architectures"][0])(config).to(device).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    inputs = torch.from_numpy(random_batch(batch, options["length"]).inputs).long().to(device)
+    made = make_batch(batch, options)
+    arrays = {"input_ids": made.inputs, "labels": made.inputs}
+    if made.types is not None and made.pair_labels is not None:
+        pairs = made.pair_labels[:, 0]
+        arrays |= {"labels": made.labels, "token_type_ids": made.types, "next_sentence_label": pairs}
+    given = {name: torch.from_numpy(array).long().to(device) for name, array in arrays.items()}
     forward = torch.compile(net) if options["compile"] else net
 
     def step(number: int) -> Any:
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-            loss = forward(inputs, labels=inputs).loss
+            loss = forward(**given).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
@@ -101,7 +128,10 @@ def compare(argument: str, options: dict[str, Any], device: torch.device, rates:
     length, peak = options["length"], peak_flops_of(device)
     size, _, number = argument.partition(":")
     batch, document_tokens = int(number or 32), int(options["document_tokens"])
-    shape = open_family("gpt2").shape_of(ModelConfig(size=size), vocab=VOCAB, end=0, length=length)
+    family = open_family(options["family"])
+    shape = family.shape_of(
+        ModelConfig(family=options["family"], size=size), vocab=VOCABS.get(family.NAME, VOCAB), end=0, length=length
+    ).with_dropout(options["dropout"])
     variant = options["precision"] + (f", documents of {document_tokens}" if document_tokens else "")
     for name in ("textmill", "transformers")[: 1 + options["compare"]]:
         torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
