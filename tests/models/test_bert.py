@@ -152,7 +152,7 @@ def test_transformers_folders_open(norm: str, kind: str, tmp_path: Path) -> None
         theirs = masked
     theirs.save_pretrained(tmp_path)
     found = read_shape(tmp_path)
-    assert found == replace(shape, pair_head=kind == "PreTraining")
+    assert found == replace(shape, pair_head=kind == "PreTraining", pooler=kind == "PreTraining")
     ids, types, _ = packed(shape, [[16]])
     net = open_net(tmp_path, CPU)
     with torch.no_grad():
@@ -162,6 +162,44 @@ def test_transformers_folders_open(norm: str, kind: str, tmp_path: Path) -> None
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
     assert read_shape(tmp_path) == found, "the weights say which heads there are"
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("pooler", [True, False])
+def test_plain_encoders_open(norm: str, pooler: bool, tmp_path: Path) -> None:
+    """Transformers' BertModel, without a head for masked tokens; its hidden states are the same."""
+    import transformers
+
+    shape = shape_of("tiny", {"layers": 1, "width": 32, "positions": 16, "norm": norm}, 90)
+    prefix = "MegatronBert" if norm == "pre" else "Bert"
+    theirs = getattr(transformers, f"{prefix}Model")(theirs_of(shape).config, add_pooling_layer=pooler).eval()
+    theirs.save_pretrained(tmp_path)
+    found = read_shape(tmp_path)
+    assert found == replace(shape, masked_head=False, pair_head=False, pooler=pooler)
+    assert found.parameters == theirs.num_parameters()
+    assert open_family("bert").hf_config_of(found)["architectures"] == [f"{prefix}Model"]
+    ids, types, _ = packed(shape, [[16]])
+    with torch.no_grad():
+        states = theirs(ids, token_type_ids=types).last_hidden_state
+        assert (open_net(tmp_path, CPU)(ids, types_NT=types) - states).abs().max() < 1e-5
+
+
+def test_a_pooler_without_a_pair_head_is_left_out(tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    shape = shape_of("tiny", {"layers": 1, "width": 32, "positions": 16}, 90)
+    theirs = theirs_of(shape)
+    theirs.save_pretrained(tmp_path)
+    named = {key: one for key, one in load_file(tmp_path / "model.safetensors").items() if "seq_rel" not in key}
+    save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    assert any("pooler" in name for name in named)
+    assert read_shape(tmp_path) == replace(shape, pair_head=False, pooler=False)
+    ids, types, _ = packed(shape, [[16]])
+    net, masked = open_net(tmp_path, CPU), transformers.BertForMaskedLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        wanted = masked(ids, token_type_ids=types).logits
+        assert (net.logits(net(ids, types_NT=types)) - wanted).abs().max() < 1e-5
 
 
 def test_old_names_and_buffers_are_known() -> None:

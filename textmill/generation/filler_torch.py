@@ -114,4 +114,9 @@ def open_filler(checkpoint: Checkpoint, engine: EngineConfig, choices: int) -> F
             f"{checkpoint.folder}: a {net.shape.family} predicts the next token, not masked ones; "
             f"use: textmill generate {checkpoint.folder}"
         )
+    if not getattr(net.shape, "masked_head", True):
+        raise TextmillError(
+            f"{checkpoint.folder}: has no head for masked tokens, so it cannot fill them in; use a folder of "
+            "BertForMaskedLM or BertForPreTraining"
+        )
     return Filler(net.to(torch_dtype(engine.precision, device)), tokenizer, choices, str(checkpoint.folder))

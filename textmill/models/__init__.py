@@ -114,9 +114,13 @@ def weights_of(shape: Shape) -> list[Weight]:
 def known_weights(
     shape: Shape, named: Iterable[tuple[str, NDArray[np.float32]]]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """The weights of any file of the family under the names of `weights_of`, without second copies of tied ones."""
-    copies = {name for weight in weights_of(shape) for name in weight.copies}
-    return ((name, values) for name, values in open_family(shape.family).known_weights(named) if name not in copies)
+    """The weights of any file of the family under the names of `weights_of`, without second copies of tied ones and
+    those that the net does not use."""
+    family = open_family(shape.family)
+    left_out = {name for weight in weights_of(shape) for name in weight.copies}
+    if hasattr(family, "unneeded_weights"):
+        left_out |= family.unneeded_weights(shape)
+    return ((name, values) for name, values in family.known_weights(named) if name not in left_out)
 
 
 def initial_weights(shape: Shape, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:

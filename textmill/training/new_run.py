@@ -76,6 +76,11 @@ def _check_objective(train: TrainConfig, shape: Shape) -> None:
             f"train.layout: {layout} has labels for {found[0]}, but a {shape.family} is trained for {wanted}; "
             f"set train.layout={right}, or another model.family"
         )
+    if layout == "masked" and not getattr(shape, "masked_head", True):
+        raise TextmillError(
+            "model.init_from: the model has no head for masked tokens, so its masked training cannot go on; use a "
+            "folder of BertForMaskedLM or BertForPreTraining"
+        )
     if layout == "masked" and pairs != "none" and not getattr(shape, "pair_head", False):
         raise TextmillError(
             f"train.masked.pairs: {pairs} needs a pair head, which this model does not have; "

@@ -56,8 +56,12 @@ class Shape:
     """Segments that a position can belong to."""
     norm: str = "post"
     """Where the LayerNorms are: post or pre."""
+    masked_head: bool = True
+    """Whether a head predicts masked tokens; a plain encoder has none."""
     pair_head: bool = True
     """Whether a second head predicts a class for each sentence pair."""
+    pooler: bool = True
+    """Whether there is a matrix for the first token of a sample; the pair head needs it."""
     deep_init: bool = False
     """Whether the last matrix of each residual branch starts smaller, by the root of twice the layers."""
     activation: str = "gelu"
@@ -109,7 +113,9 @@ def shape_of(config: ModelConfig, *, vocab: int, end: int, length: int | None = 
     if length and config.shape.positions is None:
         numbers["positions"] = length
     numbers.setdefault("inner", 4 * numbers["width"])
-    return Shape(vocab=vocab, end=end, attention_dropout=numbers["dropout"], **numbers)
+    return Shape(
+        vocab=vocab, end=end, attention_dropout=numbers["dropout"], pooler=numbers["pair_head"], **numbers
+    )  # fmt: skip
 
 
 def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
@@ -118,11 +124,13 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
     numbers = {**dict.fromkeys(WHOLE_NUMBERS), "type_vocab_size": 2}
     config.check(MUST_BE, numbers, (*DROPOUTS, "layer_norm_eps"), "num_attention_heads", "hidden_size")
     end = hf.get("eos_token_id")
+    names = [name for name in hf.get("architectures") or () if isinstance(name, str)]
+    plain, masked = (any(name.endswith(kind) for name in names) for kind in ("BertModel", "MaskedLM"))
     return Shape(
         end=end if type(end) is int else 0, types=hf.get("type_vocab_size", 2),
         activation=config.activation("hidden_act", "gelu"),
         norm=next((norm for norm, kind in MODEL_TYPES.items() if kind == hf.get("model_type")), "post"),
-        pair_head=not any("MaskedLM" in name for name in hf.get("architectures") or ()),
+        masked_head=not plain, pair_head=not plain and not masked, pooler=not masked,
         epsilon=hf.get("layer_norm_eps", 1e-12), **{ours: hf[key] for key, ours in WHOLE_NUMBERS.items()},
         **{ours: hf.get(key, 0.1) for key, ours in DROPOUTS.items()},
     )  # fmt: skip
@@ -130,15 +138,24 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> Shape:
 
 def shape_with_weights(shape: Shape, names: Iterable[str]) -> Shape:
     """The shape with the heads that a file with these weights has; config.json often names another class."""
-    return replace(shape, pair_head=any(name.endswith("seq_relationship.weight") for name in names))
+    ends = ("predictions.transform.dense.weight", "seq_relationship.weight", "pooler.dense.weight")
+    found = list(names)
+    masked, pairs, pooler = (any(name.endswith(end) for name in found) for end in ends)
+    return replace(shape, masked_head=masked, pair_head=pairs, pooler=pooler and (pairs or not masked))
+
+
+def unneeded_weights(shape: Shape) -> frozenset[str]:
+    """Weights that a file may have and a net of this shape does not use: a pooler without a head after it."""
+    return frozenset() if shape.pooler else frozenset(f"bert.pooler.dense.{part}" for part in ("weight", "bias"))
 
 
 def hf_config_of(shape: Shape) -> dict[str, Any]:
     """The config.json with which transformers opens the checkpoint."""
-    prefix, task = "MegatronBert" if shape.norm == "pre" else "Bert", "PreTraining" if shape.pair_head else "MaskedLM"
+    kind = "ForPreTraining" if shape.pair_head else "ForMaskedLM" if shape.masked_head else "Model"
+    kind = ("MegatronBert" if shape.norm == "pre" else "Bert") + kind
     numbers = {key: getattr(shape, ours) for key, ours in (WHOLE_NUMBERS | DROPOUTS).items()}
     return {
-        "architectures": [f"{prefix}For{task}"], "model_type": MODEL_TYPES[shape.norm], "dtype": "float32", **numbers,
+        "architectures": [kind], "model_type": MODEL_TYPES[shape.norm], "dtype": "float32", **numbers,
         "type_vocab_size": shape.types, "hidden_act": shape.activation, "layer_norm_eps": shape.epsilon,
         "initializer_range": 0.02, "pad_token_id": None, "eos_token_id": shape.end, "tie_word_embeddings": True,
     }  # fmt: skip
@@ -162,12 +179,15 @@ def weights_of(shape: Shape) -> list[Weight]:
         weights += _norm("bert.encoder.ln", width)
     # Tensor-parallel ranks divide the vocabulary after the heads' other matrices, so each computes a part of their
     # gradient.
-    heads = [*_linear("cls.predictions.transform.dense", width, width)]
-    heads += _norm("cls.predictions.transform.LayerNorm", width)
-    if shape.pair_head:
-        heads += [*_linear("bert.pooler.dense", width, width), *_linear("cls.seq_relationship", width, PAIR_CLASSES)]
+    heads = []
+    if shape.masked_head:
+        heads += _linear("cls.predictions.transform.dense", width, width)
+        heads += _norm("cls.predictions.transform.LayerNorm", width)
+    heads += _linear("bert.pooler.dense", width, width) if shape.pooler else []
+    heads += _linear("cls.seq_relationship", width, PAIR_CLASSES) if shape.pair_head else []
     weights += [replace(weight, partial_gradient=True) for weight in heads]
-    weights.append(Weight("cls.predictions.bias", (shape.vocab,), **rows))
+    if shape.masked_head:
+        weights.append(Weight("cls.predictions.bias", (shape.vocab,), **rows))
     return [replace(weight, parameter=weight.name.removeprefix("bert.")) for weight in weights]
 
 

@@ -180,17 +180,18 @@ class Predictions(nn.Module):
 
 
 class Heads(nn.Module):
-    """Both heads, under transformers' names."""
+    """The heads that the shape has, under transformers' names."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.predictions = Predictions(shape)
+        if shape.masked_head:
+            self.predictions = Predictions(shape)
         if shape.pair_head:
             self.seq_relationship = nn.Linear(shape.width, PAIR_CLASSES)
 
 
 class Pooler(nn.Module):
-    """What is computed from a pair's first token before the pairs' head."""
+    """What is computed from a sample's first token before the pairs' head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ class Net(BaseNet):
         super().__init__(shape)
         self.embeddings, self.encoder, self.cls = Embeddings(shape), Encoder(shape), Heads(shape)
         self.has_pair_head = shape.pair_head
-        if shape.pair_head:
+        if shape.pooler:
             self.pooler = Pooler(shape)
         self.tokens_part = 0
 
@@ -236,13 +237,13 @@ class Net(BaseNet):
         return self.embeddings.word_embeddings.weight
 
     @property
-    def head_bias(self) -> Tensor:
+    def head_bias(self) -> Tensor | None:
         """One number for each token."""
-        return self.cls.predictions.bias
+        return self.cls.predictions.bias if self.shape.masked_head else None
 
     def head_input(self, x_ME: Tensor) -> Tensor:
-        """A matrix, the activation and a LayerNorm."""
-        return _to_matmul_dtype(self.cls.predictions.transform(x_ME))
+        """A matrix, the activation and a LayerNorm; without a head for masked tokens, the hidden states."""
+        return _to_matmul_dtype(self.cls.predictions.transform(x_ME)) if self.shape.masked_head else x_ME
 
     def pair_logits(self, x_PE: Tensor) -> Tensor:
         """The logits of both classes."""
