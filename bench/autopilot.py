@@ -81,6 +81,17 @@ def documents(path: Path, cell: Cell) -> Iterator[str]:
         yield text
 
 
+def write_text(path: Path, data: Path, cell: Cell) -> None:
+    """Write the texts of a cell as JSON lines, unless the file exists."""
+    if path.is_file():
+        return
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as stream:
+        for text in documents(data / cell.file, cell):
+            stream.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    part.rename(path)
+
+
 class Bench:
     """One cell in one folder."""
 
@@ -90,12 +101,7 @@ class Bench:
         self.trials = int(options.get("trials", self.cell.trials))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.text, self.path = self.folder / "text.jsonl", self.folder / "results.json"
-        if not self.text.is_file():
-            part = self.text.with_suffix(".part")
-            with part.open("w", encoding="utf-8") as stream:
-                for text in documents(Path(options["data"]) / self.cell.file, self.cell):
-                    stream.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-            part.rename(self.text)
+        write_text(self.text, Path(options["data"]), self.cell)
         self.results: dict[str, Any] = json.loads(self.path.read_text()) if self.path.is_file() else {}
 
     def once(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -55,9 +55,9 @@ def open_engine_step(shape: Any, size: str, batch: int, options: dict[str, Any])
     return new_step(opened, pack_documents(make_batch(batch, options), int(options["document_tokens"])))
 
 
-def make_batch(rows: int, options: dict[str, Any]) -> Batch:
+def make_batch(rows: int, options: dict[str, Any], vocab: int = 0) -> Batch:
     """Return random tokens; for a masked model with labels at some of them, two segments and the class of the pair."""
-    length, vocab = options["length"], VOCABS.get(options["family"], VOCAB)
+    length, vocab = options["length"], vocab or VOCABS.get(options["family"], VOCAB)
     batch = random_batch(rows, length)
     inputs, labels = batch.inputs % vocab, batch.labels % vocab
     if open_family(options["family"]).OBJECTIVE != "masked":

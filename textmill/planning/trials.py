@@ -134,6 +134,13 @@ def search(current: Current, lengths: Lengths, outcome: Outcome) -> Search:
                 break  # the other direction would be worse
 
 
+def first_changes(current: Current) -> Iterator[tuple[Changes, bool]]:
+    """The nearest value of each setting in each direction, and whether its steps take as long as the plan's."""
+    for _, same_speed, ladders in _settings(current):
+        for ladder in ladders:
+            yield ladder[0], same_speed
+
+
 Ladder = list[Changes]
 """Values to try one after the other, as long as each is better than the one before."""
 
