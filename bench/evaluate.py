@@ -1,11 +1,11 @@
 """Scoring speed, compared with lm-evaluation-harness' own model class on the same weights in the same run.
 
-    python bench/evaluate.py [windows=N] [items=N] [tiny]
+    python bench/evaluate.py [windows=N] [items=N] [data=FOLDER] [tiny]
 
 GPT-2 124M with random weights: text in windows of 1,024 tokens with a stride of 512, and questions with four choices
 of different lengths. On a GPU in bf16, by default WikiText-2's test file in full and 5,000 items; on a CPU in fp32, a
-few of each. The text is ../shared/data/wikitext2 next to the repository, else the bundled corpus. The other side runs
-at its best batch size, found on a part of the work. Where lm-eval is not installed, an equal loop over transformers
+few of each. The text is FOLDER/wikitext2/test.txt with GPT-2's vocabulary in FOLDER/gpt2_bpe (default: ../shared/data
+next to the repository), else the bundled corpus. The other side runs at its best batch size, found on a part of the work. Where lm-eval is not installed, an equal loop over transformers
 takes its place. Prints seconds, tokens/s, the ratio, and how far the log-likelihoods are from each other.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
     given = dict(one.partition("=")[::2] for one in sys.argv[1:])
     is_gpu = torch.cuda.is_available()
     random.seed(1)
-    text, tokenizer = open_text()
+    text, tokenizer = open_text(Path(given["data"]) if "data" in given else DATA)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), tokenizer, "tiny" in given)
         scorer = open_scorer(
@@ -61,11 +61,11 @@ def main() -> None:
         compare("four choices", items, scorer, other)
 
 
-def open_text() -> tuple[str, TextTokenizer]:
+def open_text(data: Path) -> tuple[str, TextTokenizer]:
     """WikiText-2 with GPT-2's vocabulary, or the bundled corpus with a vocabulary fitted to it."""
-    if DATA.is_dir():
-        text = (DATA / "wikitext2" / "test.txt").read_text(encoding="utf-8")
-        return text, open_tokenizer(DATA / "gpt2_bpe")
+    if data.is_dir():
+        text = (data / "wikitext2" / "test.txt").read_text(encoding="utf-8")
+        return text, open_tokenizer(data / "gpt2_bpe")
     text = next(iter(bundled_corpora().values())).read_text(encoding="utf-8")
     return text, fit(iter([[text]]), TokenizerConfig(vocab=8192))
 
