@@ -5,8 +5,9 @@
 GPT-2 124M with random weights: text in windows of 1,024 tokens with a stride of 512, and questions with four choices
 of different lengths. On a GPU in bf16, by default WikiText-2's test file in full and 5,000 items; on a CPU in fp32, a
 few of each. The text is FOLDER/wikitext2/test.txt with GPT-2's vocabulary in FOLDER/gpt2_bpe (default: ../shared/data
-next to the repository), else the bundled corpus. The other side runs at its best batch size, found on a part of the work. Where lm-eval is not installed, an equal loop over transformers
-takes its place. Prints seconds, tokens/s, the ratio, and how far the log-likelihoods are from each other.
+next to the repository), else the bundled corpus. The other side runs at its best batch size, found on a part of the
+work. Where lm-eval is not installed, an equal loop over transformers takes its place. Prints seconds, tokens/s, the
+ratio, and how far the log-likelihoods are from each other.
 """
 
 from __future__ import annotations
