@@ -7,7 +7,8 @@ TOKENS is the prefix of a token store (its .bin or .idx file will do), or a file
 1. Tokens/s and steps/s of the torch engine with `train.distil`, and of two plain loops around transformers'
    GPT2LMHeadModel: teacher in eval mode under no_grad, student, both under torch.compile, autocast, KL at temperature 2
    and cross-entropy on all logits, clipping, fused AdamW. In one loop the loss is eager, in the other compiled.
-2. Peak memory and time of the loss alone, from hidden states to their gradients: ours, and torch's F.kl_div.
+2. Peak memory and time of the loss alone, from hidden states to their gradients: ours, compiled as in a compiled run,
+   and torch's F.kl_div.
 
 --small tries everything in a minute on a CPU with a tiny net, without meaning.
 """
@@ -211,7 +212,9 @@ def compare_loss(options: argparse.Namespace) -> None:
     def ours() -> Tensor:
         predictions = [Prediction(taught, teacher_head, None)]
         report = weights.new_zeros(3)
-        return distillation_loss(x, head, labels, weights, VOCAB, predictions, train, report, ends=True)
+        return distillation_loss(
+            x, head, labels, weights, VOCAB, predictions, train, report, ends=True, compiled=not options.small
+        )
 
     def plain() -> Tensor:
         with autocast(device, precision):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.support.engine_runs import LENGTH, VOCAB, batch_of, config_of, rows_of, started
 from tests.support.weights import noisy_weights
-from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, TrainConfig
+from textmill.config import DistilConfig, ModelConfig, RunConfig, ShapeConfig, TorchEngine, TrainConfig
 from textmill.engines.distillation.teachers_torch import matched_layers
 from textmill.engines.distillation.terms_torch import Prediction, distillation_loss
 from textmill.errors import TextmillError
@@ -24,6 +24,7 @@ from textmill.storage.tensor_files import encode_safetensors, read_model
 from textmill.tokens.batches.batch import IGNORED
 
 TOKENS, WIDTH, WORDS, ROWS = 37, 16, 50, 64
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 def reference(
@@ -150,6 +151,18 @@ def test_the_student_comes_to_predict_as_its_teacher(tmp_path: Path) -> None:
     engine, batch = started(config), batch_of(0, unequal=False)
     found = [engine.train_step(batch, step, 1e-2).terms["distil_kl"] for step in range(30)]
     assert found[-1] < found[0] / 4
+
+
+@on_a_gpu
+def test_compiled_teachers_and_loss_equal_the_cpu(tmp_path: Path) -> None:
+    config = distilling("torch", [write_teacher(tmp_path / "a")], mse=0.001, cosine=0.5, hidden=0.2)
+    on_gpu = TorchEngine(device="cuda", precision="fp32", micro_batch=4, compile=True)
+    here, there = started(config), started(config.model_copy(update={"engine": on_gpu}))
+    for step in range(3):
+        one, other = (engine.train_step(batch_of(step), step, 1e-3) for engine in (here, there))
+        assert other.loss == pytest.approx(one.loss, rel=1e-3)
+        assert other.norm == pytest.approx(one.norm, rel=1e-3)
+        assert other.terms == pytest.approx(one.terms, rel=1e-3)
 
 
 def test_padding_rows_of_a_teacher_are_left_out(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from textmill.models import read_shape
 
 CHUNK_LOGITS = 1 << 26
 """Logits of a chunk of the loss on a GPU; several matrices of this size exist in fp32."""
+COMPILED_CHUNKS = 4
+"""How much larger chunks are if the loss is compiled: most of these matrices then do not exist."""
 MATRICES, PER_TEACHER = 8, 3
 """Matrices of that size that may exist at once, and more for each teacher: an upper bound from the formulas."""
 
@@ -18,3 +20,9 @@ def teacher_bytes(train: TrainConfig, *, on_gpu: bool) -> int:
     weights = sum(4 * read_shape(teacher_folder(name)).parameters for name in names)
     chunk = 4 * CHUNK_LOGITS * (MATRICES + PER_TEACHER * len(names)) if names and on_gpu else 0
     return weights + chunk
+
+
+def chunk_tokens(vocab: int, *, compiled: bool) -> int:
+    """Tokens of a chunk of the loss on a GPU: a power of two, which divides most micro-batches evenly."""
+    most = max(1, CHUNK_LOGITS * (COMPILED_CHUNKS if compiled else 1) // vocab)
+    return 1 << (most.bit_length() - 1)

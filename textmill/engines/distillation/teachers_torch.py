@@ -21,6 +21,7 @@ from textmill.engines.objective.micro_batches_torch import MicroBatch
 from textmill.errors import TextmillError
 from textmill.models import Shape
 from textmill.models.base_torch import BaseNet
+from textmill.models.execution_torch import EAGER, Execution
 from textmill.models.nets_torch import open_net
 
 
@@ -48,13 +49,13 @@ class Teachers:
         self.student_layers = matched_layers(self.distil, shape.layers, layers[0])[0]
 
     @torch.no_grad()
-    def read(self, part: MicroBatch) -> list[Targets]:
+    def read(self, part: MicroBatch, execution: Execution = EAGER) -> list[Targets]:
         """The targets of a micro-batch."""
-        return [self._read(net, part, layers) for net, layers in zip(self.nets, self.layers, strict=True)]
+        return [self._read(net, part, layers, execution) for net, layers in zip(self.nets, self.layers, strict=True)]
 
-    def _read(self, net: BaseNet, part: MicroBatch, layers: Sequence[int]) -> Targets:
+    def _read(self, net: BaseNet, part: MicroBatch, layers: Sequence[int], execution: Execution) -> Targets:
         with autocast(part.inputs.device, self.precision), collect_blocks(net, layers) as hidden:
-            states_NTE = net(part.inputs, documents_NT=part.documents, types_NT=part.types)
+            states_NTE = net(part.inputs, documents_NT=part.documents, types_NT=part.types, execution=execution)
             states_ME = take_labelled(states_NTE.to(self.precision), part)
             x_ME = net.head_input(states_ME).to(self.precision)
         return Targets(

@@ -31,7 +31,7 @@ class HeadStates:
         self, net: BaseNet, part: MicroBatch, precision: torch.dtype, execution: Execution = EAGER,
         teachers: Teachers | None = None,
     ) -> None:  # fmt: skip
-        self.net, self.part, self.teachers = net, part, teachers
+        self.net, self.part, self.teachers, self.execution = net, part, teachers, execution
         with collect_blocks(net, teachers.student_layers if teachers else ()) as self.hidden:
             states: Tensor = net(
                 part.inputs, part.keys, documents_NT=part.documents, execution=execution, types_NT=part.types
@@ -75,13 +75,15 @@ class HeadStates:
         self, teachers: Teachers, train: TrainConfig, ends: bool
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss for the backward pass, the labels' loss, and the teachers' terms, these two without weights."""
-        net, part, distil, targets = self.net, self.part, train.distil, teachers.read(self.part)
+        net, part, distil = self.net, self.part, train.distil
+        targets = teachers.read(part, self.execution)
         assert part.weights is not None
         weights_M = part.weights.flatten()
         sums = weights_M.new_zeros(3)
         loss = distillation_loss(
             self.x_ME, net.head, part.labels.flatten(), weights_M, net.shape.vocab,
             [one.prediction for one in targets], train, sums, ends=ends, bias_V=net.head_bias,
+            compiled=self.execution is not EAGER,
         )  # fmt: skip
         found = {"kl": sums[1], "mse": sums[2]}
         if distil.cosine:
