@@ -28,8 +28,8 @@ QUICK = [
     "train.evaluate_batches=1",
     "sample.max_tokens=5",
 ]
-
-
+TINY = ["model.shape.layers=2", "model.shape.heads=2", "model.shape.width=32"]
+"""The net of a recipe, much smaller, with its activation, norms and dropout."""
 SMALLER = {
     "gpt2-small": ["model.size=nano"],
     "bert-base": ["model.size=tiny", "tokenizer.vocab=2000"],
@@ -38,8 +38,34 @@ SMALLER = {
         "tokenizer.use=pretrained", "model.init_from=pretrained", "model.init_layers=[0]",
         "train.distil.teachers=[pretrained]",
     ],
+    "chat-ko": [],
+    "ko-gpt2": [*TINY, "tokenizer.vocab=400"],
+    "tr-gpt2": [*TINY, "tokenizer.vocab=400", "train.decay_steps=2", "engine.micro_batch=2"],
+    "megatron-gpt2": [*TINY, "tokenizer.vocab=400", "corpus.min_words=5", "corpus.languages=[]"],
+    "megatron-bert": [
+        *TINY, "tokenizer.vocab=400", "corpus.min_words=5", "train.decay_steps=2", "train.masked.max_predictions=5",
+    ],
+    "yuan-4.7b": [*TINY, "train.tokens=null", "engine.offload_optimizer=null"],
+    "jax-wikitext": [
+        *TINY, "corpus.sources=texts/*.txt", "corpus.section_chars=400", "tokenizer.use=pretrained",
+        "tokens.features.max_length=32", "tokens.features.min_length=4", "tokens.features.stride=16",
+        "runner.options=[]", "train.epochs=null",
+    ],
 }  # fmt: skip
 """Settings for recipes that would take minutes without a GPU."""
+SYSTEMS = ("ko-gpt2", "tr-gpt2", "megatron-gpt2", "megatron-bert", "yuan-4.7b", "jax-wikitext")
+"""Recipes that tests/project/test_systems.py runs, with the commands around them."""
+ALONE = [name for name in recipe_names() if name not in SYSTEMS]
+
+
+def write_inputs(folder: Path) -> None:
+    """Write what the recipes name, next to a folder of texts."""
+    texts = folder / "texts"
+    _write_pairs(folder / "ChatbotData.csv")
+    _write_exam(folder / "exam.jsonl")
+    _write_model(folder / "pretrained", texts)
+    _write_lines(texts)
+    _write_vocab(folder / "vocab.txt", texts)
 
 
 def _write_pairs(path: Path) -> None:
@@ -65,17 +91,33 @@ def _write_model(folder: Path, texts: Path) -> None:
     ).save_pretrained(folder)
 
 
-@pytest.mark.long_with(*[name for name in recipe_names() if name != "quickstart"])
-@pytest.mark.parametrize("name", recipe_names())
+def _write_lines(texts: Path) -> None:
+    """Write the paragraphs of the texts as JSON lines too, with the fields of Megatron's example."""
+    for path in list(texts.glob("*.txt")):
+        blocks = path.read_text(encoding="utf-8").split("\n\n")
+        rows = [
+            {"src": path.stem, "text": f"{block} {number}", "id": str(number)} for number, block in enumerate(blocks)
+        ]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path.with_suffix(".jsonl").write_text(lines, encoding="utf-8")
+
+
+def _write_vocab(path: Path, texts: Path) -> None:
+    """Write a vocab.txt in the format of Yuan: special pieces, marks for space and line end, then characters."""
+    characters = sorted({character for file in texts.glob("*.txt") for character in file.read_text(encoding="utf-8")})
+    pieces = ["<s>", "<unk>", "<pad>", "<eod>", "\u2582", "\u2583", *(one for one in characters if not one.isspace())]
+    path.write_text("".join(f"{piece}\n" for piece in pieces), encoding="utf-8")
+
+
+@pytest.mark.long_with(*[name for name in ALONE if name != "quickstart"])
+@pytest.mark.parametrize("name", ALONE)
 def test_recipe(
     name: str, tiny_texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_texts.parent
     shutil.copy(recipes_folder() / f"{name}.yaml", folder)
     monkeypatch.chdir(folder)
-    _write_pairs(folder / "ChatbotData.csv")
-    _write_exam(folder / "exam.jsonl")
-    _write_model(folder / "pretrained", tiny_texts)
+    write_inputs(folder)
     assert main(["run", f"{name}.yaml", *QUICK, *SMALLER.get(name, [])]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert f"All stages are done. The model is runs/{name}/run/step-0000002" in out

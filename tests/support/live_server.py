@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,23 @@ class Live:
         code = self.process.wait(LONGEST)
         self._reader.join(LONGEST)
         return code
+
+
+@contextmanager
+def served(arguments: list[str]) -> Iterator[str]:
+    """Run `textmill serve` with these arguments; yield its address."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    found = re.search(r"http://\S+:(\d+)/", process.stdout.readline())
+    assert found, "the server did not print its address"
+    try:
+        address = f"http://127.0.0.1:{found[1]}"
+        assert web.get(f"{address}/ready").status_code == 200
+        yield address
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LONGEST)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -66,8 +66,11 @@ class MongoProcess:
             "--log-level",
             "ERROR",
         ]
+        # The file names the interpreter by a path that is wrong if the environment was moved.
         self.process = subprocess.Popen(
-            [str(self.command), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [str(self.command.with_name("python")), str(self.command), *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         end = time.monotonic() + 60
         while time.monotonic() < end:
