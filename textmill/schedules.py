@@ -13,10 +13,18 @@ def warmup_steps(train: TrainConfig) -> int:
     return round(train.warmup * train.steps) if train.warmup < 1 else int(train.warmup)
 
 
-def lr_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
+def decay_end(train: TrainConfig) -> float:
+    """The step at which the decay ends, in steps of `train.batch` samples."""
+    return train.decay_steps or (train.decay_samples / train.batch if train.decay_samples else train.steps)
+
+
+def lr_at(
+    step: int, train: TrainConfig, decay_from: int = 0, samples_before: Callable[[int], int] | None = None
+) -> float:
     """The learning rate of step `step`, counted from 0: warm-up to the maximum, then the decay of the schedule.
 
-    A decay that ends with the run does not start before the step `decay_from`.
+    A decay that ends with the run does not start before the step `decay_from`. `samples_before` tells how many samples
+    are before a step; without it, all steps have `train.batch`.
     """
     warmup, low, high = warmup_steps(train), train.min_learning_rate, train.learning_rate
     if train.schedule == "range_test":
@@ -29,10 +37,13 @@ def lr_at(step: int, train: TrainConfig, decay_from: int = 0) -> float:
         )
     if train.schedule == "inverse_sqrt":
         return max(low, high * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
-    start = warmup if train.decay_steps else max(warmup, decay_from)
+    start = warmup if train.decay_steps or train.decay_samples else max(warmup, decay_from)
     if step < start:
         return high
-    return low + (high - low) * DECAYS[train.schedule](step - start, (train.decay_steps or train.steps) - start, train)
+    gone, length = float(step - start), decay_end(train) - start
+    if train.decay_samples and samples_before:
+        gone, length = (end - samples_before(start) for end in (samples_before(step), train.decay_samples))
+    return low + (high - low) * DECAYS[train.schedule](gone, length, train)
 
 
 def _log_rise(step: int, warmup: int) -> float:
@@ -48,29 +59,29 @@ def _range_test(step: int, train: TrainConfig) -> float:
     )
 
 
-def _fraction(step: int, steps: int) -> float:
+def _fraction(step: float, steps: float) -> float:
     return min(1.0, step / max(1, steps))
 
 
-def _linear(step: int, steps: int, train: TrainConfig) -> float:
+def _linear(step: float, steps: float, train: TrainConfig) -> float:
     return 1 - _fraction(step, steps)
 
 
-def _cosine(step: int, steps: int, train: TrainConfig) -> float:
+def _cosine(step: float, steps: float, train: TrainConfig) -> float:
     return (1 + math.cos(math.pi * _fraction(step, steps))) / 2
 
 
-def _constant(step: int, steps: int, train: TrainConfig) -> float:
+def _constant(step: float, steps: float, train: TrainConfig) -> float:
     return 1.0
 
 
-def _stable(step: int, steps: int, train: TrainConfig) -> float:
+def _stable(step: float, steps: float, train: TrainConfig) -> float:
     """Constant, then linear decay over the last fraction of the steps (warmup-stable-decay)."""
     decay_steps = max(1, round(train.stable.decay_fraction * steps))
     return 1 - _fraction(max(0, step - (steps - decay_steps)), decay_steps)
 
 
-DECAYS: dict[str, Callable[[int, int, TrainConfig], float]] = {
+DECAYS: dict[str, Callable[[float, float, TrainConfig], float]] = {
     "cosine": _cosine, "linear": _linear, "constant": _constant, "stable": _stable,
 }  # fmt: skip
-"""Remaining fraction of (max - min) learning rate after `step` of `steps` decay steps."""
+"""Remaining fraction of (max - min) learning rate after `step` of `steps` decay steps, or samples."""

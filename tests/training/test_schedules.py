@@ -41,6 +41,26 @@ def test_decay_steps_differ_from_the_run_length() -> None:
     assert lr_at(110, long) == pytest.approx(0.5)
 
 
+def test_decay_in_samples_matches_megatron() -> None:
+    """Megatron's AnnealingLR counts samples: after n of them, less the warm-up, of the decay, less the warm-up."""
+    steps = {"schedule": "cosine", "steps": 100, "warmup": 10, "learning_rate": 1.0, "min_learning_rate": 0.1}
+    by_steps = TrainConfig.model_validate({**steps, "decay_steps": 80, "batch": 16})
+    by_samples = TrainConfig.model_validate({**steps, "decay_samples": 80 * 16, "batch": 16})
+    assert [lr_at(step, by_samples) for step in range(100)] == pytest.approx([lr_at(s, by_steps) for s in range(100)])
+    sizes = [8] * 20 + [16] * 80  # a ramp-up: 20 steps of 8 samples
+    before = [sum(sizes[:step]) for step in range(100)]
+    for step in range(10, 100):
+        gone = min(1.0, (before[step] - before[10]) / (1000 - before[10]))
+        wanted = 0.1 + 0.9 * (1 + math.cos(math.pi * gone)) / 2
+        train = by_samples.model_copy(update={"decay_samples": 1000})
+        assert lr_at(step, train, samples_before=before.__getitem__) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_two_ends_of_the_decay_are_refused() -> None:
+    with pytest.raises(TextmillError, match=r"train\.decay_samples: .* train\.decay_steps=5 too; keep one"):
+        TrainConfig(decay_steps=5, decay_samples=80)
+
+
 def test_stable_decays_only_at_the_end() -> None:
     train = TrainConfig(
         schedule="stable",

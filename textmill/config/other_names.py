@@ -62,7 +62,7 @@ OTHER_NAMES = {
     "per_device_eval_batch_size": "evaluate.batch", "num_epochs": "train.epochs", "random_seed": "train.seed",
     "metric_for_best_model": "train.best.metric", "early_stopping_patience": "train.best.patience",
     "eval_frequency": "train.evaluate_every", "logging_frequency": "train.log_every",
-    "save_frequency": "train.save_every", "lr_decay_samples": "train.decay_steps", "loss_type": "train.loss",
+    "save_frequency": "train.save_every", "lr_decay_samples": "train.decay_samples", "loss_type": "train.loss",
     "eval_batch_size": "evaluate.batch", "num_beams": "sample.beams", "beam_size": "sample.beams",
     "append_eod": "tokens.append_end", "enable_eos": "tokens.append_end", "save": "train.folder",
     "model_save_dir": "train.folder", "ckpt_id_finetune": "train.folder", "workspace": "folder",

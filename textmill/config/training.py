@@ -91,6 +91,9 @@ class TrainConfig(Section):
     `train.min_learning_rate` until training diverges, to find the highest usable rate."""
     decay_steps: int | None = changeable(None, ge=1)
     """The step at which the learning rate reaches its minimum; default: the last."""
+    decay_samples: int | None = changeable(None, ge=1)
+    """Samples after which the learning rate reaches its minimum, instead of `train.decay_steps`; the decay then follows
+    the samples, which `train.batch_rampup` makes slower at first, as Megatron's lr-decay-samples."""
     stable: StableConfig = StableConfig()
     """Settings of `train.schedule=stable`."""
     range_test: RangeTestConfig = RangeTestConfig()
@@ -233,6 +236,15 @@ class TrainConfig(Section):
             growth = f"the growth from {start} to train.batch={self.batch}"
             raise TextmillError(
                 f"train.batch_rampup: an increment of {increment} does not divide {growth}; {fits} does"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_one_decay(self) -> TrainConfig:
+        if self.decay_steps and self.decay_samples:
+            raise TextmillError(
+                f"train.decay_samples: the end of the decay is set by train.decay_steps={self.decay_steps} too; "
+                "keep one of them"
             )
         return self
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from textmill.config import RunConfig, TrainConfig
 from textmill.config.engines import DeepSpeedEngine
 from textmill.errors import TextmillError
-from textmill.schedules import warmup_steps
+from textmill.schedules import decay_end, warmup_steps
 
 Tree = dict[str, Any]
 AUTO = "auto"
@@ -228,7 +228,7 @@ def _expected_schedule(train: TrainConfig, flat: Tree) -> dict[str, tuple[str, A
         "warmup_max_lr": ("train.learning_rate", train.learning_rate),
         "warmup_num_steps": ("train.warmup in steps", warmup_steps(train)),
         "warmup_type": ("train.warmup_shape", train.warmup_shape),
-        "total_num_steps": ("train.decay_steps or train.steps", train.decay_steps or train.steps),
+        "total_num_steps": ("the end of the decay in steps", decay_end(train)),
         "lr_range_test_min_lr": ("train.min_learning_rate", train.min_learning_rate),
         "lr_range_test_step_size": ("train.range_test.steps", train.range_test.steps),
         "lr_range_test_step_rate": ("train.range_test.rate", train.range_test.rate),

@@ -48,7 +48,7 @@ class RunLength:
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step; it does not decay before the number of steps is known."""
-        return lr_at(step, self.train, (self.measured_at or 0) if self.known else UNKNOWN)
+        return lr_at(step, self.train, (self.measured_at or 0) if self.known else UNKNOWN, self.samples_after)
 
     def metrics_of(self, done: int) -> dict[str, float]:
         """The learning rate of step number `done`, the epochs after it, and its samples if not all have the same."""
